@@ -1,0 +1,6 @@
+"""The one entry: `python cli.py COMMAND ...` or `accelerate launch cli.py COMMAND ...`."""
+
+from nanogpt_hf.commands import console
+
+if __name__ == "__main__":
+    console()

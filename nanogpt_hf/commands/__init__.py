@@ -1,0 +1,90 @@
+"""The table of commands, and the one place where an error becomes a line and an exit status."""
+
+import argparse
+import importlib
+import os
+import sys
+
+from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, did_you_mean
+
+# name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`.
+COMMANDS = {
+    "prepare": "text -> token shards",
+    "pretrain": "train a GPT from scratch",
+    "sample": "let a model write",
+}
+
+_USAGE = "usage: cli.py COMMAND ...   (under accelerate: accelerate launch [--config_file F] cli.py COMMAND ...)"
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> None:
+        raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
+
+
+def _overview() -> str:
+    rows = [f"  {name:<10} {meaning}" for name, meaning in COMMANDS.items()]
+    return "\n".join([_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."])
+
+
+def _split_overrides(parser: argparse.ArgumentParser, rest: list[str]) -> list[tuple[str, str]]:
+    """`--a.b 1 --c.d=2` -> [("a.b", "1"), ("c.d", "2")]. Raises UserError for anything else."""
+    options = [option for action in parser._actions for option in action.option_strings]
+    overrides, rest = [], list(rest)
+    while rest:
+        word = rest.pop(0)
+        key, equals, value = word.partition("=")
+        if not key.startswith("--"):
+            raise UserError(f"{parser.prog}: {word!r} is one argument too many; see {parser.prog} --help")
+        if "." not in key:
+            from nanogpt_hf.config.schema import KNOBS
+
+            near = did_you_mean(key.removeprefix("--"), [o.removeprefix("--") for o in options] + list(KNOBS))
+            raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
+        if not equals:
+            if not rest:
+                raise UserError(f"{parser.prog}: {key}: expected a value after it")
+            value = rest.pop(0)
+        overrides.append((key.removeprefix("--"), value))
+    return overrides
+
+
+def main(arguments: list[str]) -> int:
+    """Run a command line; return its exit status: 0 done, 2 the user's mistake, 75 stopped by a signal after saving."""
+    try:
+        if not arguments or arguments[0] in ("-h", "--help", "help"):
+            print(_overview())
+            return 0
+        name, *rest = arguments
+        if name not in COMMANDS:
+            raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
+        module = importlib.import_module(f"nanogpt_hf.commands.{name}")
+        parser = _Parser(
+            prog=f"cli.py {name}",
+            description=module.__doc__,
+            allow_abbrev=False,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        module.add_arguments(parser)
+        parsed, rest = parser.parse_known_args(rest)
+        module.run(parsed, _split_overrides(parser, rest))
+    except UserError as error:
+        if os.environ.get("RANK", "0") == "0":  # the same mistake on every rank is said once
+            print(error, file=sys.stderr)
+        return EXIT_USER_ERROR
+    except Stopped as stopped:
+        if os.environ.get("RANK", "0") == "0":
+            print(stopped)
+        return EXIT_STOPPED
+    return 0
+
+
+def console() -> None:
+    """The `nanogpt-hf` program, and `python cli.py`."""
+    try:
+        sys.exit(main(sys.argv[1:]))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of our output left, as `| head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(1)

@@ -1,0 +1,39 @@
+"""Tokenize a recipe's text into arrow shards. A second call finds them and does nothing."""
+
+import argparse
+
+from nanogpt_hf.config.load import knob_lines, load_config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml")
+    parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    config = load_config(arguments.recipe, overrides)
+    prepare_and_say(config)
+
+
+def prepare_and_say(config) -> None:
+    """Prepare a recipe's data, and print what there is now."""
+    import os
+    import sys
+
+    import datasets
+
+    from nanogpt_hf.data.prepare import prepare
+
+    main_process = os.environ.get("RANK", "0") == "0"
+    if not (main_process and sys.stderr.isatty()):
+        datasets.disable_progress_bars()
+    manifest, anew = prepare(config)
+    if main_process:
+        print(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}", flush=True)
+        for name in ("train", "validation"):
+            facts = getattr(manifest, name)
+            print(
+                f"  {name:<10} {facts.documents:,} documents, {facts.tokens:,} tokens, "
+                f"{facts.bytes_per_token:.2f} bytes per token",
+                flush=True,
+            )

@@ -1,0 +1,72 @@
+"""Train a GPT from scratch: prepares the data if need be, then writes a run folder."""
+
+import argparse
+import os
+from pathlib import Path
+
+from nanogpt_hf.commands.prepare import prepare_and_say
+from nanogpt_hf.config.load import config_to_yaml, knob_lines, load_config
+from nanogpt_hf.config.schema import Config
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml")
+    parser.add_argument("--run-dir", metavar="DIR", help="the run folder (default runs/<recipe name>)")
+    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
+    parser.add_argument("--overwrite", action="store_true", help="throw away the run that is in the run folder")
+    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its size, and stop")
+    parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    config = load_config(arguments.recipe, overrides)
+    if arguments.dry_run:
+        dry_run(config)
+        return
+    # The imports below take seconds; mistakes above and --help should not wait for them.
+    from transformers.utils import logging
+
+    from nanogpt_hf.training.checkpoint import RunFolder
+    from nanogpt_hf.training.loop import train
+
+    logging.disable_progress_bar()
+    folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
+    main_process = os.environ.get("RANK", "0") == "0"
+    if main_process:  # the others might look when it has begun to write
+        folder.check(resume=arguments.resume, overwrite=arguments.overwrite)
+    prepare_and_say(config)
+    state = train(config, folder, resume=arguments.resume)
+    if main_process:
+        print(
+            f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {state.seconds:,.0f} s; "
+            f"best validation loss {state.best_loss:.4f} at step {state.best_step:,}\n"
+            f"  model    {folder.best} (the best), {folder.final} (the last); both open as plain GPT-2\n"
+            f"  curve    {folder.picture}\n"
+            f"  metrics  {folder.metrics}\n"
+            f"next: python cli.py sample {folder.path} --prompt 'The '"
+        )
+
+
+def dry_run(config: Config) -> None:
+    """Print what a run would be, as far as it can be known without its data."""
+    from nanogpt_hf.data.prepare import read_manifest
+    from nanogpt_hf.model.build import build_gpt_config, count_parameters
+
+    print(config_to_yaml(config), end="")
+    manifest = read_manifest(Path(config.data.dir))
+    if manifest:
+        vocab_size = manifest.vocab_size
+    elif config.data.tokenizer == "gpt2":
+        vocab_size = 50257
+    else:
+        vocab_size = config.model.vocab_size
+    print()
+    if vocab_size:
+        parameters = count_parameters(build_gpt_config(config.model, vocab_size))
+        print(f"parameters: {parameters:,}")
+    else:
+        parameters = count_parameters(build_gpt_config(config.model, 1)) - config.model.n_embd
+        print(f"parameters: {parameters:,} + {config.model.n_embd} a token of the vocabulary, known after `prepare`")
+    tokens = config.train.max_steps * config.train.tokens_per_step
+    print(f"tokens per step: {config.train.tokens_per_step:,}; tokens in {config.train.max_steps:,} steps: {tokens:,}")
+    print("nothing was started")

@@ -1,0 +1,111 @@
+"""Let a model write, as it goes: a run folder, a model folder, or a model on the Hub."""
+
+import argparse
+from pathlib import Path
+
+from nanogpt_hf.errors import RunFolderError, UserError
+
+
+def _at_least(kind, low, high=float("inf")):
+    def parse(text: str):
+        value = kind(text)
+        if not low <= value <= high:
+            raise ValueError
+        return value
+
+    parse.__name__ = f"{'whole number' if kind is int else 'number'} of at least {low}" + (
+        f" and at most {high}" if high != float("inf") else ""
+    )
+    return parse
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("model", metavar="MODEL", help="a run folder (its best model), a model folder, or a Hub id")
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break)")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="a file with the text to go on from")
+    parser.add_argument("--max-new-tokens", type=_at_least(int, 1), default=500, help="default %(default)s")
+    parser.add_argument("--temperature", type=_at_least(float, 0), default=0.8, help="0 is greedy; default %(default)s")
+    parser.add_argument("--top-k", type=_at_least(int, 1), default=None, help="only the k likeliest tokens")
+    parser.add_argument("--top-p", type=_at_least(float, 0, 1), default=None, help="only the likeliest that add to p")
+    parser.add_argument("--num-samples", type=_at_least(int, 1), default=1, help="default %(default)s")
+    parser.add_argument("--seed", type=_at_least(int, 0), default=1337, help="default %(default)s")
+
+
+def find_model(name: str) -> str:
+    """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or Hub id as it is.
+
+    Raises RunFolderError for a run folder that has no model yet.
+    """
+    from nanogpt_hf.training.checkpoint import RunFolder
+
+    run = RunFolder(name)
+    if not run.recipe.is_file():
+        return name
+    for folder in (run.best, run.final):
+        if folder.is_dir():
+            return str(folder)
+    raise RunFolderError(f"{name}: this run has no model yet; the first is written at its first evaluation")
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str:
+    if arguments.prompt_file is None:
+        return "\n" if arguments.prompt is None else arguments.prompt
+    try:
+        return Path(arguments.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    if overrides:
+        raise UserError(f"cli.py sample: --{overrides[0][0]}: sampling has no recipe to set knobs of")
+    prompt = _read_prompt(arguments)
+
+    import torch
+    from accelerate import Accelerator
+    from transformers.utils import logging
+
+    from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer
+    from nanogpt_hf.generate import TextStream, generate_tokens
+    from nanogpt_hf.model.build import load_model
+
+    logging.disable_progress_bar()
+    accelerator = Accelerator()
+    folder = find_model(arguments.model)
+    model = load_model(folder).to(accelerator.device).eval()
+    tokenizer = load_tokenizer(folder)
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model only {model.config.vocab_size}"
+        )
+    ids = encode_ordinary(tokenizer, prompt)
+    if not ids:
+        if tokenizer.bos_token_id is None:
+            raise UserError("--prompt: this model's tokenizer has no start token, so the prompt must not be empty")
+        ids = [tokenizer.bos_token_id]
+    if not accelerator.is_main_process:
+        return
+    streams = [TextStream(tokenizer) for _ in range(arguments.num_samples)]
+    later = [""] * arguments.num_samples
+    print(prompt, end="", flush=True)
+    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
+        for tokens in generate_tokens(
+            model,
+            ids,
+            max_new_tokens=arguments.max_new_tokens,
+            num_samples=arguments.num_samples,
+            temperature=arguments.temperature,
+            top_k=arguments.top_k,
+            top_p=arguments.top_p,
+            seed=arguments.seed,
+        ):
+            for i, token in enumerate(tokens):
+                if token is not None:
+                    text = streams[i].add(token)
+                    later[i] += text
+                    if i == 0:  # the first is shown as it is written, the others after it
+                        print(text, end="", flush=True)
+    print(streams[0].end())
+    for i in range(1, arguments.num_samples):
+        print(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{prompt}{later[i]}{streams[i].end()}")

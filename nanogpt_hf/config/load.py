@@ -1,0 +1,183 @@
+"""Recipe file + command line -> Config, every mistake reported at once; and the resolved recipe back to disk."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nanogpt_hf.config.schema import CHECKS, KNOBS, SECTIONS, Config, Knob, get_value, kind_options, set_value
+from nanogpt_hf.errors import ConfigError, did_you_mean
+
+_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """yaml.safe_load, except that a key written twice is an error instead of a silent last-one-wins."""
+
+
+def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict:
+    keys = [loader.construct_object(key) for key, _ in node.value]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise yaml.constructor.ConstructorError(None, None, f"{key} is written twice", node.start_mark)
+    return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
+
+
+_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
+
+
+def _number(value: Any) -> float:
+    # YAML 1.1 reads 6e-4 as text because it has no dot; people mean a number.
+    if isinstance(value, bool) or not isinstance(value, int | float | str):
+        raise ValueError
+    return float(value.replace("_", "").replace(",", "") if isinstance(value, str) else value)
+
+
+def _as(option: Any, value: Any) -> Any:
+    """`value` as the plain type or literal `option`; ValueError where it is not one."""
+    if option is type(None):
+        if value is None or (isinstance(value, str) and value.lower() in ("null", "none", "~")):
+            return None
+    elif option is bool:
+        if isinstance(value, bool):
+            return value
+        if isinstance(value, str) and value.lower() in ("true", "false"):
+            return value.lower() == "true"
+    elif option is int:
+        if isinstance(value, int) and not isinstance(value, bool):
+            return value  # float() would lose digits above 2**53
+        number = _number(value)
+        if number == int(number):
+            return int(number)
+    elif option is float:
+        number = _number(value)
+        if number == number and abs(number) != float("inf"):
+            return number
+    elif option is str:
+        if isinstance(value, str):
+            return value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return str(value)
+    elif option == list[str]:
+        if isinstance(value, str):
+            return [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+        if isinstance(value, list) and all(isinstance(part, str) for part in value):
+            return value
+    elif value == option:  # a literal
+        return value
+    raise ValueError
+
+
+def convert(knob: Knob, value: Any) -> Any:
+    """`value` (from YAML, or text from the command line) as the knob's type, within its bounds.
+
+    Raises ValueError with a message such as "expected an integer, got 'ten'".
+    """
+    options = kind_options(knob.kind)
+    for option in sorted(options, key=lambda option: option is str):  # text last: `null` is None before it is a word
+        try:
+            result = _as(option, value)
+            break
+        except (ValueError, OverflowError):
+            continue
+    else:
+        plain = [_WANTED[o] for o in options if o in _WANTED]
+        literal = [str(o) for o in options if o not in _WANTED and o is not type(None)]
+        raise ValueError(f"expected {' or '.join(plain + [', '.join(literal)] * bool(literal))}, got {value!r}")
+    if isinstance(result, int | float) and not isinstance(result, bool):
+        if knob.low is not None and result < knob.low:
+            raise ValueError(f"must be at least {knob.low:g}, got {result}")
+        if knob.high is not None and result > knob.high:
+            raise ValueError(f"must be at most {knob.high:g}, got {result}")
+    return result
+
+
+def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """The recipe's dotted keys and values, and what is wrong with its shape."""
+    try:
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except FileNotFoundError:
+        near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
+        raise ConfigError([f"{path}: no such recipe{near}"]) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError([f"{path}: cannot be read as a recipe: {error}"]) from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = f"line {mark.line + 1}: " if mark else ""
+        raise ConfigError([f"{path}: {where}not valid YAML: {getattr(error, 'problem', error)}"]) from None
+    if tree is None:
+        tree = {}
+    if not isinstance(tree, dict):
+        raise ConfigError([f"{path}: expected sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"])
+    values, problems = {}, []
+    for section, body in tree.items():
+        if section not in SECTIONS:
+            problems.append(f"{path}: {section}: unknown section{did_you_mean(str(section), SECTIONS)}")
+        elif body is not None and not isinstance(body, dict):
+            problems.append(f"{path}: {section}: expected knobs under it, got {body!r}")
+        else:
+            values |= {f"{section}.{name}": value for name, value in (body or {}).items()}
+    return values, problems
+
+
+def recipe_name(path: Path) -> str:
+    """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its folder."""
+    return path.resolve().parent.name if path.stem == "recipe" else path.stem
+
+
+def load_config(recipe: Path | str, overrides: list[tuple[str, str]] = ()) -> Config:
+    """Defaults, then the recipe, then `overrides` (dotted key, text), checked.
+
+    Raises ConfigError with every problem found: unknown keys, wrong types, values out of bounds, values that do not
+    fit each other. A key with a problem of its own is left out of the rules over several keys.
+    """
+    recipe = Path(recipe)
+    values, problems = _read_recipe(recipe)
+    config, bad = Config(name=recipe_name(recipe)), set()
+    said_by = {}
+    for origin, pairs in ((f"{recipe}: ", values.items()), ("--", overrides)):
+        for key, value in pairs:
+            if key not in KNOBS:
+                problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
+                continue
+            said_by[key] = origin
+            bad.discard(key)
+            try:
+                set_value(config, key, convert(KNOBS[key], value))
+            except ValueError as error:
+                problems.append(f"{origin}{key}: {error}")
+                bad.add(key)
+    for check in CHECKS:
+        if not bad & set(check.keys):
+            problem = check.problem(*(get_value(config, key) for key in check.keys))
+            if problem:
+                problems.append(f"{said_by.get(check.keys[0], f'{recipe}: ')}{check.keys[0]}: {problem}")
+    if problems:
+        raise ConfigError(problems)
+    if config.data.dir is None:
+        config.data.dir = f"data/{config.name}"
+    return config
+
+
+def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
+    """Section -> knob -> value, every knob resolved."""
+    return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
+
+
+def config_to_yaml(config: Config) -> str:
+    return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def knob_lines() -> list[str]:
+    """The `--help` table: every knob with its default and meaning, by section."""
+    lines, section = [], ""
+    for key, knob in KNOBS.items():
+        if key.partition(".")[0] != section:
+            section = key.partition(".")[0]
+            lines += ["", f"{section}:"]
+        literals = [str(o) for o in kind_options(knob.kind) if isinstance(o, str)]
+        choices = f" [{'|'.join(literals)}]" if len(literals) > 1 else ""
+        default = "" if knob.default is None else f" (default {knob.default})"
+        lines.append(f"  --{key:<32} {knob.meaning}{choices}{default}")
+    return lines[1:]

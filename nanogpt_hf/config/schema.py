@@ -1,0 +1,218 @@
+"""Every knob of an experiment, once: its type, default, unit, bounds and one line of meaning.
+
+The machine (devices, processes, precision, sharding, compile) is not here: accelerate's config owns it.
+A new knob is one line below; `--help`, the checks and the resolved recipe follow from it.
+"""
+
+import types
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+from typing import Any, Literal
+
+
+def knob(default: Any, meaning: str, *, low: float | None = None, high: float | None = None) -> Any:
+    """A dataclass field with its one line of meaning and its inclusive bounds."""
+    metadata = {"meaning": meaning, "low": low, "high": high}
+    if isinstance(default, list):
+        return field(default_factory=lambda: list(default), metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass
+class ModelSection:
+    n_layer: int = knob(12, "transformer blocks", low=1)
+    n_head: int = knob(12, "attention heads a block; divides n_embd", low=1)
+    n_embd: int = knob(768, "width of the residual stream", low=1)
+    n_positions: int = knob(1024, "longest context the model has positions for, in tokens", low=1)
+    vocab_size: int | None = knob(None, "rows of the embedding; left out, the tokenizer's size (then padded)", low=1)
+    pad_vocab_to_multiple_of: int = knob(1, "round the rows up to this multiple: 64 is fast on GPUs", low=1)
+    bias: bool = knob(False, "biases in Linear and LayerNorm (GPT-2 has them, nanoGPT leaves them out)")
+    dropout: float = knob(0.0, "dropout probability on embeddings, attention and residuals", low=0, high=0.99)
+    activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu is exact, gelu_new is OpenAI's tanh form")
+
+
+@dataclass
+class DataSection:
+    source: str | None = knob(None, "python-docs, a file, folder, glob or http(s) URL, or a Hub data set's name")
+    sha256: str | None = knob(None, "expected sha256 of a URL's content")
+    config: str | None = knob(None, "configuration of a Hub data set")
+    split: str = knob("train", "split of a Hub data set to train on")
+    validation_split: str | None = knob(
+        None, "split of a Hub data set to validate on; left out, a fraction is held out"
+    )
+    revision: str | None = knob(None, "commit or tag of a Hub data set")
+    text_column: str = knob("text", "column that holds the text of a row")
+    validation_fraction: float = knob(0.0005, "share held out: a lone document's tail, else documents", low=0, high=0.5)
+    validation_seed: int = knob(2357, "seed that draws the documents held out", low=0)
+    tokenizer: str = knob("gpt2", "char, gpt2, or a Hugging Face tokenizer's name or folder")
+    num_proc: int | None = knob(None, "processes that tokenize; left out, one a core where the text is large", low=1)
+    dir: str | None = knob(None, "folder of the prepared tokens; left out, data/<recipe name>")
+    block_size: int = knob(1024, "tokens of context in a training example", low=1)
+    order: Literal["shuffled", "random"] = knob("shuffled", "every block once an epoch, or windows at random offsets")
+
+
+@dataclass
+class OptimSection:
+    learning_rate: float = knob(6e-4, "peak learning rate", low=0)
+    min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", low=0)
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
+        "cosine", "shape after warm-up; wsd is warm-up, stable, linear decay"
+    )
+    warmup_steps: int = knob(2000, "steps of linear warm-up", low=0)
+    decay_fraction: float = knob(0.2, "wsd: last share of the steps that decays", low=0, high=1)
+    weight_decay: float = knob(0.1, "AdamW's decay of matrices and embeddings (never biases or LayerNorm)", low=0)
+    beta1: float = knob(0.9, "AdamW's momentum", low=0, high=0.999999)
+    beta2: float = knob(0.95, "AdamW's second-moment decay", low=0, high=0.999999)
+    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm; 0 clips nothing", low=0)
+
+
+@dataclass
+class TrainSection:
+    max_steps: int = knob(600_000, "optimizer steps", low=1)
+    tokens_per_step: int = knob(491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1)
+    micro_batch_size: int = knob(12, "sequences in one forward pass of one process", low=1)
+    seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0)
+
+
+@dataclass
+class EvalSection:
+    every: int = knob(1000, "steps between evaluations", low=1)
+    tokens: int | Literal["all"] = knob(2_457_600, "validation tokens in one evaluation, or all", low=1)
+
+
+@dataclass
+class CheckpointSection:
+    every: int = knob(1000, "steps between checkpoints", low=1)
+    keep: int = knob(2, "newest checkpoints kept", low=1)
+
+
+@dataclass
+class TrackingSection:
+    every: int = knob(10, "steps between training lines in metrics.jsonl and the trackers", low=1)
+    trackers: list[str] = knob([], "accelerate's trackers by name: wandb, tensorboard, ...")  # noqa: RUF009
+    project: str = knob("nanogpt_hf", "project name given to the trackers")
+
+
+@dataclass
+class Config:
+    """A resolved recipe. `name` is the recipe's name, which run and data folders take when not told otherwise."""
+
+    model: ModelSection = field(default_factory=ModelSection)
+    data: DataSection = field(default_factory=DataSection)
+    optim: OptimSection = field(default_factory=OptimSection)
+    train: TrainSection = field(default_factory=TrainSection)
+    eval: EvalSection = field(default_factory=EvalSection)
+    checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
+    tracking: TrackingSection = field(default_factory=TrackingSection)
+    name: str = "run"
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One row of the schema, as `--help` and the checks need it."""
+
+    key: str
+    kind: Any  # the annotation: int, float, bool, str, list[str], or a union or Literal of those
+    default: Any
+    meaning: str
+    low: float | None
+    high: float | None
+
+
+SECTIONS = tuple(f.name for f in fields(Config) if f.name != "name")
+
+
+def _knobs() -> dict[str, Knob]:
+    table = {}
+    for section in SECTIONS:
+        defaults = getattr(Config(), section)
+        kinds = typing.get_type_hints(type(defaults))
+        for f in fields(defaults):
+            key = f"{section}.{f.name}"
+            table[key] = Knob(key, kinds[f.name], getattr(defaults, f.name), **f.metadata)
+    return table
+
+
+KNOBS: dict[str, Knob] = _knobs()
+
+
+def get_value(config: Config, key: str) -> Any:
+    section, _, name = key.partition(".")
+    return getattr(getattr(config, section), name)
+
+
+def set_value(config: Config, key: str, value: Any) -> None:
+    section, _, name = key.partition(".")
+    setattr(getattr(config, section), name, value)
+
+
+def _nearest_multiples(value: int, unit: int) -> str:
+    below = value // unit * unit
+    return f"{below + unit:,}" if below == 0 else f"{below:,} or {below + unit:,}"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A rule over several knobs. `problem` gives the complaint, or None where the values fit."""
+
+    keys: tuple[str, ...]  # the first is the one that is blamed
+    problem: Callable[..., str | None]
+
+
+CHECKS = (
+    Check(("data.source",), lambda s: None if s else "required: the text to train on, for example python-docs"),
+    Check(
+        ("data.validation_fraction", "data.validation_split"),
+        lambda share, split: None if share or split else "must be above 0 where no data.validation_split is given",
+    ),
+    Check(
+        ("model.n_embd", "model.n_head"),
+        lambda width, heads: f"{width} is not a multiple of model.n_head {heads}" if width % heads else None,
+    ),
+    Check(
+        ("data.block_size", "model.n_positions"),
+        lambda block, most: f"{block} is longer than model.n_positions {most}" if block > most else None,
+    ),
+    Check(
+        ("optim.warmup_steps", "train.max_steps"),
+        lambda warmup, most: f"{warmup} is more than train.max_steps {most}" if warmup > most else None,
+    ),
+    Check(
+        ("optim.min_learning_rate", "optim.learning_rate"),
+        lambda least, peak: f"{least} is above optim.learning_rate {peak}" if least > peak else None,
+    ),
+    Check(
+        ("train.tokens_per_step", "train.micro_batch_size", "data.block_size"),
+        lambda tokens, micro, block: (
+            f"{tokens:,} is not a multiple of train.micro_batch_size {micro} × data.block_size {block} = "
+            f"{micro * block:,}; nearest: {_nearest_multiples(tokens, micro * block)}"
+            if tokens % (micro * block)
+            else None
+        ),
+    ),
+)
+
+
+def accumulation_steps(config: Config, num_processes: int) -> int:
+    """Micro-batches that each of `num_processes` data-parallel processes runs in one optimizer step.
+
+    Raises ValueError, with the sum and the nearest tokens_per_step that divide, where no whole number results.
+    """
+    unit = config.train.micro_batch_size * config.data.block_size * num_processes
+    if config.train.tokens_per_step % unit:
+        raise ValueError(
+            f"train.tokens_per_step: {config.train.tokens_per_step:,} is not a multiple of train.micro_batch_size "
+            f"{config.train.micro_batch_size} × data.block_size {config.data.block_size} × {num_processes} processes = "
+            f"{unit:,}; nearest: {_nearest_multiples(config.train.tokens_per_step, unit)}"
+        )
+    return config.train.tokens_per_step // unit
+
+
+def kind_options(kind: Any) -> tuple[Any, ...]:
+    """The plain types and literal values that an annotation allows: `int | Literal["all"]` -> (int, "all")."""
+    if typing.get_origin(kind) is Literal:
+        return typing.get_args(kind)
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
+        return tuple(option for part in typing.get_args(kind) for option in kind_options(part))
+    return (kind,)

@@ -1,0 +1,13 @@
+"""Every random number of a run comes from its seed, a named stream and counters, never from what ran before."""
+
+import numpy as np
+
+_STREAMS = {name: number for number, name in enumerate(("weights", "order", "dropout"))}
+
+
+def derive_seed(seed: int, stream: str, *counters: int) -> int:
+    """A 64-bit seed for `stream` at `counters`, such as (step, micro-batch).
+
+    NumPy keeps SeedSequence's output the same across its versions, so a run replays after an upgrade.
+    """
+    return int(np.random.SeedSequence([seed, _STREAMS[stream], *counters]).generate_state(1, np.uint64)[0])

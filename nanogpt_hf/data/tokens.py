@@ -1,0 +1,47 @@
+"""Arrow shards -> one flat stream of tokens, read where it lies: no copy of the data is ever made."""
+
+from pathlib import Path
+
+import datasets
+import numpy as np
+
+from nanogpt_hf.errors import DataError
+
+
+class TokenStream:
+    """The tokens of all documents one after another, over any number of arrow chunks and shards."""
+
+    def __init__(self, chunks: list[np.ndarray]):
+        self.chunks = [chunk for chunk in chunks if len(chunk)]
+        self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
+
+    @classmethod
+    def open(cls, folder: Path) -> "TokenStream":
+        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
+        try:
+            rows = datasets.load_from_disk(str(folder))
+            column = rows.data.column("input_ids")
+        except (OSError, ValueError, KeyError) as error:
+            raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
+        return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in column.chunks])
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` tokens from each offset in `starts`, as int64 of shape (len(starts), length).
+
+        Raises IndexError where a window leaves the stream.
+        """
+        if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
+            raise IndexError(f"a window of {length} from {starts.max()} leaves the stream of {len(self)} tokens")
+        out = np.empty((len(starts), length), dtype=np.int64)
+        first_chunks = np.searchsorted(self._ends, starts, side="right")
+        for row, start, number in zip(out, starts.tolist(), first_chunks.tolist(), strict=True):
+            filled = 0
+            offset = start - (int(self._ends[number - 1]) if number else 0)
+            while filled < length:  # once, unless the window runs across a chunk's end
+                piece = self.chunks[number][offset : offset + length - filled]
+                row[filled : filled + len(piece)] = piece
+                filled, number, offset = filled + len(piece), number + 1, 0
+        return out

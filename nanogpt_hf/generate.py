@@ -1,0 +1,91 @@
+"""Writing text: tokens sampled one after another with a key-value cache, and bytes that become text as they come."""
+
+from collections.abc import Iterator
+
+import torch
+import transformers
+from transformers.generation.logits_process import (
+    LogitsProcessorList,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+
+
+@torch.no_grad()
+def generate_tokens(
+    model: GPTForCausalLM,
+    prompt_ids: list[int],
+    *,
+    max_new_tokens: int,
+    num_samples: int = 1,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+) -> Iterator[list[int | None]]:
+    """Yield, step by step, the next token of each of `num_samples` continuations; None for one that has ended.
+
+    `temperature` 0 takes the likeliest token. Sample i draws from its own generator, seeded with `seed` + i, so it is
+    the same however many are drawn beside it. Past the model's positions the newer half of the context is read anew
+    and writing goes on from it. An empty prompt raises ValueError.
+    """
+    if not prompt_ids:
+        raise ValueError("the prompt has no tokens")
+    warpers = LogitsProcessorList()
+    if temperature > 0:
+        warpers.append(TemperatureLogitsWarper(float(temperature)))
+    if top_k:
+        warpers.append(TopKLogitsWarper(top_k))
+    if top_p is not None and top_p < 1:
+        warpers.append(TopPLogitsWarper(top_p))
+    generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
+    ends = model.config.eos_token_id
+    ends = set(ends) if isinstance(ends, list) else {ends}
+    most = model.config.n_positions
+    context = torch.tensor([prompt_ids[-most:]] * num_samples, device=model.device)
+    fresh, cache, ended = context, None, [False] * num_samples
+    for _ in range(max_new_tokens):
+        if context.shape[1] > most:
+            context = context[:, -max(1, most // 2) :]
+            fresh, cache = context, None
+        out = model(fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        cache = out.past_key_values
+        logits = warpers(context, out.logits[:, -1].float()).cpu()
+        if temperature > 0:
+            chances = logits.softmax(-1)
+            drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]
+            tokens = torch.cat(drawn)
+        else:
+            tokens = logits.argmax(-1)
+        ended = [was or token in ends for was, token in zip(ended, tokens.tolist(), strict=True)]
+        if all(ended):
+            return
+        yield [None if over else token for over, token in zip(ended, tokens.tolist(), strict=True)]
+        fresh = tokens[:, None].to(model.device)
+        context = torch.cat([context, fresh], dim=1)
+
+
+class TextStream:
+    """Tokens in, text out, as soon as it is whole: a character may be spread over several tokens."""
+
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase):
+        self.tokenizer, self.ids, self.text = tokenizer, [], ""
+
+    def add(self, token: int) -> str:
+        """The text that `token` completes, '' while a character is still in pieces."""
+        self.ids.append(token)
+        return self._new_text(whole=False)
+
+    def end(self) -> str:
+        """What is left at the end, broken characters included."""
+        return self._new_text(whole=True)
+
+    def _new_text(self, whole: bool) -> str:
+        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
+        if not whole and text.endswith("\N{REPLACEMENT CHARACTER}"):
+            return ""
+        new, self.text = text[len(self.text) :], text
+        return new

@@ -1,0 +1,83 @@
+"""GPTConfig: what a GPT is made of, and how it reads and writes GPT-2's config.json.
+
+Flat and self-contained on purpose (with layout_gpt.py and modeling_gpt.py): it may travel with a model.
+"""
+
+import dataclasses
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers import GPT2Config, PreTrainedConfig
+
+
+@strict
+class GPTConfig(PreTrainedConfig):
+    """A GPT-2 with nanoGPT's options. Field names are GPT-2's where it has the field.
+
+    `bias=False` leaves the biases of Linear and LayerNorm out. `padded_vocab_size` is the number of embedding rows in
+    memory, for faster matrix products; rows from `vocab_size` on can never be predicted and are never saved.
+    """
+
+    model_type = "nanogpt_hf"
+    keys_to_ignore_at_inference = ("past_key_values",)
+    attribute_map = {  # noqa: RUF012  (transformers wants a plain dict)
+        "hidden_size": "n_embd",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+    }
+
+    vocab_size: int = 50257
+    padded_vocab_size: int | None = None
+    n_positions: int = 1024
+    n_embd: int = 768
+    n_layer: int = 12
+    n_head: int = 12
+    n_inner: int | None = None
+    activation_function: str = "gelu_new"
+    bias: bool = True
+    dropout: float | int = 0.1
+    layer_norm_epsilon: float = 1e-5
+    initializer_range: float = 0.02
+    use_cache: bool = True
+    bos_token_id: int | None = 50256
+    eos_token_id: int | list[int] | None = 50256
+    pad_token_id: int | None = None
+    tie_word_embeddings: bool = True
+
+    def __post_init__(self, **kwargs):
+        super().__post_init__(**kwargs)
+        if self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
+        if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
+            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read a config.json of ours or of GPT-2, the latter translated. Variants we would compute wrongly raise."""
+        raw, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if raw.get("model_type", cls.model_type) not in (cls.model_type, "gpt2"):
+            raise ValueError(f"{pretrained_model_name_or_path} is a {raw['model_type']} model, not a GPT-2")
+        return (_from_gpt2(raw) if raw.get("model_type") == "gpt2" else raw), kwargs
+
+    def to_gpt2(self) -> GPT2Config:
+        """The same model as a GPT2Config. `bias: false` goes along so that we can open the model as it was."""
+        fields = {name: getattr(self, name) for name in _SHARED_FIELDS}
+        pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
+        return GPT2Config(**fields, **pdrop, **({} if self.bias else {"bias": False}))
+
+
+# What GPTConfig and GPT2Config both say, by the same name.
+_SHARED_FIELDS = sorted(
+    {f.name for f in dataclasses.fields(GPTConfig) if f.name in GPTConfig.__annotations__}
+    & {f.name for f in dataclasses.fields(GPT2Config)}
+)
+
+
+def _from_gpt2(raw: dict[str, Any]) -> dict[str, Any]:
+    unsupported = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    for name, plain in unsupported.items():
+        if raw.get(name, plain) != plain:
+            raise ValueError(f"GPT-2 with {name}={raw[name]} is not supported")
+    kept = {name: raw[name] for name in (*_SHARED_FIELDS, "bias", "dtype", "torch_dtype") if name in raw}
+    return kept | {"model_type": GPTConfig.model_type, "dropout": raw.get("resid_pdrop", 0.1)}

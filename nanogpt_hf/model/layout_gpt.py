@@ -1,0 +1,56 @@
+"""How a GPT lies on disk: GPT-2's names for our layers, and its matrices the other way round.
+
+Flat and self-contained on purpose (with configuration_gpt.py and modeling_gpt.py): it may travel with a model.
+"""
+
+import torch
+from transformers.conversion_mapping import register_checkpoint_conversion_mapping
+from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
+
+from .configuration_gpt import GPTConfig
+
+# GPT-2's name for a layer -> ours. GPT-2 stores (in, out) matrices, q, k and v side by side in one of them.
+GPT2_LAYOUT = {
+    "attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
+    "attn.c_proj": ("attn.o_proj",),
+    "mlp.c_fc": ("mlp.fc",),
+    "mlp.c_proj": ("mlp.proj",),
+}
+
+
+def _loading_rules() -> list[WeightConverter | WeightRenaming]:
+    rules = []
+    for gpt2, ours in GPT2_LAYOUT.items():
+        split = [Chunk(dim=0)] if len(ours) > 1 else []
+        weights, biases = ([f"{name}.{kind}" for name in ours] for kind in ("weight", "bias"))
+        rules.append(WeightConverter(f"{gpt2}.weight", weights, operations=[Transpose(0, 1), *split]))
+        if split:
+            rules.append(WeightConverter(f"{gpt2}.bias", biases, operations=split))
+        else:
+            rules.append(WeightRenaming(f"{gpt2}.bias", biases[0]))
+    return rules
+
+
+# overwrite: the module may be imported twice, as part of the package and as a model's own code.
+register_checkpoint_conversion_mapping(GPTConfig.model_type, _loading_rules(), overwrite=True)
+
+
+def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Our weights by GPT-2's names and in its layout: biases that are missing are zeros, padded rows are cut off."""
+    ours = dict(state_dict)
+    result = {}
+    if config.tie_word_embeddings:
+        ours.pop("lm_head.weight", None)
+    else:
+        result["lm_head.weight"] = ours.pop("lm_head.weight")[: config.vocab_size]
+    result["transformer.wte.weight"] = ours.pop("transformer.wte.weight")[: config.vocab_size]
+    for block in (f"transformer.h.{i}." for i in range(config.n_layer)):
+        for gpt2, names in GPT2_LAYOUT.items():
+            weight = torch.cat([ours.pop(f"{block}{name}.weight") for name in names])  # (out, in)
+            biases = [ours.pop(f"{block}{name}.bias", None) for name in names]
+            result[f"{block}{gpt2}.weight"] = weight.T
+            result[f"{block}{gpt2}.bias"] = weight.new_zeros(len(weight)) if biases[0] is None else torch.cat(biases)
+    result |= ours  # positions and LayerNorms have the same names and layout
+    for name in [name for name in ours if ".ln_" in name and name.endswith(".weight")]:
+        result.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(ours[name]))
+    return {name: weight.contiguous() for name, weight in result.items()}

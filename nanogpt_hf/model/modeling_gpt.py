@@ -1,0 +1,300 @@
+"""A GPT, the whole of it: attention, MLP, block, model and loss.
+
+In memory it is nn.Linear with q, k and v apart; on disk it is a plain GPT-2 (layout_gpt.py), which any tool opens.
+Flat and self-contained on purpose, with its two neighbours: the three files may travel with a model.
+
+Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
+"""
+
+import math
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, GPT2LMHeadModel, PreTrainedModel
+from transformers import initialization as init
+from transformers.activations import ACT2FN
+from transformers.cache_utils import DynamicCache
+from transformers.masking_utils import create_causal_mask
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import capture_outputs
+
+from .configuration_gpt import GPTConfig
+from .layout_gpt import gpt2_state_dict
+
+# Logits are computed for at most this many (row, vocabulary) pairs at once while training: 256 MiB in float32.
+LOGITS_PER_CHUNK = 2**26
+
+
+def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
+    """Attention written out; query, key, value (B, H, T, D), an additive mask (B, 1, T, T). Returns (B, T, H, D)."""
+    weights = query @ key.transpose(-1, -2) * scaling
+    if attention_mask is not None:
+        weights = weights + attention_mask
+    weights = F.softmax(weights, dim=-1, dtype=torch.float32).to(value.dtype)
+    weights = F.dropout(weights, p=dropout, training=module.training)
+    return (weights @ value).transpose(1, 2).contiguous(), weights
+
+
+class Attention(nn.Module):
+    def __init__(self, config: GPTConfig, layer_idx: int):
+        super().__init__()
+        self.config, self.layer_idx = config, layer_idx
+        self.head_dim = config.n_embd // config.n_head
+        self.scaling = self.head_dim**-0.5
+        self.dropout = config.dropout
+        self.is_causal = True
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
+            nn.Linear(config.n_embd, config.n_embd, bias=config.bias) for _ in range(4)
+        )
+        self.o_proj.writes_residual = True
+
+    def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+        heads = (*x.shape[:-1], -1, self.head_dim)  # -1: fewer heads than n_head are here under tensor parallelism
+        query, key, value = (p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        dropout = self.dropout if self.training else 0.0
+        out, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )  # (B, T, H, D)
+        return self.o_proj(out.reshape(*x.shape[:-1], -1)), weights
+
+
+class MLP(nn.Module):
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        n_inner = config.n_inner or 4 * config.n_embd
+        self.fc = nn.Linear(config.n_embd, n_inner, bias=config.bias)
+        self.act = ACT2FN[config.activation_function]
+        self.proj = nn.Linear(n_inner, config.n_embd, bias=config.bias)
+        self.proj.writes_residual = True
+
+    def forward(self, x):
+        return self.proj(self.act(self.fc(x)))
+
+
+class Block(GradientCheckpointingLayer):
+    def __init__(self, config: GPTConfig, layer_idx: int):
+        super().__init__()
+        self.ln_1 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.attn = Attention(config, layer_idx)
+        self.ln_2 = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
+
+    def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
+        attended, _ = self.attn(self.ln_1(x), attention_mask, past_key_values, **kwargs)
+        x = x + self.drop(attended)
+        return x + self.drop(self.mlp(self.ln_2(x)))
+
+
+class GPTPreTrainedModel(PreTrainedModel):
+    config_class = GPTConfig
+    base_model_prefix = "transformer"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ("Block",)
+    _skip_keys_device_placement = ("past_key_values",)
+    _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
+    _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012
+    # Old GPT-2 files carry their causal masks as buffers.
+    _keys_to_ignore_on_load_unexpected = (r"\.attn\.bias$", r"\.attn\.masked_bias$")
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        super()._init_weights(module)  # normal with std initializer_range; biases zero; LayerNorm one
+        if getattr(module, "writes_residual", False):
+            # Each of the 2·n_layer projections adds to the residual stream (GPT-2 paper, section 2.3).
+            std = self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
+            init.normal_(module.weight, mean=0.0, std=std)
+
+
+class GPTModel(GPTPreTrainedModel):
+    """The transformer without its head: input_ids (B, T) -> last_hidden_state (B, T, C)."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        self.wte = nn.Embedding(config.padded_vocab_size or config.vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.n_positions, config.n_embd)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList([Block(config, i) for i in range(config.n_layer)])
+        self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
+        self.gradient_checkpointing = False
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.wte
+
+    def set_input_embeddings(self, value):
+        self.wte = value
+
+    @merge_with_config_defaults
+    @capture_outputs
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        use_cache=None,
+        **kwargs,
+    ):
+        if inputs_embeds is None:
+            inputs_embeds = self.wte(input_ids)
+        if inputs_embeds.shape[1] > self.config.n_positions:
+            raise ValueError(
+                f"{inputs_embeds.shape[1]} tokens are more than the model's {self.config.n_positions} positions"
+            )
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
+        mask = create_causal_mask(
+            config=self.config,
+            inputs_embeds=inputs_embeds,
+            attention_mask=attention_mask,
+            past_key_values=past_key_values,
+            position_ids=position_ids,
+        )
+        x = self.drop(inputs_embeds + self.wpe(position_ids))
+        for block in self.h:
+            x = block(x, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+        return BaseModelOutputWithPast(
+            last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
+        )
+
+
+class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
+    """A GPT that predicts the next token; reads and writes GPT-2 checkpoints."""
+
+    _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
+
+    def __init__(self, config: GPTConfig):
+        super().__init__(config)
+        self.transformer = GPTModel(config)
+        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False)
+        self.post_init()
+
+    def _logits(self, hidden):
+        # Padded rows are cut off here, so they take no part in the loss or in sampling and saving loses nothing.
+        return self.lm_head(hidden)[..., : self.config.vocab_size]
+
+    def _summed_loss(self, hidden, targets):
+        """(N, C), (N,) -> sum of the cross-entropies in float32, without ever holding all N × V logits."""
+
+        def loss_of(rows, row_targets):
+            return F.cross_entropy(self._logits(rows).float(), row_targets, reduction="sum")
+
+        rows = max(1, LOGITS_PER_CHUNK // self.config.vocab_size)
+        if len(hidden) <= rows:
+            return loss_of(hidden, targets)
+        # Each chunk's logits are computed again in the backward pass instead of being kept for it.
+        return sum(
+            checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
+            for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
+        )
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        inputs_embeds=None,
+        labels=None,
+        shift_labels=None,
+        num_items_in_batch=None,
+        skip_logits=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """Logits (B, T, V), and the loss where labels (B, T) are given; label -100 is not counted.
+
+        `labels` are the input ids, shifted here by one; `shift_labels` are targets that line up with the inputs
+        already. The loss is the mean over the labels counted, or their sum divided by `num_items_in_batch`.
+        `skip_logits` (by default: when training on labels) leaves the logits out and saves their memory.
+        """
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        if use_cache is None and shift_labels is not None:
+            use_cache = False
+        if skip_logits is None:
+            skip_logits = self.training and shift_labels is not None
+        out = self.transformer(
+            input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden, loss, logits = out.last_hidden_state, None, None
+        if shift_labels is not None:
+            targets = shift_labels.reshape(-1).to(hidden.device)
+            items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = self._summed_loss(hidden.reshape(len(targets), -1), targets) / items
+        if not skip_logits:
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            logits = self._logits(hidden[:, kept])
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+    @classmethod
+    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
+        """As in transformers, except that a weight that is missing, left over or of the wrong shape is a ValueError."""
+        if "config" not in kwargs:
+            where = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
+            raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
+            # A GPT-2 on disk has biases, if only zeros: read them, then see whether they may go.
+            zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
+            kwargs |= {"bias": True} if zeros_for_no_bias else {}
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]
+        if wrong:
+            raise ValueError(f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}")
+        if "config" not in kwargs and zeros_for_no_bias:
+            model._drop_zero_biases()
+        return (model, info) if output_loading_info else model
+
+    def _drop_zero_biases(self):
+        layers = [m for m in self.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None]
+        if any(layer.bias.any() for layer in layers):
+            return  # somebody trained them since: they are part of the model now
+        for layer in layers:
+            layer.register_parameter("bias", None)
+        self.config.bias = False
+
+    def save_pretrained(self, save_directory, state_dict=None, save_original_format=True, **kwargs):
+        """Write a plain GPT-2; with save_original_format=False our own names and layout. `state_dict` has our names."""
+        if not save_original_format or getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(
+                save_directory, state_dict=state_dict, save_original_format=save_original_format, **kwargs
+            )
+        weights = gpt2_state_dict(self.config, self.state_dict() if state_dict is None else state_dict)
+        with torch.device("meta"):
+            gpt2 = GPT2LMHeadModel(self.config.to_gpt2()).to(weights["transformer.wte.weight"].dtype)
+        gpt2.generation_config = self.generation_config
+        return gpt2.save_pretrained(save_directory, state_dict=weights, **kwargs)
+
+
+AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)
+AutoModel.register(GPTConfig, GPTModel, exist_ok=True)
+AutoModelForCausalLM.register(GPTConfig, GPTForCausalLM, exist_ok=True)

@@ -1,0 +1,42 @@
+"""The model card: what a model is, how it was made, how to open it."""
+
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+
+
+def model_card(config: Config, model_config: GPTConfig, facts: dict[str, str]) -> str:
+    """README.md of a model folder, with the front matter that the Hub reads. `facts` become the rows of a table."""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"""---
+library_name: transformers
+pipeline_tag: text-generation
+tags:
+- gpt2
+- nanogpt_hf
+---
+
+# {config.name}
+
+A GPT-2 with {count_parameters(model_config):,} parameters ({model_config.n_layer} layers, {model_config.n_head} heads,
+{model_config.n_embd} wide, {model_config.n_positions} positions), trained on `{config.data.source}` with nanogpt_hf.
+It is a plain GPT-2 checkpoint: transformers opens it without any other code.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+model = AutoModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+| | |
+|---|---|
+{rows}
+
+## Recipe
+
+```yaml
+{config_to_yaml(config).rstrip()}
+```
+"""

@@ -1,0 +1,170 @@
+"""The training loop. This is the page to read: everything a run does, in the order it does it.
+
+A run is a pure function of its recipe, its seed and the step: which tokens a step sees, its learning rate and its
+dropout masks never depend on how the process got there. So a run may stop anywhere and go on somewhere else.
+"""
+
+import math
+import time
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.errors import Stopped
+from nanogpt_hf.model.build import build_gpt_config, build_model, count_parameters
+from nanogpt_hf.sharing.card import model_card
+from nanogpt_hf.sharing.export import save_model_folder
+from nanogpt_hf.training.checkpoint import RunFolder, TrainState, full_weights, load_checkpoint, save_checkpoint
+from nanogpt_hf.training.evaluate import evaluate
+from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.runtime import build_accelerator, compile_blocks, describe_machine, stop_on_signals
+from nanogpt_hf.training.schedule import learning_rate_at
+from nanogpt_hf.training.tracking import Tracking
+
+
+def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState:
+    """Train `config` into `run`, from scratch or from its newest checkpoint; return where it ended.
+
+    Raises UserError before anything is written where recipe, data and machine do not fit, and Stopped where a signal
+    ended the run early, after saving.
+    """
+    # Set up: machine, data, model, optimizer.
+    accelerator = build_accelerator(config, run)
+    data = load_prepared(config)
+    model_config = build_gpt_config(config.model, data.manifest.vocab_size, data.tokenizer.eos_token_id)
+    model = build_model(model_config, config.train.seed)
+    compile_blocks(model, accelerator)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
+    batches = Batches(
+        data.train,
+        block_size=config.data.block_size,
+        order=config.data.order,
+        seed=config.train.seed,
+        micro_batch_size=config.train.micro_batch_size,
+        accumulation=accelerator.gradient_accumulation_steps,
+        rank=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+    )
+
+    # Start anew, or stand where the newest checkpoint stood.
+    if resume:
+        state = load_checkpoint(accelerator, model, optimizer, run.checkpoint_folders()[-1])
+    else:
+        state = TrainState()
+        if accelerator.is_main_process:
+            run.start(config_to_yaml(config))
+        accelerator.wait_for_everyone()
+    tracking = Tracking(accelerator, config, run, state, model_config)
+    if resume:
+        tracking.say(f"resuming from {run.checkpoint(state.step)}")
+    tracking.say(
+        f"{config.name}: {count_parameters(model_config):,} parameters; {config.train.max_steps:,} steps of "
+        f"{config.train.tokens_per_step:,} tokens = {config.train.micro_batch_size} sequences × "
+        f"{config.data.block_size} × {accelerator.num_processes} processes × "
+        f"{accelerator.gradient_accumulation_steps} accumulated; {describe_machine(accelerator)}"
+    )
+
+    def save_model(folder: Path) -> None:
+        weights = full_weights(accelerator, model)
+        if accelerator.is_main_process:
+            card = model_card(config, model_config, state.facts() | {"trained on": describe_machine(accelerator)})
+            save_model_folder(folder, model_config, weights, data.tokenizer, card)
+        accelerator.wait_for_everyone()
+
+    model.train()
+    with tracking, stop_on_signals() as stop:
+        while True:
+            started = time.perf_counter()
+            done = state.step == config.train.max_steps
+            stopping = stop.on_any_process(accelerator)
+
+            if not stopping and state.evaluated_step < state.step and (done or state.step % config.eval.every == 0):
+                state.evaluation = evaluate(
+                    accelerator,
+                    model,
+                    data.validation,
+                    block_size=config.data.block_size,
+                    micro_batch_size=config.train.micro_batch_size,
+                    tokens=config.eval.tokens,
+                    bytes_per_token=data.manifest.validation.bytes_per_token,
+                )
+                state.evaluated_step = state.step
+                is_best = state.step > 0 and (state.best_loss is None or state.evaluation.loss < state.best_loss)
+                if is_best:
+                    state.best_loss, state.best_step = state.evaluation.loss, state.step
+                    save_model(run.best)
+                tracking.evaluation(state, is_best)
+
+            if stopping or done or (state.step > 0 and state.step % config.checkpoint.every == 0):
+                save_checkpoint(accelerator, model, optimizer, state, run, config.checkpoint.keep)
+            if stopping:
+                raise Stopped(f"stopped at step {state.step:,}, saved; go on with --resume")
+            if done:
+                save_model(run.final)
+                return state
+
+            tracking.restart_clock(state)
+            learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
+            loss, grad_norm = train_step(
+                accelerator,
+                model,
+                optimizer,
+                batches,
+                state.step,
+                learning_rate=learning_rate,
+                max_grad_norm=config.optim.max_grad_norm,
+            )
+            state.step += 1
+            state.tokens += config.train.tokens_per_step
+            if state.step % config.tracking.every == 0:
+                tracking.train(state, accelerator.reduce(loss, "sum").item(), learning_rate, grad_norm.item())
+            state.seconds += time.perf_counter() - started
+            tracking.step_done()
+
+
+def train_step(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    batches: Batches,
+    step: int,
+    *,
+    learning_rate: float,
+    max_grad_norm: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One optimizer step on the micro-batches of `step`; 0 clips nothing.
+
+    Returns this process's share of the loss (the shares sum to the mean over the step's tokens) and the norm of the
+    whole gradient before clipping, both still on the device: reading them would make the host wait.
+    """
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    micro_batches = list(batches.at(step))
+    # Each token weighs the same, however many of them a micro-batch or a process has.
+    counted = torch.tensor(float(sum((targets != -100).sum() for _, targets in micro_batches)))
+    tokens_in_step = accelerator.reduce(counted.to(accelerator.device), "sum")
+    total = torch.zeros((), device=accelerator.device)
+    for index, (inputs, targets) in enumerate(micro_batches):
+        torch.manual_seed(derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
+        with accelerator.accumulate(model):
+            loss = model(
+                input_ids=inputs.to(accelerator.device, non_blocking=True),
+                shift_labels=targets.to(accelerator.device, non_blocking=True),
+                num_items_in_batch=tokens_in_step,
+                use_cache=False,
+            ).loss
+            # Undo two means: accelerate's over accumulated micro-batches, and the gradients' over processes.
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps * accelerator.num_processes)
+            total += loss.detach()
+            if accelerator.sync_gradients:
+                grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+            optimizer.step()
+            optimizer.zero_grad()
+    return total, grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm

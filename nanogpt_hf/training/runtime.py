@@ -1,0 +1,112 @@
+"""The machine: the Accelerator as accelerate's config asks for it, compiled blocks, and signals that end a run."""
+
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import DistributedType, DynamoBackend, GradientAccumulationPlugin, ProjectConfiguration
+
+from nanogpt_hf.config.schema import Config, accumulation_steps
+from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.training.checkpoint import RunFolder
+
+
+def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
+    """The Accelerator of this process, with the accumulation that the recipe's tokens per step ask for.
+
+    Raises UserError where the launch did not give the processes it promised, where tokens per step do not divide
+    over them, and where a tracker is not installed.
+    """
+    for tracker in config.tracking.trackers:
+        if tracker not in LOGGER_TYPE_TO_CLASS:
+            near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
+            raise UserError(f"tracking.trackers: accelerate knows no tracker {tracker!r}{near}")
+        if tracker not in map(str, get_available_trackers()):
+            raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    try:
+        accumulation = accumulation_steps(config, world_size)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    # sync_with_dataloader: no dataloader is prepared, so none may cut an accumulation short.
+    plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=plugin,
+        log_with=config.tracking.trackers or None,
+        project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.path / "trackers")),
+    )
+    if accelerator.num_processes != world_size:
+        raise UserError(
+            f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}: each would "
+            "train alone; check distributed_type and use_cpu in the accelerate config"
+        )
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
+    return accelerator
+
+
+def describe_machine(accelerator: Accelerator) -> str:
+    """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
+    device = accelerator.device
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+    elif device.type == "cpu":
+        name = f"CPU with {torch.get_num_threads()} threads"
+    else:
+        name = device.type.upper()
+    precision = "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+    kind = "" if accelerator.distributed_type == DistributedType.NO else f", {accelerator.distributed_type.value}"
+    return f"{accelerator.num_processes} × {name}{kind}, {precision}"
+
+
+def compile_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> None:
+    """Compile each block in place where the accelerate config names a dynamo backend.
+
+    In place keeps the parameters' names clean; block by block, the one compiled graph serves all of them.
+    """
+    plugin = accelerator.state.dynamo_plugin
+    if plugin.backend != DynamoBackend.NO:
+        for block in model.transformer.h:
+            block.compile(backend=plugin.backend.value.lower(), mode=None if plugin.mode == "default" else plugin.mode)
+        plugin.backend = DynamoBackend.NO  # done: accelerate must not wrap the model on top
+
+
+class StopRequest:
+    """Whether a signal asked this run to end after the step it is in."""
+
+    def __init__(self):
+        self.signal: signal.Signals | None = None
+
+    def on_any_process(self, accelerator: Accelerator) -> bool:
+        """True on all processes as soon as one of them was asked. With several processes, all must call this."""
+        if accelerator.num_processes == 1:
+            return self.signal is not None
+        if self.signal is not None:
+            accelerator.set_trigger()
+        return accelerator.check_trigger()
+
+
+@contextmanager
+def stop_on_signals() -> Iterator[StopRequest]:
+    """SIGTERM and SIGINT request a stop; a second SIGINT interrupts at once, as Ctrl-C does elsewhere."""
+    request = StopRequest()
+
+    def handle(number, frame):
+        request.signal = signal.Signals(number)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # Python allows handlers in the main thread only
+        return
+    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

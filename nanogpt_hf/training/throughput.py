@@ -1,0 +1,36 @@
+"""How much arithmetic a token costs, and what share of the device's peak a run reaches."""
+
+import torch
+
+from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+
+# Dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets. The first match counts.
+BF16_PEAKS = (
+    ("B200", 2250e12),
+    ("H200", 989e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("L4", 121e12),
+    ("RTX 4090", 165e12),
+    ("MI300X", 1307e12),
+)
+
+
+def flops_per_token(config: GPTConfig, block_size: int) -> float:
+    """Training FLOPs a token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B).
+
+    N is all parameters but the positions, as in nanoGPT's `estimate_mfu`.
+    """
+    parameters = count_parameters(config) - config.n_positions * config.n_embd
+    return 6 * parameters + 12 * config.n_layer * config.n_embd * block_size
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's bf16 peak in FLOP/s, None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((peak for part, peak in BF16_PEAKS if part in name), None)

@@ -1,0 +1,156 @@
+"""What a run says: metrics.jsonl, the console, accelerate's trackers, and the picture of the loss."""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+from accelerate import Accelerator
+from tqdm import tqdm
+
+from nanogpt_hf.config.load import config_to_dict
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.training.checkpoint import RunFolder, TrainState
+from nanogpt_hf.training.curves import draw_curves
+from nanogpt_hf.training.throughput import flops_per_token, peak_flops
+
+_SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
+
+
+def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
+    """The events of metrics.jsonl. A last line that a kill cut short is left out."""
+    if not run.metrics.exists():
+        return []
+    lines = run.metrics.read_text(encoding="utf-8").split("\n")[:-1]
+    return [json.loads(line) for line in lines]
+
+
+class Tracking:
+    """Reports of one run. Only the main process prints and writes; all processes may call."""
+
+    def __init__(
+        self, accelerator: Accelerator, config: Config, run: RunFolder, state: TrainState, model_config: GPTConfig
+    ):
+        self.accelerator, self.config, self.run = accelerator, config, run
+        self.main = accelerator.is_main_process
+        self.flops_per_token = flops_per_token(model_config, config.data.block_size)
+        self.peak = peak_flops(accelerator.device)
+        self.events = [e for e in read_metrics(run) if e["step"] <= state.step]  # what came after is done again
+        if self.main:
+            run.metrics.write_text("".join(json.dumps(e) + "\n" for e in self.events), encoding="utf-8")
+        self.bar = None
+        if accelerator.log_with:
+            self._start_trackers()
+        if self.main and sys.stderr.isatty():
+            self.bar = tqdm(total=config.train.max_steps, initial=state.step, unit="step", dynamic_ncols=True)
+        self._last_line = 0.0
+        self.restart_clock(state)
+
+    def _start_trackers(self) -> None:
+        if "wandb" in self.config.tracking.trackers and "WANDB_MODE" not in os.environ:
+            import wandb
+
+            if not wandb.login(prompt=False):
+                os.environ["WANDB_MODE"] = "offline"
+                self.say("wandb: no login found, so the run is kept offline; `wandb sync` sends it later")
+        flat = {f"{s}.{k}": v for s, knobs in config_to_dict(self.config).items() for k, v in knobs.items()}
+        plain = {k: ", ".join(v) if isinstance(v, list) else v for k, v in flat.items() if v is not None}
+        self.accelerator.init_trackers(
+            self.config.tracking.project,
+            config=plain,
+            init_kwargs={"wandb": {"name": self.config.name, "dir": str(self.run.path)}},
+        )
+
+    def say(self, line: str) -> None:
+        """Print a line on the main process, above the bar where there is one."""
+        if not self.main:
+            return
+        if self.bar:
+            self.bar.write(line, file=sys.stdout)
+        else:
+            print(line, flush=True)
+
+    def restart_clock(self, state: TrainState) -> None:
+        """Do not count what happened since the last report (an evaluation, a checkpoint) as training time."""
+        self._clock, self._clock_tokens = time.perf_counter(), state.tokens
+
+    def _write(self, state: TrainState, values: dict[str, float]) -> None:
+        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
+        self.events.append(event)
+        if self.main:
+            with self.run.metrics.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(event) + "\n")
+        self.accelerator.log(values, step=state.step)
+
+    def step_done(self) -> None:
+        if self.bar:
+            self.bar.update()
+
+    def train(self, state: TrainState, loss: float, learning_rate: float, grad_norm: float) -> None:
+        """Report the step just done. Call it after the loss was read from the device, so that time is real."""
+        now = time.perf_counter()
+        rate = (state.tokens - self._clock_tokens) / max(now - self._clock, 1e-9)
+        self.restart_clock(state)
+        values = {
+            "train/loss": loss,
+            "train/learning_rate": learning_rate,
+            "train/grad_norm": grad_norm,
+            "train/tokens_per_second": round(rate, 1),
+        }
+        if self.peak:
+            values["train/mfu"] = round(rate * self.flops_per_token / self.peak / self.accelerator.num_processes, 4)
+        self._write(state, values)
+        mfu = f", MFU {values['train/mfu']:.1%}" if self.peak else ""
+        if self.bar:
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tok/s{mfu}")
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            left = (self.config.train.max_steps * self.config.train.tokens_per_step - state.tokens) / rate
+            self.say(
+                f"step {state.step:,}/{self.config.train.max_steps:,}: train loss {loss:.4f}, "
+                f"{rate:,.0f} tokens/s{mfu}, {duration(left)} left"
+            )
+
+    def evaluation(self, state: TrainState, is_best: bool) -> None:
+        """Report the state's evaluation, and draw the curves anew."""
+        result = state.evaluation
+        self._write(
+            state,
+            {
+                "val/loss": result.loss,
+                "val/perplexity": result.perplexity,
+                "val/bits_per_byte": result.bits_per_byte,
+            },
+        )
+        self.say(
+            f"step {state.step:,}/{self.config.train.max_steps:,}: validation loss {result.loss:.4f} "
+            f"(perplexity {result.perplexity:.2f}, {result.bits_per_byte:.3f} bits a byte)"
+            + (" -> best/" if is_best else "")
+        )
+        self.draw()
+
+    def draw(self) -> None:
+        if self.main:
+            draw_curves(self.events, self.config.name, self.run.picture)
+
+    def __enter__(self) -> "Tracking":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Close the bar and the trackers, and leave the picture as complete as the metrics."""
+        self.draw()
+        if self.bar:
+            self.bar.close()
+        if self.accelerator.log_with:
+            self.accelerator.end_training()
+
+
+def duration(seconds: float) -> str:
+    """3725 -> 1h 2m"""
+    hours, rest = divmod(round(seconds), 3600)
+    minutes, rest = divmod(rest, 60)
+    if hours:
+        return f"{hours}h {minutes}m"
+    return f"{minutes}m {rest}s" if minutes else f"{rest}s"
