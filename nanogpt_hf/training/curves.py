@@ -32,7 +32,7 @@ def draw_curves(events: list[dict[str, Any]], title: str, path: Path) -> None:
     top, bottom = figure.subplots(2, 1, sharex=True, height_ratios=[4, 1])
     top.plot(steps, losses, color="#9ecae1", linewidth=0.8, label="train, each step logged")
     if len(steps) > 20:
-        top.plot(steps, smooth(losses, len(steps) // 20), color="#2171b5", linewidth=1.8, label="train, smoothed")
+        top.plot(steps, smooth(losses, len(steps) // 40), color="#2171b5", linewidth=1.8, label="train, smoothed")
     if validation:
         val_steps, val_losses = np.array(validation).T
         top.plot(val_steps, val_losses, color="#d94801", marker="o", markersize=4, linewidth=1.4, label="validation")

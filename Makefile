@@ -1,0 +1,33 @@
+# The two commands of a fresh clone: `make quickstart` and `make test`. Both need only Python 3.11+, pip and make.
+
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: quickstart test clean
+
+quickstart: .venv/installed
+	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
+	@echo
+	@echo "A sample from the model:"
+	@$(BIN)/python cli.py sample runs/quickstart --prompt 'The ' --max-new-tokens 400 --temperature 0.6
+	@echo
+	@echo "The model is in runs/quickstart/best, the curve is runs/quickstart/loss.png, the metrics are in"
+	@echo "runs/quickstart/metrics.jsonl. To try next:"
+	@echo "  $(BIN)/python cli.py sample runs/quickstart --prompt 'class ' --num-samples 3"
+	@echo "  $(BIN)/python cli.py pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --data.dir data/mine --run-dir runs/mine"
+
+test: .venv/installed-test
+	$(BIN)/python -m pytest
+
+.venv/installed: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+.venv/installed-test: .venv/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+clean:
+	rm -rf .venv runs data

@@ -1,0 +1,71 @@
+"""What several test files need: offline libraries, the optional shared folder, a tiny text and recipe."""
+
+import os
+import random
+from pathlib import Path
+
+# Before any Hugging Face library is imported: a test never waits for a network.
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).parents[1]
+SHARED = ROOT.parent / "shared"
+
+
+@pytest.fixture(scope="session")
+def root() -> Path:
+    """The repository."""
+    return ROOT
+
+
+@pytest.fixture(scope="session")
+def shared() -> Path:
+    """Text and checkpoints that lie beside the repository on a developer's machine."""
+    if not SHARED.is_dir():
+        pytest.skip("the shared folder with text and checkpoints is not beside the repository")
+    return SHARED
+
+
+@pytest.fixture(scope="session")
+def text_file(tmp_path_factory) -> Path:
+    """About 20 thousand characters with some structure to learn, the same in every session."""
+    draw = random.Random(0)
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "rats"]
+    path = tmp_path_factory.mktemp("text") / "input.txt"
+    lines = (" ".join(draw.choices(words, k=8)).capitalize() + ".\n" for _ in range(600))
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def write_recipe(tmp_path, text_file):
+    """Write a recipe of a tiny model on the tiny text, with dotted overrides; return its path."""
+
+    def write(name: str = "tiny", **overrides) -> Path:
+        tree = {
+            "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16},
+            "data": {
+                "source": str(text_file),
+                "tokenizer": "char",
+                "validation_fraction": 0.1,
+                "dir": str(tmp_path / "data"),
+                "block_size": 16,
+            },
+            "optim": {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 2},
+            "train": {"max_steps": 6, "tokens_per_step": 128, "micro_batch_size": 4},
+            "eval": {"every": 3, "tokens": 512},
+            "checkpoint": {"every": 2, "keep": 2},
+            "tracking": {"every": 1},
+        }
+        for key, value in overrides.items():
+            section, knob = key.split("__")
+            tree.setdefault(section, {})[knob] = value
+        path = tmp_path / f"{name}.yaml"
+        path.write_text(yaml.safe_dump(tree), encoding="utf-8")
+        return path
+
+    return write

@@ -1,0 +1,203 @@
+"""GPT-2 on disk: what is read is GPT-2's, what is written is GPT-2's, and anything else is refused."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.layout_gpt import gpt2_state_dict
+
+SHAPE = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4}
+NO_TEXT = {"bos_token_id": None, "eos_token_id": None}
+TOKENS = torch.arange(24).view(2, 12)
+
+
+def noisy(model):
+    """Give every parameter a value of its own: biases of zero would hide a mistake."""
+    torch.manual_seed(0)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.eval()
+
+
+@pytest.fixture
+def gpt2(tmp_path):
+    """A saved GPT-2 of transformers' own, and its folder."""
+
+    def make(**options):
+        model = noisy(GPT2LMHeadModel(GPT2Config(**SHAPE | NO_TEXT | options)))
+        model.save_pretrained(tmp_path / "gpt2")
+        return model, tmp_path / "gpt2"
+
+    return make
+
+
+def same_logits(model, reference) -> bool:
+    with torch.no_grad():
+        return torch.allclose(model.eval()(TOKENS).logits, reference.eval()(TOKENS).logits, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("prefix", [True, False])
+@pytest.mark.parametrize("form", ["safetensors", "bin"])
+def test_every_form_of_a_gpt2_checkpoint_loads(gpt2, tied, prefix, form):
+    reference, folder = gpt2(tie_word_embeddings=tied)
+    weights = load_file(folder / "model.safetensors")
+    assert ("lm_head.weight" in weights) != tied
+    if not prefix:
+        weights = {name.removeprefix("transformer."): weight for name, weight in weights.items()}
+    (folder / "model.safetensors").unlink()
+    if form == "bin":
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert same_logits(GPTForCausalLM.from_pretrained(folder), reference)
+
+
+def test_the_causal_mask_buffers_of_old_files_are_passed_over(gpt2):
+    reference, folder = gpt2()
+    weights = load_file(folder / "model.safetensors")
+    for i in range(3):
+        weights[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+        weights[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    assert same_logits(GPTForCausalLM.from_pretrained(folder), reference)
+
+
+@pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "bias left over"])
+def test_a_checkpoint_that_does_not_fit_is_an_error_and_never_random_weights(gpt2, damage):
+    _, folder = gpt2()
+    weights = load_file(folder / "model.safetensors")
+    if damage == "missing":
+        del weights["transformer.h.1.attn.c_attn.weight"]
+    elif damage == "unexpected":
+        weights["transformer.h.0.attn.rotary.weight"] = torch.ones(3)
+    elif damage == "bias left over":
+        weights["transformer.h.3.attn.c_attn.bias"] = torch.ones(96)
+    else:
+        weights["transformer.wpe.weight"] = torch.ones(16, 32)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises((ValueError, RuntimeError)):
+        GPTForCausalLM.from_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}, {"add_cross_attention": True}],
+)
+def test_variants_of_gpt2_that_we_would_compute_wrongly_are_refused(gpt2, variant):
+    _, folder = gpt2()
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | variant))
+    with pytest.raises(ValueError, match="is not supported"):
+        GPTForCausalLM.from_pretrained(folder)
+
+
+def test_another_architecture_is_refused(gpt2):
+    _, folder = gpt2()
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"model_type": "llama"}))
+    with pytest.raises(ValueError, match="is a llama model, not a GPT-2"):
+        GPTForCausalLM.from_pretrained(folder)
+
+
+OPTIONS = [
+    {},
+    {"bias": False},
+    {"padded_vocab_size": 128},
+    {"tie_word_embeddings": False},
+    {"tie_word_embeddings": False, "padded_vocab_size": 64, "bias": False},
+    {"activation_function": "gelu", "n_inner": 48, "layer_norm_epsilon": 1e-6},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_what_we_save_is_a_plain_gpt2_and_comes_back_bit_for_bit(tmp_path, options):
+    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options)))
+    model.save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    assert (raw["model_type"], raw["architectures"], raw["vocab_size"]) == ("gpt2", ["GPT2LMHeadModel"], 61)
+    assert not list(tmp_path.glob("*.py"))
+    back = GPTForCausalLM.from_pretrained(tmp_path)
+    assert back.config.bias == options.get("bias", True)
+    ours = gpt2_state_dict(model.config, model.state_dict())
+    theirs = gpt2_state_dict(back.config, back.state_dict())
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 30
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    if "padded_vocab_size" not in options:
+        assert model.state_dict().keys() == back.state_dict().keys()
+    assert same_logits(back, model)
+    assert same_logits(GPT2LMHeadModel.from_pretrained(tmp_path), model)
+
+
+def test_loading_and_saving_a_gpt2_changes_no_weight(gpt2, tmp_path):
+    _, folder = gpt2()
+    GPTForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
+    before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    configs = [json.loads((f / "config.json").read_text()) for f in (folder, tmp_path / "again")]
+    assert configs[0] == configs[1]
+
+
+def test_a_process_without_this_package_opens_what_we_save(tmp_path):
+    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
+    model.save_pretrained(tmp_path / "model")
+    with torch.no_grad():
+        torch.save(model(TOKENS).logits, tmp_path / "logits.pt")
+    script = f"""
+import sys
+sys.modules["nanogpt_hf"] = None  # importing it would raise
+import torch
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
+logits = torch.load({str(tmp_path / "logits.pt")!r}, weights_only=True)
+with torch.no_grad():
+    print(type(model).__name__, (model(torch.arange(24).view(2, 12)).logits - logits).abs().max().item() <= 1e-5)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    assert done.stdout.split() == ["GPT2LMHeadModel", "True"]
+
+
+def test_biases_that_somebody_trained_since_are_kept(tmp_path):
+    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
+    model.save_pretrained(tmp_path)
+    trained = AutoModelForCausalLM.from_pretrained(tmp_path)
+    with torch.no_grad():
+        trained.transformer.h[1].attn.c_attn.bias[5] = 0.25
+    trained.save_pretrained(tmp_path / "trained")
+    back = GPTForCausalLM.from_pretrained(tmp_path / "trained")
+    assert back.config.bias
+    assert same_logits(back, trained)
+
+
+def test_our_own_layout_is_written_on_request_and_opens_by_auto_class(tmp_path):
+    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
+    model.save_pretrained(tmp_path, save_original_format=False)
+    assert "transformer.h.0.attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
+    back = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(back) is GPTForCausalLM
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
+
+
+def test_half_precision_is_saved_and_loaded_as_it_is(tmp_path):
+    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))).to(torch.bfloat16)
+    model.save_pretrained(tmp_path)
+    assert GPTForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
+    assert GPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
+
+
+@pytest.mark.parametrize("name", ["gpt-nano-sort", "slm4096"])
+def test_real_checkpoints_give_gpt2s_logits(shared, name):
+    folder = shared / "models" / name
+    model, reference = (cls.from_pretrained(folder).eval() for cls in (GPTForCausalLM, GPT2LMHeadModel))
+    length = model.config.n_positions
+    tokens = torch.randint(model.config.vocab_size, (16, length), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert (model(tokens).logits - reference(tokens).logits).abs().max() <= 1e-5

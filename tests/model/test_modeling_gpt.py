@@ -1,0 +1,317 @@
+"""The model itself: causality, initialisation, losses, generation, and the ways transformers may run it."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+import transformers
+from torch.nn import functional as F
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+
+from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, modeling_gpt
+from nanogpt_hf.model.build import count_parameters
+
+TINY = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "dropout": 0.0}
+NO_TEXT = {"bos_token_id": None, "eos_token_id": None}
+
+
+def tiny(seed: int = 0, **options) -> GPTForCausalLM:
+    torch.manual_seed(seed)
+    return GPTForCausalLM(GPTConfig(**TINY | NO_TEXT | options)).eval()
+
+
+def loud(**options) -> GPTForCausalLM:
+    """A model with large random weights: its greedy choices vary and are no ties."""
+    model = tiny(tie_word_embeddings=False, **options)
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+def ids(rows: int = 2, length: int = 20, vocab_size: int = 61) -> torch.Tensor:
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("position", [0, 7, 19])
+def test_a_prediction_depends_on_every_token_before_it_and_on_none_after(attention, position):
+    model = tiny(attn_implementation=attention)
+    embedded = model.transformer.wte(ids(rows=1)).detach().requires_grad_()
+    model(inputs_embeds=embedded).logits[0, position].sum().backward()
+    influence = embedded.grad[0].abs().sum(-1)
+    assert (influence[: position + 1] > 0).all()
+    assert (influence[position + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("shape", "expected"),
+    [
+        ((12, 12, 768), 124_439_808),
+        ((24, 16, 1024), 354_823_168),
+        ((36, 20, 1280), 774_030_080),
+        ((48, 25, 1600), 1_557_611_200),
+    ],
+)
+def test_parameter_counts_are_those_of_gpt2(shape, expected):
+    n_layer, n_head, n_embd = shape
+    assert count_parameters(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)) == expected
+
+
+def test_padded_rows_are_not_counted_as_parameters():
+    assert count_parameters(GPTConfig(**TINY)) == count_parameters(GPTConfig(**TINY, padded_vocab_size=64))
+
+
+@pytest.mark.parametrize("shape", [(12, 12), (24, 16), (36, 20), (48, 25)], ids=["small", "medium", "large", "xl"])
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_logits_equal_gpt2s_for_all_four_shapes(tmp_path, shape, attention):
+    n_layer, n_head = shape
+    torch.manual_seed(0)
+    reference = GPT2LMHeadModel(
+        GPT2Config(vocab_size=211, n_positions=48, n_layer=n_layer, n_head=n_head, n_embd=4 * n_head, **NO_TEXT)
+    ).eval()
+    for name, parameter in reference.named_parameters():  # biases start at zero, where a mistake would not show
+        if name.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    reference.save_pretrained(tmp_path)
+    model = GPTForCausalLM.from_pretrained(tmp_path, attn_implementation=attention).eval()
+    tokens = ids(2, 48, 211)
+    with torch.no_grad():
+        assert (model(tokens).logits - reference(tokens).logits).abs().max() <= 1e-5
+
+
+def test_initialisation_is_gpt2s_with_scaled_residual_projections():
+    n_layer = 8
+    model = tiny(n_layer=n_layer, n_embd=128, vocab_size=1000)
+    for name, parameter in model.named_parameters():
+        if name.endswith(("attn.o_proj.weight", "mlp.proj.weight")):
+            expected = 0.02 / math.sqrt(2 * n_layer)
+        elif "ln_" in name and name.endswith("weight"):
+            assert (parameter == 1).all(), name
+            continue
+        elif name.endswith("bias"):
+            assert (parameter == 0).all(), name
+            continue
+        else:
+            expected = 0.02
+        # The standard deviation of a sample of n strays by about 1 / sqrt(2n): five times that is never chance.
+        assert parameter.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * parameter.numel())), name
+        assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
+
+
+def test_bias_false_leaves_no_bias_anywhere():
+    names = [name for name, _ in tiny(bias=False).named_parameters()]
+    assert len(names) > 10
+    assert not [name for name in names if "bias" in name]
+
+
+@pytest.mark.parametrize(("name", "approximate"), [("gelu", "none"), ("gelu_new", "tanh")])
+def test_activation_is_the_gelu_that_was_asked_for(name, approximate):
+    mlp = tiny(activation_function=name).transformer.h[0].mlp
+    x = torch.randn(5, 32)
+    torch.testing.assert_close(mlp(x), mlp.proj(F.gelu(mlp.fc(x), approximate=approximate)), atol=1e-6, rtol=0)
+
+
+def test_dropout_acts_in_training_only_and_follows_the_seed():
+    model = tiny(dropout=0.5)
+    tokens = ids()
+    assert torch.equal(model(tokens).logits, model(tokens).logits)
+    model.train()
+    drawn = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        drawn.append(model(tokens).logits)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def plain_loss(model, tokens, targets):
+    logits = model(tokens).logits
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=-100)
+
+
+def test_loss_is_gpt2s_on_labels_and_on_shifted_labels(tmp_path):
+    model = tiny()
+    tokens = ids()
+    model.save_pretrained(tmp_path)
+    reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    expected = reference(tokens, labels=tokens).loss
+    assert model(tokens, labels=tokens).loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    targets = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1)
+    assert model(tokens, shift_labels=targets).loss.item() == pytest.approx(expected.item(), abs=1e-6)
+
+
+def test_num_items_in_batch_divides_the_summed_loss():
+    model, tokens = tiny(), ids()
+    mean = model(tokens, labels=tokens).loss
+    counted = tokens[:, 1:].numel()
+    total = model(tokens, labels=tokens, num_items_in_batch=1).loss
+    assert total.item() == pytest.approx(mean.item() * counted, rel=1e-6)
+
+
+@pytest.mark.parametrize("padded_vocab_size", [None, 64])
+@pytest.mark.parametrize("tied", [True, False])
+def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, padded_vocab_size, tied):
+    model = tiny(padded_vocab_size=padded_vocab_size, tie_word_embeddings=tied).train()
+    tokens, targets = ids(), ids().roll(-1, 1)
+    targets[0, 3:9] = -100
+    plain = plain_loss(model, tokens, targets)
+    plain.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    monkeypatch.setattr(modeling_gpt, "LOGITS_PER_CHUNK", 7 * 61)  # 7 rows: the last chunk is a short one
+    out = model(tokens, shift_labels=targets)
+    assert out.logits is None
+    out.loss.backward()
+    assert out.loss.item() == pytest.approx(plain.item(), abs=1e-6)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-5)
+
+
+def test_training_never_keeps_a_tensor_as_large_as_the_logits(monkeypatch):
+    model = tiny(vocab_size=5000, n_embd=32).train()
+    tokens = ids(4, 32, 5000)
+    full = tokens.numel() * 5000
+    kept = []
+
+    def loss_while_recording():
+        kept.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+            return model(tokens, labels=tokens).loss
+
+    loss_while_recording()
+    assert max(kept) >= full  # with one chunk they are kept: the recording sees them
+    monkeypatch.setattr(modeling_gpt, "LOGITS_PER_CHUNK", full // 8)
+    loss_while_recording().backward()
+    assert kept
+    assert max(kept) <= 5000 * 32  # nothing above the embedding itself
+
+
+def test_logits_are_left_out_in_training_and_given_otherwise():
+    model, tokens = tiny(), ids()
+    assert model(tokens, labels=tokens).logits.shape == (2, 20, 61)
+    assert model(tokens, labels=tokens, skip_logits=True).logits is None
+    assert model.train()(tokens, labels=tokens).logits is None
+    assert model(tokens).logits.shape == (2, 20, 61)
+    assert model(tokens, logits_to_keep=1).logits.shape == (2, 1, 61)
+
+
+def test_padded_vocabulary_is_never_predicted_and_changes_nothing():
+    plain, padded = tiny(), tiny(padded_vocab_size=128)
+    assert padded.transformer.wte.weight.shape[0] == 128
+    state = plain.state_dict()
+    for name in ("transformer.wte.weight", "lm_head.weight"):
+        state[name] = torch.cat([state[name], torch.full((67, 32), 9.0)])  # loud rows, to be heard if they count
+    padded.load_state_dict(state)
+    tokens = ids()
+    assert padded(tokens).logits.shape[-1] == 61
+    torch.testing.assert_close(padded(tokens).logits, plain(tokens).logits, atol=1e-6, rtol=0)
+    difference = padded(tokens, labels=tokens).loss - plain(tokens, labels=tokens).loss
+    assert abs(difference.item()) < 1e-6
+
+
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_generation_with_cache_equals_generation_without_and_gpt2s(tmp_path, attention):
+    model = loud(attn_implementation=attention)
+    model.save_pretrained(tmp_path)
+    reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
+    prompt = ids(2, 5)
+    options = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0}
+    cached = model.generate(prompt, **options)
+    assert cached.shape == (2, 25)
+    assert len(set(cached[0, 5:].tolist())) > 1
+    assert torch.equal(cached, model.generate(prompt, use_cache=False, **options))
+    assert torch.equal(cached, reference.generate(prompt, **options))
+
+
+def test_left_padded_prompts_generate_as_unpadded_ones():
+    model = loud()
+    prompt = ids(1, 5)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt], dim=1)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
+    options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
+    alone = model.generate(prompt, **options)[0, 5:]
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[0, 8:], alone)
+
+
+def test_activation_checkpointing_gives_the_same_gradients():
+    model, tokens = tiny().train(), ids()
+    model(tokens, labels=tokens).loss.backward()
+    expected = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    # transformers renamed it in 5.2x; both names must work
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    runs = []
+    model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
+    model(tokens, labels=tokens).loss.backward()
+    assert len(runs) == 2  # once forward, once more in the backward pass
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-7, rtol=1e-6)
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it itself
+def test_compiled_whole_model_and_compiled_blocks_run_without_graph_breaks():
+    model, tokens = tiny(), ids()
+    expected = model(tokens).logits
+    # aot_eager traces all that inductor would, without a minute of C++
+    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(whole(tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0)
+    names = list(model.state_dict())
+    for block in model.transformer.h:
+        block.compile(backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(model(tokens).logits, expected, atol=1e-6, rtol=0)
+    assert list(model.state_dict()) == names
+    torch.compiler.reset()
+
+
+def test_hidden_states_and_attentions_are_recorded():
+    model, tokens = tiny(attn_implementation="eager"), ids()
+    out = model(tokens, output_hidden_states=True, output_attentions=True)
+    assert len(out.hidden_states) == 3
+    assert [a.shape for a in out.attentions] == [(2, 4, 20, 20)] * 2
+    torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 4, 20))
+
+
+def test_more_tokens_than_positions_is_one_clear_error():
+    with pytest.raises(ValueError, match="33 tokens are more than the model's 32 positions"):
+        tiny()(ids(1, 33))
+
+
+def test_auto_classes_know_the_model():
+    config = AutoConfig.for_model("nanogpt_hf", **TINY)
+    assert type(AutoModelForCausalLM.from_config(config)) is GPTForCausalLM
+
+
+def test_text_generation_pipeline_writes():
+    tokenizer = char_tokenizer(sorted("abcdefgh \n")).hf
+    model = tiny(vocab_size=len(tokenizer))
+    pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
+    text = pipe("abc", max_new_tokens=8, do_sample=False)[0]["generated_text"]
+    assert text.startswith("abc")
+    assert len(text) == 11
+
+
+def test_the_sorting_model_sorts_all_inputs(shared):
+    model = GPTForCausalLM.from_pretrained(shared / "models" / "gpt-nano-sort").eval()
+    rows = torch.tensor(list(itertools.product(range(3), repeat=6)))
+    assert len(rows) == 729
+    out = rows
+    with torch.no_grad():
+        for _ in range(6):
+            out = torch.cat([out, model(out).logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(out[:, 6:], rows.sort(dim=1).values)
+
+
+def test_slm4096_has_its_known_perplexity(shared):
+    folder = shared / "models" / "slm4096"
+    id_of = json.loads((folder / "chars.json").read_text())["stoi"]
+    tokens = torch.tensor([id_of[c] for c in (folder / "corpus.txt").read_text()])
+    model = GPTForCausalLM.from_pretrained(folder).eval()
+    windows = tokens[: len(tokens) // 128 * 128].view(-1, 128)
+    with torch.no_grad():
+        losses = [model(rows, labels=rows).loss.item() * len(rows) for rows in windows.split(64)]
+    assert math.exp(sum(losses) / len(windows)) == pytest.approx(1.073, abs=0.003)
