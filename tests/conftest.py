@@ -7,7 +7,9 @@ from pathlib import Path
 # Before any Hugging Face library is imported: a test never waits for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
-os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Tiny models are faster on one thread, and do not suffer when the machine is busy.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import yaml
@@ -69,3 +71,22 @@ def write_recipe(tmp_path, text_file):
         return path
 
     return write
+
+
+@pytest.fixture
+def forget_accelerate():
+    """Call it to make the next Accelerator what it would be in a process of its own: accelerate keeps its state."""
+
+    def forget():
+        from accelerate.state import AcceleratorState, GradientState, PartialState
+
+        for state in (AcceleratorState, GradientState, PartialState):
+            state._reset_state()
+
+    return forget
+
+
+@pytest.fixture(autouse=True)
+def fresh_accelerate(forget_accelerate):
+    yield
+    forget_accelerate()

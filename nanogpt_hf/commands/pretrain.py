@@ -34,6 +34,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     main_process = os.environ.get("RANK", "0") == "0"
     if main_process:  # the others might look when it has begun to write
         folder.check(resume=arguments.resume, overwrite=arguments.overwrite)
+        if arguments.resume:
+            folder.changes(config)  # complains where it would be another experiment
     prepare_and_say(config)
     state = train(config, folder, resume=arguments.resume)
     if main_process:

@@ -1,6 +1,10 @@
 """Recipe file + command line -> Config, every mistake reported at once; and the resolved recipe back to disk."""
 
+import contextlib
 import dataclasses
+import math
+import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,67 +14,66 @@ from nanogpt_hf.config.schema import CHECKS, KNOBS, SECTIONS, Config, Knob, get_
 from nanogpt_hf.errors import ConfigError, did_you_mean
 
 _WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")  # as our own messages write numbers: 491,520
 
 
-class _UniqueKeyLoader(yaml.SafeLoader):
-    """yaml.safe_load, except that a key written twice is an error instead of a silent last-one-wins."""
+class _RecipeLoader(yaml.SafeLoader):
+    """yaml.safe_load, except that values stay the text that was written, and a key written twice is an error.
+
+    The knob's type then reads the text as it does on the command line. YAML 1.1 would guess: 6e-4 is text to it, 010
+    is eight, a revision 1.10 is 1.1 and `project: on` is true.
+    """
+
+    yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
 
 
-def _mapping(loader: _UniqueKeyLoader, node: yaml.MappingNode) -> dict:
-    keys = [loader.construct_object(key) for key, _ in node.value]
-    for key in keys:
-        if keys.count(key) > 1:
-            raise yaml.constructor.ConstructorError(None, None, f"{key} is written twice", node.start_mark)
+def _mapping(loader: _RecipeLoader, node: yaml.MappingNode) -> dict:
+    written = set()
+    for key, _ in node.value:
+        if str(key.value) in written:
+            raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
+        written.add(str(key.value))
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
 
-_UniqueKeyLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
-
-
-def _number(value: Any) -> float:
-    # YAML 1.1 reads 6e-4 as text because it has no dot; people mean a number.
-    if isinstance(value, bool) or not isinstance(value, int | float | str):
-        raise ValueError
-    return float(value.replace("_", "").replace(",", "") if isinstance(value, str) else value)
+_RecipeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
 def _as(option: Any, value: Any) -> Any:
-    """`value` as the plain type or literal `option`; ValueError where it is not one."""
+    """`value` (text, or what YAML makes of lists and null) as a plain type or literal; ValueError where it is none."""
     if option is type(None):
         if value is None or (isinstance(value, str) and value.lower() in ("null", "none", "~")):
             return None
-    elif option is bool:
-        if isinstance(value, bool):
+    elif option == list[str] and isinstance(value, list):
+        if all(isinstance(part, str) for part in value):
             return value
-        if isinstance(value, str) and value.lower() in ("true", "false"):
+    elif not isinstance(value, str):
+        pass
+    elif option == list[str]:
+        return [part.strip() for part in value.strip("[]").split(",") if part.strip()]
+    elif option is bool:
+        if value.lower() in ("true", "false"):
             return value.lower() == "true"
     elif option is int:
-        if isinstance(value, int) and not isinstance(value, bool):
-            return value  # float() would lose digits above 2**53
-        number = _number(value)
-        if number == int(number):
-            return int(number)
+        if _THOUSANDS.fullmatch(value):
+            value = value.replace(",", "")
+        with contextlib.suppress(ValueError):
+            return int(value)  # first, because float() loses digits above 2**53
+        if float(value).is_integer():
+            return int(float(value))
     elif option is float:
-        number = _number(value)
-        if number == number and abs(number) != float("inf"):
-            return number
-    elif option is str:
-        if isinstance(value, str):
-            return value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return str(value)
-    elif option == list[str]:
-        if isinstance(value, str):
-            return [part.strip() for part in value.strip("[]").split(",") if part.strip()]
-        if isinstance(value, list) and all(isinstance(part, str) for part in value):
-            return value
-    elif value == option:  # a literal
+        if math.isfinite(float(value)):
+            return float(value)
+    elif option is str or value == option:  # any text, or a literal
         return value
     raise ValueError
 
 
 def convert(knob: Knob, value: Any) -> Any:
-    """`value` (from YAML, or text from the command line) as the knob's type, within its bounds.
+    """`value` (text from a recipe or the command line) as the knob's type, within its bounds.
 
     Raises ValueError with a message such as "expected an integer, got 'ten'".
     """
@@ -79,12 +82,13 @@ def convert(knob: Knob, value: Any) -> Any:
         try:
             result = _as(option, value)
             break
-        except (ValueError, OverflowError):
+        except ValueError:
             continue
     else:
         plain = [_WANTED[o] for o in options if o in _WANTED]
         literal = [str(o) for o in options if o not in _WANTED and o is not type(None)]
-        raise ValueError(f"expected {' or '.join(plain + [', '.join(literal)] * bool(literal))}, got {value!r}")
+        got = "nothing" if value is None else f"{value!r:.80}"
+        raise ValueError(f"expected {' or '.join(plain + [', '.join(literal)] * bool(literal))}, got {got}")
     if isinstance(result, int | float) and not isinstance(result, bool):
         if knob.low is not None and result < knob.low:
             raise ValueError(f"must be at least {knob.low:g}, got {result}")
@@ -96,16 +100,17 @@ def convert(knob: Knob, value: Any) -> Any:
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The recipe's dotted keys and values, and what is wrong with its shape."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_RecipeLoader)
     except FileNotFoundError:
         near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
         raise ConfigError([f"{path}: no such recipe{near}"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read as a recipe: {error}"]) from None
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        raise ConfigError([f"{path}: {where}not valid YAML: {getattr(error, 'problem', error)}"]) from None
+        reason = " ".join(str(getattr(error, "problem", error)).split())
+        raise ConfigError([f"{path}: {where}not valid YAML: {reason}"]) from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -155,8 +160,7 @@ def load_config(recipe: Path | str, overrides: list[tuple[str, str]] = ()) -> Co
                 problems.append(f"{said_by.get(check.keys[0], f'{recipe}: ')}{check.keys[0]}: {problem}")
     if problems:
         raise ConfigError(problems)
-    if config.data.dir is None:
-        config.data.dir = f"data/{config.name}"
+    config.data.dir = os.path.expanduser(config.data.dir or f"data/{config.name}")
     return config
 
 

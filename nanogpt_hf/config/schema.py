@@ -147,9 +147,21 @@ def set_value(config: Config, key: str, value: Any) -> None:
     setattr(getattr(config, section), name, value)
 
 
-def _nearest_multiples(value: int, unit: int) -> str:
-    below = value // unit * unit
-    return f"{below + unit:,}" if below == 0 else f"{below:,} or {below + unit:,}"
+def _uneven_step(tokens: int, micro: int, block: int, processes: int = 1) -> str | None:
+    """The complaint where micro-batches do not add up to a step of `tokens`, with the sum and values that would."""
+    unit = micro * block * processes
+    if tokens % unit == 0:
+        return None
+    below = tokens // unit * unit
+    nearest = f"{below + unit:,}" if below == 0 else f"{below:,} or {below + unit:,}"
+    most = min(micro - 1, tokens // (block * processes))
+    smaller = next((m for m in range(most, 0, -1) if tokens % (m * block * processes) == 0), None)
+    return (
+        f"{tokens:,} is not a multiple of train.micro_batch_size {micro} × data.block_size {block}"
+        + (f" × {processes} processes" if processes > 1 else "")
+        + f" = {unit:,}; nearest: {nearest}"
+        + (f", or train.micro_batch_size {smaller}" if smaller else "")
+    )
 
 
 @dataclass(frozen=True)
@@ -184,12 +196,7 @@ CHECKS = (
     ),
     Check(
         ("train.tokens_per_step", "train.micro_batch_size", "data.block_size"),
-        lambda tokens, micro, block: (
-            f"{tokens:,} is not a multiple of train.micro_batch_size {micro} × data.block_size {block} = "
-            f"{micro * block:,}; nearest: {_nearest_multiples(tokens, micro * block)}"
-            if tokens % (micro * block)
-            else None
-        ),
+        _uneven_step,
     ),
 )
 
@@ -199,14 +206,11 @@ def accumulation_steps(config: Config, num_processes: int) -> int:
 
     Raises ValueError, with the sum and the nearest tokens_per_step that divide, where no whole number results.
     """
-    unit = config.train.micro_batch_size * config.data.block_size * num_processes
-    if config.train.tokens_per_step % unit:
-        raise ValueError(
-            f"train.tokens_per_step: {config.train.tokens_per_step:,} is not a multiple of train.micro_batch_size "
-            f"{config.train.micro_batch_size} × data.block_size {config.data.block_size} × {num_processes} processes = "
-            f"{unit:,}; nearest: {_nearest_multiples(config.train.tokens_per_step, unit)}"
-        )
-    return config.train.tokens_per_step // unit
+    train, block_size = config.train, config.data.block_size
+    problem = _uneven_step(train.tokens_per_step, train.micro_batch_size, block_size, num_processes)
+    if problem:
+        raise ValueError(f"train.tokens_per_step: {problem}")
+    return train.tokens_per_step // (train.micro_batch_size * block_size * num_processes)
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:

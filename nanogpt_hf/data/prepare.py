@@ -16,7 +16,8 @@ import numpy as np
 import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
-from nanogpt_hf.data.source import PYTHON_DOCS, Documents, file_digest, file_state, find_files, is_url, load_documents
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.source import Documents, file_digest, file_state, find_files, is_url, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
@@ -82,15 +83,14 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest in `folder`, None where there is none. Raises DataError for one that is not ours."""
     try:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare it anew")
         splits = {name: SplitFacts(**raw.pop(name)) for name in ("train", "validation")}
-        manifest = Manifest(**raw, **splits)
-    except FileNotFoundError:
+        return Manifest(**raw, **splits)
+    except (FileNotFoundError, NotADirectoryError):
         return None
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(f"{folder / MANIFEST}: not a manifest of prepared data: {error}") from None
-    if manifest.format != FORMAT:
-        raise DataError(f"{folder}: prepared data of format {manifest.format}, not {FORMAT}; remove it to prepare anew")
-    return manifest
 
 
 def _same(knob: str, prepared: Any, wanted: Any) -> bool:
@@ -108,7 +108,9 @@ def _check_fits(manifest: Manifest, data: DataSection) -> None:
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
                 "choose another --data.dir, or remove the folder to prepare it anew"
             )
-    if manifest.file_state and not is_url(data.source):
+    if is_url(data.source) and data.sha256 and manifest.revision != f"sha256:{data.sha256.lower()}":
+        raise DataError(f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's {data.sha256}")
+    if manifest.file_state:
         try:
             files = find_files(data.source)
         except DataError:
@@ -126,21 +128,22 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     Safe to call from several processes at once: one prepares, the others wait for it. An interruption leaves nothing
     that looks finished. Raises DataError where the text cannot be read or the folder holds something else.
     """
-    folder = Path(config.data.dir)
-    if manifest := read_manifest(folder):
-        _check_fits(manifest, config.data)
-        return manifest, False
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
-    if config.data.source != PYTHON_DOCS and not is_url(config.data.source):
-        find_files(config.data.source)  # complains before any folder is made
-    partial = folder.parent / f".{folder.name}.partial"
+    folder = Path(config.data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
     try:
+        # In this order: a folder that another process has just finished is full, but its manifest is there by then.
+        occupied = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        if manifest := read_manifest(folder):
+            _check_fits(manifest, config.data)
+            return manifest, False
+        if occupied:
+            raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
+        _check_source(config.data, folder)  # before any folder is made
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.parent / f".{folder.name}.lock"):
             if manifest := read_manifest(folder):  # another process was faster
                 _check_fits(manifest, config.data)
                 return manifest, False
+            partial = folder.parent / f".{folder.name}.partial"
             shutil.rmtree(partial, ignore_errors=True)  # what a killed process left: nobody else is at it now
             partial.mkdir()
             try:
@@ -153,6 +156,14 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     return manifest, True
+
+
+def _check_source(data: DataSection, folder: Path) -> None:
+    """Raises DataError where a local source is not there, or would read the prepared data in `folder` as text."""
+    find_files(data.source)
+    source = Path(os.path.expanduser(data.source))
+    if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
+        raise DataError(f"{folder}: lies in data.source {data.source}, and would be read as text; choose another")
 
 
 def load_prepared(config: Config) -> PreparedData:
@@ -182,29 +193,41 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
         return documents.train, documents.validation
     count = len(documents.train)
     if count == 1:
-        text = documents.train[0]["text"]
+        text = documents.train[0]["text"] or ""
         cut = int(len(text) * (1 - data.validation_fraction))
-        parts = (datasets.Dataset.from_dict({"text": [part]}) for part in (text[:cut], text[cut:]))
-        return tuple(parts)
+        features = documents.train.features
+        return tuple(datasets.Dataset.from_dict({"text": [part]}, features) for part in (text[:cut], text[cut:]))
     held_out = max(1, round(count * data.validation_fraction))
     # argsort of raw bits: a permutation that no version of NumPy changes
-    bits = np.random.Philox(key=data.validation_seed).random_raw(count)
+    bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
     order = np.argsort(bits, kind="stable")
     return documents.train.select(np.sort(order[held_out:])), documents.train.select(np.sort(order[:held_out]))
 
 
-def _tokenize(text: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int) -> Any:
-    """Rows of text -> rows of `input_ids` and the text's `bytes`."""
-    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
+    """How many processes tokenize: as told, else one a core where the text is large enough to pay for their start."""
+    size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection of rows has the data of all
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    return min(text.num_rows, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
+
+
+def _tokenize(
+    text: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int, target: Path
+) -> datasets.Dataset:
+    """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`. Rows with no text go."""
+    # Not `tokenizer` itself: what `encode` holds is sent to every process, and tokenizer.hf takes a second each.
+    name, encode_batch, vocab_size = tokenizer.name, tokenizer.encode_batch, tokenizer.vocab_size
+    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
     ending = [] if end_of_text_id is None else [end_of_text_id]
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list]:
+        texts = [text for text in batch["text"] if text]  # rows of a Hub data set may be empty or null
         rows = []
-        for ids in tokenizer.encode_batch(batch["text"]):
-            if len(ids) and ids.max() >= tokenizer.vocab_size:
-                raise DataError(f"data.tokenizer: {tokenizer.name} gave id {ids.max()}, beyond its own vocabulary")
+        for ids in encode_batch(texts) if texts else []:
+            if len(ids) and ids.max() >= vocab_size:
+                raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
             rows.append(np.append(ids, ending).astype(kind))  # checked: astype would wrap larger ids silently
-        return {"input_ids": rows, "bytes": [len(t.encode()) for t in batch["text"]]}
+        return {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
 
     features = datasets.Features(
         {"input_ids": datasets.List(datasets.Value(np.dtype(kind).name)), "bytes": datasets.Value("int64")}
@@ -215,7 +238,9 @@ def _tokenize(text: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int 
         remove_columns=text.column_names,
         features=features,
         num_proc=num_proc if num_proc > 1 else None,
+        cache_file_name=str(target),  # left out, a Hub data set's tokens would lie in its cache for good
         load_from_cache_file=False,
+        new_fingerprint=target.stem,  # left out, seconds go into a hash of the tokenizer that names a cache's entry
         desc="tokenizing",
     )
 
@@ -225,24 +250,25 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch.mkdir()
     documents = load_documents(data, scratch)
     splits = dict(zip(("train", "validation"), _hold_out(documents, data), strict=True))
-    texts = (row["text"] for split in splits.values() for row in split)
+    texts = (row["text"] or "" for split in splits.values() for row in split)
     tokenizer = build_tokenizer(data.tokenizer, texts)
     # A lone document has no neighbour to be told apart from, so nothing marks its end (nor the cut through it).
     several = documents.validation is not None or len(documents.train) > 1
     end_of_text_id = tokenizer.hf.eos_token_id if several else None
     facts = {}
     for name, split in splits.items():
-        large = split.num_rows > 1 and (split.data.nbytes if split._indices is None else documents.train.data.nbytes)
-        num_proc = data.num_proc or (len(os.sched_getaffinity(0)) if large > _PARALLEL_FROM_BYTES else 1)
-        rows = _tokenize(split, tokenizer, end_of_text_id, min(num_proc, split.num_rows))
+        num_proc = _processes(split, data.num_proc)
+        rows = _tokenize(split, tokenizer, end_of_text_id, num_proc, scratch / f"{name}.arrow")
         lengths = [len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks]
         facts[name] = SplitFacts(rows.num_rows, sum(lengths), sum(rows["bytes"]))
+        if not facts[name].tokens:
+            raise DataError(f"data.source: {data.source}: too little text: there is none left for {name}")
         itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
         shards = -(-facts[name].tokens * itemsize // _SHARD_BYTES)
         tokens = rows.remove_columns("bytes")
         tokens.save_to_disk(folder / name, num_shards=max(1, min(shards, tokens.num_rows)))
     tokenizer.hf.save_pretrained(folder / TOKENIZER)
-    local = [] if data.source == PYTHON_DOCS or is_url(data.source) else find_files(data.source)
+    local = find_files(data.source)
     manifest = Manifest(
         format=FORMAT,
         recipe={knob: getattr(data, knob) for knob in _DECIDING},

@@ -4,13 +4,17 @@ import csv
 import glob
 import gzip
 import hashlib
+import http.client
 import io
 import json
 import lzma
+import os
 import re
 import sys
 import urllib.error
+import urllib.parse
 import urllib.request
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,15 +51,23 @@ def _format(path: Path) -> str:
 
 
 def find_files(source: str) -> list[Path]:
-    """The files that a local source names, sorted; [] where it names no local path but perhaps a Hub data set.
+    """The files that a local source names, sorted; [] where it names a URL, python-docs or perhaps a Hub data set.
 
-    Raises DataError where it is meant as a path and nothing is there.
+    In a folder, what is hidden is left out. Raises DataError where a path is meant and nothing is there.
     """
-    path = Path(source).expanduser()
-    if path.is_file():
+    if source == PYTHON_DOCS or is_url(source):
+        return []
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, leaves an unknown user's ~ as it is
+    if os.path.isfile(path):  # unlike Path.is_file, says no to a name that is too long for a file
         return [path]
-    if path.is_dir():
-        files = sorted(p for p in path.rglob("*") if p.is_file() and _format(p) in _TEXT + _ROWS)
+    if os.path.isdir(path):
+        files = sorted(
+            file
+            for file in path.rglob("*")
+            if _format(file) in _TEXT + _ROWS
+            and file.is_file()
+            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+        )
         if not files:
             raise DataError(f"data.source: {source}: the folder holds no {', '.join(_TEXT + _ROWS)} file")
         return files
@@ -76,9 +88,10 @@ def file_state(files: list[Path]) -> str:
 
 
 def file_digest(files: list[Path]) -> str:
-    """The sha256 of the files' contents, one after another."""
+    """The sha256 of the files' contents, one after another, with a zero byte between them."""
     digest = hashlib.sha256()
-    for path in files:
+    for number, path in enumerate(files):
+        digest.update(b"\0" * (number > 0))
         with path.open("rb") as file:
             while block := file.read(1 << 20):
                 digest.update(block)
@@ -104,36 +117,60 @@ def _read_text(path: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(_open(path), encoding="utf-8-sig")
 
 
-def _rows(path: Path) -> Iterator[tuple[str, object]]:
+def _rows(path: Path, text_column: str) -> Iterator[tuple[str, object]]:
     """(where, row) for each row of a file of rows."""
     match _format(path):
         case ".jsonl":
-            for number, line in enumerate(_read_text(path), 1):
-                if line.strip():
-                    try:
-                        yield f"line {number}", json.loads(line)
-                    except json.JSONDecodeError as error:
-                        raise DataError(f"{path}: line {number}: not valid JSON: {error.msg}") from None
+            with _read_text(path) as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        try:
+                            yield f"line {number}", json.loads(line)
+                        except json.JSONDecodeError as error:
+                            raise DataError(f"{path}: line {number}: not valid JSON: {error.msg}") from None
         case ".json":
             try:
-                tree = json.load(_read_text(path))
+                with _read_text(path) as file:
+                    tree = json.load(file)
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
             for number, row in enumerate(tree if isinstance(tree, list) else [tree], 1):
                 yield f"row {number}", row
         case ".csv":
-            csv.field_size_limit(sys.maxsize)
-            reader = csv.DictReader(_read_text(path))
-            for row in reader:
-                yield f"line {reader.line_num}", row
+            csv.field_size_limit(2**31 - 1)  # the most that every platform's C long holds
+            with _read_text(path) as file:
+                reader = csv.DictReader(file, strict=True)  # or an open quote would swallow the rest of the file
+                for row in reader:
+                    yield f"line {reader.line_num}", row
         case ".parquet":
             import pyarrow.parquet
 
-            number = 0
-            for batch in pyarrow.parquet.ParquetFile(_open(path)).iter_batches():
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"row {number}", row
+            with _open(path) as file:  # Parquet is read from its end: what is compressed around it, from memory
+                table = pyarrow.parquet.ParquetFile(file if path.suffix == ".parquet" else io.BytesIO(file.read()))
+                columns = [text_column] if text_column in table.schema_arrow.names else None
+                number = 0
+                for batch in table.iter_batches(columns=columns):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"row {number}", row
+
+
+def _text_of(row: object, text_column: str) -> str:
+    """The text of a row: its text column, or itself where it is no more than text. Raises ValueError for no text."""
+    if isinstance(row, dict) and text_column not in row:
+        raise ValueError(
+            f"no column {text_column!r} (it has: {', '.join(map(str, row))}); "
+            "set data.text_column to the column that holds the text"
+        )
+    text = row[text_column] if isinstance(row, dict) else row
+    if not isinstance(text, str):
+        what = f"column {text_column!r}" if isinstance(row, dict) else "the row"
+        raise ValueError(f"{what} holds {text!r:.40}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[error.start]!r} is half a character (a lone surrogate), not text") from None
+    return text
 
 
 def read_file(path: Path, text_column: str) -> Iterator[str]:
@@ -143,26 +180,24 @@ def read_file(path: Path, text_column: str) -> Iterator[str]:
     """
     try:
         if _format(path) not in _ROWS:
-            text = _read_text(path).read()
+            with _read_text(path) as file:
+                text = file.read()
             if "\0" in text:
                 raise DataError(f"{path}: holds NUL bytes: binary data, not text")
             if text:
                 yield text
             return
-        for where, row in _rows(path):
-            text = row.get(text_column) if isinstance(row, dict) else row
-            if not isinstance(text, str):
-                columns = ", ".join(map(str, row)) if isinstance(row, dict) else type(row).__name__
-                raise DataError(
-                    f"{path}: {where}: no text in column {text_column!r} (it has: {columns}); "
-                    "set data.text_column to the column that holds the text"
-                )
+        for where, row in _rows(path, text_column):
+            try:
+                text = _text_of(row, text_column)
+            except ValueError as error:
+                raise DataError(f"{path}: {where}: {error}") from None
             if text:
                 yield text
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise DataError(f"{path}: not UTF-8 text (byte 0x{bad:02x}); is it binary, or another encoding?") from None
-    except (OSError, EOFError, lzma.LZMAError, csv.Error, ValueError) as error:
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
@@ -190,14 +225,18 @@ def _collect(generator, cache_dir: Path, **arguments) -> datasets.Dataset:
 
 
 def _download(url: str, sha256: str | None, folder: Path) -> Path:
-    target = folder / (Path(url.partition("?")[0]).name or "download.txt")
     digest = hashlib.sha256()
     try:
+        target = folder / (Path(urllib.parse.urlsplit(url).path).name or "download.txt")
         with urllib.request.urlopen(url, timeout=60) as response, target.open("wb") as file:
             while block := response.read(1 << 20):
                 digest.update(block)
                 file.write(block)
-    except (urllib.error.URLError, OSError, ValueError) as error:
+            if response.length:  # read() with a size takes a lost connection for the end
+                raise OSError(f"the connection ended {response.length:,} bytes early")
+    except (OSError, ValueError, http.client.HTTPException) as error:
+        if isinstance(error, urllib.error.HTTPError):
+            error.close()  # the connection is left open with it
         raise DataError(f"data.source: {url}: cannot be downloaded: {getattr(error, 'reason', error)}") from None
     if sha256 and digest.hexdigest() != sha256.lower():
         raise DataError(f"data.sha256: {url} has sha256 {digest.hexdigest()}, not {sha256}; nothing was kept")
@@ -208,17 +247,21 @@ def _from_hub(data: DataSection) -> Documents:
     def load(split: str) -> datasets.Dataset:
         try:
             loaded = datasets.load_dataset(data.source, data.config, split=split, revision=data.revision)
-        except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-            reason = " ".join(str(error).split())
+        except Exception as error:  # of the network, of the Hub, of a loading script, of a file format, ...
+            reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
                 f"data.source: {data.source}: no file or folder here, and the Hub did not give it: {reason}"
             ) from None
+        if not loaded.num_rows:
+            raise DataError(f"data.source: {data.source}: split {split!r} is empty; there is no text to train on")
         if data.text_column not in loaded.column_names:
             raise DataError(
                 f"data.text_column: {data.source} has no column {data.text_column!r}; "
                 f"it has: {', '.join(loaded.column_names)}"
             )
-        return loaded.select_columns(data.text_column).rename_column(data.text_column, "text")
+        if loaded.features[data.text_column] not in (datasets.Value("string"), datasets.Value("large_string")):
+            raise DataError(f"data.text_column: column {data.text_column!r} of {data.source} does not hold text")
+        return loaded.select_columns(data.text_column).rename_columns({data.text_column: "text"})
 
     train = load(data.split)
     commit = re.search(r"@([0-9a-f]{40})/", " ".join(train.info.download_checksums or ()))
@@ -231,11 +274,14 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
 
     Raises DataError where there is no such source, it holds no text, or it cannot be read as text.
     """
+    files = find_files(data.source)
+    if not files and data.source != PYTHON_DOCS and not is_url(data.source):
+        return _from_hub(data)
+    if data.validation_split:
+        raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
     if data.source == PYTHON_DOCS:
         return Documents(_collect(_python_docs, scratch), None, f"Python {sys.version.split()[0]}")
-    files = [_download(data.source, data.sha256, scratch)] if is_url(data.source) else find_files(data.source)
-    if not files:
-        return _from_hub(data)
+    files = files or [_download(data.source, data.sha256, scratch)]
     if not any(True for path in files for _ in read_file(path, data.text_column)):
         raise DataError(f"data.source: {data.source}: empty; there is no text to train on")
     documents = _collect(_read_files, scratch, files=[str(path) for path in files], text_column=data.text_column)

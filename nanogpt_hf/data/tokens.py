@@ -19,11 +19,10 @@ class TokenStream:
     def open(cls, folder: Path) -> "TokenStream":
         """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
         try:
-            rows = datasets.load_from_disk(str(folder))
-            column = rows.data.column("input_ids")
-        except (OSError, ValueError, KeyError) as error:
+            column = datasets.load_from_disk(str(folder)).data.column("input_ids")
+            return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in column.chunks])
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
-        return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in column.chunks])
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

@@ -61,9 +61,8 @@ class Attention(nn.Module):
             key, value = past_key_values.update(key, value, self.layer_idx)
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
-        out, weights = attend(
-            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
-        )  # (B, T, H, D)
+        # (B, H, T, D) in, (B, T, H, D) out
+        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), weights
 
 
@@ -151,9 +150,8 @@ class GPTModel(GPTPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)
         if inputs_embeds.shape[1] > self.config.n_positions:
-            raise ValueError(
-                f"{inputs_embeds.shape[1]} tokens are more than the model's {self.config.n_positions} positions"
-            )
+            most = self.config.n_positions
+            raise ValueError(f"{inputs_embeds.shape[1]} tokens are more than the model's {most} positions")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         if position_ids is None:

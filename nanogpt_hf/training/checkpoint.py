@@ -14,6 +14,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.training.evaluate import Evaluation
 
@@ -73,6 +75,25 @@ class RunFolder:
                 )
         elif self.path.exists() and any(self.path.iterdir()):
             raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
+
+    def changes(self, config: Config) -> list[str]:
+        """What `config` says otherwise than the run's recipe, as `key: before -> now`.
+
+        Raises RunFolderError where that would make it another experiment: another model, text, order or step.
+        """
+        before = load_config(self.recipe)
+        different = [key for key in KNOBS if get_value(before, key) != get_value(config, key)]
+        lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
+        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step")
+        other = [
+            line for line in lines if line.startswith(fixed) and not line.startswith(("data.dir", "data.num_proc"))
+        ]
+        if other:
+            what = "; ".join(other)
+            raise RunFolderError(
+                f"{self.path}: --resume goes on with the same experiment; the recipe has changed: {what}"
+            )
+        return lines
 
     def start(self, recipe_yaml: str) -> None:
         """Make the folder, without whatever run was in it, and write the resolved recipe."""

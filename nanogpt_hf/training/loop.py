@@ -63,7 +63,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         accelerator.wait_for_everyone()
     tracking = Tracking(accelerator, config, run, state, model_config)
     if resume:
-        tracking.say(f"resuming from {run.checkpoint(state.step)}")
+        tracking.say("\n".join([f"resuming from {run.checkpoint(state.step)}", *run.changes(config)]))
     tracking.say(
         f"{config.name}: {count_parameters(model_config):,} parameters; {config.train.max_steps:,} steps of "
         f"{config.train.tokens_per_step:,} tokens = {config.train.micro_batch_size} sequences × "

@@ -253,7 +253,6 @@ def test_activation_checkpointing_gives_the_same_gradients():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-7, rtol=1e-6)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo looks at it itself
 def test_compiled_whole_model_and_compiled_blocks_run_without_graph_breaks():
     model, tokens = tiny(), ids()
     expected = model(tokens).logits

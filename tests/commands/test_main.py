@@ -1,0 +1,176 @@
+"""The command line as a user meets it: help, mistakes, exit statuses."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nanogpt_hf.commands import COMMANDS, main
+from nanogpt_hf.config.schema import KNOBS
+
+
+def run(capsys, *arguments: str) -> tuple[int, str, str]:
+    status = main([str(a) for a in arguments])
+    out, err = capsys.readouterr()
+    return status, out, err
+
+
+def test_help_lists_every_command(capsys):
+    for arguments in (["--help"], ["-h"], []):
+        status, out, _ = run(capsys, *arguments)
+        assert status == 0
+        assert all(f"  {name} " in out for name in COMMANDS)
+
+
+@pytest.mark.parametrize("command", ["prepare", "pretrain"])
+def test_help_of_a_command_lists_every_knob_with_default_and_meaning(capsys, command):
+    with pytest.raises(SystemExit) as ended:
+        main([command, "--help"])
+    assert ended.value.code == 0
+    out = capsys.readouterr().out
+    assert len(KNOBS) > 40
+    for key, knob in KNOBS.items():
+        line = next(line for line in out.splitlines() if line.startswith(f"  --{key} "))
+        assert knob.meaning in line
+        if knob.default is not None:
+            assert f"(default {knob.default})" in line
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--help"], ["pretrain", "--help"], ["sample", "--help"], ["pretrain", "no.yaml"]]
+)
+def test_help_and_mistakes_wait_for_no_heavy_import(root, arguments):
+    script = (
+        "import sys; sys.argv = ['cli.py', *sys.argv[1:]]\n"
+        "from nanogpt_hf.commands import main\n"
+        "try: main(sys.argv[1:])\n"
+        "except SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & sys.modules.keys()\n"
+        "assert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_console_script_is_the_same_program(root):
+    expected = subprocess.run([sys.executable, "cli.py", "--help"], capture_output=True, text=True, cwd=root)
+    script = "from nanogpt_hf.commands import console; import sys; sys.argv = ['nanogpt-hf', '--help']; console()"
+    installed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
+    assert expected.returncode == installed.returncode == 0
+    assert expected.stdout == installed.stdout
+    assert "COMMAND" in expected.stdout
+
+
+def complaint(capsys, *arguments: str) -> str:
+    """Run something wrong: exit status 2, nothing on stdout, and the lines of the complaint."""
+    status, out, err = run(capsys, *arguments)
+    assert status == 2
+    assert out == ""
+    assert "Traceback" not in err
+    return err.rstrip("\n")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["pretain"], "cli.py: pretain: no such command; did you mean pretrain?; see cli.py --help"),
+        (["sample"], "cli.py sample: the following arguments are required: MODEL; see cli.py sample --help"),
+        (
+            ["pretrain", "R", "--max-steps", "3"],
+            "cli.py pretrain: --max-steps: unknown option; did you mean --train.max_steps?",
+        ),
+        (["pretrain", "R", "--resum"], "cli.py pretrain: --resum: unknown option; did you mean --resume?"),
+        (["pretrain", "R", "--train.seed"], "cli.py pretrain: --train.seed: expected a value after it"),
+        (["pretrain", "R", "other"], "cli.py pretrain: 'other' is one argument too many; see cli.py pretrain --help"),
+        (
+            ["sample", "M", "--temperature", "warm"],
+            "cli.py sample: argument --temperature: invalid number of at least 0 value: 'warm'; "
+            "see cli.py sample --help",
+        ),
+        (["sample", "M", "--train.seed", "3"], "cli.py sample: --train.seed: sampling has no recipe to set knobs of"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_one_clear_line(capsys, arguments, line):
+    assert complaint(capsys, *arguments) == line
+
+
+def test_all_mistakes_of_a_recipe_and_its_overrides_are_said_at_once(capsys, write_recipe):
+    recipe = write_recipe(optim__learnig_rate=1e-3, model__n_head=3)
+    lines = complaint(capsys, "pretrain", recipe, "--train.max_steps", "ten").splitlines()
+    assert lines == [
+        f"{recipe}: optim.learnig_rate: unknown key; did you mean optim.learning_rate?",
+        "--train.max_steps: expected an integer, got 'ten'",
+        f"{recipe}: model.n_embd: 16 is not a multiple of model.n_head 3",
+        "3 problems; nothing was started.",
+    ]
+
+
+def bad_source(tmp_path, kind: str) -> str:
+    path = tmp_path / {"jsonl": "rows.jsonl"}.get(kind, "text.txt")
+    if kind == "empty":
+        path.write_text("")
+    elif kind == "binary":
+        path.write_bytes(bytes(range(256)) * 50)
+    elif kind == "jsonl":
+        path.write_text('{"text": "fine"}\n{"body": "no text here"}\n')
+    return str(path)
+
+
+@pytest.mark.parametrize("command", ["prepare", "pretrain"])
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        ("missing", "no such file or folder"),
+        ("empty", "empty; there is no text"),
+        ("binary", "not UTF-8 text"),
+        ("jsonl", "rows.jsonl: line 2: no column 'text' (it has: body); set data.text_column"),
+    ],
+)
+def test_text_that_is_none_is_one_clear_line_and_leaves_no_folder(
+    capsys, tmp_path, monkeypatch, write_recipe, command, kind, message
+):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(data__source=bad_source(tmp_path, kind), data__dir=str(tmp_path / "out" / "data"))
+    error = complaint(capsys, command, recipe)
+    assert message in error
+    assert "\n" not in error
+    assert not (tmp_path / "out" / "data").exists()
+    assert not (tmp_path / "runs").exists()
+    assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
+
+
+def test_a_run_folder_that_exists_is_refused_and_left_alone(capsys, tmp_path, write_recipe):
+    recipe, folder = write_recipe(train__max_steps=2), tmp_path / "run"
+    assert run(capsys, "pretrain", recipe, "--run-dir", folder)[0] == 0
+    before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+    assert len(before) > 10
+    error = complaint(capsys, "pretrain", recipe, "--run-dir", folder)
+    assert error == (
+        f"{folder}: holds a run; add --resume to go on, --overwrite to start anew, or choose another --run-dir"
+    )
+    assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_a_vocabulary_larger_than_the_models_is_one_clear_line(capsys, tmp_path, write_recipe):
+    recipe = write_recipe(model__vocab_size=5)
+    status, _, err = run(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
+    assert status == 2
+    assert "more than the model's 5; leave model.vocab_size out to fit the tokenizer" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_says_what_would_be_and_starts_nothing(capsys, tmp_path, monkeypatch, root):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, "pretrain", root / "recipes" / "gpt2_124m.yaml", "--dry-run")
+    assert status == 0
+    # 124,439,808 less the biases that nanoGPT leaves out: 12 · (3 + 1 + 4 + 1 + 1 + 1) · 768 + 768
+    assert "parameters: 124,337,664\n" in out
+    assert "tokens per step: 491,520" in out
+    assert "learning_rate: 0.0006" in out
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_broken_pipe_and_a_real_failure_are_not_swallowed(monkeypatch):
+    monkeypatch.setattr("nanogpt_hf.commands.prepare.run", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        main(["prepare", "recipe.yaml"])

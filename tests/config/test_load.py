@@ -1,0 +1,435 @@
+import re
+import subprocess
+import sys
+
+import pytest
+
+from nanogpt_hf.config.load import config_to_dict, config_to_yaml, knob_lines, load_config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.errors import ConfigError
+
+LEAST = "data: {source: python-docs}\n"  # the smallest recipe that is complete
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Writes a recipe and gives its path."""
+
+    def write(text, name="tiny.yaml"):
+        path = tmp_path / name
+        path.write_bytes(text if isinstance(text, bytes) else text.encode())
+        return path
+
+    return write
+
+
+def problems(path, overrides=()):
+    """What is wrong, with the recipe's path cut off the lines."""
+    with pytest.raises(ConfigError) as raised:
+        load_config(path, list(overrides))
+    found = raised.value.problems
+    assert found
+    count = len(found)
+    assert str(raised.value) == "\n".join([*found, f"{count} problem{'s' if count > 1 else ''}; nothing was started."])
+    assert not any("\n" in line for line in found), "a problem is one line"
+    return [line.removeprefix(f"{path}: ") for line in found]
+
+
+def test_command_line_beats_recipe_beats_defaults(recipe):
+    path = recipe(LEAST + "optim: {beta1: 0.5, beta2: 0.5}\n")
+    config = load_config(path, [("optim.beta2", "0.25")])
+    assert config.optim.beta1 == 0.5
+    assert config.optim.beta2 == 0.25
+    assert config.optim.weight_decay == Config().optim.weight_decay
+
+
+def test_the_last_override_of_a_knob_counts(recipe):
+    config = load_config(recipe(LEAST), [("train.seed", "1"), ("train.seed", "2")])
+    assert config.train.seed == 2
+
+
+def test_a_recipe_changes_nothing_but_what_it_says(recipe):
+    config, defaults = load_config(recipe(LEAST + "train: {seed: 7}\n")), Config()
+    told = {"data.source", "data.dir", "train.seed"}
+    assert {key for key in KNOBS if get_value(config, key) != get_value(defaults, key)} == told
+
+
+def test_configs_do_not_share_their_lists(recipe):
+    path = recipe(LEAST)
+    load_config(path).tracking.trackers.append("wandb")
+    assert load_config(path).tracking.trackers == []
+    assert Config().tracking.trackers == []
+
+
+@pytest.mark.parametrize("text", ["6e-4", "6E-4", "0.0006", "6.0e-4", "+6e-4", "'6e-4'"])
+def test_a_number_is_a_number_however_it_is_written(recipe, text):
+    path = recipe(LEAST + f"optim: {{learning_rate: {text}, min_learning_rate: 0}}\n")
+    assert load_config(path).optim.learning_rate == 6e-4
+    override = [("optim.learning_rate", text.strip("'")), ("optim.min_learning_rate", "0")]
+    assert load_config(recipe(LEAST), override).optim.learning_rate == 6e-4
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("491520", 491_520),
+        ("491_520", 491_520),
+        ("491,520", 491_520),  # as our own messages write it
+        ("1e6", 1_000_000),
+        ("1.0", 1),
+        ("010", 10),  # YAML 1.1 alone would read eight
+        ("12345678901234567890", 12345678901234567890),  # float() would lose its last digits
+    ],
+)
+def test_an_integer_is_the_same_in_a_recipe_and_on_the_command_line(recipe, text, value):
+    assert load_config(recipe(LEAST + f"train:\n  seed: {text}\n")).train.seed == value
+    assert load_config(recipe(LEAST), [("train.seed", text)]).train.seed == value
+
+
+@pytest.mark.parametrize("text", ["1.10", "0123456", "1_000", "2024-01-01", "on", "1e5", "true", "12:30"])
+def test_text_stays_as_it_is_written(recipe, text):
+    # A revision 1.10 must not become 1.1, nor a project `on` true.
+    config = load_config(recipe(f"data: {{source: x, revision: {text}}}\ntracking: {{project: {text}}}\n"))
+    assert config.data.revision == text
+    assert config.tracking.project == text
+
+
+@pytest.mark.parametrize("text", ["null", "~", "None", ""])
+def test_null_unsets_a_knob(recipe, text):
+    path = recipe(f"data:\n  source: x\n  revision: {text}\n")
+    assert load_config(path).data.revision is None
+
+
+def test_null_on_the_command_line_unsets_what_the_recipe_says(recipe):
+    path = recipe("data: {source: x, sha256: abc}\n")
+    assert load_config(path, [("data.sha256", "null")]).data.sha256 is None
+
+
+@pytest.mark.parametrize("text", ["[wandb, tensorboard]", "wandb,tensorboard", '["wandb", "tensorboard"]'])
+def test_a_list_of_names(recipe, text):
+    assert load_config(recipe(LEAST + f"tracking:\n  trackers: {text}\n")).tracking.trackers == ["wandb", "tensorboard"]
+
+
+def test_a_list_of_names_on_the_command_line(recipe):
+    path = recipe(LEAST + "tracking: {trackers: [wandb]}\n")
+    assert load_config(path, [("tracking.trackers", "[a, b]")]).tracking.trackers == ["a", "b"]
+    assert load_config(path, [("tracking.trackers", "a")]).tracking.trackers == ["a"]
+    assert load_config(path, [("tracking.trackers", "[]")]).tracking.trackers == []
+
+
+def test_all_or_a_number_of_tokens(recipe):
+    assert load_config(recipe(LEAST), [("eval.tokens", "all")]).eval.tokens == "all"
+    assert load_config(recipe(LEAST), [("eval.tokens", "1e6")]).eval.tokens == 1_000_000
+
+
+@pytest.mark.parametrize(("text", "value"), [("true", True), ("True", True), ("false", False), ("FALSE", False)])
+def test_true_and_false(recipe, text, value):
+    assert load_config(recipe(LEAST + f"model: {{bias: {text}}}\n")).model.bias is value
+    assert load_config(recipe(LEAST), [("model.bias", text)]).model.bias is value
+
+
+@pytest.mark.parametrize(
+    ("key", "text", "complaint"),
+    [
+        ("train.max_steps", "ten", "expected an integer, got 'ten'"),
+        ("train.max_steps", "3.5", "expected an integer, got '3.5'"),
+        ("train.max_steps", "true", "expected an integer, got 'true'"),
+        ("train.max_steps", "nan", "expected an integer, got 'nan'"),
+        ("train.max_steps", "inf", "expected an integer, got 'inf'"),
+        ("train.max_steps", "1,5", "expected an integer, got '1,5'"),  # not 15
+        ("train.max_steps", "0,001", "expected an integer, got '0,001'"),
+        ("train.max_steps", "[1]", "expected an integer, got "),
+        ("optim.learning_rate", "fast", "expected a number, got 'fast'"),
+        ("optim.learning_rate", "nan", "expected a number, got 'nan'"),
+        ("optim.learning_rate", "inf", "expected a number, got 'inf'"),
+        ("optim.learning_rate", "0,0006", "expected a number, got '0,0006'"),  # not 6
+        ("model.bias", "maybe", "expected true or false, got 'maybe'"),
+        ("model.bias", "1", "expected true or false, got '1'"),
+        ("model.bias", "yes", "expected true or false, got 'yes'"),
+        ("model.activation_function", "relu", "expected gelu, gelu_new, got 'relu'"),
+        ("eval.tokens", "some", "expected an integer or all, got 'some'"),
+    ],
+)
+def test_a_wrong_type_says_what_is_expected(recipe, key, text, complaint):
+    section, name = key.split(".")
+    path = recipe(LEAST + f"{section}: {{{name}: {text if ',' not in text else repr(text)}}}\n")
+    (said,) = problems(path)
+    assert said.startswith(f"{key}: {complaint}")
+    (said,) = problems(recipe(LEAST), [(key, text)])
+    assert said.startswith(f"--{key}: {complaint}")
+
+
+@pytest.mark.parametrize(
+    ("text", "complaint"),
+    [
+        ("train: {max_steps: }", "train.max_steps: expected an integer, got nothing"),
+        ("train: {max_steps: [1, 2]}", "train.max_steps: expected an integer, got ['1', '2']"),
+        ("train: {max_steps: {a: 1}}", "train.max_steps: expected an integer, got {'a': '1'}"),
+        ("model: {bias: }", "model.bias: expected true or false, got nothing"),
+        ("tracking: {project: [a]}", "tracking.project: expected text, got ['a']"),
+        ("tracking: {trackers: {a: b}}", "tracking.trackers: expected a list of names, got {'a': 'b'}"),
+        ("tracking: {trackers: [[a]]}", "tracking.trackers: expected a list of names, got [['a']]"),
+        ("train: 3", "train: expected knobs under it, got '3'"),
+        ("train: [3]", "train: expected knobs under it, got ['3']"),
+    ],
+)
+def test_a_wrong_shape_says_what_is_expected(recipe, text, complaint):
+    assert problems(recipe(LEAST + text + "\n")) == [complaint]
+
+
+def test_a_value_that_is_very_long_does_not_fill_the_screen(recipe):
+    (said,) = problems(recipe(LEAST), [("train.max_steps", "9" * 100_000)])
+    assert len(said) < 200
+
+
+@pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if knob.low is not None])
+def test_a_value_below_its_bound_is_refused(recipe, key):
+    low = KNOBS[key].low
+    (said,) = problems(recipe(LEAST), [(key, str(low - 1))])
+    assert said.startswith(f"--{key}: must be at least {low:g}, got ")
+
+
+@pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if knob.high is not None])
+def test_a_value_above_its_bound_is_refused(recipe, key):
+    high = KNOBS[key].high
+    (said,) = problems(recipe(LEAST), [(key, str(high + 1))])
+    assert said.startswith(f"--{key}: must be at most {high:g}, got ")
+
+
+def test_an_unknown_key_shows_the_nearest(recipe):
+    path = recipe(LEAST + "optim: {learnig_rate: 1}\n")
+    assert problems(path) == ["optim.learnig_rate: unknown key; did you mean optim.learning_rate?"]
+    assert problems(recipe(LEAST), [("optim.learnig_rate", "1")]) == [
+        "--optim.learnig_rate: unknown key; did you mean optim.learning_rate?"
+    ]
+
+
+def test_a_key_in_the_wrong_section_shows_the_right_one(recipe):
+    assert problems(recipe(LEAST + "train: {weight_decay: 1}\n")) == [
+        "train.weight_decay: unknown key; did you mean optim.weight_decay?"
+    ]
+
+
+def test_an_unknown_section_shows_the_nearest(recipe):
+    assert problems(recipe(LEAST + "modle: {n_layer: 1}\n")) == ["modle: unknown section; did you mean model?"]
+
+
+def test_an_unknown_key_that_is_like_no_other_gets_no_advice(recipe):
+    assert problems(recipe(LEAST), [("zzz.qqqqqq", "1")]) == ["--zzz.qqqqqq: unknown key"]
+
+
+def test_every_mistake_is_reported_at_once(recipe):
+    path = recipe("modle: {n_layer: 1}\noptim: {learnig_rate: 1, beta1: fast}\ntrain: {max_steps: 0}\n")
+    said = problems(path, [("train.seed", "x"), ("eval.evry", "3")])
+    assert said == [
+        "modle: unknown section; did you mean model?",
+        "optim.learnig_rate: unknown key; did you mean optim.learning_rate?",
+        "optim.beta1: expected a number, got 'fast'",
+        "train.max_steps: must be at least 1, got 0",
+        "--train.seed: expected an integer, got 'x'",
+        "--eval.evry: unknown key; did you mean eval.every?",
+        "data.source: required: the text to train on, for example python-docs",
+    ]
+
+
+def test_a_key_with_a_problem_of_its_own_is_left_out_of_the_rules_over_several(recipe):
+    # n_head has no value, so nothing can be said about n_embd and n_head together.
+    assert problems(recipe(LEAST + "model: {n_head: many, n_embd: 7}\n")) == [
+        "model.n_head: expected an integer, got 'many'"
+    ]
+
+
+def test_a_key_written_twice_is_an_error_in_its_line(recipe):
+    assert problems(recipe(LEAST + "model:\n  n_layer: 3\n  bias: true\n  n_layer: 4\n")) == [
+        "line 5: not valid YAML: n_layer is written twice"
+    ]
+    assert problems(recipe("model: {n_layer: 3}\nmodel: {n_head: 3}\n")) == [
+        "line 2: not valid YAML: model is written twice"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "line"),
+    [
+        ("model:\n  n_layer: [3\n", 3),
+        ("model:\n\tn_layer: 3\n", 2),
+        ("model:\n  n_layer: 3\n n_head: 3\n", 3),
+        ("model:\n  a: b: c\n", 2),
+        ("data: {source: x}\n---\ndata: {source: y}\n", 2),
+        ("model: &a {n_layer: *a}\n", 1),
+        ("? [a]\n: b\n", 1),
+    ],
+)
+def test_a_syntax_error_gives_its_line(recipe, text, line):
+    (said,) = problems(recipe(text))
+    assert said.startswith(f"line {line}: not valid YAML: ")
+
+
+@pytest.mark.parametrize("text", [b"data: \xff\xfe", b"a\x00b", b"[" * 5000], ids=["not UTF-8", "a zero byte", "deep"])
+def test_what_is_no_yaml_at_all_is_one_clear_line(recipe, text):
+    (said,) = problems(recipe(text))
+    assert "not valid YAML" in said or "cannot be read as a recipe" in said
+
+
+@pytest.mark.parametrize(
+    "tagged",
+    [
+        "!!python/object/apply:os.mkdir [{folder}]",
+        "!!python/object/new:os.mkdir [{folder}]",
+        "!!python/name:os.system",
+        "!!python/tuple [1]",
+        "!mine 3",
+    ],
+)
+def test_tags_that_make_python_objects_are_refused(recipe, tmp_path, tagged):
+    folder = tmp_path / "made"
+    (said,) = problems(recipe(LEAST + f"model:\n  n_layer: {tagged.format(folder=folder)}\n"))
+    assert said.startswith("line 3: not valid YAML: could not determine a constructor for the tag")
+    assert not folder.exists()
+
+
+@pytest.mark.parametrize("text", ["- model\n- data\n", "just text\n", "3\n"])
+def test_a_recipe_that_is_not_sections_says_what_they_are(recipe, text):
+    (said,) = problems(recipe(text))
+    assert said.startswith("expected sections (model, data, optim, train, eval, checkpoint, tracking), got ")
+
+
+@pytest.mark.parametrize("text", ["", "# nothing here\n", "model:\n"])
+def test_an_empty_recipe_lacks_only_its_source(recipe, text):
+    (said,) = problems(recipe(text))
+    assert said.startswith("data.source: required")
+    assert load_config(recipe(text), [("data.source", "python-docs")]).data.source == "python-docs"
+
+
+def test_windows_line_ends_and_byte_order_mark_do_not_matter(recipe):
+    path = recipe(b"\xef\xbb\xbf" + LEAST.encode().replace(b"\n", b"\r\n") + b"train:\r\n  seed: 3\r\n")
+    assert load_config(path).train.seed == 3
+
+
+def test_merge_keys_of_yaml_work(recipe):
+    path = recipe(LEAST + "eval: &often {every: 5}\ncheckpoint:\n  <<: *often\n  keep: 1\n")
+    config = load_config(path)
+    assert (config.eval.every, config.checkpoint.every, config.checkpoint.keep) == (5, 5, 1)
+
+
+def test_a_missing_recipe_suggests_the_nearest(recipe, tmp_path):
+    recipe(LEAST, "gpt2_124m.yaml")
+    for wrong in ("gpt2_142m.yaml", "gpt2_124m"):
+        assert problems(tmp_path / wrong) == ["no such recipe; did you mean gpt2_124m.yaml?"]
+
+
+def test_a_recipe_in_a_missing_folder_or_that_is_a_folder_is_one_clear_line(tmp_path):
+    assert problems(tmp_path / "none" / "x.yaml") == ["no such recipe"]
+    (said,) = problems(tmp_path)
+    assert said.startswith("cannot be read as a recipe")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "complaint"),
+    [
+        ({"model.n_embd": 100}, "model.n_embd: 100 is not a multiple of model.n_head 12"),
+        ({"data.block_size": 2048}, "data.block_size: 2048 is longer than model.n_positions 1024"),
+        ({"optim.warmup_steps": 600_001}, "optim.warmup_steps: 600001 is more than train.max_steps 600000"),
+        (
+            {"optim.min_learning_rate": 0.5},
+            "optim.min_learning_rate: 0.5 is above optim.learning_rate 0.0006",
+        ),
+        (
+            {"data.validation_fraction": 0},
+            "data.validation_fraction: must be above 0 where no data.validation_split is given",
+        ),
+        (
+            {"train.tokens_per_step": 500_000},
+            "train.tokens_per_step: 500,000 is not a multiple of train.micro_batch_size 12 × data.block_size 1024 = "
+            "12,288; nearest: 491,520 or 503,808",
+        ),
+        (
+            {"train.tokens_per_step": 100},
+            "train.tokens_per_step: 100 is not a multiple of train.micro_batch_size 12 × data.block_size 1024 = "
+            "12,288; nearest: 12,288",
+        ),
+    ],
+)
+def test_values_that_do_not_fit_each_other_are_refused(recipe, overrides, complaint):
+    said = problems(recipe(LEAST), [(key, str(value)) for key, value in overrides.items()])
+    assert complaint in [line.removeprefix("--") for line in said]
+    assert all(line.startswith("--") for line in said if complaint in line), "the one who set the value is named"
+
+
+def test_what_the_nearest_values_say_does_divide(recipe):
+    (said,) = problems(recipe(LEAST), [("train.tokens_per_step", "500000")])
+    nearest = re.findall(r"[\d,]{5,}", said.partition("nearest:")[2])
+    assert len(nearest) == 2
+    for value in nearest:  # pasted as they are printed
+        assert load_config(recipe(LEAST), [("train.tokens_per_step", value)])
+
+
+def test_values_that_fit_only_together_are_accepted_together(recipe):
+    overrides = [
+        ("model.n_embd", "64"),
+        ("model.n_head", "4"),
+        ("data.block_size", "2048"),
+        ("model.n_positions", "2048"),
+    ]
+    config = load_config(recipe(LEAST), overrides)
+    assert (config.model.n_embd, config.model.n_head, config.data.block_size) == (64, 4, 2048)
+
+
+def test_no_validation_fraction_is_fine_where_a_split_is_given(recipe):
+    overrides = [("data.validation_fraction", "0"), ("data.validation_split", "validation")]
+    assert load_config(recipe(LEAST), overrides).data.validation_fraction == 0
+
+
+def test_the_name_is_the_recipes_and_names_the_data_folder(recipe):
+    config = load_config(recipe(LEAST, "my_first.yaml"))
+    assert (config.name, config.data.dir) == ("my_first", "data/my_first")
+    assert load_config(recipe(LEAST), [("data.dir", "elsewhere")]).data.dir == "elsewhere"
+
+
+def test_a_home_folder_is_not_a_folder_named_tilde(recipe, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert load_config(recipe("data: {source: x, dir: ~/tokens}\n")).data.dir == str(tmp_path / "tokens")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        LEAST,
+        "data: {source: 'a: b # c', text_column: 'null', revision: '1.10', dir: 'über/x y'}\n",
+        LEAST + "tracking: {trackers: [a, b]}\n",
+        LEAST + "optim: {learning_rate: 1e-5, min_learning_rate: 0.1e-5}\neval: {tokens: all}\nmodel: {bias: true}\n",
+        "data: {source: 'true', config: '3', split: 'null', sha256: '00e1'}\ntracking: {project: '[x]'}\n",
+    ],
+)
+def test_the_resolved_recipe_loads_back_as_the_same_config(recipe, tmp_path, text):
+    config = load_config(recipe(text), [("train.seed", "12345678901234567890")])
+    run = tmp_path / "tiny"  # a run folder's recipe is named after its folder
+    run.mkdir()
+    (run / "recipe.yaml").write_text(config_to_yaml(config), encoding="utf-8")
+    assert load_config(run / "recipe.yaml") == config
+
+
+def test_the_resolved_recipe_states_every_knob():
+    tree = config_to_dict(Config())
+    assert {f"{section}.{name}" for section, body in tree.items() for name in body} == set(KNOBS)
+
+
+def test_help_lists_every_knob_once_with_its_meaning_and_default():
+    lines = knob_lines()
+    listed = [line.split()[0] for line in lines if line.startswith("  --")]
+    assert listed == [f"--{key}" for key in KNOBS]
+    for key, knob in KNOBS.items():
+        (line,) = (line for line in lines if line.split()[:1] == [f"--{key}"])
+        assert knob.meaning in line
+        assert knob.default is None or f"(default {knob.default})" in line
+    assert any("[cosine|linear|constant|wsd]" in line for line in lines)
+
+
+def test_config_and_errors_import_nothing_heavy():
+    code = (
+        "import sys, nanogpt_hf.errors, nanogpt_hf.config.load, nanogpt_hf.config.schema\n"
+        "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy', 'pyarrow', 'tiktoken'}\n"
+        "print('imported:', *sorted(heavy & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "imported:\n"

@@ -1,0 +1,117 @@
+import typing
+from typing import Literal
+
+import pytest
+
+from nanogpt_hf.config.load import convert
+from nanogpt_hf.config.schema import (
+    CHECKS,
+    KNOBS,
+    SECTIONS,
+    Config,
+    accumulation_steps,
+    get_value,
+    kind_options,
+    set_value,
+)
+
+
+@pytest.mark.parametrize("key", KNOBS)
+def test_every_knob_has_a_line_of_meaning_and_a_default_of_its_own_type(key):
+    knob = KNOBS[key]
+    assert knob.meaning
+    assert "\n" not in knob.meaning
+    options = kind_options(knob.kind)
+    kinds = tuple(
+        typing.get_origin(option) or option for option in options if isinstance(option, type | type(list[str]))
+    )
+    assert knob.default in options or isinstance(knob.default, kinds)
+
+
+@pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if not isinstance(knob.default, list)])
+def test_every_default_survives_being_written_and_read(key):
+    knob = KNOBS[key]
+    assert convert(knob, None if knob.default is None else str(knob.default)) == knob.default
+
+
+def test_sections_are_those_of_the_config():
+    assert SECTIONS == ("model", "data", "optim", "train", "eval", "checkpoint", "tracking")
+    assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
+
+
+def test_get_and_set_reach_every_knob():
+    config = Config()
+    for number, key in enumerate(KNOBS):
+        set_value(config, key, number)
+    assert [get_value(config, key) for key in KNOBS] == list(range(len(KNOBS)))
+
+
+def test_checks_name_knobs_that_exist():
+    assert CHECKS
+    assert all(key in KNOBS for check in CHECKS for key in check.keys)
+
+
+def test_defaults_fit_each_other_once_a_source_is_given():
+    config = Config()
+    config.data.source = "python-docs"
+    assert [check.problem(*(get_value(config, key) for key in check.keys)) for check in CHECKS] == [None] * len(CHECKS)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (int, (int,)),
+        (list[str], (list[str],)),
+        (int | None, (int, type(None))),
+        (typing.Optional[str], (str, type(None))),  # noqa: UP045  (what get_type_hints may give)
+        (Literal["a", "b"], ("a", "b")),
+        (int | Literal["all"], (int, "all")),
+    ],
+)
+def test_an_annotation_opens_into_what_it_allows(kind, options):
+    assert kind_options(kind) == options
+
+
+@pytest.fixture
+def config():
+    config = Config()
+    config.train.tokens_per_step, config.train.micro_batch_size, config.data.block_size = 491_520, 12, 1024
+    return config
+
+
+@pytest.mark.parametrize(("processes", "steps"), [(1, 40), (2, 20), (5, 8), (8, 5), (40, 1)])
+def test_accumulation_times_everything_else_is_tokens_per_step(config, processes, steps):
+    assert accumulation_steps(config, processes) == steps
+    assert steps * processes * 12 * 1024 == 491_520
+
+
+def test_accumulation_that_is_no_whole_number_shows_the_sum_and_the_nearest_values(config):
+    with pytest.raises(ValueError, match="nearest") as raised:
+        accumulation_steps(config, 3)
+    assert str(raised.value) == (
+        "train.tokens_per_step: 491,520 is not a multiple of train.micro_batch_size 12 × data.block_size 1024 × "
+        "3 processes = 36,864; nearest: 479,232 or 516,096, or train.micro_batch_size 10"
+    )
+    config.train.micro_batch_size = 10
+    assert accumulation_steps(config, 3) == 16
+    config.train.micro_batch_size = 12
+    for nearest in (479_232, 516_096):
+        config.train.tokens_per_step = nearest
+        assert accumulation_steps(config, 3) == nearest // 36_864
+
+
+def test_more_processes_than_a_step_has_tokens_for_is_refused(config):
+    with pytest.raises(ValueError, match=r"nearest: 983,040, or train\.micro_batch_size 6$"):
+        accumulation_steps(config, 80)
+
+
+def test_a_micro_batch_beyond_all_reason_is_refused_at_once(config):
+    config.train.micro_batch_size = 10**15
+    with pytest.raises(ValueError, match=r"train\.micro_batch_size 480$"):
+        accumulation_steps(config, 1)
+
+
+def test_no_smaller_micro_batch_is_offered_where_none_divides(config):
+    config.train.tokens_per_step = 491_521
+    with pytest.raises(ValueError, match=r"nearest: 491,520 or 503,808$"):
+        accumulation_steps(config, 1)

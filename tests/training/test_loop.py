@@ -1,0 +1,300 @@
+"""The loop: equal to bare PyTorch, the same after a stop as without one, the same on one process as on two."""
+
+import json
+import math
+import os
+import shutil
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.errors import Stopped, UserError
+from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.training import loop
+from nanogpt_hf.training.checkpoint import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+
+@pytest.fixture
+def start(write_recipe, tmp_path, forget_accelerate):
+    """Train the tiny recipe with overrides; return the run folder."""
+
+    def start(name: str = "run", *, resume: bool = False, **overrides) -> RunFolder:
+        config = load_config(write_recipe(**overrides))
+        prepare(config)
+        run = RunFolder(tmp_path / name)
+        forget_accelerate()
+        loop.train(config, run, resume=resume)
+        return run
+
+    return start
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    loaded = load_file(run.final / "model.safetensors")
+    assert len(loaded) > 10
+    return loaded
+
+
+def same_weights(a: RunFolder, b: RunFolder) -> bool:
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+
+
+def column(run: RunFolder, name: str) -> dict[int, float]:
+    """step -> value, of a metric that each step has at most once."""
+    rows = [(event["step"], event[name]) for event in read_metrics(run) if name in event]
+    assert rows
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
+
+
+@pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 0.0])
+def test_two_steps_equal_a_few_lines_of_bare_pytorch(start, write_recipe, max_grad_norm):
+    # two micro-batches a step, a learning rate that moves, weight decay, clipping
+    overrides = {"train__max_steps": 2, "train__micro_batch_size": 4, "optim__max_grad_norm": max_grad_norm}
+    run = start(**overrides)
+
+    config = load_config(write_recipe(**overrides))
+    data = load_prepared(config)
+    model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), config.train.seed)
+    stream = np.concatenate(data.train.chunks).astype(np.int64)
+    blocks = np.random.Philox(key=np.random.SeedSequence([1337, 1, 0]).generate_state(1, np.uint64)[0])
+    order = np.argsort(blocks.random_raw((len(stream) - 1) // 16), kind="stable")
+    matrices = [p for p in model.parameters() if p.dim() == 2]
+    vectors = [p for p in model.parameters() if p.dim() == 1]
+    optimizer = torch.optim.AdamW(
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+    )
+    for step, learning_rate in enumerate([1e-2 / 3, 2e-2 / 3]):
+        rows = torch.stack([torch.from_numpy(stream[b * 16 : b * 16 + 17]) for b in order[step * 8 : step * 8 + 8]])
+        logits = model(rows[:, :-1]).logits
+        loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
+        loss.backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+        optimizer.zero_grad()
+        assert column(run, "train/loss")[step + 1] == pytest.approx(loss.item(), abs=1e-6)
+        assert column(run, "train/grad_norm")[step + 1] == pytest.approx(norm.item(), rel=1e-5)
+        assert column(run, "train/learning_rate")[step + 1] == pytest.approx(learning_rate)
+    trained = type(model).from_pretrained(run.final)
+    for (name, expected), actual in zip(model.named_parameters(), trained.parameters(), strict=True):
+        torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0, msg=name)
+
+
+def test_a_run_learns_and_writes_everything_it_promises(start):
+    run = start(train__max_steps=60, eval__every=20, checkpoint__every=20, data__order="random")
+    losses = column(run, "val/loss")
+    assert list(losses) == [0, 20, 40, 60]
+    assert losses[60] < losses[0] - 0.5
+    assert list(column(run, "train/loss")) == list(range(1, 61))
+    for event in read_metrics(run):
+        assert event["tokens"] == event["step"] * 128
+    assert column(run, "val/perplexity")[60] == pytest.approx(math.exp(losses[60]))
+    assert [f.name for f in run.checkpoint_folders()] == ["step_00000040", "step_00000060"]
+    for folder in (run.best, run.final):
+        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        assert type(model).__name__ == "GPT2LMHeadModel"
+        assert len(tokenizer) == model.config.vocab_size
+        assert tokenizer.model_max_length == 16
+        card = (folder / "README.md").read_text()
+        assert "pipeline_tag: text-generation" in card
+        assert f"{min(losses.values()):.4f} nats" in card
+    assert run.picture.read_bytes().startswith(b"\x89PNG")
+    assert not [p for p in run.path.rglob("*") if "partial" in p.name or p.name.endswith(".old")]
+    resolved = load_config(run.recipe)
+    assert resolved.train.max_steps == 60
+    assert resolved.name == "run"
+
+
+def test_the_exported_model_has_the_validation_loss_that_was_reported(start, write_recipe):
+    run = start(train__max_steps=20, eval__every=10, eval__tokens="all")
+    data = load_prepared(load_config(write_recipe()))
+    stream = torch.from_numpy(np.concatenate(data.validation.chunks).astype(np.int64))
+    model = AutoModelForCausalLM.from_pretrained(run.final).eval()
+    total = 0.0
+    with torch.no_grad():
+        for first in range(0, len(stream) - 1, 16):
+            window = stream[first : first + 17]
+            logits = model(window[None, :-1]).logits[0]
+            total += F.cross_entropy(logits, window[1:], reduction="sum").double().item()
+    assert column(run, "val/loss")[20] == pytest.approx(total / (len(stream) - 1), abs=1e-5)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another(start):
+    options = {"model__dropout": 0.1}
+    first, again = start("first", **options), start("again", **options)
+    other = start("other", train__seed=7, **options)
+    assert same_weights(first, again)
+    assert column(first, "train/loss") == column(again, "train/loss")
+    assert not same_weights(first, other)
+
+
+class StopAfter:
+    """Stands in for a signal that arrives during a given step."""
+
+    def __init__(self, monkeypatch, step: int):
+        train_step, seen = loop.train_step, []
+
+        def counting(*arguments, **options):
+            seen.append(1)
+            if len(seen) == step:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return train_step(*arguments, **options)
+
+        monkeypatch.setattr(loop, "train_step", counting)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+@pytest.mark.parametrize("stop_at", [1, 3, 5])
+def test_a_stopped_run_goes_on_bit_for_bit(start, write_recipe, monkeypatch, order, stop_at):
+    options = {
+        "model__dropout": 0.2,
+        "data__order": order,
+        "train__max_steps": 9,
+        "train__tokens_per_step": 16 * 16 * 8,
+        "train__micro_batch_size": 16,
+    }
+    whole = start("whole", **options)
+    blocks = (len(load_prepared(load_config(write_recipe(**options))).train) - 1) // 16
+    assert 6 * 128 < blocks < 9 * 128  # the epoch ends after every stop, so the order of the next is drawn anew
+    before = signal.getsignal(signal.SIGTERM)
+    with monkeypatch.context() as patch:
+        StopAfter(patch, stop_at)
+        with pytest.raises(Stopped, match=f"stopped at step {stop_at}, saved"):
+            start("stopped", **options)
+    assert signal.getsignal(signal.SIGTERM) is before
+    stopped = start("stopped", resume=True, **options)
+    assert same_weights(whole, stopped)
+    for name in ("train/loss", "train/grad_norm", "train/learning_rate", "val/loss"):
+        assert column(whole, name) == column(stopped, name)
+
+
+def test_resuming_from_an_older_checkpoint_does_its_steps_again_and_logs_them_once(start):
+    options = {"model__dropout": 0.2, "train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3}
+    whole = start("whole", **options)
+    torn = start("torn", **options)
+    # as if killed in step 6, while a line was being written
+    shutil.rmtree(torn.checkpoint(6))
+    with torn.metrics.open("a") as file:
+        file.write('{"step": 6, "tok')
+    start("torn", resume=True, **options)
+    assert same_weights(whole, torn)
+    assert column(whole, "train/loss") == column(torn, "train/loss")
+    assert column(whole, "val/loss") == column(torn, "val/loss")
+
+
+def test_a_finished_run_can_be_resumed_to_more_steps(start):
+    start("run", optim__schedule="constant")
+    longer = start("run", resume=True, train__max_steps=9, optim__schedule="constant")
+    assert list(column(longer, "train/loss")) == list(range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"tracking__trackers": ["wandbb"]}, "no tracker 'wandbb'; did you mean wandb"),
+        ({"tracking__trackers": ["comet_ml"]}, "comet_ml is not installed"),
+        ({"model__vocab_size": 5}, "more than the model's 5"),
+        ({"data__block_size": 8, "data__validation_fraction": 0.2}, "prepared with data.validation_fraction 0.1"),
+    ],
+)
+def test_what_does_not_fit_stops_before_anything_is_written(start, tmp_path, write_recipe, overrides, message):
+    prepare(load_config(write_recipe()))
+    with pytest.raises(UserError, match=message):
+        start("never", **overrides)
+    assert not (tmp_path / "never").exists()
+
+
+@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
+def test_a_tracker_gets_what_the_metrics_hold(start, tmp_path, monkeypatch, tracker):
+    monkeypatch.chdir(tmp_path)
+    run = start(tracking__trackers=[tracker], tracking__project="tiny-project")
+    assert len(column(run, "train/loss")) == 6
+    if tracker == "tensorboard":
+        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+        found = next(path for path in run.path.rglob("events.out.tfevents*") if path.parent.name == "tiny-project")
+        log = EventAccumulator(str(found.parent))
+        log.Reload()
+        logged = {event.step: event.value for event in log.Scalars("train/loss")}
+        assert logged == pytest.approx(column(run, "train/loss"))
+    else:
+        (offline,) = (run.path / "wandb").glob("offline-run-*")
+        assert list(offline.glob("run-*.wandb"))
+
+
+TORCHRUN = """
+import os, sys
+os.environ["ACCELERATE_USE_CPU"] = "true"
+from nanogpt_hf.commands import main
+import torch
+torch.set_num_threads(1)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def launch(script, processes: int, *arguments: str) -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(processes)]
+    environment = os.environ | {"ACCELERATE_USE_CPU": "true", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*command, str(script), "pretrain", *arguments], capture_output=True, text=True, env=environment, timeout=300
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_two_processes_are_the_same_experiment_as_one(start, write_recipe, tmp_path):
+    options = {"model__dropout": 0.1, "train__max_steps": 10, "train__micro_batch_size": 2, "eval__tokens": "all"}
+    one = start("one", **options)  # 4 micro-batches
+    script = tmp_path / "entry.py"
+    script.write_text(TORCHRUN)
+    launch(script, 2, str(write_recipe(**options)), "--run-dir", str(tmp_path / "two"))  # 2 each
+    two = RunFolder(tmp_path / "two")
+    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
+        alone, shared = column(one, name), column(two, name)
+        assert alone.keys() == shared.keys()
+        assert shared == pytest.approx(alone, abs=tolerance)
+    first, second = weights(one), weights(two)
+    assert max((first[name] - second[name]).abs().max().item() for name in first) < 1e-5
+
+
+def test_blocks_compile_in_place_when_the_accelerate_config_says_so(start, monkeypatch):
+    plain = start("plain")
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
+    graphs = []
+    compile_block = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **o: graphs.append(o) or compile_block(m, **o))
+    compiled = start("compiled")
+    torch.compiler.reset()
+    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2  # a block each, and nothing else
+    assert weights(plain).keys() == weights(compiled).keys()
+    assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
+
+
+def test_bf16_of_the_accelerate_config_keeps_float32_weights_and_learns(start, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    half = start("half", train__max_steps=40, eval__every=40)
+    assert all(weight.dtype == torch.float32 for weight in weights(half).values())
+    losses = column(half, "val/loss")
+    assert losses[40] < losses[0] - 0.5
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+
+
+def test_metrics_are_plain_json_lines(start):
+    run = start()
+    lines = run.metrics.read_text().splitlines()
+    assert len(lines) == 6 + 3
+    for line in lines:
+        assert "NaN" not in line
+        assert isinstance(json.loads(line), dict)

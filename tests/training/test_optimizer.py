@@ -1,0 +1,51 @@
+"""AdamW's groups."""
+
+import torch
+
+from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.training.optimizer import build_optimizer
+
+
+def test_matrices_decay_and_vectors_do_not_and_each_parameter_is_in_one_group():
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+    optimizer = build_optimizer(model, OptimSection(weight_decay=0.3, beta1=0.8, beta2=0.9))
+    decayed, plain = optimizer.param_groups
+    assert (decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.0)
+    assert decayed["betas"] == plain["betas"] == (0.8, 0.9)
+    names = {id(p): name for name, p in model.named_parameters()}
+    in_groups = [[names[id(p)] for p in group["params"]] for group in optimizer.param_groups]
+    assert sorted(in_groups[0] + in_groups[1]) == sorted(names.values())
+    assert all(name.endswith("weight") and "ln_" not in name for name in in_groups[0])
+    assert all(name.endswith("bias") or "ln_" in name for name in in_groups[1])
+    assert len(in_groups[0]) == 2 + 2 * 6
+    assert len(in_groups[1]) == 2 * (6 + 4) + 2
+
+
+def test_frozen_parameters_are_left_out():
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2))
+    model.transformer.h[0].requires_grad_(False)
+    optimizer = build_optimizer(model, OptimSection())
+    trained = sum(len(group["params"]) for group in optimizer.param_groups)
+    assert trained == len(list(model.parameters())) - len(list(model.transformer.h[0].parameters()))
+
+
+def test_the_step_is_fused_and_equals_the_plain_one():
+    torch.manual_seed(0)
+    models = [
+        GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, dropout=0)) for _ in "ab"
+    ]
+    models[1].load_state_dict(models[0].state_dict())
+    fused = build_optimizer(models[0], OptimSection())
+    assert all(group["fused"] for group in fused.param_groups)
+    plain = build_optimizer(models[1], OptimSection())
+    for group in plain.param_groups:
+        group["fused"] = False
+    for _ in range(3):
+        for model, optimizer in zip(models, (fused, plain), strict=True):
+            optimizer.zero_grad()
+            tokens = torch.arange(8)[None]
+            model(tokens, labels=tokens).loss.backward()
+            optimizer.step()
+    for a, b in zip(*(m.parameters() for m in models), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)
