@@ -120,9 +120,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
+def _named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters by our names, without what activation checkpointing puts in between; a tied head is left out."""
+    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+
+
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's weights by our names, on the main process's CPU; a tied head is left out. All processes call it."""
-    named = accelerator.unwrap_model(model).named_parameters()
+    """The model's weights by our names, whole, on the main process's CPU. All processes call it."""
+    named = _named_parameters(accelerator.unwrap_model(model)).items()
     whole = ((name, _whole(parameter)) for name, parameter in named)
     return {name: weight.cpu() for name, weight in whole if accelerator.is_main_process}
 
@@ -131,7 +136,7 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
     """AdamW's tensors as `<parameter>.<exp_avg, exp_avg_sq or step>`."""
     return {
         f"{name}.{key}": value
-        for name, parameter in model.named_parameters()
+        for name, parameter in _named_parameters(model).items()
         for key, value in optimizer.state.get(parameter, {}).items()
     }
 
@@ -197,7 +202,7 @@ def load_checkpoint(
         state = TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))
     except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
-    for name, parameter in model.named_parameters():
+    for name, parameter in _named_parameters(model).items():
         if name not in weights or weights[name].shape != parameter.shape:
             raise RunFolderError(f"{folder}: is of another model: {name} does not fit; was the recipe's model changed?")
         with torch.no_grad():

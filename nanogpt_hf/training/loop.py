@@ -148,7 +148,7 @@ def train_step(
         group["lr"] = learning_rate
     micro_batches = list(batches.at(step))
     # Each token weighs the same, however many of them a micro-batch or a process has.
-    counted = torch.tensor(float(sum((targets != -100).sum() for _, targets in micro_batches)))
+    counted = torch.stack([(targets != -100).sum() for _, targets in micro_batches]).sum()
     tokens_in_step = accelerator.reduce(counted.to(accelerator.device), "sum")
     total = torch.zeros((), device=accelerator.device)
     for index, (inputs, targets) in enumerate(micro_batches):

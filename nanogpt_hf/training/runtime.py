@@ -10,6 +10,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import DistributedType, DynamoBackend, GradientAccumulationPlugin, ProjectConfiguration
+from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nanogpt_hf.config.schema import Config, accumulation_steps
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -34,6 +35,9 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
         accumulation = accumulation_steps(config, world_size)
     except ValueError as error:
         raise UserError(str(error)) from None
+    if world_size > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
+        # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
     # sync_with_dataloader: no dataloader is prepared, so none may cut an accumulation short.
     plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
@@ -46,6 +50,21 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
             f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}: each would "
             "train alone; check distributed_type and use_cpu in the accelerate config"
         )
+    for kind in ("FSDP", "DEEPSPEED"):
+        asked = os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
+        obtained = accelerator.distributed_type.value
+        if asked and obtained != kind:
+            raise UserError(
+                f"the accelerate config asks for {kind}, but this machine gives {obtained} on "
+                f"{accelerator.device.type}; choose a config without {kind}, such as accelerate_configs/cpu_ddp.yaml"
+            )
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None:
+        if fsdp.fsdp_version != 2:
+            raise UserError("the accelerate config asks for FSDP 1; set fsdp_version: 2 in its fsdp_config")
+        if accelerator.mixed_precision == "bf16":
+            # accelerate's own policy also adds up gradients in bf16, and loses their small parts
+            fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
     return accelerator

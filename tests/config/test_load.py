@@ -239,6 +239,14 @@ def test_a_key_with_a_problem_of_its_own_is_left_out_of_the_rules_over_several(r
     ]
 
 
+def test_a_key_that_the_command_line_mends_is_part_of_the_rules_again(recipe):
+    path = recipe(LEAST + "model: {n_head: many}\n")
+    assert problems(path, [("model.n_head", "5")]) == [
+        "model.n_head: expected an integer, got 'many'",
+        "model.n_embd: 768 is not a multiple of model.n_head 5",
+    ]
+
+
 def test_a_key_written_twice_is_an_error_in_its_line(recipe):
     assert problems(recipe(LEAST + "model:\n  n_layer: 3\n  bias: true\n  n_layer: 4\n")) == [
         "line 5: not valid YAML: n_layer is written twice"

@@ -133,6 +133,15 @@ def test_a_step_sees_the_same_tokens_whatever_the_micro_batch(order):
         assert torch.equal(whole_step(3, 1, micro_batch_size=micro_batch_size, order=order), alone)
 
 
+def test_processes_take_turns_over_the_micro_batches_of_a_step():
+    numbers = [
+        batches(accumulation=3, rank=rank, num_processes=4).micro_batch_number(index)
+        for index in range(3)
+        for rank in range(4)
+    ]
+    assert numbers == list(range(12))
+
+
 def test_processes_share_no_block_of_an_epoch():
     seen = [
         tuple(input_ids[:, 0].tolist())

@@ -1,6 +1,7 @@
 """GPT-2 on disk: what is read is GPT-2's, what is written is GPT-2's, and anything else is refused."""
 
 import json
+import shutil
 import subprocess
 import sys
 
@@ -57,6 +58,18 @@ def test_every_form_of_a_gpt2_checkpoint_loads(gpt2, tied, prefix, form):
     else:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     assert same_logits(GPTForCausalLM.from_pretrained(folder), reference)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2-medium"])
+def test_a_hub_name_loads(gpt2, tmp_path, name):
+    # The Hub's cache as a download leaves it, so that the name is really resolved, offline.
+    reference, folder = gpt2()
+    commit = "0" * 40
+    repository = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
+    shutil.copytree(folder, repository / "snapshots" / commit)
+    (repository / "refs").mkdir()
+    (repository / "refs" / "main").write_text(commit)
+    assert same_logits(GPTForCausalLM.from_pretrained(name, cache_dir=tmp_path / "cache"), reference)
 
 
 def test_the_causal_mask_buffers_of_old_files_are_passed_over(gpt2):
