@@ -7,6 +7,7 @@ from pathlib import Path
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.config.load import config_to_yaml, knob_lines, load_config
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,10 +25,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         dry_run(config)
         return
     # The imports below take seconds; mistakes above and --help should not wait for them.
+    import torch
     from transformers.utils import logging
 
-    from nanogpt_hf.training.checkpoint import RunFolder
     from nanogpt_hf.training.loop import train
+    from nanogpt_hf.training.run_folder import RunFolder
 
     logging.disable_progress_bar()
     folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
@@ -35,9 +37,16 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if main_process:  # the others might look when it has begun to write
         folder.check(resume=arguments.resume, overwrite=arguments.overwrite)
         if arguments.resume:
-            folder.changes(config)  # complains where it would be another experiment
+            for change in folder.changes(config):  # complains where it would be another experiment
+                print(f"changed since the run began: {change}", flush=True)
     prepare_and_say(config)
-    state = train(config, folder, resume=arguments.resume)
+    try:
+        state = train(config, folder, resume=arguments.resume)
+    except torch.OutOfMemoryError as error:
+        raise UserError(
+            f"out of memory with train.micro_batch_size {config.train.micro_batch_size}: halve it (the step keeps its "
+            "tokens, by more accumulation), or choose an accelerate config that shards or checkpoints activations"
+        ) from error
     if main_process:
         print(
             f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {state.seconds:,.0f} s; "

@@ -37,7 +37,7 @@ def find_model(name: str) -> str:
 
     Raises RunFolderError for a run folder that has no model yet.
     """
-    from nanogpt_hf.training.checkpoint import RunFolder
+    from nanogpt_hf.training.run_folder import RunFolder
 
     run = RunFolder(name)
     if not run.recipe.is_file():

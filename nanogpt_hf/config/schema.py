@@ -4,6 +4,7 @@ The machine (devices, processes, precision, sharding, compile) is not here: acce
 A new knob is one line below; `--help`, the checks and the resolved recipe follow from it.
 """
 
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -73,6 +74,7 @@ class TrainSection:
     tokens_per_step: int = knob(491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1)
     micro_batch_size: int = knob(12, "sequences in one forward pass of one process", low=1)
     seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0)
+    max_time: str | None = knob(None, "save and stop after this time, for example 11h30m or 45m (exit status 75)")
 
 
 @dataclass
@@ -164,6 +166,12 @@ def _uneven_step(tokens: int, micro: int, block: int, processes: int = 1) -> str
     )
 
 
+def seconds_of(time: str) -> int | None:
+    """`11h30m` -> 41400; None for what is no time."""
+    parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", time)
+    return sum(int(n or 0) * unit for n, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else None
+
+
 @dataclass(frozen=True)
 class Check:
     """A rule over several knobs. `problem` gives the complaint, or None where the values fit."""
@@ -185,6 +193,10 @@ CHECKS = (
     Check(
         ("data.block_size", "model.n_positions"),
         lambda block, most: f"{block} is longer than model.n_positions {most}" if block > most else None,
+    ),
+    Check(
+        ("train.max_time",),
+        lambda t: None if t is None or seconds_of(t) else f"expected a time such as 11h30m, 45m or 90s, got {t!r}",
     ),
     Check(
         ("optim.warmup_steps", "train.max_steps"),

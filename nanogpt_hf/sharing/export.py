@@ -18,6 +18,7 @@ def save_model_folder(
     card: str,
 ) -> None:
     """Write `weights` (our names) as a plain GPT-2 folder, replacing the one that may be there in one move."""
+    restore_model_folder(folder)
     partial, old = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "old"))
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
@@ -31,3 +32,10 @@ def save_model_folder(
         folder.rename(old)
     partial.rename(folder)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def restore_model_folder(folder: Path) -> None:
+    """Bring back the folder that a kill caught between leaving its place and being replaced."""
+    old = folder.parent / f".{folder.name}.old"
+    if old.exists() and not folder.exists():
+        old.rename(folder)

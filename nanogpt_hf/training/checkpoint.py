@@ -1,25 +1,28 @@
-"""The run folder: what lies where in it, and checkpoints that are whole or absent."""
+"""Checkpoints: everything that going on needs, whole or absent, for any number of processes to go on from."""
 
 import dataclasses
+import hashlib
 import json
 import os
-import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import broadcast, broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.training.evaluate import Evaluation
+from nanogpt_hf.training.run_folder import RunFolder
 
-_STEP = re.compile(r"step_(\d{8,})")
+_MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 
 
 @dataclass
@@ -46,135 +49,35 @@ class TrainState:
         return facts
 
 
-class RunFolder:
-    """Names of what is in a run folder, and its beginnings. Writing is the main process's business."""
-
-    def __init__(self, path: Path | str):
-        self.path = Path(path)
-        self.recipe = self.path / "recipe.yaml"
-        self.metrics = self.path / "metrics.jsonl"
-        self.picture = self.path / "loss.png"
-        self.checkpoints = self.path / "checkpoints"
-        self.best = self.path / "best"
-        self.final = self.path / "final"
-
-    def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Raises RunFolderError where the folder holds what a run must not touch, or lacks what --resume needs."""
-        if resume and overwrite:
-            raise RunFolderError("--resume and --overwrite exclude each other")
-        if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
-        if resume:
-            if not self.checkpoint_folders():
-                raise RunFolderError(f"{self.path}: no checkpoint to resume from; leave --resume out to start anew")
-        elif self.recipe.exists():
-            if not overwrite:
-                raise RunFolderError(
-                    f"{self.path}: holds a run; add --resume to go on, --overwrite to start anew, or choose another "
-                    "--run-dir"
-                )
-        elif self.path.exists() and any(self.path.iterdir()):
-            raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
-
-    def changes(self, config: Config) -> list[str]:
-        """What `config` says otherwise than the run's recipe, as `key: before -> now`.
-
-        Raises RunFolderError where that would make it another experiment: another model, text, order or step.
-        """
-        before = load_config(self.recipe)
-        different = [key for key in KNOBS if get_value(before, key) != get_value(config, key)]
-        lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
-        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step")
-        other = [
-            line for line in lines if line.startswith(fixed) and not line.startswith(("data.dir", "data.num_proc"))
-        ]
-        if other:
-            what = "; ".join(other)
-            raise RunFolderError(
-                f"{self.path}: --resume goes on with the same experiment; the recipe has changed: {what}"
-            )
-        return lines
-
-    def start(self, recipe_yaml: str) -> None:
-        """Make the folder, without whatever run was in it, and write the resolved recipe."""
-        try:
-            for folder in (self.checkpoints, self.best, self.final):
-                shutil.rmtree(folder, ignore_errors=True)
-            for file in (self.metrics, self.picture):
-                file.unlink(missing_ok=True)
-            self.checkpoints.mkdir(parents=True)
-            self.recipe.write_text(recipe_yaml, encoding="utf-8")
-        except OSError as error:
-            raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
-
-    def checkpoint_folders(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
-        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return sorted(p for p in found if _STEP.fullmatch(p.name))
-
-    def checkpoint(self, step: int) -> Path:
-        return self.checkpoints / f"step_{step:08d}"
-
-
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
 def _named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by our names, without what activation checkpointing puts in between; a tied head is left out."""
+    """Parameters by our names, without what activation checkpointing puts in between; a tied head is left out.
+
+    Under FSDP2 they are the shards, which are what the optimizer knows: an evaluation leaves some layers gathered.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
     return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+
+
+def _collect(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors, whole, on the main process's CPU; {} elsewhere. All processes call it: shards are gathered."""
+    whole = ((name, _whole(tensor)) for name, tensor in tensors.items())  # one at a time on the device
+    return {name: tensor.cpu() for name, tensor in whole if accelerator.is_main_process}
 
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's weights by our names, whole, on the main process's CPU. All processes call it."""
-    named = _named_parameters(accelerator.unwrap_model(model)).items()
-    whole = ((name, _whole(parameter)) for name, parameter in named)
-    return {name: weight.cpu() for name, weight in whole if accelerator.is_main_process}
+    return _collect(accelerator, _named_parameters(accelerator.unwrap_model(model)))
 
 
-def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-    """AdamW's tensors as `<parameter>.<exp_avg, exp_avg_sq or step>`."""
-    return {
-        f"{name}.{key}": value
-        for name, parameter in _named_parameters(model).items()
-        for key, value in optimizer.state.get(parameter, {}).items()
-    }
-
-
-def save_checkpoint(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
-    state: TrainState,
-    run: RunFolder,
-    keep: int,
-) -> None:
-    """Write a checkpoint aside, flush it, and move it into place; then drop all but the `keep` newest."""
-    weights = full_weights(accelerator, model)
-    moments = {}
-    for name, value in _optimizer_state(accelerator.unwrap_model(model), optimizer).items():
-        whole = _whole(value)
-        if accelerator.is_main_process:
-            moments[name] = whole.cpu()
-    if accelerator.is_main_process:
-        target = run.checkpoint(state.step)
-        partial = target.with_name(f".{target.name}.partial")
-        shutil.rmtree(partial, ignore_errors=True)
-        partial.mkdir(parents=True)
-        save_file(weights, partial / "model.safetensors")
-        save_file(moments, partial / "optimizer.safetensors")
-        facts = dataclasses.asdict(state)
-        if accelerator.scaler is not None:
-            facts["scaler"] = accelerator.scaler.state_dict()
-        (partial / "state.json").write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-        for path in (*partial.iterdir(), partial):
-            _flush(path)
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-        _flush(run.checkpoints)
-        for old in run.checkpoint_folders()[:-keep]:
-            shutil.rmtree(old)
-    accelerator.wait_for_everyone()
+def _file_digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _flush(path: Path) -> None:
@@ -185,40 +88,125 @@ def _flush(path: Path) -> None:
         os.close(descriptor)
 
 
-def load_checkpoint(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, folder: Path
-) -> TrainState:
-    """Put a checkpoint's weights and optimizer state into a prepared model and optimizer, and return where it stood.
+def save_checkpoint(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    state: TrainState,
+    run: RunFolder,
+    keep: int,
+) -> None:
+    """Write a checkpoint aside, flush it, and move it into place; then drop all but the `keep` newest.
 
-    Raises RunFolderError where the checkpoint is damaged or of another model.
+    Raises RunFolderError where it cannot be written; the checkpoints before it stay as they are.
     """
-    model = accelerator.unwrap_model(model)
+    weights = full_weights(accelerator, model)
+    parameters = _named_parameters(accelerator.unwrap_model(model))
+    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
+    if state.step > 0 and not all(states.values()):
+        raise RuntimeError("some parameters that train have no optimizer state to save")
+    moments = {f"{name}.{key}": value for name, values in states.items() for key, value in values.items()}
+    moments = _collect(accelerator, moments)
+    if accelerator.is_main_process:
+        facts = dataclasses.asdict(state)
+        if accelerator.scaler is not None:
+            facts["scaler"] = accelerator.scaler.state_dict()
+        target = run.checkpoint(state.step)
+        partial = target.with_name(f".{target.name}.partial")
+        try:
+            shutil.rmtree(partial, ignore_errors=True)
+            partial.mkdir(parents=True)
+            save_file(weights, partial / _MODEL)
+            save_file(moments, partial / _OPTIMIZER)
+            (partial / _STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+            checksums = {path.name: _file_digest(path) for path in sorted(partial.iterdir())}
+            (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
+            for path in (*partial.iterdir(), partial):
+                _flush(path)
+            shutil.rmtree(target, ignore_errors=True)  # of the same step, from before a resume
+            partial.rename(target)
+            _flush(run.checkpoints)
+        except (OSError, SafetensorError) as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            raise RunFolderError(
+                f"{target}: the checkpoint cannot be written, older ones are intact: {error}"
+            ) from None
+        for old in run.checkpoint_folders()[:-keep]:
+            shutil.rmtree(old)
+    accelerator.wait_for_everyone()
+
+
+def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Weights, optimizer state and facts of a checkpoint. Raises RunFolderError where a byte has changed."""
     try:
-        weights = load_file(folder / "model.safetensors")
-        moments = load_file(folder / "optimizer.safetensors")
-        facts = json.loads((folder / "state.json").read_text(encoding="utf-8"))
-        scaler = facts.pop("scaler", None)
-        evaluation = facts.pop("evaluation")
-        state = TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))
-    except (OSError, SafetensorError, ValueError, TypeError, KeyError) as error:
+        checksums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
+        for name in (_MODEL, _OPTIMIZER, _STATE):
+            if _file_digest(folder / name) != checksums[name]:
+                raise ValueError(f"{name} is not as it was written")
+        facts = json.loads((folder / _STATE).read_text(encoding="utf-8"))
+        return load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), facts
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
-    for name, parameter in _named_parameters(model).items():
-        if name not in weights or weights[name].shape != parameter.shape:
-            raise RunFolderError(f"{folder}: is of another model: {name} does not fit; was the recipe's model changed?")
+
+
+def _newest_whole(run: RunFolder, say: Callable[[str], None]) -> tuple[dict, dict, dict]:
+    for folder in reversed(run.checkpoint_folders()):
+        try:
+            read = read_checkpoint(folder)
+        except RunFolderError as error:
+            say(f"{error}; trying the one before")
+            continue
+        say(f"resuming from {folder}")
+        return read
+    raise RunFolderError(f"{run.checkpoints}: no checkpoint is whole; start anew with --overwrite")
+
+
+def load_checkpoint(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    run: RunFolder,
+    say: Callable[[str], None],
+) -> TrainState:
+    """Put the newest whole checkpoint into a prepared model and optimizer, and return where it stood.
+
+    The main process reads and the others get theirs from it, so a shared file system is not needed. Raises
+    RunFolderError on all of them where no checkpoint is whole or it is of another model.
+    """
+    weights, moments, message = {}, {}, [None]
+    parameters = _named_parameters(accelerator.unwrap_model(model))
+    if accelerator.is_main_process:
+        try:
+            weights, moments, facts = _newest_whole(run, say)
+            shapes = {name: weight.shape for name, weight in weights.items()}
+            if shapes != {name: parameter.shape for name, parameter in parameters.items()}:
+                raise RunFolderError(f"{run.checkpoints}: is of another model; was the recipe's model changed?")
+            layout = {name: (moment.shape, moment.dtype) for name, moment in moments.items()}
+            message = [(facts, layout)]
+        except RunFolderError as error:
+            message = [error]
+    broadcast_object_list(message, from_process=0)
+    if isinstance(message[0], RunFolderError):
+        raise message[0]
+    facts, layout = message[0]
+
+    def placed(parameter: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):
+        if whole is None:
+            whole = torch.empty(shape, dtype=dtype)
+        whole = whole.to(parameter.device)
+        if isinstance(parameter, DTensor) and whole.dim():
+            return distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # rank 0's data, scattered
+        return broadcast(whole, from_process=0)
+
+    for name, parameter in parameters.items():
         with torch.no_grad():
-            parameter.copy_(_placed_like(parameter, weights[name]))
-        state_keys = [key for key in moments if key.rpartition(".")[0] == name]
+            parameter.copy_(placed(parameter, weights.get(name), parameter.shape, parameter.dtype))
+        keys = [key for key in layout if key.rpartition(".")[0] == name]
         optimizer.state[parameter] = {
-            key.rpartition(".")[2]: _placed_like(parameter, moments[key]) if moments[key].dim() else moments[key]
-            for key in state_keys
+            key.rpartition(".")[2]: placed(parameter, moments.get(key), *layout[key]) for key in keys
         }
+    scaler = facts.pop("scaler", None)
     if scaler is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(scaler)
-    return state
-
-
-def _placed_like(parameter: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
-    whole = whole.to(parameter.device)
-    if isinstance(parameter, DTensor):
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)
-    return whole
+    evaluation = facts.pop("evaluation")
+    return TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))

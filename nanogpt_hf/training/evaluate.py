@@ -1,6 +1,7 @@
 """Loss on fixed validation tokens: the same windows at every evaluation, on any number of processes."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,8 +60,12 @@ def evaluate(
     micro_batch_size: int,
     tokens: int | str,
     bytes_per_token: float,
-) -> Evaluation:
-    """The token-weighted loss of `model` on `stream`. All processes call it and get the same answer."""
+    stopping: Callable[[], bool] = lambda: False,
+) -> Evaluation | None:
+    """The token-weighted loss of `model` on `stream`. All processes call it and get the same answer.
+
+    `stopping` is asked after every batch; where it says yes (on all processes), there is no answer but None.
+    """
     windows = evaluation_windows(len(stream), block_size, tokens)
     per_round = micro_batch_size * accelerator.num_processes
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64  # MPS has no float64
@@ -78,6 +83,9 @@ def evaluate(
             use_cache=False,
         )
         total += out.loss.to(exact)
+        if stopping():
+            model.train(was_training)
+            return None
     model.train(was_training)
     counted = sum(count for _, count in windows)
     return Evaluation(accelerator.reduce(total, "sum").item() / counted, counted, bytes_per_token)

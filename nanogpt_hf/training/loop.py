@@ -6,6 +6,7 @@ dropout masks never depend on how the process got there. So a run may stop anywh
 
 import math
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -13,20 +14,23 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, seconds_of
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
-from nanogpt_hf.errors import Stopped
+from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model.build import build_gpt_config, build_model, count_parameters
 from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
-from nanogpt_hf.training.checkpoint import RunFolder, TrainState, full_weights, load_checkpoint, save_checkpoint
+from nanogpt_hf.training.checkpoint import TrainState, full_weights, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, compile_blocks, describe_machine, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
 from nanogpt_hf.training.tracking import Tracking
+
+BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
 
 
 def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState:
@@ -55,15 +59,13 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
 
     # Start anew, or stand where the newest checkpoint stood.
     if resume:
-        state = load_checkpoint(accelerator, model, optimizer, run.checkpoint_folders()[-1])
+        state = load_checkpoint(accelerator, model, optimizer, run, accelerator.print)
     else:
         state = TrainState()
         if accelerator.is_main_process:
             run.start(config_to_yaml(config))
         accelerator.wait_for_everyone()
     tracking = Tracking(accelerator, config, run, state, model_config)
-    if resume:
-        tracking.say("\n".join([f"resuming from {run.checkpoint(state.step)}", *run.changes(config)]))
     tracking.say(
         f"{config.name}: {count_parameters(model_config):,} parameters; {config.train.max_steps:,} steps of "
         f"{config.train.tokens_per_step:,} tokens = {config.train.micro_batch_size} sequences × "
@@ -79,14 +81,18 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         accelerator.wait_for_everyone()
 
     model.train()
-    with tracking, stop_on_signals() as stop:
+    # Kept on the device between reports: looking at a norm makes the host wait.
+    norms = deque(maxlen=max(config.tracking.every, BAD_STEPS_IN_A_ROW))
+    with tracking, stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop:
         while True:
             started = time.perf_counter()
             done = state.step == config.train.max_steps
-            stopping = stop.on_any_process(accelerator)
+            # Several processes have to ask each other; they do where they meet anyway to report.
+            ask = accelerator.num_processes == 1 or done or state.step % config.tracking.every == 0
+            stopping = ask and stop.on_any_process(accelerator)
 
             if not stopping and state.evaluated_step < state.step and (done or state.step % config.eval.every == 0):
-                state.evaluation = evaluate(
+                evaluation = evaluate(
                     accelerator,
                     model,
                     data.validation,
@@ -94,18 +100,22 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                     micro_batch_size=config.train.micro_batch_size,
                     tokens=config.eval.tokens,
                     bytes_per_token=data.manifest.validation.bytes_per_token,
+                    stopping=lambda: stop.on_any_process(accelerator),
                 )
-                state.evaluated_step = state.step
-                is_best = state.step > 0 and (state.best_loss is None or state.evaluation.loss < state.best_loss)
-                if is_best:
-                    state.best_loss, state.best_step = state.evaluation.loss, state.step
-                    save_model(run.best)
-                tracking.evaluation(state, is_best)
+                stopping = evaluation is None
+                if not stopping:
+                    state.evaluation, state.evaluated_step = evaluation, state.step
+                    is_best = state.step > 0 and (state.best_loss is None or evaluation.loss < state.best_loss)
+                    if is_best:
+                        state.best_loss, state.best_step = evaluation.loss, state.step
+                        save_model(run.best)
+                    tracking.evaluation(state, is_best)
 
             if stopping or done or (state.step > 0 and state.step % config.checkpoint.every == 0):
                 save_checkpoint(accelerator, model, optimizer, state, run, config.checkpoint.keep)
             if stopping:
-                raise Stopped(f"stopped at step {state.step:,}, saved; go on with --resume")
+                why = stop.reason or "another process asked for it"
+                raise Stopped(f"stopped at step {state.step:,}, saved ({why}); go on with --resume")
             if done:
                 save_model(run.final)
                 return state
@@ -123,8 +133,17 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
             )
             state.step += 1
             state.tokens += config.train.tokens_per_step
+            norms.append(grad_norm)
             if state.step % config.tracking.every == 0:
-                tracking.train(state, accelerator.reduce(loss, "sum").item(), learning_rate, grad_norm.item())
+                bad = (~torch.stack(list(norms)).isfinite()).tolist()  # these steps changed no weight
+                skipped = sum(bad[-config.tracking.every :])
+                loss = accelerator.reduce(loss, "sum").item()
+                tracking.train(state, loss, learning_rate, grad_norm.item(), skipped)
+                if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
+                    raise UserError(
+                        f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
+                        f"optim.learning_rate and go on with --resume from {run.newest_checkpoint()}"
+                    )
             state.seconds += time.perf_counter() - started
             tracking.step_done()
 
@@ -165,6 +184,10 @@ def train_step(
             total += loss.detach()
             if accelerator.sync_gradients:
                 grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+                grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+                if accelerator.scaler is None:  # which looks after this itself
+                    # Fused AdamW leaves the weights alone where this is 1, without the host having to look.
+                    optimizer.optimizer.found_inf = (~grad_norm.isfinite()).float()
             optimizer.step()
             optimizer.zero_grad()
-    return total, grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
+    return total, grad_norm

@@ -3,6 +3,7 @@
 import os
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -15,7 +16,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nanogpt_hf.config.schema import Config, accumulation_steps
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
-from nanogpt_hf.training.checkpoint import RunFolder
+from nanogpt_hf.training.run_folder import RunFolder
 
 
 def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
@@ -97,33 +98,37 @@ def compile_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> None:
 
 
 class StopRequest:
-    """Whether a signal asked this run to end after the step it is in."""
+    """Whether this run should end after the step it is in: a signal asked for it, or its time is up."""
 
-    def __init__(self):
-        self.signal: signal.Signals | None = None
+    def __init__(self, max_seconds: float | None = None):
+        self.reason: str | None = None
+        self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
 
     def on_any_process(self, accelerator: Accelerator) -> bool:
-        """True on all processes as soon as one of them was asked. With several processes, all must call this."""
+        """True on all processes as soon as one of them should end. With several processes, all must call this."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.reason = self.reason or "train.max_time is up"
         if accelerator.num_processes == 1:
-            return self.signal is not None
-        if self.signal is not None:
+            return self.reason is not None
+        if self.reason is not None:
             accelerator.set_trigger()
         return accelerator.check_trigger()
 
 
 @contextmanager
-def stop_on_signals() -> Iterator[StopRequest]:
-    """SIGTERM and SIGINT request a stop; a second SIGINT interrupts at once, as Ctrl-C does elsewhere."""
-    request = StopRequest()
+def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
+    """SIGTERM, SIGINT and SIGUSR1 request a stop, and so does the clock; a second SIGINT interrupts at once."""
+    request = StopRequest(max_seconds)
 
     def handle(number, frame):
-        request.signal = signal.Signals(number)
+        request.reason = f"{signal.Signals(number).name} came"
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread only
         return
-    before = {number: signal.signal(number, handle) for number in (signal.SIGTERM, signal.SIGINT)}
+    names = ("SIGTERM", "SIGINT", "SIGUSR1")  # the last is SLURM's warning; Windows has none
+    before = {n: signal.signal(n, handle) for n in (getattr(signal, name, None) for name in names) if n is not None}
     try:
         yield request
     finally:

@@ -1,6 +1,7 @@
 """What a run says: metrics.jsonl, the console, accelerate's trackers, and the picture of the loss."""
 
 import json
+import math
 import os
 import sys
 import time
@@ -12,8 +13,9 @@ from tqdm import tqdm
 from nanogpt_hf.config.load import config_to_dict
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.training.checkpoint import RunFolder, TrainState
+from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.curves import draw_curves
+from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
 
 _SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
@@ -77,7 +79,9 @@ class Tracking:
         self._clock, self._clock_tokens = time.perf_counter(), state.tokens
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
-        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
+        # JSON has no NaN: what is not finite is null
+        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
+        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **plain}
         self.events.append(event)
         if self.main:
             with self.run.metrics.open("a", encoding="utf-8") as file:
@@ -88,8 +92,11 @@ class Tracking:
         if self.bar:
             self.bar.update()
 
-    def train(self, state: TrainState, loss: float, learning_rate: float, grad_norm: float) -> None:
-        """Report the step just done. Call it after the loss was read from the device, so that time is real."""
+    def train(self, state: TrainState, loss: float, learning_rate: float, grad_norm: float, skipped: int) -> None:
+        """Report the step just done, and how many steps since the last report were skipped.
+
+        Call it after the loss was read from the device, so that time is real.
+        """
         now = time.perf_counter()
         rate = (state.tokens - self._clock_tokens) / max(now - self._clock, 1e-9)
         self.restart_clock(state)
@@ -99,6 +106,9 @@ class Tracking:
             "train/grad_norm": grad_norm,
             "train/tokens_per_second": round(rate, 1),
         }
+        if skipped:
+            values["train/skipped_steps"] = skipped
+            self.say(f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped")
         if self.peak:
             values["train/mfu"] = round(rate * self.flops_per_token / self.peak / self.accelerator.num_processes, 4)
         self._write(state, values)

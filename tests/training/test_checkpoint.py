@@ -10,9 +10,11 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.training.checkpoint import RunFolder, TrainState, load_checkpoint, save_checkpoint
+from nanogpt_hf.training import checkpoint
+from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import Evaluation
 from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.run_folder import RunFolder
 
 
 @pytest.fixture
@@ -26,7 +28,9 @@ def training(seed: int = 0, n_embd: int = 8):
     torch.manual_seed(seed)
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=n_embd, n_layer=1, n_head=2))
     accelerator = Accelerator()
-    return accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection()))
+    parts = accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection()))
+    some_steps(*parts, 1)
+    return parts
 
 
 def some_steps(accelerator, model, optimizer, count: int) -> None:
@@ -45,7 +49,9 @@ def test_what_is_loaded_goes_on_bit_for_bit(run):
     state = TrainState(step=3, tokens=24, seconds=1.5, evaluation=evaluation, evaluated_step=3, best_loss=1.25)
     save_checkpoint(*first, state, run, keep=2)
     second = training(seed=1)
-    assert load_checkpoint(*second, run.checkpoint(3)) == state
+    said = []
+    assert load_checkpoint(*second, run, said.append) == state
+    assert said == [f"resuming from {run.checkpoint(3)}"]
     for _, model, optimizer in (first, second):
         some_steps(first[0], model, optimizer, 3)
     pairs = list(zip(first[1].parameters(), second[1].parameters(), strict=True))
@@ -66,31 +72,65 @@ def test_a_checkpoint_that_was_being_written_does_not_count(run):
     assert [folder.name for folder in run.checkpoint_folders()] == ["step_00000004"]
 
 
-@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors", "state.json"])
-@pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_a_damaged_checkpoint_is_one_clear_line(run, file, damage):
-    parts = training()
-    some_steps(*parts, 1)
-    save_checkpoint(*parts, TrainState(step=4), run, keep=2)
-    path = run.checkpoint(4) / file
+FILES = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+
+
+def spoil(path, damage: str) -> None:
+    content = bytearray(path.read_bytes())
     if damage == "gone":
         path.unlink()
+    elif damage == "cut":
+        path.write_bytes(content[:-40])
     else:
-        path.write_bytes(path.read_bytes()[:-40])
-    with pytest.raises(RunFolderError, match="damaged checkpoint"):
-        load_checkpoint(*parts, run.checkpoint(4))
+        content[-20] ^= 1  # one bit, in the middle of a number
+        path.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("damage", ["cut", "gone", "bit"])
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, damage):
+    parts = training()
+    for step in (4, 8):
+        some_steps(*parts, 1)
+        save_checkpoint(*parts, TrainState(step=step), run, keep=2)
+    spoil(run.checkpoint(8) / file, damage)
+    said = []
+    assert load_checkpoint(*parts, run, said.append).step == 4
+    assert len(said) == 2
+    assert f"{run.checkpoint(8)}: damaged checkpoint: " in said[0]
+    assert said[1] == f"resuming from {run.checkpoint(4)}"
+    spoil(run.checkpoint(4) / file, damage)
+    with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+        load_checkpoint(*parts, run, said.append)
+
+
+@pytest.mark.parametrize("step", ["save_file", "_flush", "_file_digest"])
+def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, monkeypatch, step):
+    parts = training()
+    save_checkpoint(*parts, TrainState(step=4), run, keep=1)
+
+    def full(*arguments):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, step, full)
+    with pytest.raises(RunFolderError, match=r"older ones are intact: .*No space left") as caught:
+        save_checkpoint(*parts, TrainState(step=8), run, keep=1)
+    assert "\n" not in str(caught.value)
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
+    monkeypatch.undo()
+    assert load_checkpoint(*parts, run, print).step == 4
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
     save_checkpoint(*training(), TrainState(step=4), run, keep=2)
     with pytest.raises(RunFolderError, match="is of another model"):
-        load_checkpoint(*training(n_embd=16), run.checkpoint(4))
+        load_checkpoint(*training(n_embd=16), run, print)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(run):
     save_checkpoint(*training(), TrainState(step=4), run, keep=2)
     names = sorted(path.name for path in run.checkpoint(4).iterdir())
-    assert names == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    assert names == FILES
     assert json.loads((run.checkpoint(4) / "state.json").read_text())["step"] == 4
 
 

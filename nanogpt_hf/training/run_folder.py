@@ -1,0 +1,88 @@
+"""The run folder: what lies where in it, and who may write there."""
+
+import re
+import shutil
+from pathlib import Path
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.sharing.export import restore_model_folder
+
+_STEP = re.compile(r"step_(\d{8,})")
+
+
+class RunFolder:
+    """Names of what is in a run folder, and its beginnings. Writing is the main process's business."""
+
+    def __init__(self, path: Path | str):
+        self.path = Path(path)
+        self.recipe = self.path / "recipe.yaml"
+        self.metrics = self.path / "metrics.jsonl"
+        self.picture = self.path / "loss.png"
+        self.checkpoints = self.path / "checkpoints"
+        self.best = self.path / "best"
+        self.final = self.path / "final"
+
+    def check(self, *, resume: bool, overwrite: bool) -> None:
+        """Raises RunFolderError where the folder holds what a run must not touch, or lacks what --resume needs."""
+        if resume and overwrite:
+            raise RunFolderError("--resume and --overwrite exclude each other")
+        if self.path.exists() and not self.path.is_dir():
+            raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
+        if resume:
+            for folder in (self.best, self.final):
+                restore_model_folder(folder)
+            if not self.checkpoint_folders():
+                raise RunFolderError(f"{self.path}: no checkpoint to resume from; leave --resume out to start anew")
+        elif self.recipe.exists():
+            if not overwrite:
+                raise RunFolderError(
+                    f"{self.path}: holds a run; add --resume to go on, --overwrite to start anew, or choose another "
+                    "--run-dir"
+                )
+        elif self.path.exists() and any(self.path.iterdir()):
+            raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
+
+    def changes(self, config: Config) -> list[str]:
+        """What `config` says otherwise than the run's recipe, as `key: before -> now`.
+
+        Raises RunFolderError where that would make it another experiment: another model, text, order or step.
+        """
+        before = load_config(self.recipe)
+        different = [key for key in KNOBS if get_value(before, key) != get_value(config, key)]
+        lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
+        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step")
+        other = [
+            line for line in lines if line.startswith(fixed) and not line.startswith(("data.dir", "data.num_proc"))
+        ]
+        if other:
+            what = "; ".join(other)
+            raise RunFolderError(
+                f"{self.path}: --resume goes on with the same experiment; the recipe has changed: {what}"
+            )
+        return lines
+
+    def start(self, recipe_yaml: str) -> None:
+        """Make the folder, without whatever run was in it, and write the resolved recipe."""
+        try:
+            for folder in (self.checkpoints, self.best, self.final):
+                shutil.rmtree(folder, ignore_errors=True)
+            for file in (self.metrics, self.picture):
+                file.unlink(missing_ok=True)
+            self.checkpoints.mkdir(parents=True)
+            self.recipe.write_text(recipe_yaml, encoding="utf-8")
+        except OSError as error:
+            raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def checkpoint_folders(self) -> list[Path]:
+        """Whole checkpoints, oldest first."""
+        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return sorted(p for p in found if _STEP.fullmatch(p.name))
+
+    def checkpoint(self, step: int) -> Path:
+        return self.checkpoints / f"step_{step:08d}"
+
+    def newest_checkpoint(self) -> Path | None:
+        folders = self.checkpoint_folders()
+        return folders[-1] if folders else None
