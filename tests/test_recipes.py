@@ -46,7 +46,18 @@ def test_all_recipes_and_configs_are_here():
         "gpt2_774m",
         "gpt2_1558m",
     }
-    assert {path.stem for path in MACHINES} >= {"cpu", "cpu_ddp", "mps", "single_gpu", "ddp", "fsdp2"}
+    assert {path.stem for path in MACHINES} >= {
+        "cpu",
+        "cpu_ddp",
+        "mps",
+        "single_gpu",
+        "ddp",
+        "fsdp2",
+        "fsdp2_checkpointing",
+        "hsdp",
+        "multi_node_ddp",
+        "multi_node_fsdp2",
+    }
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)

@@ -54,14 +54,14 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by our names, without what activation checkpointing puts in between; a tied head is left out.
+    """Parameters by name, a tied head left out.
 
     Under FSDP2 they are the shards, which are what the optimizer knows: an evaluation leaves some layers gathered.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return {name.replace("_checkpoint_wrapped_module.", ""): p for name, p in model.named_parameters()}
+    return dict(model.named_parameters())
 
 
 def _collect(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -19,14 +19,14 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.errors import Stopped, UserError
-from nanogpt_hf.model.build import build_gpt_config, build_model, count_parameters
+from nanogpt_hf.model.build import build_gpt_config, build_model
 from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
 from nanogpt_hf.training.checkpoint import TrainState, full_weights, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.optimizer import build_optimizer
 from nanogpt_hf.training.run_folder import RunFolder
-from nanogpt_hf.training.runtime import build_accelerator, compile_blocks, describe_machine, stop_on_signals
+from nanogpt_hf.training.runtime import build_accelerator, describe_machine, prepare_blocks, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
 from nanogpt_hf.training.tracking import Tracking
 
@@ -44,7 +44,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     data = load_prepared(config)
     model_config = build_gpt_config(config.model, data.manifest.vocab_size, data.tokenizer.eos_token_id)
     model = build_model(model_config, config.train.seed)
-    compile_blocks(model, accelerator)
+    prepare_blocks(model, accelerator)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
     batches = Batches(
         data.train,
@@ -66,12 +66,6 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
             run.start(config_to_yaml(config))
         accelerator.wait_for_everyone()
     tracking = Tracking(accelerator, config, run, state, model_config)
-    tracking.say(
-        f"{config.name}: {count_parameters(model_config):,} parameters; {config.train.max_steps:,} steps of "
-        f"{config.train.tokens_per_step:,} tokens = {config.train.micro_batch_size} sequences × "
-        f"{config.data.block_size} × {accelerator.num_processes} processes × "
-        f"{accelerator.gradient_accumulation_steps} accumulated; {describe_machine(accelerator)}"
-    )
 
     def save_model(folder: Path) -> None:
         weights = full_weights(accelerator, model)

@@ -85,16 +85,25 @@ def describe_machine(accelerator: Accelerator) -> str:
     return f"{accelerator.num_processes} × {name}{kind}, {precision}"
 
 
-def compile_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> None:
-    """Compile each block in place where the accelerate config names a dynamo backend.
+def prepare_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> None:
+    """Compile the blocks and checkpoint their activations, each where the accelerate config asks for it.
 
-    In place keeps the parameters' names clean; block by block, the one compiled graph serves all of them.
+    Both are done here rather than by accelerate. Compiled in place, block by block, parameters keep their names and one
+    graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass, which makes
+    the gradient wrong; transformers' draws the same ones again.
     """
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None and fsdp.activation_checkpointing:
+        fsdp.activation_checkpointing = False
+        # the name until transformers 5.2x
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
     plugin = accelerator.state.dynamo_plugin
     if plugin.backend != DynamoBackend.NO:
+        mode = None if plugin.mode == "default" else plugin.mode
         for block in model.transformer.h:
-            block.compile(backend=plugin.backend.value.lower(), mode=None if plugin.mode == "default" else plugin.mode)
-        plugin.backend = DynamoBackend.NO  # done: accelerate must not wrap the model on top
+            block.compile(backend=plugin.backend.value.lower(), mode=mode)
+        plugin.backend = DynamoBackend.NO
 
 
 class StopRequest:

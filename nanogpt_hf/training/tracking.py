@@ -12,10 +12,12 @@ from tqdm import tqdm
 
 from nanogpt_hf.config.load import config_to_dict
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.curves import draw_curves
 from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.runtime import describe_machine
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
 
 _SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
@@ -37,6 +39,7 @@ class Tracking:
     ):
         self.accelerator, self.config, self.run = accelerator, config, run
         self.main = accelerator.is_main_process
+        self.parameters = count_parameters(model_config)
         self.flops_per_token = flops_per_token(model_config, config.data.block_size)
         self.peak = peak_flops(accelerator.device)
         self.events = [e for e in read_metrics(run) if e["step"] <= state.step]  # what came after is done again
@@ -146,6 +149,13 @@ class Tracking:
             draw_curves(self.events, self.config.name, self.run.picture)
 
     def __enter__(self) -> "Tracking":
+        train = self.config.train
+        self.say(
+            f"{self.config.name}: {self.parameters:,} parameters; {train.max_steps:,} steps of "
+            f"{train.tokens_per_step:,} tokens = {train.micro_batch_size} sequences × {self.config.data.block_size} × "
+            f"{self.accelerator.num_processes} processes × {self.accelerator.gradient_accumulation_steps} accumulated; "
+            f"{describe_machine(self.accelerator)}"
+        )
         return self
 
     def __exit__(self, *error: object) -> None:
