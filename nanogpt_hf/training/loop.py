@@ -24,7 +24,7 @@ from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
 from nanogpt_hf.training.checkpoint import TrainState, full_weights, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.optimizer import build_optimizer, skip_step_unless_finite
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, describe_machine, prepare_blocks, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
@@ -180,8 +180,7 @@ def train_step(
                 grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
                 grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
                 if accelerator.scaler is None:  # which looks after this itself
-                    # Fused AdamW leaves the weights alone where this is 1, without the host having to look.
-                    optimizer.optimizer.found_inf = (~grad_norm.isfinite()).float()
+                    skip_step_unless_finite(optimizer.optimizer, grad_norm)
             optimizer.step()
             optimizer.zero_grad()
     return total, grad_norm

@@ -14,3 +14,15 @@ def build_optimizer(model: torch.nn.Module, optim: OptimSection) -> torch.optim.
     ]
     betas = (optim.beta1, optim.beta2)
     return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=betas, fused=True)
+
+
+def skip_step_unless_finite(optimizer: torch.optim.AdamW, grad_norm: torch.Tensor) -> None:
+    """Make the next step leave weights and moments alone where the gradient's norm is not finite.
+
+    The fused kernels of CPU and CUDA look at `found_inf` on the device, so the host need not wait for the norm. That of
+    MPS takes it, too, but is not known to look at it: there the host looks and drops the gradients.
+    """
+    if grad_norm.device.type != "mps":
+        optimizer.found_inf = (~grad_norm.isfinite()).float()
+    elif not grad_norm.isfinite():
+        optimizer.zero_grad(set_to_none=True)
