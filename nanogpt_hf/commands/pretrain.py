@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
 def dry_run(config: Config) -> None:
     """Print what a run would be, as far as it can be known without its data."""
-    from nanogpt_hf.data.prepare import read_manifest
+    from nanogpt_hf.data.manifest import read_manifest
     from nanogpt_hf.model.build import build_gpt_config, count_parameters
 
     print(config_to_yaml(config), end="")

@@ -1,14 +1,11 @@
 """Text -> arrow shards of token ids and a manifest that says what they are. Whole or absent, whoever else is at it."""
 
-import dataclasses
-import json
 import os
 import shutil
 import sys
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
 
 import datasets
 import filelock
@@ -17,56 +14,24 @@ import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.source import Documents, file_digest, file_state, find_files, is_url, load_documents
+from nanogpt_hf.data.manifest import (
+    DECIDING_KNOBS,
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    SplitFacts,
+    check_fits,
+    read_manifest,
+    write_manifest,
+)
+from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
 
-MANIFEST = "manifest.json"
 TOKENIZER = "tokenizer"
-FORMAT = 1
 _SHARD_BYTES = 500_000_000
 _PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than they save
-
-# The knobs that decide which tokens come out. Prepared data is reused only where all of them agree.
-_DECIDING = (
-    "source",
-    "config",
-    "split",
-    "validation_split",
-    "revision",
-    "text_column",
-    "validation_fraction",
-    "validation_seed",
-    "tokenizer",
-)
-
-
-@dataclass(frozen=True)
-class SplitFacts:
-    documents: int
-    tokens: int
-    bytes: int  # of UTF-8 text
-
-    @property
-    def bytes_per_token(self) -> float:
-        return self.bytes / self.tokens
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What prepared data is: where from, by which tokenizer, how much."""
-
-    format: int
-    recipe: dict[str, Any]  # the deciding knobs
-    revision: str
-    file_state: str | None  # of local files, to notice that they changed
-    tokenizer_hash: str
-    vocab_size: int
-    end_of_text_id: int | None  # the token that ends each document, where the source has several
-    train: SplitFacts
-    validation: SplitFacts
-    versions: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -77,49 +42,6 @@ class PreparedData:
     validation: TokenStream
     tokenizer: transformers.PreTrainedTokenizerBase
     manifest: Manifest
-
-
-def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in `folder`, None where there is none. Raises DataError for one that is not ours."""
-    try:
-        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
-        if raw["format"] != FORMAT:
-            raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare it anew")
-        splits = {name: SplitFacts(**raw.pop(name)) for name in ("train", "validation")}
-        return Manifest(**raw, **splits)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{folder / MANIFEST}: not a manifest of prepared data: {error}") from None
-
-
-def _same(knob: str, prepared: Any, wanted: Any) -> bool:
-    if knob == "source" and prepared and wanted:
-        return prepared == wanted or (not is_url(wanted) and Path(prepared) == Path(wanted))
-    return prepared == wanted
-
-
-def _check_fits(manifest: Manifest, data: DataSection) -> None:
-    """Raises DataError where prepared data is not what the recipe asks for."""
-    for knob in _DECIDING:
-        prepared, wanted = manifest.recipe[knob], getattr(data, knob)
-        if not _same(knob, prepared, wanted):
-            raise DataError(
-                f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
-                "choose another --data.dir, or remove the folder to prepare it anew"
-            )
-    if is_url(data.source) and data.sha256 and manifest.revision != f"sha256:{data.sha256.lower()}":
-        raise DataError(f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's {data.sha256}")
-    if manifest.file_state:
-        try:
-            files = find_files(data.source)
-        except DataError:
-            return  # the text stayed behind on the machine that prepared it; the tokens are what counts
-        if files and file_state(files) != manifest.file_state and file_digest(files) != manifest.revision:
-            raise DataError(
-                f"{data.dir}: {data.source} has changed since it was prepared; "
-                "choose another --data.dir, or remove the folder to prepare it anew"
-            )
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -133,7 +55,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
         # In this order: a folder that another process has just finished is full, but its manifest is there by then.
         occupied = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
         if manifest := read_manifest(folder):
-            _check_fits(manifest, config.data)
+            check_fits(manifest, config.data)
             return manifest, False
         if occupied:
             raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
@@ -141,7 +63,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with filelock.FileLock(folder.parent / f".{folder.name}.lock"):
             if manifest := read_manifest(folder):  # another process was faster
-                _check_fits(manifest, config.data)
+                check_fits(manifest, config.data)
                 return manifest, False
             partial = folder.parent / f".{folder.name}.partial"
             shutil.rmtree(partial, ignore_errors=True)  # what a killed process left: nobody else is at it now
@@ -172,7 +94,7 @@ def load_prepared(config: Config) -> PreparedData:
     manifest = read_manifest(folder)
     if manifest is None:
         raise DataError(f"{folder}: no prepared data; run `prepare` first")
-    _check_fits(manifest, config.data)
+    check_fits(manifest, config.data)
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if vocabulary_hash(tokenizer) != manifest.tokenizer_hash:
         raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data anew")
@@ -271,7 +193,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     local = find_files(data.source)
     manifest = Manifest(
         format=FORMAT,
-        recipe={knob: getattr(data, knob) for knob in _DECIDING},
+        recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
         revision=documents.revision,
         file_state=file_state(local) if local else None,
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
@@ -282,6 +204,5 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         | {"python": sys.version.split()[0]},
     )
     shutil.rmtree(scratch)
-    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    write_manifest(folder, manifest)
     return manifest

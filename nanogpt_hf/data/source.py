@@ -1,34 +1,26 @@
 """Where text comes from: files, folders, URLs, Hub data sets, or Python's own documentation -> documents."""
 
-import csv
 import glob
-import gzip
 import hashlib
 import http.client
-import io
 import json
-import lzma
 import os
 import re
 import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
 
 import datasets
 
 from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.files import KNOWN_FORMATS, file_format, read_file
 from nanogpt_hf.errors import DataError
 
 PYTHON_DOCS = "python-docs"
-_COMPRESSED = (".gz", ".xz", ".zst")
-_ROWS = (".jsonl", ".json", ".csv", ".parquet")
-_TEXT = (".txt", ".md")
 _FEATURES = datasets.Features({"text": datasets.Value("large_string")})  # a lone document may pass 2 GiB
 
 
@@ -45,11 +37,6 @@ def is_url(source: str) -> bool:
     return source.startswith(("http://", "https://"))
 
 
-def _format(path: Path) -> str:
-    """`a.jsonl.xz` -> .jsonl"""
-    return Path(path.stem).suffix.lower() if path.suffix.lower() in _COMPRESSED else path.suffix.lower()
-
-
 def find_files(source: str) -> list[Path]:
     """The files that a local source names, sorted; [] where it names a URL, python-docs or perhaps a Hub data set.
 
@@ -64,19 +51,19 @@ def find_files(source: str) -> list[Path]:
         files = sorted(
             file
             for file in path.rglob("*")
-            if _format(file) in _TEXT + _ROWS
+            if file_format(file) in KNOWN_FORMATS
             and file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
         if not files:
-            raise DataError(f"data.source: {source}: the folder holds no {', '.join(_TEXT + _ROWS)} file")
+            raise DataError(f"data.source: {source}: the folder holds no {', '.join(KNOWN_FORMATS)} file")
         return files
     if glob.has_magic(source):
         files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
         if not files:
             raise DataError(f"data.source: {source}: no file matches")
         return files
-    if source.startswith((".", "/", "~")) or _format(path) in _TEXT + _ROWS or source.count("/") > 1:
+    if source.startswith((".", "/", "~")) or file_format(path) in KNOWN_FORMATS or source.count("/") > 1:
         raise DataError(f"data.source: {source}: no such file or folder")
     return []
 
@@ -96,109 +83,6 @@ def file_digest(files: list[Path]) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()}"
-
-
-def _open(path: Path) -> IO[bytes]:
-    match path.suffix.lower():
-        case ".gz":
-            return gzip.open(path)
-        case ".xz":
-            return lzma.open(path)
-        case ".zst":
-            import pyarrow
-
-            return pyarrow.input_stream(str(path), compression="zstd")
-        case _:
-            return path.open("rb")
-
-
-def _read_text(path: Path) -> io.TextIOWrapper:
-    # utf-8-sig drops a byte order mark; line ends become \n, as Python's open() does.
-    return io.TextIOWrapper(_open(path), encoding="utf-8-sig")
-
-
-def _rows(path: Path, text_column: str) -> Iterator[tuple[str, object]]:
-    """(where, row) for each row of a file of rows."""
-    match _format(path):
-        case ".jsonl":
-            with _read_text(path) as file:
-                for number, line in enumerate(file, 1):
-                    if line.strip():
-                        try:
-                            yield f"line {number}", json.loads(line)
-                        except json.JSONDecodeError as error:
-                            raise DataError(f"{path}: line {number}: not valid JSON: {error.msg}") from None
-        case ".json":
-            try:
-                with _read_text(path) as file:
-                    tree = json.load(file)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
-            for number, row in enumerate(tree if isinstance(tree, list) else [tree], 1):
-                yield f"row {number}", row
-        case ".csv":
-            csv.field_size_limit(2**31 - 1)  # the most that every platform's C long holds
-            with _read_text(path) as file:
-                reader = csv.DictReader(file, strict=True)  # or an open quote would swallow the rest of the file
-                for row in reader:
-                    yield f"line {reader.line_num}", row
-        case ".parquet":
-            import pyarrow.parquet
-
-            with _open(path) as file:  # Parquet is read from its end: what is compressed around it, from memory
-                table = pyarrow.parquet.ParquetFile(file if path.suffix == ".parquet" else io.BytesIO(file.read()))
-                columns = [text_column] if text_column in table.schema_arrow.names else None
-                number = 0
-                for batch in table.iter_batches(columns=columns):
-                    for row in batch.to_pylist():
-                        number += 1
-                        yield f"row {number}", row
-
-
-def _text_of(row: object, text_column: str) -> str:
-    """The text of a row: its text column, or itself where it is no more than text. Raises ValueError for no text."""
-    if isinstance(row, dict) and text_column not in row:
-        raise ValueError(
-            f"no column {text_column!r} (it has: {', '.join(map(str, row))}); "
-            "set data.text_column to the column that holds the text"
-        )
-    text = row[text_column] if isinstance(row, dict) else row
-    if not isinstance(text, str):
-        what = f"column {text_column!r}" if isinstance(row, dict) else "the row"
-        raise ValueError(f"{what} holds {text!r:.40}, not text")
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{text[error.start]!r} is half a character (a lone surrogate), not text") from None
-    return text
-
-
-def read_file(path: Path, text_column: str) -> Iterator[str]:
-    """The documents of one file: a text file is one, a row is one elsewhere. Empty documents are left out.
-
-    Raises DataError, naming file and line, for what is not text or lacks the text column.
-    """
-    try:
-        if _format(path) not in _ROWS:
-            with _read_text(path) as file:
-                text = file.read()
-            if "\0" in text:
-                raise DataError(f"{path}: holds NUL bytes: binary data, not text")
-            if text:
-                yield text
-            return
-        for where, row in _rows(path, text_column):
-            try:
-                text = _text_of(row, text_column)
-            except ValueError as error:
-                raise DataError(f"{path}: {where}: {error}") from None
-            if text:
-                yield text
-    except UnicodeDecodeError as error:
-        bad = error.object[error.start]
-        raise DataError(f"{path}: not UTF-8 text (byte 0x{bad:02x}); is it binary, or another encoding?") from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def _read_files(files: list[str], text_column: str) -> Iterator[dict[str, str]]:

@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data import manifest as manifest_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import source as source_module
-from nanogpt_hf.data.prepare import load_prepared, prepare, read_manifest
+from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, encode_ordinary
 from nanogpt_hf.errors import DataError
 
@@ -424,7 +426,7 @@ def test_a_second_call_does_nothing(text, tmp_path, source):
 def test_a_second_call_reads_no_text_again(monkeypatch, text, tmp_path):
     config = make(text(), tmp_path / "data")
     prepare(config)
-    monkeypatch.setattr(module, "file_digest", None)
+    monkeypatch.setattr(manifest_module, "file_digest", None)
     monkeypatch.setattr(module, "load_documents", None)
     assert prepare(config)[1] is False
 

@@ -1,0 +1,125 @@
+"""One file -> its documents: text, JSON lines, JSON, CSV or Parquet, compressed or not."""
+
+import csv
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from nanogpt_hf.errors import DataError
+
+_COMPRESSED = (".gz", ".xz", ".zst")
+_ROWS = (".jsonl", ".json", ".csv", ".parquet")
+KNOWN_FORMATS = (".txt", ".md", *_ROWS)
+
+
+def file_format(path: Path) -> str:
+    """`a.jsonl.xz` -> .jsonl"""
+    return Path(path.stem).suffix.lower() if path.suffix.lower() in _COMPRESSED else path.suffix.lower()
+
+
+def _open(path: Path) -> IO[bytes]:
+    match path.suffix.lower():
+        case ".gz":
+            return gzip.open(path)
+        case ".xz":
+            return lzma.open(path)
+        case ".zst":
+            import pyarrow
+
+            return pyarrow.input_stream(str(path), compression="zstd")
+        case _:
+            return path.open("rb")
+
+
+def _read_text(path: Path) -> io.TextIOWrapper:
+    # utf-8-sig drops a byte order mark; line ends become \n, as Python's open() does.
+    return io.TextIOWrapper(_open(path), encoding="utf-8-sig")
+
+
+def _rows(path: Path, text_column: str) -> Iterator[tuple[str, object]]:
+    """(where, row) for each row of a file of rows."""
+    match file_format(path):
+        case ".jsonl":
+            with _read_text(path) as file:
+                for number, line in enumerate(file, 1):
+                    if line.strip():
+                        try:
+                            yield f"line {number}", json.loads(line)
+                        except json.JSONDecodeError as error:
+                            raise DataError(f"{path}: line {number}: not valid JSON: {error.msg}") from None
+        case ".json":
+            try:
+                with _read_text(path) as file:
+                    tree = json.load(file)
+            except json.JSONDecodeError as error:
+                raise DataError(f"{path}: line {error.lineno}: not valid JSON: {error.msg}") from None
+            for number, row in enumerate(tree if isinstance(tree, list) else [tree], 1):
+                yield f"row {number}", row
+        case ".csv":
+            csv.field_size_limit(2**31 - 1)  # the most that every platform's C long holds
+            with _read_text(path) as file:
+                reader = csv.DictReader(file, strict=True)  # or an open quote would swallow the rest of the file
+                for row in reader:
+                    yield f"line {reader.line_num}", row
+        case ".parquet":
+            import pyarrow.parquet
+
+            with _open(path) as file:  # Parquet is read from its end: what is compressed around it, from memory
+                table = pyarrow.parquet.ParquetFile(file if path.suffix == ".parquet" else io.BytesIO(file.read()))
+                columns = [text_column] if text_column in table.schema_arrow.names else None
+                number = 0
+                for batch in table.iter_batches(columns=columns):
+                    for row in batch.to_pylist():
+                        number += 1
+                        yield f"row {number}", row
+
+
+def _text_of(row: object, text_column: str) -> str:
+    """The text of a row: its text column, or itself where it is no more than text. Raises ValueError for no text."""
+    if isinstance(row, dict) and text_column not in row:
+        raise ValueError(
+            f"no column {text_column!r} (it has: {', '.join(map(str, row))}); "
+            "set data.text_column to the column that holds the text"
+        )
+    text = row[text_column] if isinstance(row, dict) else row
+    if not isinstance(text, str):
+        what = f"column {text_column!r}" if isinstance(row, dict) else "the row"
+        raise ValueError(f"{what} holds {text!r:.40}, not text")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{text[error.start]!r} is half a character (a lone surrogate), not text") from None
+    return text
+
+
+def read_file(path: Path, text_column: str) -> Iterator[str]:
+    """The documents of one file: a text file is one, a row is one elsewhere. Empty documents are left out.
+
+    Raises DataError, naming file and line, for what is not text or lacks the text column.
+    """
+    try:
+        if file_format(path) not in _ROWS:
+            with _read_text(path) as file:
+                text = file.read()
+            if "\0" in text:
+                raise DataError(f"{path}: holds NUL bytes: binary data, not text")
+            if text:
+                yield text
+            return
+        for where, row in _rows(path, text_column):
+            try:
+                text = _text_of(row, text_column)
+            except ValueError as error:
+                raise DataError(f"{path}: {where}: {error}") from None
+            if text:
+                yield text
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise DataError(f"{path}: not UTF-8 text (byte 0x{bad:02x}); is it binary, or another encoding?") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None

@@ -1,0 +1,102 @@
+"""manifest.json: what prepared data is, and whether it is what a recipe asks for."""
+
+import dataclasses
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.source import file_digest, file_state, find_files, is_url
+from nanogpt_hf.errors import DataError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+
+# The knobs that decide which tokens come out. Prepared data is reused only where all of them agree.
+DECIDING_KNOBS = (
+    "source",
+    "config",
+    "split",
+    "validation_split",
+    "revision",
+    "text_column",
+    "validation_fraction",
+    "validation_seed",
+    "tokenizer",
+)
+
+
+@dataclass(frozen=True)
+class SplitFacts:
+    documents: int
+    tokens: int
+    bytes: int  # of UTF-8 text
+
+    @property
+    def bytes_per_token(self) -> float:
+        return self.bytes / self.tokens
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What prepared data is: where from, by which tokenizer, how much."""
+
+    format: int
+    recipe: dict[str, Any]  # the deciding knobs
+    revision: str
+    file_state: str | None  # of local files, to notice that they changed
+    tokenizer_hash: str
+    vocab_size: int
+    end_of_text_id: int | None  # the token that ends each document, where the source has several
+    train: SplitFacts
+    validation: SplitFacts
+    versions: dict[str, str]
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest in `folder`, None where there is none. Raises DataError for one that is not ours."""
+    try:
+        raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
+        if raw["format"] != FORMAT:
+            raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare it anew")
+        splits = {name: SplitFacts(**raw.pop(name)) for name in ("train", "validation")}
+        return Manifest(**raw, **splits)
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{folder / MANIFEST}: not a manifest of prepared data: {error}") from None
+
+
+def _same(knob: str, prepared: Any, wanted: Any) -> bool:
+    if knob == "source" and prepared and wanted:
+        return prepared == wanted or (not is_url(wanted) and Path(prepared) == Path(wanted))
+    return prepared == wanted
+
+
+def check_fits(manifest: Manifest, data: DataSection) -> None:
+    """Raises DataError where prepared data is not what the recipe asks for."""
+    for knob in DECIDING_KNOBS:
+        prepared, wanted = manifest.recipe[knob], getattr(data, knob)
+        if not _same(knob, prepared, wanted):
+            raise DataError(
+                f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
+                "choose another --data.dir, or remove the folder to prepare it anew"
+            )
+    if is_url(data.source) and data.sha256 and manifest.revision != f"sha256:{data.sha256.lower()}":
+        raise DataError(f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's {data.sha256}")
+    if manifest.file_state:
+        try:
+            files = find_files(data.source)
+        except DataError:
+            return  # the text stayed behind on the machine that prepared it; the tokens are what counts
+        if files and file_state(files) != manifest.file_state and file_digest(files) != manifest.revision:
+            raise DataError(
+                f"{data.dir}: {data.source} has changed since it was prepared; "
+                "choose another --data.dir, or remove the folder to prepare it anew"
+            )
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
+    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
