@@ -43,18 +43,18 @@ def text_file(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.fixture
-def write_recipe(tmp_path, text_file):
-    """Write a recipe of a tiny model on the tiny text, with dotted overrides; return its path."""
+@pytest.fixture(scope="session")
+def make_recipe(text_file):
+    """Write a recipe of a tiny model on the tiny text, with overrides such as train__max_steps=3; return its path."""
 
-    def write(name: str = "tiny", **overrides) -> Path:
+    def make(path: Path, **overrides) -> Path:
         tree = {
             "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16},
             "data": {
                 "source": str(text_file),
                 "tokenizer": "char",
                 "validation_fraction": 0.1,
-                "dir": str(tmp_path / "data"),
+                "dir": str(path.parent / "data"),
                 "block_size": 16,
             },
             "optim": {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 2},
@@ -66,11 +66,16 @@ def write_recipe(tmp_path, text_file):
         for key, value in overrides.items():
             section, knob = key.split("__")
             tree.setdefault(section, {})[knob] = value
-        path = tmp_path / f"{name}.yaml"
         path.write_text(yaml.safe_dump(tree), encoding="utf-8")
         return path
 
-    return write
+    return make
+
+
+@pytest.fixture
+def write_recipe(tmp_path, make_recipe):
+    """`make_recipe` in the test's own folder."""
+    return lambda **overrides: make_recipe(tmp_path / "tiny.yaml", **overrides)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from nanogpt_hf.commands import COMMANDS, main
 from nanogpt_hf.config.schema import KNOBS
@@ -157,6 +158,17 @@ def test_a_vocabulary_larger_than_the_models_is_one_clear_line(capsys, tmp_path,
     assert status == 2
     assert "more than the model's 5; leave model.vocab_size out to fit the tokenizer" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_out_of_memory_names_the_knobs_to_turn(capsys, monkeypatch, tmp_path, write_recipe):
+    def full(*arguments, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+
+    monkeypatch.setattr("nanogpt_hf.training.loop.train", full)
+    status, _, err = run(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
+    assert status == 2
+    assert "out of memory with train.micro_batch_size 4: halve it" in err
+    assert err.count("\n") == 1
 
 
 def test_a_dry_run_says_what_would_be_and_starts_nothing(capsys, tmp_path, monkeypatch, root):

@@ -58,28 +58,20 @@ def assert_same(killed: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, text_file):
+def whole(tmp_path_factory, make_recipe):
     """A recipe with dropout, whose epoch ends on the way, and the run that nobody touched."""
-    import yaml
-
     folder = tmp_path_factory.mktemp("kills")
-    recipe = folder / "recipe_to_kill.yaml"
-    tree = {
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "dropout": 0.1},
-        "data": {
-            "source": str(text_file),
-            "tokenizer": "char",
-            "validation_fraction": 0.1,
-            "dir": str(folder / "data"),
-            "block_size": 16,
-        },
-        "optim": {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 2},
-        "train": {"max_steps": 60, "tokens_per_step": 512, "micro_batch_size": 16},
-        "eval": {"every": 6, "tokens": 1024},
-        "checkpoint": {"every": 4, "keep": 2},
-        "tracking": {"every": 1},
-    }
-    recipe.write_text(yaml.safe_dump(tree))
+    recipe = make_recipe(
+        folder / "recipe_to_kill.yaml",
+        model__n_embd=32,
+        model__dropout=0.1,
+        train__max_steps=60,
+        train__tokens_per_step=512,
+        train__micro_batch_size=16,
+        eval__every=6,
+        eval__tokens=1024,
+        checkpoint__every=4,
+    )
     assert run("nowhere", recipe, folder / "whole") == 0
     return recipe, folder / "whole"
 

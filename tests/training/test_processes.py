@@ -67,29 +67,10 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, text_file):
+def runs(tmp_path_factory, make_recipe):
     """One experiment on each kind of machine, with the recipe."""
-    import yaml
-
     folder = tmp_path_factory.mktemp("runs")
-    tree = {
-        "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16},
-        "data": {
-            "source": str(text_file),
-            "tokenizer": "char",
-            "validation_fraction": 0.1,
-            "dir": str(folder / "data"),
-            "block_size": 16,
-        },
-        "optim": {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 2},
-        "train": {"tokens_per_step": 128},
-        "tracking": {"every": 1},
-    }
-    for key, value in OPTIONS.items():
-        section, knob = key.split("__")
-        tree.setdefault(section, {})[knob] = value
-    recipe = folder / "recipe_for_all.yaml"
-    recipe.write_text(yaml.safe_dump(tree))
+    recipe = make_recipe(folder / "recipe_for_all.yaml", **OPTIONS)
     machines = ("cpu", "cpu_ddp", "fsdp2", "fsdp2_checkpointing")
     return recipe, {machine: launch(machine, recipe, folder / machine) for machine in machines}
 
