@@ -34,8 +34,9 @@ def generate_tokens(
     """
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
+    greedy = temperature < 1e-5  # dividing by less overflows
     warpers = LogitsProcessorList()
-    if temperature > 0:
+    if not greedy:
         warpers.append(TemperatureLogitsWarper(float(temperature)))
     if top_k:
         warpers.append(TopKLogitsWarper(top_k))
@@ -54,7 +55,7 @@ def generate_tokens(
         out = model(fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logits = warpers(context, out.logits[:, -1].float()).cpu()
-        if temperature > 0:
+        if not greedy:
             chances = logits.softmax(-1)
             drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]
             tokens = torch.cat(drawn)

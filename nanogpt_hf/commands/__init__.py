@@ -27,26 +27,32 @@ def _overview() -> str:
     return "\n".join([_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."])
 
 
-def _split_overrides(parser: argparse.ArgumentParser, rest: list[str]) -> list[tuple[str, str]]:
-    """`--a.b 1 --c.d=2` -> [("a.b", "1"), ("c.d", "2")]. Raises UserError for anything else."""
-    options = [option for action in parser._actions for option in action.option_strings]
-    overrides, rest = [], list(rest)
-    while rest:
-        word = rest.pop(0)
+def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """`x --a.b 1 --c.d=2 --e` -> [("a.b", "1"), ("c.d", "2")] and [x, --e]: knobs, and what is left for argparse."""
+    overrides, left, words = [], [], list(words)
+    while words:
+        word = words.pop(0)
         key, equals, value = word.partition("=")
-        if not key.startswith("--"):
-            raise UserError(f"{parser.prog}: {word!r} is one argument too many; see {parser.prog} --help")
-        if "." not in key:
-            from nanogpt_hf.config.schema import KNOBS
-
-            near = did_you_mean(key.removeprefix("--"), [o.removeprefix("--") for o in options] + list(KNOBS))
-            raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
+        if not (key.startswith("--") and "." in key):
+            left.append(word)
+            continue
         if not equals:
-            if not rest:
-                raise UserError(f"{parser.prog}: {key}: expected a value after it")
-            value = rest.pop(0)
+            if not words:
+                raise UserError(f"{prog}: {key}: expected a value after it")
+            value = words.pop(0)
         overrides.append((key.removeprefix("--"), value))
-    return overrides
+    return overrides, left
+
+
+def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
+    if not word.startswith("--"):
+        raise UserError(f"{parser.prog}: {word!r} is one argument too many; see {parser.prog} --help")
+    from nanogpt_hf.config.schema import KNOBS
+
+    key = word.partition("=")[0]
+    options = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
+    near = did_you_mean(key.removeprefix("--"), options + list(KNOBS))
+    raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
 
 
 def main(arguments: list[str]) -> int:
@@ -66,8 +72,11 @@ def main(arguments: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)
-        parsed, rest = parser.parse_known_args(rest)
-        module.run(parsed, _split_overrides(parser, rest))
+        overrides, rest = _take_overrides(parser.prog, rest)
+        parsed, unknown = parser.parse_known_args(rest)
+        if unknown:
+            _refuse(parser, unknown[0])
+        module.run(parsed, overrides)
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # the same mistake on every rank is said once
             print(error, file=sys.stderr)

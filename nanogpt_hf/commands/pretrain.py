@@ -30,27 +30,41 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     from nanogpt_hf.training.loop import train
     from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.training.runtime import check_launch
 
     logging.disable_progress_bar()
     folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
     main_process = os.environ.get("RANK", "0") == "0"
+    ours, data = folder.path.resolve(), Path(config.data.dir).resolve()
+    if ours.is_relative_to(data) or data.is_relative_to(ours):
+        raise UserError(
+            f"--run-dir {folder.path} and --data.dir {config.data.dir} lie in each other; choose two folders"
+        )
+    check_launch(config)
     if main_process:  # the others might look when it has begun to write
         folder.check(resume=arguments.resume, overwrite=arguments.overwrite)
-        if arguments.resume:
-            for change in folder.changes(config):  # complains where it would be another experiment
-                print(f"changed since the run began: {change}", flush=True)
-    prepare_and_say(config)
+        folder.lock()
     try:
+        if main_process:
+            folder.check(resume=arguments.resume, overwrite=arguments.overwrite)  # nobody else can write now
+            if arguments.resume:
+                for change in folder.changes(config):  # complains where it would be another experiment
+                    print(f"changed since the run began: {change}", flush=True)
+        prepare_and_say(config)
         state = train(config, folder, resume=arguments.resume)
     except torch.OutOfMemoryError as error:
         raise UserError(
             f"out of memory with train.micro_batch_size {config.train.micro_batch_size}: halve it (the step keeps its "
             "tokens, by more accumulation), or choose an accelerate config that shards or checkpoints activations"
         ) from error
+    finally:
+        if main_process:
+            folder.unlock()
     if main_process:
+        best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
         print(
             f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {state.seconds:,.0f} s; "
-            f"best validation loss {state.best_loss:.4f} at step {state.best_step:,}\n"
+            f"best validation loss {best}\n"
             f"  model    {folder.best} (the best), {folder.final} (the last); both open as plain GPT-2\n"
             f"  curve    {folder.picture}\n"
             f"  metrics  {folder.metrics}\n"

@@ -1,35 +1,39 @@
 """Let a model write, as it goes: a run folder, a model folder, or a model on the Hub."""
 
 import argparse
+import math
 from pathlib import Path
 
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
-def _at_least(kind, low, high=float("inf")):
+def _number(kind: type, low: float, high: float = math.inf):
+    """An argparse type: a number within bounds."""
+
     def parse(text: str):
-        value = kind(text)
+        try:
+            value = kind(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"expected a number, got {text!r}") from None
         if not low <= value <= high:
-            raise ValueError
+            bounds = f"at least {low}" + (f" and at most {high}" if high != math.inf else "")
+            raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
         return value
 
-    parse.__name__ = f"{'whole number' if kind is int else 'number'} of at least {low}" + (
-        f" and at most {high}" if high != float("inf") else ""
-    )
     return parse
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a run folder (its best model), a model folder, or a Hub id")
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break)")
+    prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break, or the first token)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with the text to go on from")
-    parser.add_argument("--max-new-tokens", type=_at_least(int, 1), default=500, help="default %(default)s")
-    parser.add_argument("--temperature", type=_at_least(float, 0), default=0.8, help="0 is greedy; default %(default)s")
-    parser.add_argument("--top-k", type=_at_least(int, 1), default=None, help="only the k likeliest tokens")
-    parser.add_argument("--top-p", type=_at_least(float, 0, 1), default=None, help="only the likeliest that add to p")
-    parser.add_argument("--num-samples", type=_at_least(int, 1), default=1, help="default %(default)s")
-    parser.add_argument("--seed", type=_at_least(int, 0), default=1337, help="default %(default)s")
+    parser.add_argument("--max-new-tokens", type=_number(int, 1), default=500, help="default %(default)s")
+    parser.add_argument("--temperature", type=_number(float, 0), default=0.8, help="0 is greedy; default %(default)s")
+    parser.add_argument("--top-k", type=_number(int, 1), default=None, help="only the k likeliest tokens")
+    parser.add_argument("--top-p", type=_number(float, 0, 1), default=None, help="only the likeliest that add to p")
+    parser.add_argument("--num-samples", type=_number(int, 1), default=1, help="default %(default)s")
+    parser.add_argument("--seed", type=_number(int, 0, 2**62), default=1337, help="default %(default)s")
 
 
 def find_model(name: str) -> str:
@@ -48,9 +52,9 @@ def find_model(name: str) -> str:
     raise RunFolderError(f"{name}: this run has no model yet; the first is written at its first evaluation")
 
 
-def _read_prompt(arguments: argparse.Namespace) -> str:
+def _read_prompt(arguments: argparse.Namespace) -> str | None:
     if arguments.prompt_file is None:
-        return "\n" if arguments.prompt is None else arguments.prompt
+        return arguments.prompt
     try:
         return Path(arguments.prompt_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -79,6 +83,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         raise UserError(
             f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model only {model.config.vocab_size}"
         )
+    if prompt is None:
+        prompt = "\n" if "\n" in tokenizer.get_vocab() or tokenizer.bos_token_id is not None else tokenizer.decode([0])
     ids = encode_ordinary(tokenizer, prompt)
     if not ids:
         if tokenizer.bos_token_id is None:

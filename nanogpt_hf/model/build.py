@@ -52,7 +52,7 @@ def load_model(name: str) -> GPTForCausalLM:
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
         return GPTForCausalLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError, RuntimeError) as error:
+    except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
         reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
         raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {reason}") from error

@@ -19,7 +19,7 @@ class GPTConfig(PreTrainedConfig):
     """
 
     model_type = "nanogpt_hf"
-    keys_to_ignore_at_inference = ("past_key_values",)
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers adds lists to it)
     attribute_map = {  # noqa: RUF012  (transformers wants a plain dict)
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",
@@ -47,7 +47,7 @@ class GPTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        if self.n_embd % self.n_head:
+        if self.n_head < 1 or self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")

@@ -4,6 +4,8 @@ Flat and self-contained on purpose (with configuration_gpt.py and modeling_gpt.p
 """
 
 import torch
+from torch import nn
+from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
 from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
 
@@ -54,3 +56,27 @@ def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> d
     for name in [name for name in ours if ".ln_" in name and name.endswith(".weight")]:
         result.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(ours[name]))
     return {name: weight.contiguous() for name, weight in result.items()}
+
+
+def from_gpt2_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The way back, for who loads GPT-2's names into a model that is there already; our names pass as they are."""
+    result = {}
+    for name, weight in state_dict.items():
+        layer, _, kind = name.rpartition(".")
+        gpt2 = next((gpt2 for gpt2 in GPT2_LAYOUT if layer.endswith("." + gpt2)), None)
+        if gpt2 is None:
+            result[name] = weight
+            continue
+        names = GPT2_LAYOUT[gpt2]
+        parts = (weight.T if kind == "weight" else weight).chunk(len(names))
+        result |= {f"{layer.removesuffix(gpt2)}{ours}.{kind}": p for ours, p in zip(names, parts, strict=True)}
+    return result
+
+
+def drop_zero_biases(model: PreTrainedModel) -> None:
+    """Make a model whose biases are all zero one that has none. Biases that somebody has trained since stay."""
+    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None]
+    if not any(layer.bias.any() for layer in layers):
+        for layer in layers:
+            layer.register_parameter("bias", None)
+        model.config.bias = False

@@ -6,6 +6,7 @@ Flat and self-contained on purpose, with its two neighbours: the three files may
 Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
 """
 
+import copy
 import math
 
 import torch
@@ -25,7 +26,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
-from .layout_gpt import gpt2_state_dict
+from .layout_gpt import drop_zero_biases, from_gpt2_state_dict, gpt2_state_dict
 
 # Logits are computed for at most this many (row, vocabulary) pairs at once while training: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
@@ -119,6 +120,8 @@ class GPTPreTrainedModel(PreTrainedModel):
 class GPTModel(GPTPreTrainedModel):
     """The transformer without its head: input_ids (B, T) -> last_hidden_state (B, T, C)."""
 
+    _input_embed_layer = "wte"
+
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.wte = nn.Embedding(config.padded_vocab_size or config.vocab_size, config.n_embd)
@@ -128,12 +131,6 @@ class GPTModel(GPTPreTrainedModel):
         self.ln_f = nn.LayerNorm(config.n_embd, eps=config.layer_norm_epsilon, bias=config.bias)
         self.gradient_checkpointing = False
         self.post_init()
-
-    def get_input_embeddings(self):
-        return self.wte
-
-    def set_input_embeddings(self, value):
-        self.wte = value
 
     @merge_with_config_defaults
     @capture_outputs
@@ -211,7 +208,6 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         past_key_values=None,
         inputs_embeds=None,
         labels=None,
-        shift_labels=None,
         num_items_in_batch=None,
         skip_logits=None,
         use_cache=None,
@@ -224,6 +220,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         already. The loss is the mean over the labels counted, or their sum divided by `num_items_in_batch`.
         `skip_logits` (by default: when training on labels) leaves the logits out and saves their memory.
         """
+        shift_labels = kwargs.pop("shift_labels", None)  # no argument: the Trainer would want it in every batch
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
         if use_cache is None and shift_labels is not None:
@@ -258,27 +255,30 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
     @classmethod
     def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
         """As in transformers, except that a weight that is missing, left over or of the wrong shape is a ValueError."""
-        if "config" not in kwargs:
-            where = {k: kwargs[k] for k in ("revision", "token", "cache_dir", "local_files_only") if k in kwargs}
-            raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
-            # A GPT-2 on disk has biases, if only zeros: read them, then see whether they may go.
-            zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
-            kwargs |= {"bias": True} if zeros_for_no_bias else {}
+        keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
+        where = {key: kwargs[key] for key in keys if key in kwargs}
+        raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
+        # A GPT-2 on disk has biases, if only zeros: read them, then see whether they may go.
+        zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
+        if zeros_for_no_bias and isinstance(kwargs.get("config"), GPTConfig):
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            kwargs["config"].bias = True
+        elif zeros_for_no_bias:
+            kwargs["bias"] = True
         model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]
         if wrong:
             raise ValueError(f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}")
-        if "config" not in kwargs and zeros_for_no_bias:
-            model._drop_zero_biases()
+        if zeros_for_no_bias:
+            drop_zero_biases(model)
         return (model, info) if output_loading_info else model
 
-    def _drop_zero_biases(self):
-        layers = [m for m in self.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None]
-        if any(layer.bias.any() for layer in layers):
-            return  # somebody trained them since: they are part of the model now
-        for layer in layers:
-            layer.register_parameter("bias", None)
-        self.config.bias = False
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        return super().load_state_dict(from_gpt2_state_dict(state_dict), *args, **kwargs)
+
+    def resize_token_embeddings(self, *args, **kwargs):
+        self.config.padded_vocab_size = None  # whoever asks for a size gets that one
+        return super().resize_token_embeddings(*args, **kwargs)
 
     def save_pretrained(self, save_directory, state_dict=None, save_original_format=True, **kwargs):
         """Write a plain GPT-2; with save_original_format=False our own names and layout. `state_dict` has our names."""

@@ -182,7 +182,7 @@ def load_checkpoint(
             if shapes != {name: parameter.shape for name, parameter in parameters.items()}:
                 raise RunFolderError(f"{run.checkpoints}: is of another model; was the recipe's model changed?")
             layout = {name: (moment.shape, moment.dtype) for name, moment in moments.items()}
-            message = [(facts, layout)]
+            message = [(facts | {"has_best": run.best.is_dir()}, layout)]
         except RunFolderError as error:
             message = [error]
     broadcast_object_list(message, from_process=0)
@@ -209,4 +209,8 @@ def load_checkpoint(
     if scaler is not None and accelerator.scaler is not None:
         accelerator.scaler.load_state_dict(scaler)
     evaluation = facts.pop("evaluation")
+    if (
+        not facts.pop("has_best") and facts["best_step"] is not None
+    ):  # somebody removed it: the next evaluation makes a new one
+        facts |= {"best_loss": None, "best_step": None, "evaluated_step": -1}
     return TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))

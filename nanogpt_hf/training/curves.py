@@ -47,7 +47,7 @@ def draw_curves(events: list[dict[str, Any]], title: str, path: Path) -> None:
             color="#8c2d04",
             arrowprops={"arrowstyle": "->", "color": "#8c2d04"},
         )
-    top.set_title(title, loc="left", fontweight="bold")
+    top.set_title(title.replace("$", r"\$"), loc="left", fontweight="bold")
     top.set_ylabel("loss (nats a token)")
     top.legend(frameon=False)
     bottom.plot(steps, rates, color="#525252", linewidth=1.4)

@@ -60,6 +60,10 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     # Start anew, or stand where the newest checkpoint stood.
     if resume:
         state = load_checkpoint(accelerator, model, optimizer, run, accelerator.print)
+        if state.step > config.train.max_steps:
+            raise UserError(f"{run.path}: is at step {state.step:,}, past train.max_steps {config.train.max_steps:,}")
+        if accelerator.is_main_process:
+            run.go_on(config_to_yaml(config))
     else:
         state = TrainState()
         if accelerator.is_main_process:
@@ -99,14 +103,17 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 stopping = evaluation is None
                 if not stopping:
                     state.evaluation, state.evaluated_step = evaluation, state.step
-                    is_best = state.step > 0 and (state.best_loss is None or evaluation.loss < state.best_loss)
+                    best = math.inf if state.best_loss is None else state.best_loss
+                    is_best = state.step > 0 and evaluation.loss < best
                     if is_best:
                         state.best_loss, state.best_step = evaluation.loss, state.step
                         save_model(run.best)
                     tracking.evaluation(state, is_best)
+                tracking.restart_clock(state)
 
             if stopping or done or (state.step > 0 and state.step % config.checkpoint.every == 0):
                 save_checkpoint(accelerator, model, optimizer, state, run, config.checkpoint.keep)
+                tracking.restart_clock(state)
             if stopping:
                 why = stop.reason or "another process asked for it"
                 raise Stopped(f"stopped at step {state.step:,}, saved ({why}); go on with --resume")
@@ -114,7 +121,6 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 save_model(run.final)
                 return state
 
-            tracking.restart_clock(state)
             learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
             loss, grad_norm = train_step(
                 accelerator,

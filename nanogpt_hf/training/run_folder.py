@@ -1,8 +1,11 @@
 """The run folder: what lies where in it, and who may write there."""
 
+import contextlib
 import re
 import shutil
 from pathlib import Path
+
+import filelock
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
@@ -23,6 +26,8 @@ class RunFolder:
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.final = self.path / "final"
+        self.trackers = self.path / "trackers"
+        self._lock = filelock.FileLock(self.path / ".lock")
 
     def check(self, *, resume: bool, overwrite: bool) -> None:
         """Raises RunFolderError where the folder holds what a run must not touch, or lacks what --resume needs."""
@@ -34,14 +39,14 @@ class RunFolder:
             for folder in (self.best, self.final):
                 restore_model_folder(folder)
             if not self.checkpoint_folders():
-                raise RunFolderError(f"{self.path}: no checkpoint to resume from; leave --resume out to start anew")
+                raise RunFolderError(f"{self.path}: no checkpoint to resume from yet; start anew with --overwrite")
         elif self.recipe.exists():
             if not overwrite:
                 raise RunFolderError(
                     f"{self.path}: holds a run; add --resume to go on, --overwrite to start anew, or choose another "
                     "--run-dir"
                 )
-        elif self.path.exists() and any(self.path.iterdir()):
+        elif self.path.exists() and any(path.name != ".lock" for path in self.path.iterdir()):
             raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
 
     def changes(self, config: Config) -> list[str]:
@@ -66,7 +71,7 @@ class RunFolder:
     def start(self, recipe_yaml: str) -> None:
         """Make the folder, without whatever run was in it, and write the resolved recipe."""
         try:
-            for folder in (self.checkpoints, self.best, self.final):
+            for folder in (self.checkpoints, self.best, self.final, self.trackers):
                 shutil.rmtree(folder, ignore_errors=True)
             for file in (self.metrics, self.picture):
                 file.unlink(missing_ok=True)
@@ -74,6 +79,32 @@ class RunFolder:
             self.recipe.write_text(recipe_yaml, encoding="utf-8")
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def go_on(self, recipe_yaml: str) -> None:
+        """Write the recipe with what a resumed run changed in it, and clear away what a killed one left."""
+        self.recipe.write_text(recipe_yaml, encoding="utf-8")
+        for leftover in self.checkpoints.glob(".step_*.partial"):
+            shutil.rmtree(leftover)
+
+    def lock(self) -> None:
+        """Keep other processes out until this one ends. Raises RunFolderError where one is in already."""
+        self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            raise RunFolderError(f"{self.path}: another process is training in it; wait for it to end") from None
+        except OSError as error:
+            raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def unlock(self) -> None:
+        """Let others in; a folder in which nothing was begun goes again."""
+        self._lock.release()
+        if not self.recipe.exists():
+            (self.path / ".lock").unlink(missing_ok=True)
+            with contextlib.suppress(OSError):
+                for folder in self._made:
+                    folder.rmdir()
 
     def checkpoint_folders(self) -> list[Path]:
         """Whole checkpoints, oldest first."""

@@ -1,5 +1,6 @@
 """The machine: the Accelerator as accelerate's config asks for it, compiled blocks, and signals that end a run."""
 
+import contextlib
 import os
 import signal
 import threading
@@ -19,11 +20,10 @@ from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training.run_folder import RunFolder
 
 
-def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
-    """The Accelerator of this process, with the accumulation that the recipe's tokens per step ask for.
+def check_launch(config: Config) -> int:
+    """The accumulation that the recipe's tokens per step ask of this launch's processes.
 
-    Raises UserError where the launch did not give the processes it promised, where tokens per step do not divide
-    over them, and where a tracker is not installed.
+    Raises UserError where they do not divide, and where a tracker is unknown or not installed.
     """
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
@@ -31,11 +31,19 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
             raise UserError(f"tracking.trackers: accelerate knows no tracker {tracker!r}{near}")
         if tracker not in map(str, get_available_trackers()):
             raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
-    world_size = int(os.environ.get("WORLD_SIZE", "1"))
     try:
-        accumulation = accumulation_steps(config, world_size)
+        return accumulation_steps(config, int(os.environ.get("WORLD_SIZE") or 1))
     except ValueError as error:
         raise UserError(str(error)) from None
+
+
+def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
+    """The Accelerator of this process, with the accumulation that the recipe's tokens per step ask for.
+
+    Raises UserError where `check_launch` does, and where the launch did not give what the accelerate config asks for.
+    """
+    accumulation = check_launch(config)
+    world_size = int(os.environ.get("WORLD_SIZE") or 1)
     if world_size > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
         # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -44,7 +52,7 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     accelerator = Accelerator(
         gradient_accumulation_plugin=plugin,
         log_with=config.tracking.trackers or None,
-        project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.path / "trackers")),
+        project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
     )
     if accelerator.num_processes != world_size:
         raise UserError(
@@ -131,6 +139,8 @@ def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
 
     def handle(number, frame):
         request.reason = f"{signal.Signals(number).name} came"
+        with contextlib.suppress(OSError):  # print() might be in the middle of a line
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if threading.current_thread() is not threading.main_thread():

@@ -1,5 +1,7 @@
 """How much arithmetic a token costs, and what share of the device's peak a run reaches."""
 
+import re
+
 import torch
 
 from nanogpt_hf.model.build import count_parameters
@@ -10,9 +12,11 @@ BF16_PEAKS = (
     ("B200", 2250e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
     ("H100", 989e12),
     ("A100", 312e12),
     ("L40S", 362e12),
+    ("L40", 181e12),
     ("L4", 121e12),
     ("RTX 4090", 165e12),
     ("MI300X", 1307e12),
@@ -33,4 +37,11 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in BF16_PEAKS if part in name), None)
+    return peak_of(name)
+
+
+def peak_of(name: str) -> float | None:
+    """The bf16 peak of a device by its name, None for one that is not in the table (or a laptop's namesake)."""
+    if "Laptop" in name:
+        return None
+    return next((peak for part, peak in BF16_PEAKS if re.search(rf"\b{part}\b", name)), None)

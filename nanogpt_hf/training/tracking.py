@@ -1,5 +1,6 @@
 """What a run says: metrics.jsonl, the console, accelerate's trackers, and the picture of the loss."""
 
+import contextlib
 import json
 import math
 import os
@@ -24,11 +25,15 @@ _SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
 
 
 def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """The events of metrics.jsonl. A last line that a kill cut short is left out."""
-    if not run.metrics.exists():
-        return []
-    lines = run.metrics.read_text(encoding="utf-8").split("\n")[:-1]
-    return [json.loads(line) for line in lines]
+    """The events of metrics.jsonl. What is no event, such as a last line that a kill cut short, is left out."""
+    events = []
+    if run.metrics.exists():
+        for line in run.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
+                event = json.loads(line)
+                if isinstance(event, dict) and isinstance(event.get("step"), int):
+                    events.append(event)
+    return events
 
 
 class Tracking:
@@ -42,9 +47,12 @@ class Tracking:
         self.parameters = count_parameters(model_config)
         self.flops_per_token = flops_per_token(model_config, config.data.block_size)
         self.peak = peak_flops(accelerator.device)
-        self.events = [e for e in read_metrics(run) if e["step"] <= state.step]  # what came after is done again
+        self.events = []
         if self.main:
-            run.metrics.write_text("".join(json.dumps(e) + "\n" for e in self.events), encoding="utf-8")
+            self.events = [e for e in read_metrics(run) if e["step"] <= state.step]  # what came after is done again
+            partial = run.metrics.with_name(f".{run.metrics.name}")
+            partial.write_text("".join(json.dumps(e) + "\n" for e in self.events), encoding="utf-8")
+            partial.replace(run.metrics)
         self.bar = None
         if accelerator.log_with:
             self._start_trackers()
@@ -54,19 +62,17 @@ class Tracking:
         self.restart_clock(state)
 
     def _start_trackers(self) -> None:
+        wandb_options = {"name": self.config.name, "dir": str(self.run.path)}
         if "wandb" in self.config.tracking.trackers and "WANDB_MODE" not in os.environ:
             import wandb
 
             if not wandb.login(prompt=False):
-                os.environ["WANDB_MODE"] = "offline"
+                wandb_options["mode"] = "offline"
                 self.say("wandb: no login found, so the run is kept offline; `wandb sync` sends it later")
         flat = {f"{s}.{k}": v for s, knobs in config_to_dict(self.config).items() for k, v in knobs.items()}
         plain = {k: ", ".join(v) if isinstance(v, list) else v for k, v in flat.items() if v is not None}
-        self.accelerator.init_trackers(
-            self.config.tracking.project,
-            config=plain,
-            init_kwargs={"wandb": {"name": self.config.name, "dir": str(self.run.path)}},
-        )
+        project = self.config.tracking.project
+        self.accelerator.init_trackers(project, config=plain, init_kwargs={"wandb": wandb_options})
 
     def say(self, line: str) -> None:
         """Print a line on the main process, above the bar where there is one."""
@@ -145,8 +151,12 @@ class Tracking:
         self.draw()
 
     def draw(self) -> None:
+        """Draw the curves. A picture that cannot be drawn must not end a run, nor hide why it ended."""
         if self.main:
-            draw_curves(self.events, self.config.name, self.run.picture)
+            try:
+                draw_curves(self.events, self.config.name, self.run.picture)
+            except Exception as error:
+                self.say(f"{self.run.picture}: cannot be drawn: {error}")
 
     def __enter__(self) -> "Tracking":
         train = self.config.train

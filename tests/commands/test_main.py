@@ -85,8 +85,7 @@ def complaint(capsys, *arguments: str) -> str:
         (["pretrain", "R", "other"], "cli.py pretrain: 'other' is one argument too many; see cli.py pretrain --help"),
         (
             ["sample", "M", "--temperature", "warm"],
-            "cli.py sample: argument --temperature: invalid number of at least 0 value: 'warm'; "
-            "see cli.py sample --help",
+            "cli.py sample: argument --temperature: expected a number, got 'warm'; see cli.py sample --help",
         ),
         (["sample", "M", "--train.seed", "3"], "cli.py sample: --train.seed: sampling has no recipe to set knobs of"),
     ],
@@ -104,6 +103,14 @@ def test_all_mistakes_of_a_recipe_and_its_overrides_are_said_at_once(capsys, wri
         f"{recipe}: model.n_embd: 16 is not a multiple of model.n_head 3",
         "3 problems; nothing was started.",
     ]
+
+
+def test_overrides_may_stand_before_the_recipe(capsys, tmp_path, monkeypatch, write_recipe):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = run(capsys, "pretrain", "--train.max_steps", "5", write_recipe(), "--dry-run", "--train.seed=3")
+    assert status == 0
+    assert "max_steps: 5\n" in out
+    assert "seed: 3\n" in out
 
 
 def bad_source(tmp_path, kind: str) -> str:
@@ -157,6 +164,13 @@ def test_a_vocabulary_larger_than_the_models_is_one_clear_line(capsys, tmp_path,
     status, _, err = run(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
     assert status == 2
     assert "more than the model's 5; leave model.vocab_size out to fit the tokenizer" in err
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("data", ["run", "run/data", "."])
+def test_a_run_and_its_data_do_not_lie_in_each_other(capsys, tmp_path, write_recipe, data):
+    error = complaint(capsys, "pretrain", write_recipe(data__dir=str(tmp_path / data)), "--run-dir", tmp_path / "run")
+    assert "lie in each other; choose two folders" in error
     assert not (tmp_path / "run").exists()
 
 

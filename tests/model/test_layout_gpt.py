@@ -190,6 +190,44 @@ def test_biases_that_somebody_trained_since_are_kept(tmp_path):
     assert same_logits(back, trained)
 
 
+@pytest.mark.parametrize("how", ["config", "config folder", "subfolder"])
+def test_a_model_without_biases_opens_in_every_way_of_naming_it(tmp_path, how):
+    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
+    folder = tmp_path / "best"
+    model.save_pretrained(folder)
+    if how == "subfolder":
+        back = GPTForCausalLM.from_pretrained(tmp_path, subfolder="best")
+    else:
+        config = GPTConfig.from_pretrained(folder)
+        back = GPTForCausalLM.from_pretrained(folder, config=config if how == "config" else str(folder))
+        assert config.bias is False
+    assert back.config.bias is False
+    assert same_logits(back, model)
+
+
+def test_gpt2s_names_load_into_a_model_that_is_there(gpt2):
+    # as the Trainer does with strict=False when it resumes or takes the best model
+    reference, folder = gpt2()
+    model = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
+    loaded = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
+    assert loaded.missing_keys == ["lm_head.weight"]  # tied
+    assert loaded.unexpected_keys == []
+    assert same_logits(model, reference)
+    again = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
+    again.load_state_dict(model.state_dict())
+    assert same_logits(again, reference)
+
+
+def test_a_padded_vocabulary_can_be_resized_and_saved(tmp_path):
+    model = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, padded_vocab_size=64))
+    model.resize_token_embeddings(70)
+    for own in (True, False):
+        model.save_pretrained(tmp_path / str(own), save_original_format=own)
+        back = GPTForCausalLM.from_pretrained(tmp_path / str(own))
+        assert back.transformer.wte.weight.shape == (70, 32)
+        assert same_logits(back, model)
+
+
 def test_our_own_layout_is_written_on_request_and_opens_by_auto_class(tmp_path):
     model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
     model.save_pretrained(tmp_path, save_original_format=False)

@@ -9,6 +9,7 @@ import torch
 import transformers
 from torch.nn import functional as F
 from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
+from transformers.utils.generic import find_labels
 
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, modeling_gpt
@@ -278,6 +279,10 @@ def test_hidden_states_and_attentions_are_recorded():
 def test_more_tokens_than_positions_is_one_clear_error():
     with pytest.raises(ValueError, match="33 tokens are more than the model's 32 positions"):
         tiny()(ids(1, 33))
+
+
+def test_the_trainer_sees_one_label():
+    assert find_labels(GPTForCausalLM) == ["labels"]
 
 
 def test_auto_classes_know_the_model():

@@ -156,6 +156,20 @@ def test_a_resumed_run_may_change_how_it_trains_but_not_what(write_recipe, tmp_p
             run.changes(load_config(write_recipe(**other)))
 
 
+def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
+    first, second = (RunFolder(tmp_path / "new" / "run") for _ in range(2))
+    first.lock()
+    with pytest.raises(RunFolderError, match="another process is training in it"):
+        second.lock()
+    first.check(resume=False, overwrite=False)  # its own lock is in nobody's way
+    first.unlock()
+    assert not (tmp_path / "new").exists()  # nothing was begun
+    second.lock()
+    second.start("model: {}\n")
+    second.unlock()
+    assert second.recipe.exists()
+
+
 def test_a_folder_that_is_not_ours_is_refused_even_to_overwrite(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):

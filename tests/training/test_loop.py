@@ -19,7 +19,7 @@ from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.model.build import build_gpt_config, build_model
-from nanogpt_hf.training import loop, runtime
+from nanogpt_hf.training import loop, runtime, tracking
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -338,6 +338,64 @@ def test_bf16_of_the_accelerate_config_keeps_float32_weights_and_learns(start, m
     losses = column(half, "val/loss")
     assert losses[40] < losses[0] - 0.5
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+
+
+def test_a_run_that_is_past_its_steps_is_refused_and_left_alone(start):
+    run = start(train__max_steps=6)
+    before = weights(run)
+    with pytest.raises(UserError, match=r"is at step 6, past train.max_steps 4"):
+        start(resume=True, train__max_steps=4)
+    assert before.keys() == weights(run).keys()
+    assert max(column(run, "train/loss")) == 6
+
+
+def test_a_resumed_run_writes_down_what_it_changed(start):
+    start(train__max_steps=6)
+    run = start(resume=True, train__max_steps=8)
+    assert load_config(run.recipe).train.max_steps == 8
+
+
+def test_what_is_no_event_in_the_metrics_is_left_out(start):
+    run = start(train__max_steps=4)
+    with run.metrics.open("ab") as file:
+        file.write(b'\n\n{"loss": 1}\n[1]\n\xff\n{"step": 4, "tok')
+    longer = start(resume=True, train__max_steps=6)
+    assert list(column(longer, "train/loss")) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_best_model_that_was_removed_is_made_anew(start):
+    run = start(train__max_steps=6)
+    shutil.rmtree(run.best)
+    start(resume=True, train__max_steps=6)
+    assert (run.best / "model.safetensors").is_file()
+
+
+def test_a_loss_that_is_not_a_number_is_nobodys_best(start, monkeypatch):
+    monkeypatch.setattr(GPTForCausalLM, "_summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan)
+    run = start("lost", train__max_steps=3)
+    assert not run.best.exists()
+    assert all("NaN" not in line for line in run.metrics.read_text().splitlines())
+    assert set(column(run, "val/loss").values()) == {None}
+
+
+def test_tokens_per_second_count_all_steps_since_the_last_report(start, monkeypatch):
+    clock = itertools.count()  # a second a look
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(clock))
+    run = start(train__max_steps=40, tracking__every=10, eval__every=1000, checkpoint__every=1000)
+    rates = column(run, "train/tokens_per_second")
+    # the loop looks twice a step, so ten steps of 128 tokens take about 20 seconds, and not one
+    assert all(rates[step] == pytest.approx(128 / 2, rel=0.2) for step in (20, 30, 40))
+
+
+def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, capsys):
+    for name in ("WANDB_MODE", "WANDB_API_KEY"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
+    run = start(tracking__trackers=["wandb"])
+    assert list((run.path / "wandb").glob("offline-run-*"))
+    assert capsys.readouterr().out.count("wandb: no login found") == 1
 
 
 def test_metrics_are_plain_json_lines(start):

@@ -1,14 +1,35 @@
 """The arithmetic of a token."""
 
+import pytest
 import torch
 
 from nanogpt_hf.model import GPTConfig
-from nanogpt_hf.training.throughput import flops_per_token, peak_flops
+from nanogpt_hf.training.throughput import flops_per_token, peak_flops, peak_of
 
 
 def test_flops_of_gpt2_small_are_nanogpts():
     # 6 · (124,439,808 − 1024 · 768 positions) + 12 layers · 12 heads · 64 wide · 1024 tokens · 12
     assert flops_per_token(GPTConfig(), 1024) == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "peak"),
+    [
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H100 NVL", 835e12),
+        ("NVIDIA A100-SXM4-40GB", 312e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40", 181e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla T4", None),
+    ],
+)
+def test_peaks_go_by_whole_names(name, peak):
+    assert peak_of(name) == peak
 
 
 def test_an_unknown_device_has_no_peak():
