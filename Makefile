@@ -9,7 +9,7 @@ quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
 	@echo
 	@echo "A sample from the model:"
-	@$(BIN)/python cli.py sample runs/quickstart --prompt 'The ' --max-new-tokens 400 --temperature 0.6
+	@$(BIN)/python cli.py sample runs/quickstart --prompt 'The ' --max-new-tokens 300 --temperature 0.6
 	@echo
 	@echo "The model is in runs/quickstart/best, the curve is runs/quickstart/loss.png, the metrics are in"
 	@echo "runs/quickstart/metrics.jsonl. To try next:"
