@@ -36,8 +36,6 @@ class RunFolder:
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
         if resume:
-            for folder in (self.best, self.final):
-                restore_model_folder(folder)
             if not self.checkpoint_folders():
                 raise RunFolderError(f"{self.path}: no checkpoint to resume from yet; start anew with --overwrite")
         elif self.recipe.exists():
@@ -81,17 +79,22 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def go_on(self, recipe_yaml: str) -> None:
-        """Write the recipe with what a resumed run changed in it, and clear away what a killed one left."""
+        """Write the recipe with what a resumed run changed in it."""
         self.recipe.write_text(recipe_yaml, encoding="utf-8")
-        for leftover in self.checkpoints.glob(".step_*.partial"):
-            shutil.rmtree(leftover)
 
     def lock(self) -> None:
-        """Keep other processes out until this one ends. Raises RunFolderError where one is in already."""
+        """Keep other processes out until this one ends, and put right what a killed one left.
+
+        Raises RunFolderError where another process is in already.
+        """
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
+            for folder in (self.best, self.final):
+                restore_model_folder(folder)
+            for leftover in self.checkpoints.glob(".step_*.partial"):
+                shutil.rmtree(leftover)
         except filelock.Timeout:
             raise RunFolderError(f"{self.path}: another process is training in it; wait for it to end") from None
         except OSError as error:

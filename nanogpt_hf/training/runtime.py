@@ -23,8 +23,10 @@ from nanogpt_hf.training.run_folder import RunFolder
 def check_launch(config: Config) -> int:
     """The accumulation that the recipe's tokens per step ask of this launch's processes.
 
-    Raises UserError where they do not divide, and where a tracker is unknown or not installed.
+    Raises UserError where they do not divide, where a tracker is unknown or not installed, and under DeepSpeed.
     """
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        raise UserError("DeepSpeed is not supported yet; accelerate_configs/fsdp2.yaml shards the same state")
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
@@ -59,14 +61,12 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
             f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}: each would "
             "train alone; check distributed_type and use_cpu in the accelerate config"
         )
-    for kind in ("FSDP", "DEEPSPEED"):
-        asked = os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
-        obtained = accelerator.distributed_type.value
-        if asked and obtained != kind:
-            raise UserError(
-                f"the accelerate config asks for {kind}, but this machine gives {obtained} on "
-                f"{accelerator.device.type}; choose a config without {kind}, such as accelerate_configs/cpu_ddp.yaml"
-            )
+    asked_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
+    if asked_fsdp and accelerator.distributed_type != DistributedType.FSDP:
+        raise UserError(
+            f"the accelerate config asks for FSDP, but this machine gives {accelerator.distributed_type.value} on "
+            f"{accelerator.device.type}; choose a config without FSDP, such as accelerate_configs/cpu_ddp.yaml"
+        )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
         if fsdp.fsdp_version != 2:

@@ -174,6 +174,13 @@ def test_a_run_and_its_data_do_not_lie_in_each_other(capsys, tmp_path, write_rec
     assert not (tmp_path / "run").exists()
 
 
+def test_deepspeed_is_refused_before_anything_is_written(capsys, monkeypatch, tmp_path, write_recipe):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
+    assert error.startswith("DeepSpeed is not supported yet; accelerate_configs/fsdp2.yaml")
+    assert not (tmp_path / "run").exists()
+
+
 def test_out_of_memory_names_the_knobs_to_turn(capsys, monkeypatch, tmp_path, write_recipe):
     def full(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")

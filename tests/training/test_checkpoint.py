@@ -156,6 +156,19 @@ def test_a_resumed_run_may_change_how_it_trains_but_not_what(write_recipe, tmp_p
             run.changes(load_config(write_recipe(**other)))
 
 
+def test_what_a_killed_process_left_is_put_right_only_once_nobody_else_is_in(run):
+    run.best.mkdir()
+    run.best.rename(run.path / ".best.old")  # killed between the two renames
+    (run.checkpoints / ".step_00000008.partial").mkdir()
+    save_checkpoint(*training(), TrainState(step=4), run, keep=2)
+    run.check(resume=True, overwrite=False)
+    assert not run.best.exists()
+    run.lock()
+    assert run.best.exists()
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
+    run.unlock()
+
+
 def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
     first, second = (RunFolder(tmp_path / "new" / "run") for _ in range(2))
     first.lock()
