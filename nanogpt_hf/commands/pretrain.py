@@ -53,10 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         prepare_and_say(config)
         state = train(config, folder, resume=arguments.resume)
     except torch.OutOfMemoryError as error:
-        raise UserError(
-            f"out of memory with train.micro_batch_size {config.train.micro_batch_size}: halve it (the step keeps its "
-            "tokens, by more accumulation), or choose an accelerate config that shards or checkpoints activations"
-        ) from error
+        raise UserError(out_of_memory(config)) from error
     finally:
         if main_process:
             folder.unlock()
@@ -70,6 +67,17 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             f"  metrics  {folder.metrics}\n"
             f"next: python cli.py sample {folder.path} --prompt 'The '"
         )
+
+
+def out_of_memory(config: Config) -> str:
+    """What took the memory, and what would save some."""
+    from nanogpt_hf.data.manifest import read_manifest
+    from nanogpt_hf.model.build import build_gpt_config, count_parameters
+    from nanogpt_hf.training.memory import out_of_memory_advice
+
+    vocab_size = read_manifest(Path(config.data.dir)).vocab_size
+    half = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    return out_of_memory_advice(config, count_parameters(build_gpt_config(config.model, vocab_size)), half=half)
 
 
 def dry_run(config: Config) -> None:

@@ -72,7 +72,9 @@ class OptimSection:
 class TrainSection:
     max_steps: int = knob(600_000, "optimizer steps", low=1)
     tokens_per_step: int = knob(491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1)
-    micro_batch_size: int = knob(12, "sequences in one forward pass of one process", low=1)
+    micro_batch_size: int | Literal["auto"] = knob(
+        12, "sequences in one forward pass of one process; auto takes the most that fit", low=1
+    )
     seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0)
     max_time: str | None = knob(None, "save and stop after this time, for example 11h30m or 45m (exit status 75)")
 
@@ -149,8 +151,9 @@ def set_value(config: Config, key: str, value: Any) -> None:
     setattr(getattr(config, section), name, value)
 
 
-def _uneven_step(tokens: int, micro: int, block: int, processes: int = 1) -> str | None:
+def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) -> str | None:
     """The complaint where micro-batches do not add up to a step of `tokens`, with the sum and values that would."""
+    micro = 1 if micro == "auto" else micro
     unit = micro * block * processes
     if tokens % unit == 0:
         return None
@@ -214,7 +217,7 @@ CHECKS = (
 
 
 def accumulation_steps(config: Config, num_processes: int) -> int:
-    """Micro-batches that each of `num_processes` data-parallel processes runs in one optimizer step.
+    """Micro-batches that each of `num_processes` data-parallel processes runs in one optimizer step; auto counts as 1.
 
     Raises ValueError, with the sum and the nearest tokens_per_step that divide, where no whole number results.
     """
@@ -222,7 +225,8 @@ def accumulation_steps(config: Config, num_processes: int) -> int:
     problem = _uneven_step(train.tokens_per_step, train.micro_batch_size, block_size, num_processes)
     if problem:
         raise ValueError(f"train.tokens_per_step: {problem}")
-    return train.tokens_per_step // (train.micro_batch_size * block_size * num_processes)
+    micro = 1 if train.micro_batch_size == "auto" else train.micro_batch_size
+    return train.tokens_per_step // (micro * block_size * num_processes)
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config, seconds_of
@@ -24,11 +23,12 @@ from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
+from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
 from nanogpt_hf.training.optimizer import build_optimizer, clip_gradients
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, describe_machine, prepare_blocks, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
-from nanogpt_hf.training.shards import full_weights, start_zero_moments
+from nanogpt_hf.training.shards import full_weights
 from nanogpt_hf.training.tracking import Tracking
 
 BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
@@ -47,18 +47,25 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     model = build_model(model_config, config.train.seed)
     prepare_blocks(model, accelerator)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        start_zero_moments(optimizer)
-    batches = Batches(
-        data.train,
-        block_size=config.data.block_size,
-        order=config.data.order,
-        seed=config.train.seed,
-        micro_batch_size=config.train.micro_batch_size,
-        accumulation=accelerator.gradient_accumulation_steps,
-        rank=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-    )
+
+    def batches_of(micro_batch_size: int) -> Batches:
+        return Batches(
+            data.train,
+            block_size=config.data.block_size,
+            order=config.data.order,
+            seed=config.train.seed,
+            micro_batch_size=micro_batch_size,
+            accumulation=accelerator.gradient_accumulation_steps,
+            rank=accelerator.process_index,
+            num_processes=accelerator.num_processes,
+        )
+
+    def rehearse(size: int) -> None:
+        with rehearsal(accelerator, optimizer):
+            train_step(accelerator, model, optimizer, batches_of(size), 0, learning_rate=0.0, max_grad_norm=0.0)
+
+    config = settle_micro_batch(accelerator, model, config, run if resume else None, rehearse)
+    batches = batches_of(config.train.micro_batch_size)
 
     # Start anew, or stand where the newest checkpoint stood.
     if resume:

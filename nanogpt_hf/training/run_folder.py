@@ -53,7 +53,12 @@ class RunFolder:
         Raises RunFolderError where that would make it another experiment: another model, text, order or step.
         """
         before = load_config(self.recipe)
-        different = [key for key in KNOBS if get_value(before, key) != get_value(config, key)]
+        found = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which stays
+        different = [
+            key
+            for key in KNOBS
+            if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != found
+        ]
         lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
         fixed = ("model.", "data.", "train.seed", "train.tokens_per_step")
         other = [
@@ -65,6 +70,10 @@ class RunFolder:
                 f"{self.path}: --resume goes on with the same experiment; the recipe has changed: {what}"
             )
         return lines
+
+    def micro_batch_size(self) -> int:
+        """What the run's recipe says, where `auto` has become the number that was found."""
+        return load_config(self.recipe).train.micro_batch_size
 
     def start(self, recipe_yaml: str) -> None:
         """Make the folder, without whatever run was in it, and write the resolved recipe."""

@@ -112,8 +112,11 @@ def _hand_to_deepspeed(deepspeed_config: dict, config: Config, accumulation: int
     ours = {
         "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
         "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
-        "train_micro_batch_size_per_gpu": (config.train.micro_batch_size, "train.micro_batch_size"),
     }
+    if config.train.micro_batch_size == "auto":
+        deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # until it is found
+    else:
+        ours["train_micro_batch_size_per_gpu"] = (config.train.micro_batch_size, "train.micro_batch_size")
     for key, (value, knob) in ours.items():
         stated = deepspeed_config.get(key, "auto")
         if stated not in ("auto", value):

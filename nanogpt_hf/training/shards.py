@@ -65,13 +65,12 @@ def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[
                 parameter.copy_(value)
                 continue
             import deepspeed
-            from deepspeed.utils import safe_set_full_fp32_param
 
             value = _broadcast(accelerator, weights.get(name), whole_shape(parameter), torch.float32)
             with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
                 parameter.data.copy_(value)
             if parameter.requires_grad:
-                safe_set_full_fp32_param(parameter, value)
+                _set_zero(accelerator, parameter, value)
 
 
 def set_moments(
@@ -92,12 +91,10 @@ def set_moments(
                 key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys
             }
             continue
-        from deepspeed.utils import safe_set_full_optimizer_state
-
         for key in keys:
             value, kind = _broadcast(accelerator, moments.get(key), *layout[key]), key.rpartition(".")[2]
             if kind in _MOMENTS:
-                safe_set_full_optimizer_state(parameter, value, kind)
+                _set_zero(accelerator, parameter, value, kind)
             else:
                 for state in _zero_states(optimizer):
                     state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
@@ -122,21 +119,39 @@ def set_scaler_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer,
         vars(optimizer.optimizer.loss_scaler).update(state)
 
 
-def start_zero_moments(optimizer: torch.optim.Optimizer) -> None:
-    """Give DeepSpeed's optimizer the zero moments that AdamW would make in its first step.
+def forget_moments(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Put the optimizer where it stood before its first step."""
+    if not _is_zero(accelerator):
+        optimizer.state.clear()
+        return
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
-    Until they exist they cannot be loaded, and DeepSpeed 0.19 finds only those of the first parameter group later.
-    """
     zero = optimizer.optimizer
-    for flat in _zero_flats(optimizer):
-        step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
-        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in _MOMENTS}
-    if hasattr(zero, "_lazy_init_hp_params_optimizer_state"):  # ZeRO-2; ZeRO-3 looks them up
-        zero._lazy_init_hp_params_optimizer_state()
+    for state in _zero_states(optimizer):
+        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
+        for key in _MOMENTS:
+            state[key].zero_()
+    if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's moments accessible
+        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
 
 
 def _is_zero(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def _set_zero(
+    accelerator: Accelerator, parameter: torch.nn.Parameter, value: torch.Tensor, moment: str | None = None
+) -> None:
+    """Put this process's part of a whole float32 weight, or of one of its moments, into DeepSpeed's flat buffers."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.set_full_hp_param(value, moment)
+        return
+    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this forgets the padding
+    size = parameter.ds_tensor.numel()
+    padded = torch.nn.functional.pad(value.flatten(), (0, size * accelerator.num_processes - value.numel()))
+    part = padded.narrow(0, size * accelerator.process_index, size)
+    parameter._z3_optimizer.set_local_hp_param(part, parameter, moment)
 
 
 def _zero_flats(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:

@@ -200,7 +200,7 @@ def test_out_of_memory_names_the_knobs_to_turn(capsys, monkeypatch, tmp_path, wr
     monkeypatch.setattr("nanogpt_hf.training.loop.train", full)
     status, _, err = run(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
     assert status == 2
-    assert "out of memory with train.micro_batch_size 4: halve it" in err
+    assert "activations of 4 sequences about 0.0 GB. train.micro_batch_size 2 saves" in err
     assert err.count("\n") == 1
 
 

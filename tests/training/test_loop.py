@@ -148,7 +148,8 @@ class StopAfter:
         train_step, seen = loop.train_step, []
 
         def counting(*arguments, **options):
-            seen.append(1)
+            if options["learning_rate"]:  # 0 in the rehearsal
+                seen.append(1)
             if len(seen) == step:
                 os.kill(os.getpid(), signal.SIGTERM)
             return train_step(*arguments, **options)
@@ -240,7 +241,7 @@ def poison(monkeypatch, steps: range) -> None:
     train_step, calls = loop.train_step, itertools.count()
 
     def poisoned(accelerator, model, *arguments, **options):
-        if next(calls) not in steps:
+        if not options["learning_rate"] or next(calls) not in steps:  # it is 0 in the rehearsal
             return train_step(accelerator, model, *arguments, **options)
         handle = (
             accelerator.unwrap_model(model).transformer.h[0].register_forward_hook(lambda m, i, out: out * math.nan)
