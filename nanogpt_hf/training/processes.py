@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import socket
 import threading
 import time
@@ -124,7 +125,7 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
         # torch.distributed's own errors; gloo's are plain RuntimeErrors that name its source file
         if not isinstance(error, torch.distributed.DistError) and "/gloo/" not in str(error):
             raise
-        what = str(error).strip().partition("\n")[0]
+        what = re.sub(r"\[\S+/gloo/\S+\] ", "", str(error).strip().partition("\n")[0])
         if "connectFullMesh" in what:
             what += "; is GLOO_SOCKET_IFNAME the network interface between the machines?"
         kept = run and run.newest_checkpoint()

@@ -24,6 +24,7 @@ OPTIONS = {
     "train__max_steps": 10,
     "train__micro_batch_size": 2,
     "optim__schedule": "constant",  # a run that is longer than the others begins as they do
+    "optim__learning_rate": 2e-3,
     "eval__every": 5,
     "checkpoint__every": 5,
     "checkpoint__keep": 5,
@@ -38,7 +39,6 @@ class Host:
         self.interface = f"{name}e"
         self.log = folder.parent / f"host{rank}.log"
         self.environment = {
-            "GLOO_SOCKET_IFNAME": self.interface,
             "MASTER_ADDR": ADDRESSES[0],
             "RANK": str(rank),
             "WORLD_SIZE": "2",
@@ -52,7 +52,8 @@ class Host:
             ["ip", "netns", "exec", self.namespace, sys.executable, *words],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": self.interface},
             **options,
         )
 
@@ -141,8 +142,14 @@ def wait_for_step(run: RunFolder, step: int) -> None:
 
 
 def test_two_hosts_that_share_a_file_system_are_the_same_experiment_as_one_process(hosts, alone, recipe, tmp_path):
-    order_both(hosts, [recipe, "--run-dir", "run"], folder=tmp_path)
-    assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text() + hosts[1].log.read_text()
+    # with the launcher and the config that a user would take, less what needs GPUs
+    launch = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
+    launch += [f"--config_file={ROOT}/accelerate_configs/multi_node_ddp.yaml", f"--main_process_ip={ADDRESSES[0]}"]
+    launch += ["--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no"]
+    ours = [str(ROOT / "cli.py"), "pretrain", str(recipe), "--run-dir", "run"]
+    started = [host.start(*launch, f"--machine_rank={host.rank}", *ours, cwd=tmp_path) for host in hosts]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
     assert_same_experiment(RunFolder(tmp_path / "run"), alone)
 
 
@@ -177,7 +184,7 @@ def test_a_host_that_has_something_else_is_one_clear_line_on_both(hosts, recipe,
         line = "has the data's revision 'sha256:"
     elif what == "recipe":
         second = ["--optim.learning_rate", "0.5"]
-        line = "has optim.learning_rate 0.5 instead of 0.01 of process 0"
+        line = "has optim.learning_rate 0.5 instead of 0.002 of process 0"
     else:
         (folders[1] / "input.txt").unlink()
         line = "input.txt: no such file or folder"
