@@ -1,6 +1,7 @@
 """The scripts that clusters start: stopping and going on for real, requeueing under a SLURM that is made up."""
 
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -9,7 +10,9 @@ import time
 from pathlib import Path
 
 import pytest
+import yaml
 
+from nanogpt_hf.commands import main
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -144,6 +147,45 @@ def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, 
     assert "--num_machines 2 --num_processes 8 --main_process_ip node7 --main_process_port 21415" in command
     assert command.endswith("cli.py pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4")
     assert 'launch/run.sh --machine_rank "$SLURM_NODEID"' in command
+
+
+def test_the_kubernetes_job_is_one():
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    resources = list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
+    assert [resource["kind"] for resource in resources] == ["Service", "PersistentVolumeClaim", "Job"]
+    for resource in resources:
+        kubernetes_validate.validate(resource, "1.34", strict=True)
+    service, claim, job = resources
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    # what no schema knows: that its parts fit each other, and our program
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert spec["completions"] == spec["parallelism"]
+    for argument in (f"--num_machines={spec['completions']}", f"--num_processes={spec['completions'] * gpus}"):
+        assert argument in container["args"]
+    assert f"--main_process_ip={job['metadata']['name']}-0.{service['metadata']['name']}" in container["args"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    actions = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert actions == {75: "Ignore", 2: "FailJob"}
+    ours = container["args"][container["args"].index("cli.py") + 1 :]
+    assert main([*ours, "--dry-run"]) == 0
+
+
+def test_the_images_parts_are_where_it_looks_for_them():
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE) for word in line.split()]
+    assert "constraints.txt" in copied
+    assert all((ROOT / word).exists() for word in copied)
+    (entry,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', text, re.MULTILINE)
+    assert os.access(ROOT / entry, os.X_OK)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert not {word.split("/")[0] for word in [*copied, entry, "recipes", "accelerate_configs"]} & set(ignored)
 
 
 @pytest.mark.parametrize("name", ["run.sh", "slurm.sbatch"])
