@@ -22,7 +22,7 @@ trap 'asked=yes; [ -z "$launcher" ] || tell' TERM INT USR1
 # own: SIGQUIT stays its way out. The training processes install theirs.
 (
     trap '' TERM INT USR1
-    PET_SIGNALS_TO_HANDLE=SIGQUIT exec accelerate launch "$@"
+    PET_SIGNALS_TO_HANDLE=SIGQUIT exec accelerate launch --quiet "$@"
 ) &
 launcher=$!
 

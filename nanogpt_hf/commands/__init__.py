@@ -101,7 +101,8 @@ def main(arguments: list[str]) -> int:
 
 def console() -> None:
     """The `nanogpt-hf` program, and `python cli.py`."""
-    for name in ("SIGTERM", "SIGUSR1"):  # launch/run.sh starts us from a launcher that ignores them, and so should not we
+    # launch/run.sh has a launcher that ignores these, and what is ignored is inherited.
+    for name in ("SIGTERM", "SIGUSR1"):
         number = getattr(signal, name, None)  # Windows has no SIGUSR1
         if number is not None and signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)

@@ -22,7 +22,7 @@ from nanogpt_hf.training.run_folder import RunFolder
 PEER_TIMEOUT = timedelta(minutes=15)
 _SIGN_OF_LIFE = 5.0  # seconds between two
 _LOOK = 0.2  # seconds between two looks at who is ready
-_kept = []  # without a launcher process 0 serves the store, as long as this object lives; the process group uses it, too
+_kept = []  # without a launcher process 0 serves the store while this object lives, to the process group as well
 
 
 def all_ready(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -129,4 +129,5 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
         if "connectFullMesh" in what:
             what += "; is GLOO_SOCKET_IFNAME the network interface between the machines?"
         kept = run and run.newest_checkpoint()
-        raise LostProcess(f"lost another process: {what}" + (f"; --resume goes on from {kept}" if kept else "")) from error
+        then = f"; --resume goes on from {kept}" if kept else ""
+        raise LostProcess(f"lost another process: {what}{then}") from error

@@ -11,8 +11,13 @@ from contextlib import contextmanager
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import DistributedType, DynamoBackend, GradientAccumulationPlugin, ProjectConfiguration
-from accelerate.utils import InitProcessGroupKwargs
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nanogpt_hf.config.schema import Config, accumulation_steps

@@ -82,7 +82,7 @@ def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, writ
 @pytest.fixture
 def launcher(tmp_path):
     """A stand-in for accelerate that, like it, starts the program as a child and makes 1 of every status."""
-    tool(tmp_path, "accelerate", f'#!/bin/sh\nshift\n"{sys.executable}" "$@" || exit 1\n')
+    tool(tmp_path, "accelerate", f'#!/bin/sh\nshift 2\n"{sys.executable}" "$@" || exit 1\n')
     return environment(tmp_path)
 
 
@@ -120,7 +120,13 @@ def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path, launcher):
 @pytest.mark.skipif(not shutil.which("bash"), reason="bash is not here")
 @pytest.mark.parametrize(
     ("status", "state", "requeued"),
-    [(75, "RUNNING", True), (75, "COMPLETING", False), (0, "RUNNING", False), (2, "RUNNING", False), (1, "RUNNING", False)],
+    [
+        (75, "RUNNING", True),
+        (75, "COMPLETING", False),
+        (0, "RUNNING", False),
+        (2, "RUNNING", False),
+        (1, "RUNNING", False),
+    ],
 )
 def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, state, requeued):
     told = tmp_path / "told"

@@ -86,7 +86,8 @@ def hosts(tmp_path_factory):
             for name in names:
                 ip("netns", "add", name)
                 stack.callback(ip, "netns", "del", name)
-            ip("link", "add", f"{names[0]}e", "netns", names[0], "type", "veth", "peer", f"{names[1]}e", "netns", names[1])
+            ends = [("netns", name, "name", f"{name}e") for name in names]  # of the cable
+            ip("link", "add", *ends[0][2:], *ends[0][:2], "type", "veth", "peer", *ends[1][2:], *ends[1][:2])
             for name, address in zip(names, ADDRESSES, strict=True):
                 ip("-n", name, "address", "add", f"{address}/24", "dev", f"{name}e")
                 for interface in ("lo", f"{name}e"):
