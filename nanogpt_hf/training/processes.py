@@ -85,7 +85,7 @@ def _wait_for_answers(store: torch.distributed.Store, world_size: int) -> None:
             if sign != signs[r]:
                 signs[r], seen[r] = sign, looked
             elif looked - seen[r] > PEER_TIMEOUT.total_seconds() and not store.check([f"answer/{r}"]):
-                raise LostProcess(f"lost another process: {r} has given no sign of life for {PEER_TIMEOUT}")
+                raise LostProcess(f"lost another process: process {r} has given no sign of life for {PEER_TIMEOUT}")
 
 
 def _leave_together(store: torch.distributed.Store, world_size: int) -> None:
@@ -122,8 +122,9 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        # torch.distributed's own errors; gloo's are plain RuntimeErrors that name its source file
-        if not isinstance(error, torch.distributed.DistError) and "/gloo/" not in str(error):
+        gone = isinstance(error, torch.distributed.DistNetworkError | torch.distributed.DistStoreError)
+        # gloo raises plain RuntimeErrors that name its source file; NCCL has many errors, and one for this
+        if not gone and "/gloo/transport/" not in str(error) and "ncclRemoteError" not in str(error):
             raise
         what = re.sub(r"\[\S+/gloo/\S+\] ", "", str(error).strip().partition("\n")[0])
         if "connectFullMesh" in what:

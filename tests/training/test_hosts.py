@@ -57,13 +57,16 @@ class Host:
             **options,
         )
 
-    def order(self, port: int, arguments: list, peer_timeout: float, folder: Path | None = None) -> None:
+    def order(
+        self, port: int, arguments: list, peer_timeout: float, folder: Path | None = None, busy: float = 0
+    ) -> None:
         order = {
             "environment": self.environment | {"MASTER_PORT": str(port)},
             "folder": str(folder or self.folder),
             "log": str(self.log),
             "arguments": [str(word) for word in arguments],
             "peer_timeout": peer_timeout,
+            "busy": busy,
         }
         self.program.stdin.write(json.dumps(order) + "\n")
         self.program.stdin.flush()
@@ -200,6 +203,23 @@ def test_a_host_that_has_something_else_is_one_clear_line_on_both(hosts, recipe,
         assert "process 1 on " in said
         assert line in said.splitlines()[-1]
     assert not (folders[0] / "run").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_host_may_take_long_to_get_ready_as_long_as_it_lives(hosts, recipe, tmp_path, killed):
+    first, second = hosts
+    port = next(ports)
+    words = ["pretrain", recipe, "--run-dir", "run", "--train.max_steps", 3]
+    first.order(port, words, 4, tmp_path)
+    second.order(port, words, 4, tmp_path, busy=30 if killed else 7)
+    if killed:
+        time.sleep(2)
+        os.kill(second.process, signal.SIGKILL)
+    assert first.status() == (1 if killed else 0), first.log.read_text()
+    assert second.status() == (-signal.SIGKILL if killed else 0)
+    lost = "lost another process: process 1 has given no sign of life for 0:00:04\n"
+    assert (lost in first.log.read_text()) == killed
+    assert (tmp_path / "run").exists() != killed
 
 
 @pytest.mark.parametrize("how", ["killed", "unplugged"])
