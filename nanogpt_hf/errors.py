@@ -3,6 +3,7 @@
 import difflib
 from collections.abc import Iterable
 
+EXIT_LOST = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: try again, and `--resume` goes on
 
@@ -31,6 +32,10 @@ class RunFolderError(UserError):
 
 class Stopped(Exception):  # noqa: N818  (not an error: the run was saved)
     """Training ended early because a signal asked for it, after saving; `main` exits with 75."""
+
+
+class LostProcess(Exception):  # noqa: N818  (what ended is another process; this one only says so)
+    """Another process of the run died or does not answer. One line; `main` exits with 1."""
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

@@ -1,11 +1,13 @@
 """The table of commands, and the one place where an error becomes a line and an exit status."""
 
 import argparse
+import contextlib
 import importlib
 import os
+import signal
 import sys
 
-from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, did_you_mean
+from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
 
 # name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`.
 COMMANDS = {
@@ -56,7 +58,12 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command line; return its exit status: 0 done, 2 the user's mistake, 75 stopped by a signal after saving."""
+    """Run a command line; return its exit status.
+
+    It is 0 done, 2 the user's mistake, 75 stopped by a signal after saving,
+    1 lost another process of the run. Any other failure is raised.
+    """
+    first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(_overview())
@@ -78,20 +85,34 @@ def main(arguments: list[str]) -> int:
             _refuse(parser, unknown[0])
         module.run(parsed, overrides)
     except UserError as error:
-        if os.environ.get("RANK", "0") == "0":  # the same mistake on every rank is said once
+        if first_here:
             print(error, file=sys.stderr)
         return EXIT_USER_ERROR
     except Stopped as stopped:
-        if os.environ.get("RANK", "0") == "0":
+        if first_here:
             print(stopped)
         return EXIT_STOPPED
+    except LostProcess as lost:
+        if first_here:
+            print(lost, file=sys.stderr)
+        return EXIT_LOST
     return 0
 
 
 def console() -> None:
     """The `nanogpt-hf` program, and `python cli.py`."""
+    # launch/run.sh has a launcher that ignores these, and what is ignored is inherited.
+    for name in ("SIGTERM", "SIGUSR1"):
+        number = getattr(signal, name, None)  # Windows has no SIGUSR1
+        if number is not None and signal.getsignal(number) == signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
     try:
-        sys.exit(main(sys.argv[1:]))
+        status = main(sys.argv[1:])
+        if status and (tell := os.environ.get("NANOGPT_HF_STATUS_FILE")):
+            # The launcher makes 1 of every status. The first process to end knows why; the others follow.
+            with contextlib.suppress(FileExistsError), open(tell, "x") as file:
+                file.write(str(status))
+        sys.exit(status)
     except KeyboardInterrupt:
         sys.exit(130)
     except BrokenPipeError:  # the reader of our output left, as `| head` does

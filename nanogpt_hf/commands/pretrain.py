@@ -1,8 +1,10 @@
 """Train a GPT from scratch: prepares the data if need be, then writes a run folder."""
 
 import argparse
+import contextlib
 import os
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.config.load import config_to_yaml, knob_lines, load_config
@@ -15,6 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="DIR", help="the run folder (default runs/<recipe name>)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
     parser.add_argument("--overwrite", action="store_true", help="throw away the run that is in the run folder")
+    parser.add_argument("--auto-resume", action="store_true", help="--resume if there is a checkpoint, else start anew")
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its size, and stop")
     parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
 
@@ -28,7 +31,10 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     import torch
     from transformers.utils import logging
 
+    from nanogpt_hf.data.manifest import identity
+    from nanogpt_hf.data.prepare import load_prepared
     from nanogpt_hf.training.loop import train
+    from nanogpt_hf.training.processes import all_ready, one_line_for_a_lost_process
     from nanogpt_hf.training.run_folder import RunFolder
     from nanogpt_hf.training.runtime import check_launch
 
@@ -41,22 +47,35 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             f"--run-dir {folder.path} and --data.dir {config.data.dir} lie in each other; choose two folders"
         )
     check_launch(config)
-    if main_process:  # the others might look when it has begun to write
-        folder.check(resume=arguments.resume, overwrite=arguments.overwrite)
-        folder.lock()
-    try:
-        if main_process:
-            folder.check(resume=arguments.resume, overwrite=arguments.overwrite)  # nobody else can write now
-            if arguments.resume:
-                for change in folder.changes(config):  # complains where it would be another experiment
-                    print(f"changed since the run began: {change}", flush=True)
-        prepare_and_say(config)
-        state = train(config, folder, resume=arguments.resume)
-    except torch.OutOfMemoryError as error:
-        raise UserError(out_of_memory(config)) from error
-    finally:
-        if main_process:
-            folder.unlock()
+    if arguments.auto_resume and (arguments.resume or arguments.overwrite):
+        raise UserError("--auto-resume chooses between --resume and a new start; give it alone")
+    resume, overwrite = arguments.resume, arguments.overwrite
+    if arguments.auto_resume:
+        resume = bool(folder.checkpoint_folders())
+        overwrite = not resume and not folder.final.exists()  # a run that was killed before its first checkpoint
+
+    with contextlib.ExitStack() as held:
+
+        def get_ready() -> dict[str, Any]:
+            facts = {}
+            if main_process:  # the run folder is its business; the others might look when it has begun to write
+                folder.check(resume=resume, overwrite=overwrite)
+                folder.lock()
+                held.callback(folder.unlock)
+                folder.check(resume=resume, overwrite=overwrite)  # nobody else can write now
+                if resume:
+                    for change in folder.changes(config):  # complains where it would be another experiment
+                        print(f"changed since the run began: {change}", flush=True)
+                facts["resume"] = resume
+            prepare_and_say(config)
+            return facts | identity(config, load_prepared(config).manifest)
+
+        try:
+            resume = all_ready(get_ready)["resume"]
+            with one_line_for_a_lost_process(folder):
+                state = train(config, folder, resume=resume)
+        except torch.OutOfMemoryError as error:
+            raise UserError(out_of_memory(config)) from error
     if main_process:
         best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
         print(

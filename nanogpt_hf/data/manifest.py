@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.config.schema import KNOBS, Config, DataSection, get_value
 from nanogpt_hf.data.source import file_digest, file_state, find_files, is_url
 from nanogpt_hf.errors import DataError
 
@@ -95,6 +95,17 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
                 f"{data.dir}: {data.source} has changed since it was prepared; "
                 "choose another --data.dir, or remove the folder to prepare it anew"
             )
+
+
+def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
+    """What has to be the same on all machines of a run: every knob but places and reports, and what the tokens are."""
+    local = ("data.source", "data.dir", "data.num_proc", "tracking.")
+    facts = {key: get_value(config, key) for key in KNOBS if not key.startswith(local)}
+    for name in ("revision", "tokenizer_hash", "vocab_size"):
+        facts[f"the data's {name}"] = getattr(manifest, name)
+    for name in ("train", "validation"):
+        facts[f"the data's {name} tokens"] = getattr(manifest, name).tokens
+    return facts
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

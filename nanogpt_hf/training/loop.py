@@ -91,7 +91,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     model.train()
     # Kept on the device between reports: looking at a norm makes the host wait.
     norms = deque(maxlen=max(config.tracking.every, BAD_STEPS_IN_A_ROW))
-    with tracking, stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop:
+    with stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop, tracking:
         while True:
             started = time.perf_counter()
             done = state.step == config.train.max_steps

@@ -13,12 +13,19 @@ from importlib.util import find_spec
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
-from accelerate.utils import DistributedType, DynamoBackend, GradientAccumulationPlugin, ProjectConfiguration
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 from nanogpt_hf.config.schema import Config, accumulation_steps
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.training import processes
 from nanogpt_hf.training.run_folder import RunFolder
 
 
@@ -73,6 +80,7 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
         gradient_accumulation_plugin=plugin,
         log_with=config.tracking.trackers or None,
         project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=processes.PEER_TIMEOUT)],
     )
     if accelerator.num_processes != world_size:
         raise UserError(
@@ -186,9 +194,10 @@ def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
     request = StopRequest(max_seconds)
 
     def handle(number, frame):
-        request.reason = f"{signal.Signals(number).name} came"
-        with contextlib.suppress(OSError):  # print() might be in the middle of a line
-            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+        if request.reason is None:  # a cluster may send several
+            request.reason = f"{signal.Signals(number).name} came"
+            with contextlib.suppress(OSError):  # print() might be in the middle of a line
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     if threading.current_thread() is not threading.main_thread():

@@ -1,5 +1,6 @@
 """The command line as a user meets it: help, mistakes, exit statuses."""
 
+import shutil
 import subprocess
 import sys
 
@@ -8,6 +9,7 @@ import torch
 
 from nanogpt_hf.commands import COMMANDS, main
 from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.training.run_folder import RunFolder
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -157,6 +159,32 @@ def test_a_run_folder_that_exists_is_refused_and_left_alone(capsys, tmp_path, wr
         f"{folder}: holds a run; add --resume to go on, --overwrite to start anew, or choose another --run-dir"
     )
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
+
+
+def test_auto_resume_starts_goes_on_and_throws_no_model_away(capsys, tmp_path, write_recipe):
+    words = ["pretrain", write_recipe(train__max_steps=2), "--run-dir", tmp_path / "run", "--auto-resume"]
+    assert complaint(capsys, *words, "--resume").startswith("--auto-resume chooses between")
+    assert run(capsys, *words)[0] == 0
+    status, out, _ = run(capsys, *words, "--train.max_steps", "4")
+    assert status == 0
+    assert "resuming from" in out
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    assert "holds a run; add --resume" in complaint(capsys, *words)
+    assert (tmp_path / "run" / "final").exists()
+    shutil.rmtree(tmp_path / "run" / "final")  # now it looks like one that was killed before its first checkpoint
+    assert run(capsys, *words)[0] == 0
+
+
+def test_a_refused_run_leaves_the_lock_of_the_one_that_runs(capsys, tmp_path, write_recipe):
+    first = RunFolder(tmp_path / "run")
+    first.lock()
+    try:
+        assert "another process is training in it" in complaint(
+            capsys, "pretrain", write_recipe(), "--run-dir", first.path
+        )
+        assert (first.path / ".lock").exists()
+    finally:
+        first.unlock()
 
 
 def test_a_vocabulary_larger_than_the_models_is_one_clear_line(capsys, tmp_path, write_recipe):

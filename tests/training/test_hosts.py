@@ -1,0 +1,245 @@
+"""Two hosts, each with its own network: two namespaces of this machine with a cable between them, and one run."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+ADDRESSES = ("10.77.0.1", "10.77.0.2")  # known inside the two namespaces only
+OPTIONS = {
+    "model__dropout": 0.1,
+    "train__max_steps": 10,
+    "train__micro_batch_size": 2,
+    "optim__schedule": "constant",  # a run that is longer than the others begins as they do
+    "optim__learning_rate": 2e-3,
+    "eval__every": 5,
+    "checkpoint__every": 5,
+    "checkpoint__keep": 5,
+}
+
+
+class Host:
+    """A network namespace, and a program in it that trains when it is told to."""
+
+    def __init__(self, rank: int, name: str, folder: Path):
+        self.rank, self.namespace, self.folder = rank, name, folder
+        self.interface = f"{name}e"
+        self.log = folder.parent / f"host{rank}.log"
+        self.environment = {
+            "MASTER_ADDR": ADDRESSES[0],
+            "RANK": str(rank),
+            "WORLD_SIZE": "2",
+            "LOCAL_RANK": "0",
+            "LOCAL_WORLD_SIZE": "1",
+        }
+        self.program = self.start(str(Path(__file__).with_name("host.py")), stdin=subprocess.PIPE)
+
+    def start(self, *words: str, **options) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["ip", "netns", "exec", self.namespace, sys.executable, *words],
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ
+            | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": self.interface},
+            **options,
+        )
+
+    def order(
+        self, port: int, arguments: list, peer_timeout: float, folder: Path | None = None, busy: float = 0
+    ) -> None:
+        order = {
+            "environment": self.environment | {"MASTER_PORT": str(port)},
+            "folder": str(folder or self.folder),
+            "log": str(self.log),
+            "arguments": [str(word) for word in arguments],
+            "peer_timeout": peer_timeout,
+            "busy": busy,
+        }
+        self.program.stdin.write(json.dumps(order) + "\n")
+        self.program.stdin.flush()
+        self.process = int(self.program.stdout.readline())
+
+    def status(self) -> int:
+        return int(self.program.stdout.readline())
+
+
+def ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True, timeout=10)
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory):
+    """Two hosts with a folder each; the second sees nothing of the first but the network."""
+    names = [f"ng{os.getpid() % 100_000}{end}" for end in "ab"]
+    with contextlib.ExitStack() as stack:
+        try:
+            for name in names:
+                ip("netns", "add", name)
+                stack.callback(ip, "netns", "del", name)
+            ends = [("netns", name, "name", f"{name}e") for name in names]  # of the cable
+            ip("link", "add", *ends[0][2:], *ends[0][:2], "type", "veth", "peer", *ends[1][2:], *ends[1][:2])
+            for name, address in zip(names, ADDRESSES, strict=True):
+                ip("-n", name, "address", "add", f"{address}/24", "dev", f"{name}e")
+                for interface in ("lo", f"{name}e"):
+                    ip("-n", name, "link", "set", interface, "up")
+        except (OSError, subprocess.SubprocessError) as error:
+            pytest.skip(f"network namespaces cannot be made here (Linux, ip and root are needed): {error}")
+        made = []
+        for rank, name in enumerate(names):
+            folder = tmp_path_factory.mktemp(f"host{rank}")
+            made.append(Host(rank, name, folder))
+            stack.callback(made[-1].program.communicate, timeout=30)  # closing its input ends it
+        yield made
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory, make_recipe):
+    return make_recipe(tmp_path_factory.mktemp("recipe") / "two_hosts.yaml", **OPTIONS, data__dir="data")
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, recipe):
+    """The same recipe on one process."""
+    folder = tmp_path_factory.mktemp("alone")
+    assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run"), "--data.dir", str(folder / "data")]) == 0
+    return RunFolder(folder / "run")
+
+
+ports = iter(range(29600, 29700))
+
+
+def order_both(hosts, arguments, *, folder=None, peer_timeout=60, second=()) -> None:
+    port = next(ports)
+    for host in hosts:
+        more = second if host.rank else ()
+        host.order(port, ["pretrain", *arguments, *more], peer_timeout, folder)
+
+
+def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
+    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
+        ours, theirs = ({e["step"]: e[name] for e in read_metrics(r) if name in e} for r in (run, reference))
+        assert len(theirs) >= 3
+        assert ours == pytest.approx(theirs, abs=tolerance), name
+    ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
+    assert ours.keys() == theirs.keys()
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+
+
+def wait_for_step(run: RunFolder, step: int) -> None:
+    end = time.monotonic() + 60
+    while not (run.metrics.exists() and f'"step": {step},' in run.metrics.read_text()):
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def test_two_hosts_that_share_a_file_system_are_the_same_experiment_as_one_process(hosts, alone, recipe, tmp_path):
+    # with the launcher and the config that a user would take, less what needs GPUs
+    launch = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
+    launch += [f"--config_file={ROOT}/accelerate_configs/multi_node_ddp.yaml", f"--main_process_ip={ADDRESSES[0]}"]
+    launch += ["--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no"]
+    ours = [str(ROOT / "cli.py"), "pretrain", str(recipe), "--run-dir", "run"]
+    started = [host.start(*launch, f"--machine_rank={host.rank}", *ours, cwd=tmp_path) for host in hosts]
+    said = [process.communicate(timeout=120)[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], said
+    assert_same_experiment(RunFolder(tmp_path / "run"), alone)
+
+
+def test_hosts_that_share_nothing_stop_and_go_on(hosts, alone, recipe):
+    # the second host is told to stop; only the first has a run folder, and each its own data
+    order_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"])
+    run = RunFolder(hosts[0].folder / "run")
+    wait_for_step(run, 6)
+    os.kill(hosts[1].process, signal.SIGTERM)
+    assert [host.status() for host in hosts] == [75, 75]
+    assert "saved (another process asked for it); go on with --resume" in hosts[0].log.read_text()
+    assert sorted(path.name for path in hosts[1].folder.iterdir() if path.name[0] != ".") == ["data"]
+    for folder in run.checkpoint_folders():
+        if folder != run.checkpoint(5):
+            shutil.rmtree(folder)
+    # on the second host nothing says that there is something to go on with: the first decides
+    order_both(hosts, [recipe, "--run-dir", "run", "--auto-resume"])
+    assert [host.status() for host in hosts] == [0, 0]
+    assert f"resuming from {Path('run') / 'checkpoints' / 'step_00000005'}" in hosts[0].log.read_text()
+    assert_same_experiment(run, alone)
+
+
+@pytest.mark.parametrize("what", ["data", "recipe", "no text"])
+def test_a_host_that_has_something_else_is_one_clear_line_on_both(hosts, recipe, tmp_path, text_file, what):
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        folder.mkdir()
+        (folder / "input.txt").write_text(text_file.read_text())
+    second = []
+    if what == "data":
+        (folders[1] / "input.txt").write_text(text_file.read_text().replace("cat", "cow"))
+        line = "has the data's revision 'sha256:"
+    elif what == "recipe":
+        second = ["--optim.learning_rate", "0.5"]
+        line = "has optim.learning_rate 0.5 instead of 0.002 of process 0"
+    else:
+        (folders[1] / "input.txt").unlink()
+        line = "input.txt: no such file or folder"
+    port = next(ports)
+    for host, folder in zip(hosts, folders, strict=True):
+        words = ["pretrain", recipe, "--data.source", "input.txt", "--run-dir", "run", *(second if host.rank else [])]
+        host.order(port, words, 60, folder)
+    assert [host.status() for host in hosts] == [2, 2]
+    for host in hosts:
+        said = host.log.read_text()
+        assert "Traceback" not in said
+        assert "process 1 on " in said
+        assert line in said.splitlines()[-1]
+    assert not (folders[0] / "run").exists()
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_host_may_take_long_to_get_ready_as_long_as_it_lives(hosts, recipe, tmp_path, killed):
+    first, second = hosts
+    port = next(ports)
+    words = ["pretrain", recipe, "--run-dir", "run", "--train.max_steps", 3]
+    first.order(port, words, 4, tmp_path)
+    second.order(port, words, 4, tmp_path, busy=30 if killed else 7)
+    if killed:
+        time.sleep(2)
+        os.kill(second.process, signal.SIGKILL)
+    assert first.status() == (1 if killed else 0), first.log.read_text()
+    assert second.status() == (-signal.SIGKILL if killed else 0)
+    lost = "lost another process: process 1 has given no sign of life for 0:00:04\n"
+    assert (lost in first.log.read_text()) == killed
+    assert (tmp_path / "run").exists() != killed
+
+
+@pytest.mark.parametrize("how", ["killed", "unplugged"])
+def test_a_host_that_disappears_ends_the_other_with_one_clear_line(hosts, recipe, tmp_path, how):
+    first, second = hosts
+    order_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"], folder=tmp_path, peer_timeout=4)
+    run = RunFolder(tmp_path / "run")
+    wait_for_step(run, 6)
+    started = time.monotonic()
+    try:
+        if how == "killed":
+            os.kill(second.process, signal.SIGKILL)
+        else:
+            ip("-n", second.namespace, "link", "set", second.interface, "down")
+        assert first.status() == 1
+        assert second.status() == (-signal.SIGKILL if how == "killed" else 1)
+    finally:
+        ip("-n", second.namespace, "link", "set", second.interface, "up")
+    assert time.monotonic() - started < 60
+    line = first.log.read_text().splitlines()[-1]
+    assert line.startswith("lost another process: ")
+    assert line.endswith(f"--resume goes on from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}")
+    assert "Traceback" not in first.log.read_text()
