@@ -7,11 +7,13 @@ import sys
 
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, did_you_mean
 
-# name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`.
+# name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`, which
+# may return an exit status of its own.
 COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",
     "sample": "let a model write",
+    "doctor": "what is wrong with this machine or network",
 }
 
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: accelerate launch [--config_file F] cli.py COMMAND ...)"
@@ -56,7 +58,10 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command line; return its exit status: 0 done, 2 the user's mistake, 75 stopped by a signal after saving."""
+    """Run a command line; return its exit status: 0 done, 2 the user's mistake, 75 stopped by a signal after saving.
+
+    `doctor` has one of its own: 1 where it found a fault.
+    """
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(_overview())
@@ -76,7 +81,7 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        module.run(parsed, overrides)
+        return module.run(parsed, overrides) or 0
     except UserError as error:
         if os.environ.get("RANK", "0") == "0":  # the same mistake on every rank is said once
             print(error, file=sys.stderr)
@@ -85,7 +90,6 @@ def main(arguments: list[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(stopped)
         return EXIT_STOPPED
-    return 0
 
 
 def console() -> None:
