@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 import json
 import os
+import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -19,7 +20,7 @@ from typing import Any
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 
-PATIENCE = 45  # seconds that processes wait for each other
+PATIENCE = 60  # seconds that processes wait for each other
 _CPU_TOKENS = 1024  # in a timed micro-batch on a CPU, or one block
 PATIENCE_COMPILING = 300  # the first step compiles where the accelerate config asks for it
 
@@ -73,7 +74,7 @@ class Report:
             os._exit(status)
 
     @contextmanager
-    def together(self, topic: str, seconds: float = PATIENCE) -> Iterator[None]:
+    def together(self, topic: str, seconds: float | None = None) -> Iterator[None]:
         """Around what the processes do together: a failure or a hang becomes a fault that says what to try.
 
         The clock is ours, because NCCL's own timeout kills the process without a word from us. It gives the others
@@ -83,6 +84,7 @@ class Report:
 
         from nanogpt_hf.training.diagnosis import ADVICE
 
+        seconds = seconds or PATIENCE
         alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
         late = f"no answer from the other processes within {seconds:g} s"
         limit = seconds if self.speaks else 2 * seconds
@@ -99,7 +101,7 @@ class Report:
         except RuntimeError as error:  # gloo's and NCCL's own kind
             if alone:
                 raise
-            reason = " ".join(str(error).split())[:300]
+            reason = re.sub(r"^\[\S+\] |\. .*", "", " ".join(str(error).split()))  # no place in its source, no chatter
             self.give_up(topic, f"the processes cannot talk to each other: {reason}", ADVICE[self.backend])
         finally:
             clock.cancel()
@@ -116,7 +118,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from transformers.utils import logging
 
     from nanogpt_hf.model.build import build_gpt_config, count_parameters
-    from nanogpt_hf.training import diagnosis, doctor
+    from nanogpt_hf.training import diagnosis, doctor, machine
     from nanogpt_hf.training.run_folder import RunFolder
     from nanogpt_hf.training.runtime import build_accelerator
 
@@ -125,9 +127,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     folder = RunFolder(arguments.run_dir or (Path("runs") / config.name if recipe else "runs"))
     report = Report(os.environ.get("RANK", "0") == "0", "nccl" if torch.cuda.is_available() else "gloo", arguments.json)
 
-    report.add(*diagnosis.judge_versions(doctor.versions(), doctor.outside_ranges()))
-    report.add(diagnosis.Finding("ok", "machine", doctor.describe_host()))
-    places, needed = doctor.places_of_a_run(folder.path, config.data.dir), None
+    report.add(*diagnosis.judge_versions(machine.versions(), machine.outside_ranges()))
+    report.add(diagnosis.Finding("ok", "machine", machine.describe_host()))
+    places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
         # float32 weights and AdamW's two moments a checkpoint, of which one more lies there while it is written; and
         # the weights in best/ and final/, once more while best/ is replaced
@@ -137,16 +139,17 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder)
-            report.backend = accelerator.state.backend or report.backend
+            if accelerator.num_processes > 1:
+                report.backend = "nccl" if "nccl" in str(accelerator.state.backend) else "gloo"
             gather = doctor.build_gather(accelerator)
     except UserError as error:
         report.add(diagnosis.Finding("fault", "launch", str(error)))
         return report.end()
-    asked, obtained = doctor.asked_and_obtained(accelerator)
+    asked, obtained = machine.asked_and_obtained(accelerator)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
     report.add(*diagnosis.judge_launch(asked, obtained, accelerator.num_processes, local, torch.cuda.device_count()))
     with report.together("processes"):
-        processes = gather(doctor.this_process(accelerator, places))
+        processes = gather(machine.this_process(accelerator, places))
     report.add(*diagnosis.judge_processes(processes))
     for host, process in {p.host: p for p in reversed(processes)}.items():
         if host != processes[0].host:
@@ -221,7 +224,8 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
         model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
         seconds = max(gather(doctor.warm_up(accelerator, model, optimizer, batches)))
         # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.
-        copies = accelerator.num_processes > 1 and not any(isinstance(p, DTensor) for p in model.parameters())
+        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        copies = accelerator.num_processes > 1 and not sharded
         digests = gather(doctor.parameter_digests(model)) if copies else []
     if copies:
         report.add(diagnosis.judge_parameters(digests, f"after {doctor.WARM_STEPS} steps"))
@@ -230,4 +234,4 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
             doctor.time_steps(accelerator, model, optimizer, batches, count=max(1, min(5, int(20 / seconds))))
         )
     size, of_step = f"{timed} × {config.data.block_size} tokens", accumulation * micro_batch_size / timed
-    report.add(*diagnosis.judge_step(times, size, of_step, report.backend))
+    report.add(*diagnosis.judge_step(times, size, of_step, report.backend, sharded))

@@ -5,19 +5,24 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from nanogpt_hf.training.doctor import Place, Process, StepTimes
+from nanogpt_hf.training.doctor import StepTimes
 from nanogpt_hf.training.links import Link
+from nanogpt_hf.training.machine import Place, Process
 
 _LITTLE_DISK = 5e9  # bytes: caches, compiled kernels and a small run fit
+_MEET = "do all machines run it, with the same num_processes, main_process_ip and main_process_port?"
 ADVICE = {
     "nccl": (
+        _MEET,
         "to try, in the environment of every machine:",
         "NCCL_DEBUG=INFO           NCCL says which network and links it chose, and what failed",
         "NCCL_SOCKET_IFNAME=eth0   the interface that reaches the other machines, where NCCL took docker0 or a VPN",
         "NCCL_IB_DISABLE=1         plain sockets instead of InfiniBand that is there but not set up: slower, but works",
         "NCCL_P2P_DISABLE=1        GPUs of one machine no longer read each other's memory, which an IOMMU may break",
+        "GLOO_SOCKET_IFNAME=eth0   the same for gloo, over which doctor itself collects what it prints",
     ),
     "gloo": (
+        _MEET,
         "to try, in the environment of every machine:",
         "GLOO_SOCKET_IFNAME=eth0   the interface that reaches the other machines; `ip addr` lists them",
     ),
@@ -41,7 +46,7 @@ def plural(count: int, word: str) -> str:
 
 
 def gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB"
+    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
 
 
 def binary(size: int) -> str:
@@ -53,7 +58,7 @@ def judge_versions(found: dict[str, str], outside: list[str]) -> list[Finding]:
     shown = ", ".join(f"{name} {version}" for name, version in found.items())
     return [
         Finding("ok", "versions", shown, figures=found),
-        *(Finding("warning", "versions", f"{problem}, the range that nanogpt_hf asks for") for problem in outside),
+        *(Finding("warning", "versions", problem) for problem in outside),
     ]
 
 
@@ -155,12 +160,12 @@ def judge_all_reduce(rows: list[tuple[int, float, float]], link: Link, backend: 
     lines.append(f"link: {link.name} ({link.how}); expected: {most}")
     slow = bool(link.most) and best < link.most / 4
     if slow:
-        lines += ["less than a quarter of that", *ADVICE[backend]]
+        lines += ["less than a quarter of that", *ADVICE[backend][1:]]
     text = f"{backend}, {best:.2f} GB/s at best"
     return Finding("warning" if slow else "ok", "all-reduce", text, tuple(lines), {"rows": rows})
 
 
-def judge_step(times: list[StepTimes], size: str, of_step: float, backend: str) -> list[Finding]:
+def judge_step(times: list[StepTimes], size: str, of_step: float, backend: str, sharded: bool = False) -> list[Finding]:
     """Where the time of a step of one micro-batch of `size` goes, by the mean over processes, and who is late.
 
     `of_step` such micro-batches of each process make the recipe's step, which communicates once.
@@ -178,9 +183,11 @@ def judge_step(times: list[StepTimes], size: str, of_step: float, backend: str) 
     if of_step > 1:
         share = rest / (rest + of_step * (data + compute))
         lines = [f"communication takes {rest / step:.0%} of such a step, {share:.0%} of the recipe's (computed)"]
+    if sharded:
+        lines.append("weights are sharded: gathering them counts as compute here, only gradients as communication")
     slow = share > 0.5
     if slow:
-        lines += ["more than half: fewer processes, a larger train.micro_batch_size, or", *ADVICE[backend]]
+        lines += ["more than half: fewer processes, a larger train.micro_batch_size, or", *ADVICE[backend][1:]]
     findings = [Finding("warning" if slow else "ok", "step", text, tuple(lines), figures)]
     fast, late = (choose(range(len(times)), key=lambda rank: times[rank].compute) for choose in (min, max))
     ratio = times[late].compute / times[fast].compute

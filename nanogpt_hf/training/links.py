@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import psutil
 
 # GB/s each way, from the specifications. NVLink 2 to 4 carry 25 a link, NVLink 5 (Blackwell) 50; PCIe as encoded.
-_NVLINK = {7: 25, 8: 25, 9: 25, 10: 50, 12: 50}  # by the major compute capability; PCIe-only cards show no NVLink
+_NVLINK = {7: 25, 8: 25, 9: 25, 10: 50}  # by the major compute capability
 _PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938}  # by generation
 
 
