@@ -97,12 +97,12 @@ class Report:
         except torch.OutOfMemoryError:
             if not self.speaks:
                 raise
-            self.give_up(topic, "out of memory: halve train.micro_batch_size, or shard (fsdp2.yaml)")
+            self.give_up(topic, "out of memory: halve train.micro_batch_size, or shard: accelerate_configs/fsdp2.yaml")
         except RuntimeError as error:  # gloo's and NCCL's own kind
             if alone:
                 raise
             reason = re.sub(r"^\[\S+\] |\. .*", "", " ".join(str(error).split()))  # no place in its source, no chatter
-            self.give_up(topic, f"the processes cannot talk to each other: {reason}", ADVICE[self.backend])
+            self.give_up(topic, f"failed between the processes: {reason}", ADVICE[self.backend])
         finally:
             clock.cancel()
 

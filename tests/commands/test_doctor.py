@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 import psutil
 import pytest
+import torch
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
@@ -46,7 +47,7 @@ def test_one_process_on_a_sound_machine(capsys, tmp_path, monkeypatch):
     assert lines(out, "fault") == []
     topics = ["versions", "machine", "disk", "launch", "processes", "parameters", "data", "all-reduce", "step"]
     assert [line.split()[1] for line in lines(out, "ok")] == [t for t in topics for _ in range(4 if t == "disk" else 1)]
-    assert f"torch {machine.torch.__version__}, transformers " in out
+    assert f"torch {torch.__version__}, transformers " in out
     assert f"rank 0  {socket.gethostname()}  pid {os.getpid()}  cpu" in out
     assert out.count("one process: nothing to talk to") == 2
     assert out.endswith("12 ok, 0 warnings, 0 faults\n")
@@ -202,6 +203,24 @@ def test_processes_that_never_answer_end_in_a_fault_that_says_what_to_try(tmp_pa
     assert "GLOO_SOCKET_IFNAME" in done.stdout
     assert done.stdout.endswith(" 1 fault\n")
     assert "Traceback" not in done.stderr
+
+
+def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceback(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(doctor, "warm_up", fail)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    assert "out of memory: halve train.micro_batch_size" in lines(capsys.readouterr().out, "fault")[0]
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["doctor"])
 
 
 @pytest.mark.parametrize(
