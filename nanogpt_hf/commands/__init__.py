@@ -9,11 +9,13 @@ import sys
 
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
 
-# name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`.
+# name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`, which
+# may return an exit status of its own.
 COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",
     "sample": "let a model write",
+    "doctor": "what is wrong with this machine or network",
 }
 
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: accelerate launch [--config_file F] cli.py COMMAND ...)"
@@ -60,8 +62,8 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
-    It is 0 done, 2 the user's mistake, 75 stopped by a signal after saving,
-    1 lost another process of the run. Any other failure is raised.
+    It is 0 done, 2 the user's mistake, 75 stopped by a signal after saving, 1 lost another process of the run (or what
+    `doctor` found is a fault). Any other failure is raised.
     """
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
     try:
@@ -83,7 +85,7 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        module.run(parsed, overrides)
+        return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:
             print(error, file=sys.stderr)
@@ -96,7 +98,6 @@ def main(arguments: list[str]) -> int:
         if first_here:
             print(lost, file=sys.stderr)
         return EXIT_LOST
-    return 0
 
 
 def console() -> None:

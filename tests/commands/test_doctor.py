@@ -1,0 +1,371 @@
+"""What `doctor` finds: nothing where all is well, and each fault where it is made to happen."""
+
+import dataclasses
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+import pytest
+import torch
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.training import diagnosis, doctor, links, machine
+from nanogpt_hf.training.links import Link
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def sound_machine(monkeypatch, tmp_path):
+    """A CPU, room on the disk and caches that may be written to, whatever the machine of the tests has."""
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(machine, "HF_HOME", str(tmp_path))
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=10**12))
+
+
+def run(capsys, *arguments: object) -> tuple[int, str]:
+    status = main(["doctor", *map(str, arguments)])
+    return status, capsys.readouterr().out
+
+
+def lines(out: str, level: str) -> list[str]:
+    return [line for line in out.splitlines() if line.startswith(level)]
+
+
+def test_one_process_on_a_sound_machine(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    status, out = run(capsys, "--json", "found.json")
+    assert status == 0
+    assert lines(out, "fault") == []
+    topics = ["versions", "machine", "disk", "launch", "processes", "parameters", "data", "all-reduce", "step"]
+    assert [line.split()[1] for line in lines(out, "ok")] == [t for t in topics for _ in range(4 if t == "disk" else 1)]
+    assert f"torch {torch.__version__}, transformers " in out
+    assert f"rank 0  {socket.gethostname()}  pid {os.getpid()}  cpu" in out
+    assert out.count("one process: nothing to talk to") == 2
+    assert out.endswith("12 ok, 0 warnings, 0 faults\n")
+    assert [finding["level"] for finding in json.loads(Path("found.json").read_text())] == ["ok"] * 12
+    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]  # and nothing else was written
+
+
+@pytest.fixture(scope="module")
+def pair(tmp_path_factory, make_recipe):
+    """A report of two processes on a recipe whose data is prepared, and the same in JSON."""
+    folder = tmp_path_factory.mktemp("pair")
+    recipe = make_recipe(folder / "tiny.yaml", train__tokens_per_step=512)
+    assert main(["prepare", str(recipe)]) == 0
+    config = ROOT / "accelerate_configs" / "cpu_ddp.yaml"
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
+    done = subprocess.run(
+        [*launch, str(ROOT / "cli.py"), "doctor", str(recipe), "--json", str(folder / "found.json")],
+        capture_output=True,
+        text=True,
+        env=os.environ
+        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder), "TORCH_HOME": str(folder)},
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
+    findings = json.loads((folder / "found.json").read_text())
+    found = {finding["topic"]: finding for finding in findings if finding["figures"]}
+    return folder, done.stdout, found
+
+
+def test_two_processes_agree_and_their_talk_is_measured(pair):
+    folder, out, found = pair
+    assert "2 processes, device cpu, distributed type MULTI_CPU" in out
+    assert [p["rank"] for p in found["processes"]["figures"]["ranks"]] == [0, 1]
+    assert len({p["pid"] for p in found["processes"]["figures"]["ranks"]}) == 2
+    assert "as built: " in out
+    assert "after 2 steps: " in out
+    assert out.count("equal on all 2 processes") == 2
+    assert f"{folder / 'data'}: the 32 windows of a step are drawn once, 16 by each of 2 processes" in out
+    assert lines(out, "fault") == []
+
+
+def test_the_figures_of_two_processes_add_up(pair):
+    _, out, found = pair
+    rows = found["all-reduce"]["figures"]["rows"]
+    assert [size for size, _, _ in rows][:3] == [2**12, 2**16, 2**20]
+    for size, seconds, speed in rows:
+        assert speed == pytest.approx(size / seconds / 1e9)  # 2(n - 1)/n is 1 for two
+    step = found["step"]["figures"]
+    assert step["data"] + step["compute"] + step["communication"] >= 0.999 * step["seconds"]
+    assert "communication takes " in out
+    assert "of the recipe's (computed)" in out  # 4 micro-batches a step
+
+
+def test_parameters_that_differ_on_a_rank(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def differ(accelerator):
+        return lambda value: (
+            [value, value | {"transformer.wte.weight": "other"}] if isinstance(value, dict) else [value]
+        )
+
+    monkeypatch.setattr(doctor, "build_gather", differ)
+    status, out = run(capsys)
+    assert status == 1
+    (fault,) = lines(out, "fault")
+    assert "1 tensor not as on rank 0, first transformer.wte.weight on rank 1" in fault
+    assert out.endswith("11 ok, 0 warnings, 1 fault\n")
+
+
+def test_a_disk_that_is_full(capsys, monkeypatch, tmp_path, write_recipe):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
+    status, out = run(capsys, write_recipe())
+    assert status == 1
+    (fault,) = lines(out, "fault")
+    # 10,576 parameters × (12 × 3 + 4 × 3) bytes
+    assert "run folder runs/tiny: 0.2 MB free" in fault
+    assert "the run's checkpoints and models take 0.5 MB" in fault
+    assert len(lines(out, "warning")) == 3
+    status, out = run(capsys)
+    assert status == 0
+    assert len(lines(out, "warning")) == 4
+
+
+def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+    def refuse(**options):
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
+    place = machine.look_at("run folder r", tmp_path / "not" / "yet")
+    assert place.path == str(tmp_path)
+    (finding,) = diagnosis.judge_places([place], None)
+    assert finding.level == "fault"
+    assert "cannot write" in finding.text
+
+
+def test_processes_that_would_each_train_alone(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("ACCELERATE_USE_CPU")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("ACCELERATE_TORCH_DEVICE", "cpu")
+    status, out = run(capsys)
+    assert status == 1
+    (fault,) = lines(out, "fault")
+    assert "the launcher started 2 processes, but accelerate sees 1" in fault
+
+
+def test_fsdp_asked_for_on_a_cpu(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
+        monkeypatch.setenv(name, value)
+    status, out = run(capsys)
+    assert status == 1
+    (fault,) = lines(out, "fault")
+    assert "the accelerate config asks for FSDP, but this machine gives NO on cpu" in fault
+
+
+def test_a_recipe_that_does_not_divide_over_the_processes(capsys, monkeypatch, tmp_path, write_recipe):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    status, out = run(capsys, write_recipe())
+    assert status == 1
+    assert "is not a multiple of" in lines(out, "fault")[0]
+
+
+def test_data_that_does_not_fit_the_recipe(capsys, monkeypatch, tmp_path, write_recipe):
+    monkeypatch.chdir(tmp_path)
+    assert main(["prepare", str(write_recipe())]) == 0
+    capsys.readouterr()
+    status, out = run(capsys, write_recipe(), "--data.tokenizer", "gpt2")
+    assert status == 1
+    assert "prepared with data.tokenizer 'char', the recipe says 'gpt2'" in lines(out, "fault")[0]
+
+
+def test_processes_that_never_answer_end_in_a_fault_that_says_what_to_try(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    script = "import sys; from nanogpt_hf.commands import doctor, main; doctor.PATIENCE = 2; sys.exit(main(['doctor']))"
+    meeting = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=os.environ
+        | meeting
+        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path), "TORCH_HOME": str(tmp_path)},
+        timeout=90,
+    )
+    assert done.returncode == 1
+    assert "fault    launch      no answer from the other processes within 2 s" in done.stdout
+    assert "GLOO_SOCKET_IFNAME" in done.stdout
+    assert done.stdout.endswith(" 1 fault\n")
+    assert "Traceback" not in done.stderr
+
+
+def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceback(capsys, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(os, "_exit", sys.exit)
+
+    def fail(*arguments):
+        raise error
+
+    monkeypatch.setattr(doctor, "warm_up", fail)
+    error = torch.OutOfMemoryError("CUDA out of memory")
+    with pytest.raises(SystemExit) as ended:
+        main(["doctor"])
+    assert ended.value.code == 1
+    assert "out of memory: halve train.micro_batch_size" in lines(capsys.readouterr().out, "fault")[0]
+    error = RuntimeError("something else")
+    with pytest.raises(RuntimeError, match="something else"):
+        main(["doctor"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--train.seed", "3"], "cli.py doctor: --train.seed: is a recipe's knob, and there is no RECIPE"),
+        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
+        (["--json", "no/where.json"], "--json no/where.json: there is no folder no"),
+    ],
+)
+def test_mistakes_of_the_command_line_are_no_faults(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["doctor", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(message)
+
+
+def test_help_waits_for_no_heavy_import():
+    script = (
+        "import sys\nfrom nanogpt_hf.commands import main\n"
+        "try: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
+        "assert not {'torch', 'accelerate', 'numpy'} & sys.modules.keys()"
+    )
+    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def process(rank: int, **facts) -> machine.Process:
+    base = {"host": "a", "device": "cuda:0", "gpu": f"uuid-{rank}", "versions": {"torch": "2.13.0"}, "threads": 1}
+    return machine.Process(rank=rank, pid=1, free=10**9, memory=10**9, cores=2, places=[], **(base | facts))
+
+
+def faults(findings: list) -> list[str]:
+    return [finding.text for finding in findings if finding.level != "ok"]
+
+
+def test_two_processes_on_one_gpu_and_versions_that_differ():
+    assert faults(diagnosis.judge_processes([process(0), process(1)])) == []
+    (same,) = faults(diagnosis.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
+    assert same == "2 processes share one GPU of a (one): start one a GPU"
+    assert faults(diagnosis.judge_processes([process(0, gpu="one"), process(1, gpu="one", host="b")])) == []
+    (versions,) = faults(diagnosis.judge_processes([process(0), process(1, versions={"torch": "2.11.0"})]))
+    assert versions.startswith("rank 1 on the same host a has torch 2.11.0; rank 0 has torch 2.13.0")
+    (threads,) = faults(diagnosis.judge_processes([process(r, gpu=None, threads=2) for r in range(2)]))
+    assert threads == "a: 4 threads on 2 cores: set OMP_NUM_THREADS=1"
+
+
+def test_versions_outside_the_ranges(monkeypatch):
+    asked = ["torch>=2.11", "peft>=0.19", 'ruff>=99; extra == "test"']
+    have = {"torch": "2.4.0+cpu"}
+
+    def version(name):
+        if name not in have:
+            raise machine.metadata.PackageNotFoundError(name)
+        return have[name]
+
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: asked)
+    monkeypatch.setattr(machine.metadata, "version", version)
+    assert machine.outside_ranges() == [
+        "torch 2.4.0+cpu is outside >=2.11: pip install 'torch>=2.11'",
+        "peft is missing, wanted >=0.19: pip install peft",
+    ]
+
+
+def test_accelerate_gave_something_else_or_left_gpus_alone():
+    obtained = {"device": "cuda", "precision": "no", "dynamo": "no"}
+    found = faults(diagnosis.judge_launch({"precision": "bf16", "dynamo": "NO"}, obtained, 2, 2, 8))
+    assert found == [
+        "the accelerate config asks for precision bf16, this machine gives no",
+        "8 GPUs here, 2 in use: set num_processes in the accelerate config",
+    ]
+
+
+def batches(rank: int, tokens=None, order="shuffled") -> Batches:
+    stream = doctor.made_up_tokens(256, 4096) if tokens is None else tokens
+    sizes = {"block_size": 16, "micro_batch_size": 2, "accumulation": 3, "num_processes": 2}
+    return Batches(stream, order=order, seed=1, rank=rank, **sizes)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_data_drawn_twice_or_from_elsewhere_is_a_fault(order):
+    ours, theirs = (doctor.windows_read(batches(rank, order=order), 3) for rank in (0, 1))
+    expected = doctor.windows_of_step(batches(0, order=order), 3)
+    assert diagnosis.judge_data([ours, theirs], expected, "made up").level == "ok"
+    twice = diagnosis.judge_data([ours, ours], expected, "made up")
+    assert twice.level == "fault"
+    assert "of the 12 windows of a step 6 are drawn by nobody, and 6 twice or from elsewhere" in twice.text
+    other = batches(1, tokens=doctor.TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
+    assert diagnosis.judge_data([ours, doctor.windows_read(other, 3)], expected, "made up").level == "fault"
+
+
+TOPOLOGY = (
+    "\x1b[4m        GPU0    GPU1    CPU Affinity\x1b[0m\nGPU0     X      {0}    0-31\nGPU1    {0}     X      0-31\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("way", "capability", "name", "most"),
+    [("NV18", 9, "NVLink", 450), ("NV12", 8, "NVLink", 300), ("NV18", 10, "NVLink", 900), ("SYS", 9, "PCIe", 63.0)],
+)
+def test_links_are_recognised_by_nvidia_smi(monkeypatch, way, capability, name, most):
+    def smi(command, **options):
+        out = TOPOLOGY.format(way) if "topo" in command else "GPU-aa, 0, 5, 16\nGPU-bb, 1, 5, 16\nGPU-cc, 2, 3, 8\n"
+        return SimpleNamespace(returncode=0, stdout=out)
+
+    monkeypatch.setattr(links.subprocess, "run", smi)
+    link = links.gpu_link(["aa", "bb"], capability)
+    assert (link.name, link.how) == (name, f"nvidia-smi topo -m shows {way}")
+    assert link.most == pytest.approx(most, abs=0.1)
+    assert links.gpu_link(["aa", "zz"], capability).most is None
+
+
+def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
+    def missing(*arguments, **options):
+        raise FileNotFoundError
+
+    monkeypatch.setattr(links.subprocess, "run", missing)
+    assert links.gpu_link(["aa", "bb"], 9) == Link("not known", "nvidia-smi did not show these GPUs")
+    monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth7": SimpleNamespace(speed=10_000)})
+    pair = [process(0, host="a"), process(1, host="b")]
+    assert doctor.find_link(pair, "gloo").most is None
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
+    assert doctor.find_link(pair, "gloo").most == 1.25
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
+    assert doctor.find_link(pair, "nccl").most is None  # it may be InfiniBand
+    monkeypatch.setenv("NCCL_IB_DISABLE", "1")
+    assert doctor.find_link(pair, "nccl").most == 1.25
+
+
+def test_slow_communication_names_the_settings_to_try():
+    assert doctor.bus_bandwidth(10**9, 1.0, 4) == 1.5
+    rows = [(2**20, 0.001, 1.0), (2**26, 0.7, 100.0)]
+    fast = diagnosis.judge_all_reduce(rows, Link("NVLink", "seen", 300, "12 links × 25 GB/s each way"), "nccl")
+    slow = diagnosis.judge_all_reduce(rows, Link("NVLink", "seen", 450, "18 links × 25 GB/s each way"), "nccl")
+    assert (fast.level, slow.level) == ("ok", "warning")
+    assert all(any(name in line for line in slow.lines) for name in ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DIS"))
+    times = doctor.StepTimes(step=1.0, data=0.05, compute=0.25)
+    (finding,) = diagnosis.judge_step([times, times], "8 × 128 tokens", 1, "gloo")
+    assert finding.level == "warning"
+    assert finding.lines[0] == "communication takes 70% of a step"
+    # 0.7 / (0.7 + 20 × 0.3)
+    (finding,) = diagnosis.judge_step([times, times], "8 × 128 tokens", 20, "gloo")
+    assert finding.level == "ok"
+    assert "70% of such a step, 10% of the recipe's" in finding.lines[0]
+    late = dataclasses.replace(times, compute=0.6)
+    assert (
+        "rank 1 computes 2.4 times as long as rank 0" in faults(diagnosis.judge_step([times, late], "", 20, "gloo"))[0]
+    )
