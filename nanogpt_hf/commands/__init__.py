@@ -7,7 +7,8 @@ import sys
 
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, Stopped, UserError, did_you_mean
 
-# name -> what it does. The module of the same name, with _ for -, has `add_arguments(parser)` and `run(arguments, overrides)`.
+# name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
+# `run(arguments, overrides)`.
 COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",

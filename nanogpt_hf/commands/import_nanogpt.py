@@ -4,6 +4,7 @@ Nothing in the files is run: checkpoints are read with weights_only, the meta.pk
 """
 
 import argparse
+import shlex
 from pathlib import Path
 
 from nanogpt_hf.errors import RunFolderError, UserError
@@ -31,7 +32,10 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     source, out, meta = Path(arguments.source), Path(arguments.out), arguments.meta and Path(arguments.meta)
     if not source.exists():
         raise RunFolderError(f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin")
-    import_model(source, out, meta, arguments.activation_function)
+    if source.is_dir():
+        import_data(source, out, meta)
+    else:
+        import_model(source, out, meta, arguments.activation_function)
 
 
 def import_model(source: Path, out: Path, meta: Path | None, activation_function: str) -> None:
@@ -58,4 +62,29 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         print(f"  {name}: {value}")
     if padding > 0:
         print(f"  left out: {padding} embedding rows that belong to no token")
-    print(f"next: python cli.py sample {out}")
+    print(f"next: python cli.py sample {shlex.quote(str(out))}")
+
+
+def import_data(source: Path, out: Path, meta: Path | None) -> None:
+    """A folder with train.bin and val.bin -> prepared data, and say how to train on it."""
+    import sys
+
+    import datasets
+
+    from nanogpt_hf.sharing.export import new_folder
+    from nanogpt_hf.sharing.nanogpt_bins import import_bins
+
+    if not sys.stderr.isatty():
+        datasets.disable_progress_bars()
+    with new_folder(out) as folder:
+        manifest = import_bins(source, folder, meta)
+    print(f"{out}: prepared data, {manifest.vocab_size:,} tokens in the vocabulary ({manifest.recipe['tokenizer']})")
+    for name in ("train", "validation"):
+        facts = getattr(manifest, name)
+        print(
+            f"  {name:<10} {facts.documents:,} documents, {facts.tokens:,} tokens, "
+            f"{facts.bytes_per_token:.2f} bytes per token"
+        )
+    knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
+    options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
+    print(f"next: python cli.py pretrain RECIPE {options}")
