@@ -9,7 +9,7 @@ import safetensors
 import torch
 import transformers
 
-from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -87,3 +87,62 @@ def restore_model_folder(folder: Path) -> None:
     old = folder.parent / f".{folder.name}.old"
     if old.exists() and not folder.exists():
         old.rename(folder)
+
+
+def fixed_input(config: GPTConfig) -> torch.Tensor:
+    """Two sequences of token ids, the same for every model of these sizes: (2, at most 128 positions)."""
+    length = min(config.n_positions, 128)
+    return (torch.arange(2 * length) * 7919 % config.vocab_size).view(2, length)
+
+
+@torch.no_grad()
+def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
+    """Logits (2, T, V) on the fixed input, float32."""
+    return model.eval()(fixed_input(model.config)).logits.float()
+
+
+def largest_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
+    """How far two models' logits lie apart at most. Raises RuntimeError where an export that is `exact` is not."""
+    difference = (logits - original).abs().max().item()
+    allowed = 1e-4 * max(1.0, original.abs().max().item())
+    if not difference <= (allowed if exact else float("inf")):  # NaN is not allowed either
+        raise RuntimeError(f"the exported model's logits differ by {difference:.2g}; nothing was written")
+    return difference
+
+
+def export_gpt2(
+    folder: Path,
+    model: GPTForCausalLM,
+    tokenizer: transformers.PreTrainedTokenizerBase | None,
+    card: str | None,
+    dtype: torch.dtype = torch.float32,
+    max_shard_size: str = MAX_SHARD_SIZE,
+) -> float:
+    """Write `model` as a plain GPT-2, open it again with transformers alone, and return how far the logits lie apart.
+
+    Raises UserError where a weight is too large for `dtype`.
+    """
+    original = logits_of(model)
+    weights = weights_as(model, dtype)
+    write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    if tokenizer is not None:
+        check_tokenizer(folder, tokenizer)
+    return largest_difference(logits_of(opened), original, exact=dtype == torch.float32)
+
+
+def weights_as(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """The model's weights in `dtype`. Raises UserError where one is finite and its rounding is not."""
+    weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
+    for name, weight in weights.items():
+        if not weight.isfinite().all() and model.state_dict()[name].isfinite().all():
+            raise UserError(f"--dtype: {name} is too large for {str(dtype).removeprefix('torch.')}; use bf16")
+    return weights
+
+
+def check_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Raises RuntimeError where the tokenizer in `folder` opens as another than `tokenizer`."""
+    opened = transformers.AutoTokenizer.from_pretrained(folder)
+    text = "".join(tokenizer.decode([i]) for i in range(min(50, len(tokenizer))))
+    if opened.get_vocab() != tokenizer.get_vocab() or opened(text)["input_ids"] != tokenizer(text)["input_ids"]:
+        raise RuntimeError("the exported tokenizer opens as another one; nothing was written")
