@@ -113,7 +113,7 @@ def _write_rows(tokens: np.ndarray, end_of_text_id: int | None, file: Path, desc
 
 def _pieces(tokens: np.ndarray, end_of_text_id: int | None) -> Iterator[tuple[int, np.ndarray]]:
     """(first token, ends of rows counted from it) of one piece after another, each of whole rows."""
-    shortest = _LONGEST_ROW if end_of_text_id is None else _PIECE
+    shortest = _LONGEST_ROW if end_of_text_id is None else min(_PIECE, _LONGEST_ROW)
     start, size = 0, shortest
     while start < len(tokens):
         piece = tokens[start : start + size]
@@ -122,7 +122,7 @@ def _pieces(tokens: np.ndarray, end_of_text_id: int | None) -> Iterator[tuple[in
             if not len(ends) or ends[-1] < len(piece):
                 ends = np.append(ends, len(piece))
         elif not len(ends):
-            size *= 2
+            size = min(2 * size, _LONGEST_ROW)
             continue
         yield start, ends
         start, size = start + int(ends[-1]), shortest
