@@ -72,6 +72,7 @@ def load_nanogpt(path: Path, meta: Path | None = None, activation_function: str 
 
 
 def _none(path: Path, why: str) -> RunFolderError:
+    why = " ".join(why.split())[:300]  # names come from the file: whatever they hold, this stays a line
     return RunFolderError(f"{path}: not a checkpoint of nanoGPT: {why}")
 
 
@@ -113,7 +114,8 @@ def _clean_state(path: Path, model: dict[str, Any]) -> dict[str, torch.Tensor]:
     """Weights in float32 by nanoGPT's names, without torch.compile's prefix and without causal masks."""
     state = {str(name).removeprefix("_orig_mod."): weight for name, weight in model.items()}
     for name, weight in state.items():
-        if not isinstance(weight, torch.Tensor) or not weight.is_floating_point() or weight.layout != torch.strided:
+        dense = isinstance(weight, torch.Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
+        if not dense or not weight.is_floating_point():
             raise _none(path, f"{name} is no tensor of floating-point numbers")
     return {name: weight.float() for name, weight in state.items() if not name.endswith(".attn.bias")}
 

@@ -40,7 +40,7 @@ def nanogpt_logits(state: dict[str, torch.Tensor], n_head: int, ids: torch.Tenso
         hidden = linear(norm(x, f"{at}.ln_2"), f"{at}.mlp.c_fc")
         hidden = hidden * (1 + torch.erf(hidden / 2**0.5)) / 2  # exact GELU
         x = x + linear(hidden, f"{at}.mlp.c_proj")
-    return norm(x, "transformer.ln_f") @ state["transformer.wte.weight"].T
+    return linear(norm(x, "transformer.ln_f"), "lm_head")
 
 
 def make_state(bias: bool, n_layer: int, n_embd: int, block_size: int, vocab_size: int, **_) -> dict[str, torch.Tensor]:
@@ -117,6 +117,17 @@ def test_gpt2s_vocabulary_loses_the_rows_that_are_padding(tmp_path):
     assert model.config.eos_token_id == 50256
     expected = nanogpt_logits(state, 2, ids)[..., :50257]
     torch.testing.assert_close(model(ids).logits, expected, atol=1e-5, rtol=0)
+
+
+@torch.no_grad()
+def test_a_head_that_is_not_the_embedding_stays_its_own(tmp_path):
+    make_checkpoint(tmp_path / "ckpt.pt")
+    saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    saved["model"]["lm_head.weight"] = saved["model"]["lm_head.weight"].flip(0)
+    torch.save(saved, tmp_path / "ckpt.pt")
+    model, _ = opened(tmp_path / "out", load_nanogpt(tmp_path / "ckpt.pt", make_meta(tmp_path / "meta.pkl")))
+    ids = torch.arange(9)[None]
+    torch.testing.assert_close(model(ids).logits, nanogpt_logits(saved["model"], 2, ids), atol=1e-5, rtol=0)
 
 
 def test_old_files_load_too(tmp_path):
@@ -215,6 +226,9 @@ C_ATTN = "transformer.h.0.attn.c_attn.weight"
         (f"model/{C_ATTN}", None, f"it has no {C_ATTN}"),
         (f"model/{C_ATTN}", torch.zeros(16, 48), f"{C_ATTN} is (16, 48), by its model_args it should be (48, 16)"),
         (f"model/{C_ATTN}", torch.zeros(48, 16, dtype=torch.int64), f"{C_ATTN} is no tensor of floating-point"),
+        (f"model/{C_ATTN}", torch.zeros(48, 16, device="meta"), f"{C_ATTN} is no tensor of floating-point"),
+        (f"model/{C_ATTN}", torch.zeros(48, 16).to_sparse(), f"{C_ATTN} is no tensor of floating-point"),
+        ("model/a\nb", torch.zeros(2), "it has a b, which"),
         ("model/extra.weight", torch.zeros(2), "it has extra.weight, which a GPT of its model_args does not"),
     ],
 )
