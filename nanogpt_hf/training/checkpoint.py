@@ -12,15 +12,23 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.training.evaluate import Evaluation
 from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.shards import (
+    full_moments,
+    full_weights,
+    named_parameters,
+    scaler_state,
+    set_moments,
+    set_scaler_state,
+    set_weights,
+    whole_shape,
+)
 
 _MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 
@@ -49,32 +57,6 @@ class TrainState:
         return facts
 
 
-def _whole(tensor: torch.Tensor) -> torch.Tensor:
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _named_parameters(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters by name, a tied head left out.
-
-    Under FSDP2 they are the shards, which are what the optimizer knows: an evaluation leaves some layers gathered.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-    return dict(model.named_parameters())
-
-
-def _collect(accelerator: Accelerator, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors, whole, on the main process's CPU; {} elsewhere. All processes call it: shards are gathered."""
-    whole = ((name, _whole(tensor)) for name, tensor in tensors.items())  # one at a time on the device
-    return {name: tensor.cpu() for name, tensor in whole if accelerator.is_main_process}
-
-
-def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """The model's weights by our names, whole, on the main process's CPU. All processes call it."""
-    return _collect(accelerator, _named_parameters(accelerator.unwrap_model(model)))
-
-
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -101,16 +83,11 @@ def save_checkpoint(
     Raises RunFolderError where it cannot be written; the checkpoints before it stay as they are.
     """
     weights = full_weights(accelerator, model)
-    parameters = _named_parameters(accelerator.unwrap_model(model))
-    states = {name: optimizer.state[parameter] for name, parameter in parameters.items() if parameter.requires_grad}
-    if state.step > 0 and not all(states.values()):
-        raise RuntimeError("some parameters that train have no optimizer state to save")
-    moments = {f"{name}.{key}": value for name, values in states.items() for key, value in values.items()}
-    moments = _collect(accelerator, moments)
+    moments = full_moments(accelerator, model, optimizer)
+    if accelerator.is_main_process and state.step > 0 and not moments:
+        raise RuntimeError("there is no optimizer state to save")
     if accelerator.is_main_process:
-        facts = dataclasses.asdict(state)
-        if accelerator.scaler is not None:
-            facts["scaler"] = accelerator.scaler.state_dict()
+        facts = dataclasses.asdict(state) | {"scaler": scaler_state(accelerator, optimizer)}
         target = run.checkpoint(state.step)
         partial = target.with_name(f".{target.name}.partial")
         try:
@@ -174,12 +151,12 @@ def load_checkpoint(
     RunFolderError on all of them where no checkpoint is whole or it is of another model.
     """
     weights, moments, message = {}, {}, [None]
-    parameters = _named_parameters(accelerator.unwrap_model(model))
+    parameters = named_parameters(accelerator, model)
     if accelerator.is_main_process:
         try:
             weights, moments, facts = _newest_whole(run, say)
             shapes = {name: weight.shape for name, weight in weights.items()}
-            if shapes != {name: parameter.shape for name, parameter in parameters.items()}:
+            if shapes != {name: whole_shape(parameter) for name, parameter in parameters.items()}:
                 raise RunFolderError(f"{run.checkpoints}: is of another model; was the recipe's model changed?")
             layout = {name: (moment.shape, moment.dtype) for name, moment in moments.items()}
             message = [(facts | {"has_best": run.best.is_dir()}, layout)]
@@ -190,24 +167,11 @@ def load_checkpoint(
         raise message[0]
     facts, layout = message[0]
 
-    def placed(parameter: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype):
-        if whole is None:
-            whole = torch.empty(shape, dtype=dtype)
-        whole = whole.to(parameter.device)
-        if isinstance(parameter, DTensor) and whole.dim():
-            return distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # rank 0's data, scattered
-        return broadcast(whole, from_process=0)
-
-    for name, parameter in parameters.items():
-        with torch.no_grad():
-            parameter.copy_(placed(parameter, weights.get(name), parameter.shape, parameter.dtype))
-        keys = [key for key in layout if key.rpartition(".")[0] == name]
-        optimizer.state[parameter] = {
-            key.rpartition(".")[2]: placed(parameter, moments.get(key), *layout[key]) for key in keys
-        }
+    set_weights(accelerator, model, weights)
+    set_moments(accelerator, model, optimizer, moments, layout)
     scaler = facts.pop("scaler", None)
-    if scaler is not None and accelerator.scaler is not None:
-        accelerator.scaler.load_state_dict(scaler)
+    if scaler is not None:
+        set_scaler_state(accelerator, optimizer, scaler)
     evaluation = facts.pop("evaluation")
     if (
         not facts.pop("has_best") and facts["best_step"] is not None

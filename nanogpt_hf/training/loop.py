@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from torch.distributed.tensor import DTensor
+from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config, seconds_of
@@ -22,12 +22,13 @@ from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model.build import build_gpt_config, build_model
 from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
-from nanogpt_hf.training.checkpoint import TrainState, full_weights, load_checkpoint, save_checkpoint
+from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
-from nanogpt_hf.training.optimizer import build_optimizer, skip_step_unless_finite
+from nanogpt_hf.training.optimizer import build_optimizer, clip_gradients
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, describe_machine, prepare_blocks, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
+from nanogpt_hf.training.shards import full_weights, start_zero_moments
 from nanogpt_hf.training.tracking import Tracking
 
 BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
@@ -46,6 +47,8 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     model = build_model(model_config, config.train.seed)
     prepare_blocks(model, accelerator)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        start_zero_moments(optimizer)
     batches = Batches(
         data.train,
         block_size=config.data.block_size,
@@ -183,10 +186,7 @@ def train_step(
             accelerator.backward(loss * accelerator.gradient_accumulation_steps * accelerator.num_processes)
             total += loss.detach()
             if accelerator.sync_gradients:
-                grad_norm = accelerator.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
-                grad_norm = grad_norm.full_tensor() if isinstance(grad_norm, DTensor) else grad_norm
-                if accelerator.scaler is None:  # which looks after this itself
-                    skip_step_unless_finite(optimizer.optimizer, grad_norm)
+                grad_norm = clip_gradients(accelerator, model, optimizer, max_grad_norm)
             optimizer.step()
             optimizer.zero_grad()
     return total, grad_norm

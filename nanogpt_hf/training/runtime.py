@@ -5,8 +5,10 @@ import os
 import signal
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from accelerate import Accelerator
@@ -23,10 +25,11 @@ from nanogpt_hf.training.run_folder import RunFolder
 def check_launch(config: Config) -> int:
     """The accumulation that the recipe's tokens per step ask of this launch's processes.
 
-    Raises UserError where they do not divide, where a tracker is unknown or not installed, and under DeepSpeed.
+    Raises UserError where they do not divide, where the accelerate config states another accumulation, and where a
+    tracker or DeepSpeed is asked for and not installed.
     """
-    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
-        raise UserError("DeepSpeed is not supported yet; accelerate_configs/fsdp2.yaml shards the same state")
+    if _asked_for("DEEPSPEED") and find_spec("deepspeed") is None:
+        raise UserError("the accelerate config asks for DeepSpeed, which is not installed; run `pip install deepspeed`")
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
@@ -34,9 +37,24 @@ def check_launch(config: Config) -> int:
         if tracker not in map(str, get_available_trackers()):
             raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
     try:
-        return accumulation_steps(config, int(os.environ.get("WORLD_SIZE") or 1))
+        accumulation = accumulation_steps(config, int(os.environ.get("WORLD_SIZE") or 1))
     except ValueError as error:
         raise UserError(str(error)) from None
+    stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if stated not in ("auto", str(accumulation)):
+        raise UserError(_stated_elsewhere("gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"))
+    return accumulation
+
+
+def _asked_for(kind: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
+
+
+def _stated_elsewhere(key: str, stated: object, ours: object, knob: str) -> str:
+    return (
+        f"the accelerate config (or a DeepSpeed config it names) states {key} {stated}, but {knob} of the recipe asks "
+        f"for {ours}: write auto there"
+    )
 
 
 def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
@@ -61,12 +79,12 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
             f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}: each would "
             "train alone; check distributed_type and use_cpu in the accelerate config"
         )
-    asked_fsdp = os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true"
-    if asked_fsdp and accelerator.distributed_type != DistributedType.FSDP:
-        raise UserError(
-            f"the accelerate config asks for FSDP, but this machine gives {accelerator.distributed_type.value} on "
-            f"{accelerator.device.type}; choose a config without FSDP, such as accelerate_configs/cpu_ddp.yaml"
-        )
+    for kind in ("FSDP", "DEEPSPEED"):
+        if _asked_for(kind) and accelerator.distributed_type != kind:
+            raise UserError(
+                f"the accelerate config asks for {kind}, but this machine gives {accelerator.distributed_type.value} "
+                f"on {accelerator.device.type}; choose a config without it, such as accelerate_configs/cpu_ddp.yaml"
+            )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
         if fsdp.fsdp_version != 2:
@@ -74,9 +92,36 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
         if accelerator.mixed_precision == "bf16":
             # accelerate's own policy also adds up gradients in bf16, and loses their small parts
             fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _hand_to_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accumulation)
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
     return accelerator
+
+
+def _hand_to_deepspeed(deepspeed_config: dict, config: Config, accumulation: int) -> None:
+    """What DeepSpeed does by itself, it has to be told: it accumulates, clips and reduces in its own engine."""
+    # it calls torch by names that torch 2.13 has renamed, and torch says so at every call
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
+    stage = deepspeed_config["zero_optimization"]["stage"]
+    if stage not in (2, 3):
+        raise UserError(f"DeepSpeed's ZeRO stage {stage} is not supported: take 2 or 3, or accelerate_configs/ddp.yaml")
+    for name in ("offload_optimizer", "offload_param"):
+        if (deepspeed_config["zero_optimization"].get(name) or {}).get("device") == "nvme":
+            raise UserError(f"DeepSpeed's {name} to nvme is not supported, since its state cannot be saved: take cpu")
+    ours = {
+        "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
+        "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
+        "train_micro_batch_size_per_gpu": (config.train.micro_batch_size, "train.micro_batch_size"),
+    }
+    for key, (value, knob) in ours.items():
+        stated = deepspeed_config.get(key, "auto")
+        if stated not in ("auto", value):
+            raise UserError(_stated_elsewhere(key, stated, value, knob))
+        deepspeed_config[key] = value
+    # without these gradients of a bf16 model are added up in bf16, and lose their small parts
+    deepspeed_config.setdefault("communication_data_type", "fp32")
+    deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
 
 def describe_machine(accelerator: Accelerator) -> str:

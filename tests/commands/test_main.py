@@ -174,10 +174,22 @@ def test_a_run_and_its_data_do_not_lie_in_each_other(capsys, tmp_path, write_rec
     assert not (tmp_path / "run").exists()
 
 
-def test_deepspeed_is_refused_before_anything_is_written(capsys, monkeypatch, tmp_path, write_recipe):
+def test_what_is_asked_for_and_not_installed_is_one_line_before_anything_is_written(
+    capsys, monkeypatch, tmp_path, write_recipe
+):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr("nanogpt_hf.training.runtime.find_spec", lambda name: None)
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
-    assert error.startswith("DeepSpeed is not supported yet; accelerate_configs/fsdp2.yaml")
+    assert error.startswith("the accelerate config asks for DeepSpeed, which is not installed")
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_accumulation_that_the_accelerate_config_states_otherwise_is_refused(
+    capsys, monkeypatch, tmp_path, write_recipe
+):
+    monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
+    error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
+    assert "states gradient_accumulation_steps 3, but train.tokens_per_step of the recipe asks for 2" in error
     assert not (tmp_path / "run").exists()
 
 

@@ -1,8 +1,8 @@
 """Started by tests through a launcher: the command line, on CPU processes that shard for real, and what they held.
 
-FSDP2 asks for an accelerator. The shim lets accelerate believe that this machine's CPU with gloo is one, so that
-the real sharding code runs. The processes write down what they held: a test that only looks at losses could not tell
-sharding from plain DDP.
+FSDP2 and DeepSpeed ask for an accelerator. The shim lets accelerate believe that this machine's CPU with gloo is one,
+so that the real sharding code runs. The processes write down what they held: a test that only looks at losses could
+not tell sharding from plain DDP.
 """
 
 import json
@@ -10,29 +10,50 @@ import os
 import sys
 from pathlib import Path
 
-if os.environ.get("ACCELERATE_USE_FSDP") == "true":
+if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+    os.environ["DS_ACCELERATOR"] = "cpu"
     from accelerate import state
     from accelerate.utils import DistributedType
 
     state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.training import checkpoint, loop
+from nanogpt_hf.training import loop, runtime, shards
 
-save_checkpoint = loop.save_checkpoint
+save_checkpoint, hand_to_deepspeed = loop.save_checkpoint, runtime._hand_to_deepspeed
+
+
+def sharding_small_parameters(deepspeed_config, *rest):
+    hand_to_deepspeed(deepspeed_config, *rest)
+    deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else 100,000 stay whole
+
+
+def local_size(parameter) -> int:
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3's own share; the parameter itself is empty, or gathered for a while
+        return parameter.numel() or parameter.ds_tensor.numel()
+    return getattr(parameter, "_local_tensor", parameter).numel()
 
 
 def recording(accelerator, model, optimizer, state, run, keep):
+    states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
     held = {
-        name: [type(p).__name__, getattr(p, "_local_tensor", p).numel(), p.numel()]
-        for name, p in checkpoint._named_parameters(accelerator.unwrap_model(model)).items()
+        "weights": {
+            name: [type(p).__name__, local_size(p), shards.whole_shape(p).numel()]
+            for name, p in shards.named_parameters(accelerator, model).items()
+        },
+        "moments": sum(
+            getattr(value, "_local_tensor", value).numel()
+            for moments in states.values()
+            for key, value in moments.items()
+            if key != "step"
+        ),
     }
     Path(f"{run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(held))
     return save_checkpoint(accelerator, model, optimizer, state, run, keep)
 
 
-loop.save_checkpoint = recording
+loop.save_checkpoint, runtime._hand_to_deepspeed = recording, sharding_small_parameters
 status = main(sys.argv[1:])
 sys.stdout.flush()
 sys.stderr.flush()

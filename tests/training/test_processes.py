@@ -1,5 +1,7 @@
 """The same experiment on any number of processes, sharded or not, and moved between them in the middle."""
 
+import functools
+import importlib.util
 import json
 import os
 import shutil
@@ -17,6 +19,11 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 ENTRY = Path(__file__).with_name("launched.py")
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+    reason="DeepSpeed is not installed, or no g++ is there to build its operation for CPUs",
+)
+ZERO_2, ZERO_3 = (pytest.param(f"deepspeed_zero{stage}", marks=needs_deepspeed) for stage in (2, 3))
 OPTIONS = {
     "model__dropout": 0.1,
     "train__max_steps": 10,
@@ -33,7 +40,7 @@ def command(machine: str, *arguments: object) -> list[str]:
     config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
     if machine != "cpu":
         config += ["--num_processes=2", "--main_process_port=0"]
-    if machine.startswith("fsdp"):
+    if machine.startswith(("fsdp", "deepspeed")):
         config += ["--mixed_precision=no", "--dynamo_backend=no"]
     return [*launch, *config, str(ENTRY), "pretrain", *map(str, arguments)]
 
@@ -67,50 +74,74 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory, make_recipe):
-    """One experiment on each kind of machine, with the recipe."""
-    folder = tmp_path_factory.mktemp("runs")
-    recipe = make_recipe(folder / "recipe_for_all.yaml", **OPTIONS)
-    machines = ("cpu", "cpu_ddp", "fsdp2", "fsdp2_checkpointing")
-    return recipe, {machine: launch(machine, recipe, folder / machine) for machine in machines}
+def recipe(tmp_path_factory, make_recipe) -> Path:
+    return make_recipe(tmp_path_factory.mktemp("runs") / "recipe_for_all.yaml", **OPTIONS)
 
 
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing"])
-def test_two_processes_are_the_same_experiment_as_one(runs, machine):
+@pytest.fixture(scope="module")
+def trained_on(recipe):
+    """The run of the one experiment on a kind of machine; each is trained once."""
+
+    @functools.cache
+    def train(machine: str) -> RunFolder:
+        return launch(machine, recipe, recipe.parent / machine)
+
+    return train
+
+
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing", ZERO_2, ZERO_3])
+def test_two_processes_are_the_same_experiment_as_one(trained_on, machine):
     # with dropout: activations that are computed again must meet the same masks
-    _, kinds = runs
-    assert_same_experiment(kinds[machine], kinds["cpu"])
+    assert_same_experiment(trained_on(machine), trained_on("cpu"))
 
 
-def held(run: RunFolder, rank: int) -> dict[str, list]:
+def held(run: RunFolder, rank: int) -> dict:
+    """What a process held at its last checkpoint: see launched.py."""
     return json.loads(Path(f"{run.path}.held.{rank}.json").read_text())
 
 
-def test_fsdp2_really_sharded_and_ddp_did_not(runs):
-    _, kinds = runs
+@pytest.mark.parametrize(
+    ("machine", "kind"), [("fsdp2", "DTensor"), pytest.param("deepspeed_zero3", "Parameter", marks=needs_deepspeed)]
+)
+def test_weights_really_were_sharded(trained_on, machine, kind):
     for rank in (0, 1):
-        sharded, whole = held(kinds["fsdp2"], rank), held(kinds["cpu_ddp"], rank)
+        sharded, whole = held(trained_on(machine), rank)["weights"], held(trained_on("cpu_ddp"), rank)["weights"]
         assert len(sharded) == len(whole) > 10
-        assert {kind for kind, _, _ in sharded.values()} == {"DTensor"}
+        assert {name for name, _, _ in sharded.values()} == {kind}
         assert sum(local for _, local, _ in sharded.values()) <= 0.52 * sum(n for _, _, n in sharded.values())
         assert all(local == n for _, local, n in whole.values())
 
 
+@pytest.mark.parametrize("machine", ["fsdp2", ZERO_2, ZERO_3])
+def test_moments_really_were_sharded(trained_on, machine):
+    for rank in (0, 1):
+        sharded, whole = held(trained_on(machine), rank)["moments"], held(trained_on("cpu_ddp"), rank)["moments"]
+        assert whole == 2 * sum(n for _, _, n in held(trained_on("cpu_ddp"), rank)["weights"].values())
+        assert 0.48 * whole <= sharded <= 0.52 * whole
+
+
 @pytest.mark.parametrize(
-    ("before", "after"), [("cpu_ddp", "cpu"), ("cpu", "cpu_ddp"), ("cpu_ddp", "fsdp2"), ("fsdp2", "cpu")]
+    ("before", "after"),
+    [
+        ("cpu_ddp", "cpu"),
+        ("cpu", "cpu_ddp"),
+        ("cpu_ddp", "fsdp2"),
+        ("fsdp2", "cpu"),
+        pytest.param("fsdp2", "deepspeed_zero2", marks=needs_deepspeed),
+        pytest.param("deepspeed_zero2", "deepspeed_zero3", marks=needs_deepspeed),
+        pytest.param("deepspeed_zero3", "cpu", marks=needs_deepspeed),
+    ],
 )
-def test_a_run_moves_between_machines_in_the_middle(runs, tmp_path, before, after):
-    recipe, kinds = runs
-    shutil.copytree(kinds[before].path, tmp_path / "moved")
+def test_a_run_moves_between_machines_in_the_middle(recipe, trained_on, tmp_path, before, after):
+    shutil.copytree(trained_on(before).path, tmp_path / "moved")
     moved = RunFolder(tmp_path / "moved")
     shutil.rmtree(moved.checkpoint(10))
     shutil.rmtree(moved.final)
     launch(after, recipe, moved.path, "--resume")
-    assert_same_experiment(moved, kinds["cpu"])
+    assert_same_experiment(moved, trained_on("cpu"))
 
 
-def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(runs, tmp_path):
-    recipe, _ = runs
+def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(recipe, tmp_path):
     folder = tmp_path / "stopped"
     arguments = [recipe, "--run-dir", folder, "--train.max_steps", "100000"]
     process = subprocess.Popen(
@@ -136,16 +167,30 @@ def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(runs
     assert list(column(run, "train/loss")) == list(range(1, state["step"] + 4))
 
 
-def test_what_the_config_asks_for_and_the_machine_cannot_give_is_one_clear_line(runs, tmp_path):
-    recipe, _ = runs
-    plain = [str(ROOT / "cli.py") if word == str(ENTRY) else word for word in command("fsdp2", recipe)]
+def refused(tmp_path: Path, machine: str, recipe: Path, *options: str) -> str:
+    """What a launch says that ends before a run folder is made."""
+    entry = str(ROOT / "cli.py")  # without the shim
+    words = [entry if word == str(ENTRY) else word for word in command(machine, recipe)]
+    script = words.index(entry)
     done = subprocess.run(
-        [*plain, "--run-dir", str(tmp_path / "never")],
+        [*words[:script], *options, *words[script:], "--run-dir", tmp_path / "never"],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
         timeout=120,
     )
     assert done.returncode != 0
-    assert "the accelerate config asks for FSDP, but this machine gives" in done.stderr
     assert not (tmp_path / "never").exists()
+    return done.stderr
+
+
+@pytest.mark.parametrize("machine", ["fsdp2", ZERO_2])
+def test_what_the_config_asks_for_and_the_machine_cannot_give_is_one_clear_line(recipe, tmp_path, machine):
+    asked = "FSDP" if machine == "fsdp2" else "DEEPSPEED"
+    assert f"the accelerate config asks for {asked}, but this machine gives" in refused(tmp_path, machine, recipe)
+
+
+@needs_deepspeed
+def test_an_accelerate_config_that_states_another_accumulation_is_refused(recipe, tmp_path):
+    said = refused(tmp_path, "deepspeed_zero2", recipe, "--gradient_accumulation_steps=3")
+    assert "states gradient_accumulation_steps 3, but train.tokens_per_step of the recipe asks for 2" in said

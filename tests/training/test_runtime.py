@@ -1,13 +1,17 @@
 """The machine's side: signals, the clock, and the time knob."""
 
+import json
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
 from accelerate import Accelerator
 
-from nanogpt_hf.config.schema import seconds_of
-from nanogpt_hf.training.runtime import stop_on_signals
+from nanogpt_hf.config.schema import Config, seconds_of
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.training.runtime import _hand_to_deepspeed, stop_on_signals
+from nanogpt_hf.training.shards import scaler_state, set_scaler_state
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
@@ -29,3 +33,51 @@ def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
 )
 def test_times(time, seconds):
     assert seconds_of(time) == seconds
+
+
+def deepspeed_config(**changes) -> dict:
+    return {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", **changes}
+
+
+def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
+    config, told = Config(), deepspeed_config()
+    _hand_to_deepspeed(told, config, 5)
+    assert told["gradient_accumulation_steps"] == 5
+    assert told["gradient_clipping"] == config.optim.max_grad_norm
+    assert told["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
+    assert told["communication_data_type"] == "fp32"
+    assert told["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "complaint"),
+    [
+        ({"gradient_accumulation_steps": 4}, "states gradient_accumulation_steps 4, but train.tokens_per_step"),
+        (
+            {"gradient_clipping": 0.5},
+            "states gradient_clipping 0.5, but optim.max_grad_norm of the recipe asks for 1.0",
+        ),
+        ({"train_micro_batch_size_per_gpu": 7}, "states train_micro_batch_size_per_gpu 7, but train.micro_batch_size"),
+        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1 is not supported: take 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param to nvme"),
+    ],
+)
+def test_a_deepspeed_config_that_says_otherwise_is_refused(stated, complaint):
+    with pytest.raises(UserError, match=complaint):
+        _hand_to_deepspeed(deepspeed_config(**stated), Config(), 5)
+
+
+def test_deepspeeds_loss_scale_is_kept_and_restored():
+    scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="DeepSpeed is not installed")
+    accelerator = SimpleNamespace(scaler=None, distributed_type="DEEPSPEED", mixed_precision="fp16")
+
+    def optimizer():
+        scaler = scalers.DynamicLossScaler(2.0**16, 10, 1, 2, False)
+        return SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+
+    before, after = optimizer(), optimizer()
+    vars(before.optimizer.loss_scaler).update(cur_scale=2.0**12, cur_iter=9, last_overflow_iter=7, cur_hysteresis=1)
+    kept = json.loads(json.dumps(scaler_state(accelerator, before)))
+    set_scaler_state(accelerator, after, kept)
+    assert after.optimizer.loss_scaler.cur_scale == 2.0**12
+    assert vars(after.optimizer.loss_scaler) == vars(before.optimizer.loss_scaler)
