@@ -9,12 +9,14 @@ import sys
 
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
 
-# name -> what it does. The module of the same name has `add_arguments(parser)` and `run(arguments, overrides)`, which
-# may return an exit status of its own.
+# name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
+# `run(arguments, overrides)`, which may return an exit status of its own.
 COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",
     "sample": "let a model write",
+    "export": "a model as plain GPT-2, GGUF or ONNX",
+    "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "doctor": "what is wrong with this machine or network",
 }
 
@@ -27,7 +29,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _overview() -> str:
-    rows = [f"  {name:<10} {meaning}" for name, meaning in COMMANDS.items()]
+    rows = [f"  {name:<14} {meaning}" for name, meaning in COMMANDS.items()]
     return "\n".join([_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."])
 
 
@@ -73,7 +75,7 @@ def main(arguments: list[str]) -> int:
         name, *rest = arguments
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
-        module = importlib.import_module(f"nanogpt_hf.commands.{name}")
+        module = importlib.import_module(f"nanogpt_hf.commands.{name.replace('-', '_')}")
         parser = _Parser(
             prog=f"cli.py {name}",
             description=module.__doc__,

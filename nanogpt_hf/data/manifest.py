@@ -2,7 +2,9 @@
 
 import dataclasses
 import json
+import sys
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,7 @@ class Manifest:
     """What prepared data is: where from, by which tokenizer, how much."""
 
     format: int
-    recipe: dict[str, Any]  # the deciding knobs
+    recipe: dict[str, Any]  # the deciding knobs; of tokens made elsewhere, those that mean something for them
     revision: str
     file_state: str | None  # of local files, to notice that they changed
     tokenizer_hash: str
@@ -76,7 +78,7 @@ def _same(knob: str, prepared: Any, wanted: Any) -> bool:
 
 def check_fits(manifest: Manifest, data: DataSection) -> None:
     """Raises DataError where prepared data is not what the recipe asks for."""
-    for knob in DECIDING_KNOBS:
+    for knob in (knob for knob in DECIDING_KNOBS if knob in manifest.recipe):
         prepared, wanted = manifest.recipe[knob], getattr(data, knob)
         if not _same(knob, prepared, wanted):
             raise DataError(
@@ -106,6 +108,12 @@ def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     for name in ("train", "validation"):
         facts[f"the data's {name} tokens"] = getattr(manifest, name).tokens
     return facts
+
+
+def tool_versions() -> dict[str, str]:
+    """What had a hand in the tokens, for the manifest."""
+    tools = {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")}
+    return tools | {"python": sys.version.split()[0]}
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:

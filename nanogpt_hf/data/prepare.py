@@ -2,9 +2,7 @@
 
 import os
 import shutil
-import sys
 from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 
 import datasets
@@ -22,6 +20,7 @@ from nanogpt_hf.data.manifest import (
     SplitFacts,
     check_fits,
     read_manifest,
+    tool_versions,
     write_manifest,
 )
 from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents
@@ -167,6 +166,13 @@ def _tokenize(
     )
 
 
+def save_split(rows: datasets.Dataset, tokens: int, folder: Path) -> None:
+    """Write rows of `input_ids`, `tokens` in all, as arrow shards."""
+    itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
+    shards = -(-tokens * itemsize // _SHARD_BYTES)
+    rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
+
+
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
@@ -185,10 +191,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         facts[name] = SplitFacts(rows.num_rows, sum(lengths), sum(rows["bytes"]))
         if not facts[name].tokens:
             raise DataError(f"data.source: {data.source}: too little text: there is none left for {name}")
-        itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
-        shards = -(-facts[name].tokens * itemsize // _SHARD_BYTES)
-        tokens = rows.remove_columns("bytes")
-        tokens.save_to_disk(folder / name, num_shards=max(1, min(shards, tokens.num_rows)))
+        save_split(rows.remove_columns("bytes"), facts[name].tokens, folder / name)
     tokenizer.hf.save_pretrained(folder / TOKENIZER)
     local = find_files(data.source)
     manifest = Manifest(
@@ -200,8 +203,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         vocab_size=tokenizer.vocab_size,
         end_of_text_id=end_of_text_id,
         **facts,
-        versions={name: version(name) for name in ("datasets", "tokenizers", "tiktoken")}
-        | {"python": sys.version.split()[0]},
+        versions=tool_versions(),
     )
     shutil.rmtree(scratch)
     write_manifest(folder, manifest)

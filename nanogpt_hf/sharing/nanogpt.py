@@ -1,0 +1,208 @@
+"""nanoGPT's ckpt.pt and meta.pkl -> our model and tokenizer. Both are pickles, and no code in them is ever run.
+
+nanoGPT names its layers as GPT-2 does, but keeps matrices as nn.Linear has them: (out, in).
+"""
+
+import pickle
+import re
+import warnings
+import zipfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanogpt_hf.data.tokenizer import Tokenizer, char_tokenizer, gpt2_tokenizer
+from nanogpt_hf.errors import DataError, RunFolderError
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, from_gpt2_state_dict, gpt2_state_dict
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+
+_SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
+_GPT2_ROWS = (50257, 50304)  # nanoGPT pads GPT-2's vocabulary to the second; rows past the first are no tokens
+_MATRICES = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
+
+
+@dataclass(frozen=True)
+class NanoGPT:
+    """What a checkpoint of nanoGPT becomes."""
+
+    config: GPTConfig
+    weights: dict[str, torch.Tensor]  # by our names
+    tokenizer: Tokenizer
+    facts: dict[str, str]  # how it was trained, for the card
+
+
+def load_nanogpt(path: Path, meta: Path | None = None, activation_function: str = "gelu") -> NanoGPT:
+    """Read a checkpoint of nanoGPT's train.py, compiled or not, with biases or without.
+
+    Raises RunFolderError where it is none or belongs to another vocabulary, DataError where `meta` is no vocabulary.
+    """
+    saved = _load_checkpoint(path)
+    sizes = _sizes(path, saved)
+    tokenizer = _tokenizer(path, saved, sizes["vocab_size"], meta)
+    dropout, bias = (saved["model_args"].get(name, default) for name, default in (("dropout", 0.0), ("bias", True)))
+    end_of_text_id = tokenizer.hf.eos_token_id
+    state = _clean_state(path, saved["model"])
+    head, embedding = (state.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
+    tied = head is None or embedding is None or torch.equal(head, embedding)
+    try:
+        config = GPTConfig(
+            vocab_size=tokenizer.vocab_size,
+            padded_vocab_size=sizes["vocab_size"] if sizes["vocab_size"] > tokenizer.vocab_size else None,
+            n_positions=sizes["block_size"],
+            n_embd=sizes["n_embd"],
+            n_layer=sizes["n_layer"],
+            n_head=sizes["n_head"],
+            activation_function=activation_function,
+            bias=bias,
+            dropout=dropout,
+            tie_word_embeddings=tied,
+            bos_token_id=end_of_text_id,
+            eos_token_id=end_of_text_id,
+        )
+    except Exception as error:  # huggingface_hub wraps what it finds wrong in classes of its own
+        raise _none(path, " ".join(str(error).split())) from None
+    if tied:
+        state.pop("lm_head.weight", None)
+    _check_shapes(path, config, state)
+    turned = {name: weight.T if name.endswith(_MATRICES) else weight for name, weight in state.items()}
+    return NanoGPT(config, from_gpt2_state_dict(turned), tokenizer, _facts(saved))
+
+
+def _none(path: Path, why: str) -> RunFolderError:
+    why = " ".join(why.split())[:300]  # names come from the file: whatever they hold, this stays a line
+    return RunFolderError(f"{path}: not a checkpoint of nanoGPT: {why}")
+
+
+def _load_checkpoint(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise RunFolderError(f"{path}: no such file; a checkpoint of nanoGPT is its out_dir's ckpt.pt")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a file that is none, torch warns before it raises
+            # Mapped, not read: two thirds of the file are the optimizer's. Only files of torch >= 1.6 (zip) can be.
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+    except Exception as error:  # of a damaged or foreign file torch raises half a dozen kinds
+        code = re.search(r"GLOBAL ([\w.]+)", str(error))
+        if code:
+            why = f"it holds {code[1]}, more than tensors and plain values, and was not opened"
+        else:
+            why = "damaged, cut short, or no PyTorch file"
+        raise _none(path, why) from None
+    for name in ("model", "model_args"):
+        if not isinstance(saved, dict) or not isinstance(saved.get(name), dict):
+            raise _none(path, f"it has no {name!r}")
+    return saved
+
+
+def _sizes(path: Path, saved: dict[str, Any]) -> dict[str, int]:
+    arguments = saved["model_args"]
+    if missing := [name for name in _SIZES if name not in arguments]:
+        raise _none(path, f"its model_args have no {', '.join(missing)}")
+    for name in _SIZES:
+        value = arguments[name]
+        if type(value) is not int or not 0 < value < 2**31:
+            raise _none(path, f"its model_args say {name}={str(value)[:40]!r}")
+    if arguments["n_layer"] > len(saved["model"]):
+        raise _none(path, f"{arguments['n_layer']} layers, but only {len(saved['model'])} tensors")
+    return {name: arguments[name] for name in _SIZES}
+
+
+def _clean_state(path: Path, model: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """Weights in float32 by nanoGPT's names, without torch.compile's prefix and without causal masks."""
+    state = {str(name).removeprefix("_orig_mod."): weight for name, weight in model.items()}
+    for name, weight in state.items():
+        dense = isinstance(weight, torch.Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
+        if not dense or not weight.is_floating_point():
+            raise _none(path, f"{name} is no tensor of floating-point numbers")
+    return {name: weight.float() for name, weight in state.items() if not name.endswith(".attn.bias")}
+
+
+def _check_shapes(path: Path, config: GPTConfig, state: dict[str, torch.Tensor]) -> None:
+    with torch.device("meta"):
+        shell = GPTForCausalLM(config)
+        rows = config.padded_vocab_size or config.vocab_size
+        wanted = {name: weight.shape for name, weight in gpt2_state_dict(config, shell.state_dict()).items()}
+    for name in wanted.keys() & {"transformer.wte.weight", "lm_head.weight"}:
+        wanted[name] = torch.Size((rows, config.n_embd))
+    if not config.bias:  # GPT-2's layout has zeros there
+        wanted = {name: shape for name, shape in wanted.items() if not name.endswith(".bias")}
+    for kind, names in (("has no", wanted.keys() - state.keys()), ("has", state.keys() - wanted.keys())):
+        if names:
+            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            unknown = ", which a GPT of its model_args does not" if kind == "has" else ""
+            raise _none(path, f"it {kind} {min(names)[:80]}{more}{unknown}")
+    for name, weight in state.items():
+        shape = wanted[name][::-1] if name.endswith(_MATRICES) else wanted[name]
+        if weight.shape != shape:
+            raise _none(path, f"{name} is {tuple(weight.shape)}, by its model_args it should be {tuple(shape)}")
+
+
+def _facts(saved: dict[str, Any]) -> dict[str, str]:
+    """What train.py noted of the training, as far as it is what it should be."""
+    facts = {"trained with": "nanoGPT"}
+    steps, loss = saved.get("iter_num"), saved.get("best_val_loss")
+    if type(steps) is int:
+        facts["steps"] = f"{steps:,}"
+    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
+        loss = loss.item()
+    if type(loss) is float:
+        facts["best sampled validation loss"] = f"{loss:.4f}"
+    if dataset := _dataset(saved):
+        facts["data"] = dataset
+    return facts
+
+
+def _dataset(saved: dict[str, Any]) -> str | None:
+    config = saved.get("config")
+    dataset = config.get("dataset") if isinstance(config, dict) else None
+    return dataset if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,80}", dataset) else None
+
+
+def _tokenizer(path: Path, saved: dict[str, Any], rows: int, meta: Path | None) -> Tokenizer:
+    """The tokenizer of a model with `rows` embeddings: the meta's characters, or GPT-2's where the number is its."""
+    if meta is not None:
+        tokenizer = load_meta(meta)
+        if tokenizer.vocab_size != rows:
+            raise RunFolderError(
+                f"--meta: {meta} has {tokenizer.vocab_size:,} characters, the model in {path} {rows:,} tokens; "
+                "give the meta.pkl of the data it was trained on"
+            )
+        return tokenizer
+    if rows in _GPT2_ROWS:
+        return gpt2_tokenizer()
+    where = f"data/{_dataset(saved) or 'DATASET'}/meta.pkl in nanoGPT's folder"
+    raise RunFolderError(
+        f"{path}: its vocabulary of {rows:,} tokens is not GPT-2's; say which it is with --meta ({where})"
+    )
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    """Dicts, lists, strings, numbers and the like. Any name of a class or function in the file ends it."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        raise pickle.UnpicklingError(f"it holds {module}.{name}, more than plain containers, and was not opened")
+
+
+def load_meta(path: Path) -> Tokenizer:
+    """The character tokenizer of nanoGPT's meta.pkl, same ids. Raises DataError where the file is none."""
+    try:
+        with path.open("rb") as file:
+            meta = _PlainUnpickler(file).load()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except Exception as error:  # damaged pickles raise almost anything
+        why = str(error) if "plain containers" in str(error) else "damaged, or no pickle"
+        raise DataError(f"{path}: not a meta.pkl of nanoGPT: {why}") from None
+    try:
+        characters = [meta["itos"][i] for i in range(len(meta["itos"]))]
+        ids = {character: i for i, character in enumerate(characters)}
+        "".join(characters).encode()  # half a surrogate pair is no character
+        right = ids == meta["stoi"] and meta["vocab_size"] == len(ids) > 0 and all(len(c) == 1 for c in characters)
+    except (KeyError, TypeError, ValueError):
+        right = False
+    if not right:
+        raise DataError(f"{path}: not a meta.pkl of nanoGPT: itos, stoi and vocab_size do not number characters")
+    return char_tokenizer(characters)
