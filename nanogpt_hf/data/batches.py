@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.tokens import TokenStream
 
 
@@ -19,7 +20,7 @@ class Batches:
 
     def __init__(
         self,
-        tokens: TokenStream,
+        tokens: TokenStream | Examples,
         *,
         block_size: int,
         order: str,
@@ -33,7 +34,7 @@ class Batches:
         self.micro_batch_size, self.accumulation = micro_batch_size, accumulation
         self.rank, self.num_processes = rank, num_processes
         self.sequences_per_step = micro_batch_size * accumulation * num_processes
-        self.blocks_per_epoch = (len(tokens) - 1) // block_size  # each block needs the token after it, too
+        self.blocks_per_epoch = tokens.positions // block_size
         self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch_order)  # two: a step may cross an epoch's end
 
     def _draw_epoch_order(self, epoch: int) -> np.ndarray:
@@ -46,7 +47,7 @@ class Batches:
         count = self.sequences_per_step
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
-            return (bits % np.uint64(len(self.tokens) - self.block_size)).astype(np.int64)
+            return (bits % np.uint64(self.tokens.positions + 1 - self.block_size)).astype(np.int64)
         epochs, positions = np.divmod(np.arange(step * count, (step + 1) * count), self.blocks_per_epoch)
         blocks = np.empty(count, dtype=np.int64)
         for epoch in np.unique(epochs):
@@ -57,9 +58,12 @@ class Batches:
         """The number within the step of this process's micro-batch `index`, the same on any number of processes."""
         return index * self.num_processes + self.rank
 
-    def at(self, step: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """This process's micro-batches of a step: input_ids and the token after each, int64 (micro_batch_size, T)."""
+    def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        """This process's micro-batches of a step, as keyword arguments of `forward`.
+
+        input_ids and shift_labels, the token after each (-100 where it does not count), are int64
+        (micro_batch_size, block_size); packed conversations bring position_ids, too.
+        """
         starts = self.starts(step).reshape(-1, self.micro_batch_size)
         for index in range(self.accumulation):
-            windows = torch.from_numpy(self.tokens.windows(starts[self.micro_batch_number(index)], self.block_size + 1))
-            yield windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
+            yield self.tokens.batch(starts[self.micro_batch_number(index)], self.block_size)

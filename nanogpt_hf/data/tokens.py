@@ -4,8 +4,18 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
+import torch
 
 from nanogpt_hf.errors import DataError
+
+
+def read_column(folder: Path, name: str) -> list[pyarrow.Array]:
+    """A column of a split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where there is none."""
+    try:
+        return datasets.load_from_disk(str(folder)).data.column(name).chunks
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
 
 
 class TokenStream:
@@ -18,14 +28,35 @@ class TokenStream:
     @classmethod
     def open(cls, folder: Path) -> "TokenStream":
         """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
+        chunks = read_column(folder, "input_ids")
         try:
-            column = datasets.load_from_disk(str(folder)).data.column("input_ids")
-            return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in column.chunks])
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks])
+        except (ValueError, AttributeError) as error:  # a column of something else
             raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
+    def positions(self) -> int:
+        """Tokens that have a next one to predict."""
+        return max(0, len(self) - 1)
+
+    def batch(self, starts: np.ndarray, block_size: int) -> dict[str, torch.Tensor]:
+        """The windows at these offsets as `forward` takes them: input_ids and, as shift_labels, the token after each.
+
+        Both are int64 (len(starts), block_size). Past the stream's end the input is 0 and the target -100.
+        """
+        counts = np.minimum(block_size, self.positions - starts)
+        if (counts == block_size).all():
+            windows = torch.from_numpy(self.windows(starts, block_size + 1))
+            return {"input_ids": windows[:, :-1].contiguous(), "shift_labels": windows[:, 1:].contiguous()}
+        inputs = torch.zeros(len(starts), block_size, dtype=torch.int64)
+        targets = torch.full_like(inputs, -100)
+        for row, count in enumerate(counts.tolist()):
+            window = torch.from_numpy(self.windows(starts[row : row + 1], count + 1)[0])
+            inputs[row, :count], targets[row, :count] = window[:-1], window[1:]
+        return {"input_ids": inputs, "shift_labels": targets}
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each offset in `starts`, as int64 of shape (len(starts), length).

@@ -19,6 +19,7 @@ from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.data.tokens import TokenStream
@@ -78,7 +79,7 @@ def vocab_size_of(config: Config) -> int:
     return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
 
 
-def tokens_for(config: Config, use_prepared: bool) -> tuple[TokenStream | None, str, str | None]:
+def tokens_for(config: Config, use_prepared: bool) -> tuple[TokenStream | Examples | None, str, str | None]:
     """The recipe's training tokens or None, where they are or why there are none, and what is wrong with them."""
     if not use_prepared:
         return None, "no recipe", None
@@ -95,19 +96,19 @@ def made_up_tokens(vocab_size: int, count: int) -> TokenStream:
     return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
 
 
-def _digest(window: np.ndarray) -> str:
-    return hashlib.sha256(window.astype(np.int64).tobytes()).hexdigest()[:16]
+def _digests(batch: dict[str, torch.Tensor]) -> list[str]:
+    rows = torch.cat([batch["input_ids"], batch["shift_labels"]], dim=1).numpy()
+    return [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in rows]
 
 
 def windows_read(batches: Batches, step: int) -> list[str]:
     """Checksums of the windows that this process draws for a step."""
-    parts = (torch.cat([inputs, targets[:, -1:]], dim=1).numpy() for inputs, targets in batches.at(step))
-    return [_digest(window) for part in parts for window in part]
+    return [digest for batch in batches.at(step) for digest in _digests(batch)]
 
 
 def windows_of_step(batches: Batches, step: int) -> list[str]:
     """Checksums of the windows that all processes together should draw for a step."""
-    return [_digest(row) for row in batches.tokens.windows(batches.starts(step), batches.block_size + 1)]
+    return _digests(batches.tokens.batch(batches.starts(step), batches.block_size))
 
 
 def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
@@ -168,12 +169,9 @@ def _step(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches
 def _compute(accelerator: Accelerator, model: Any, optimizer: Any, batches: list) -> None:
     """The arithmetic of a step without its gradients' way to other processes."""
     with accelerator.no_sync(model):
-        for inputs, targets in batches:
-            counted = torch.tensor(targets.numel(), device=accelerator.device)
-            inputs, targets = inputs.to(accelerator.device), targets.to(accelerator.device)
-            accelerator.backward(
-                model(input_ids=inputs, shift_labels=targets, num_items_in_batch=counted, use_cache=False).loss
-            )
+        for batch in batches:
+            batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+            accelerator.backward(model(**batch, use_cache=False).loss)
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad()

@@ -7,7 +7,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.nn import functional as F
 
+from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.tokens import TokenStream
 
 
@@ -38,23 +40,19 @@ def evaluation_windows(length: int, block_size: int, tokens: int | str) -> list[
     return [(int(start), min(block_size, length - 1 - int(start))) for start in chosen]
 
 
-def evaluation_batch(
-    stream: TokenStream, windows: list[tuple[int, int]], rows: int, block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and targets, int64 (rows, block_size); what no window fills has target -100 and is not counted."""
-    inputs = torch.zeros(rows, block_size, dtype=torch.int64)
-    targets = torch.full((rows, block_size), -100, dtype=torch.int64)
-    for row, (start, count) in enumerate(windows):
-        window = torch.from_numpy(stream.windows(np.array([start]), count + 1)[0])
-        inputs[row, :count], targets[row, :count] = window[:-1], window[1:]
-    return inputs, targets
+def fill_up(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """The batch with `rows` rows; in those that are added nothing is counted."""
+    return {
+        name: F.pad(tensor, (0, 0, 0, rows - len(tensor)), value=-100 if name == "shift_labels" else 0)
+        for name, tensor in batch.items()
+    }
 
 
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    stream: TokenStream,
+    stream: TokenStream | Examples,
     *,
     block_size: int,
     micro_batch_size: int,
@@ -62,30 +60,28 @@ def evaluate(
     bytes_per_token: float,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The token-weighted loss of `model` on `stream`. All processes call it and get the same answer.
+    """The token-weighted loss of `model` on `stream`; of conversations, on their answers.
 
-    `stopping` is asked after every batch; where it says yes (on all processes), there is no answer but None.
+    All processes call it and get the same number. `stopping` is asked after every batch; where it says yes (on all
+    processes), there is no answer but None.
     """
-    windows = evaluation_windows(len(stream), block_size, tokens)
+    windows = evaluation_windows(stream.positions + 1, block_size, tokens)
+    starts = np.array([start for start, _ in windows], dtype=np.int64)
     per_round = micro_batch_size * accelerator.num_processes
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64  # MPS has no float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
+    counted = torch.zeros((), dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
-    for first in range(0, len(windows), per_round):  # every process runs every round, if only on padding
-        mine = windows[first + accelerator.process_index * micro_batch_size :][:micro_batch_size]
-        inputs, targets = evaluation_batch(stream, mine, micro_batch_size, block_size)
-        out = model(
-            input_ids=inputs.to(accelerator.device),
-            shift_labels=targets.to(accelerator.device),
-            num_items_in_batch=1,
-            skip_logits=True,
-            use_cache=False,
-        )
-        total += out.loss.to(exact)
+    for first in range(0, len(starts), per_round):  # every process runs every round, if only on padding
+        mine = starts[first + accelerator.process_index * micro_batch_size :][:micro_batch_size]
+        batch = fill_up(stream.batch(mine, block_size), micro_batch_size)
+        batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+        total += model(**batch, num_items_in_batch=1, skip_logits=True, use_cache=False).loss.to(exact)
+        counted += (batch["shift_labels"] != -100).sum()
         if stopping():
             model.train(was_training)
             return None
     model.train(was_training)
-    counted = sum(count for _, count in windows)
-    return Evaluation(accelerator.reduce(total, "sum").item() / counted, counted, bytes_per_token)
+    total, counted = (accelerator.reduce(part, "sum").item() for part in (total, counted))
+    return Evaluation(total / counted, counted, bytes_per_token)

@@ -177,18 +177,14 @@ def train_step(
         group["lr"] = learning_rate
     micro_batches = list(batches.at(step))
     # Each token weighs the same, however many of them a micro-batch or a process has.
-    counted = torch.stack([(targets != -100).sum() for _, targets in micro_batches]).sum()
+    counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in micro_batches]).sum()
     tokens_in_step = accelerator.reduce(counted.to(accelerator.device), "sum")
     total = torch.zeros((), device=accelerator.device)
-    for index, (inputs, targets) in enumerate(micro_batches):
+    for index, batch in enumerate(micro_batches):
         torch.manual_seed(derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
         with accelerator.accumulate(model):
-            loss = model(
-                input_ids=inputs.to(accelerator.device, non_blocking=True),
-                shift_labels=targets.to(accelerator.device, non_blocking=True),
-                num_items_in_batch=tokens_in_step,
-                use_cache=False,
-            ).loss
+            batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+            loss = model(**batch, num_items_in_batch=tokens_in_step, use_cache=False).loss
             # Undo two means: accelerate's over accumulated micro-batches, and the gradients' over processes.
             accelerator.backward(loss * accelerator.gradient_accumulation_steps * accelerator.num_processes)
             total += loss.detach()

@@ -1,0 +1,106 @@
+"""Conversations as examples -> blocks of one length, seen as a stream of positions in which they lie end to end.
+
+Block b stands at offset b · block_size, so (seed, step, rank) -> batch is the same arithmetic as for plain text.
+"""
+
+from bisect import bisect_left, insort
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanogpt_hf.data.tokens import TokenStream, read_column
+
+
+class Examples:
+    """Examples laid into blocks: several a block, blind to each other (packed), or one (padded).
+
+    An example of n tokens takes n - 1 positions: its last token is only predicted. One that is longer than a block is
+    cut at its end; one that has no answer left then is left out. Which examples share a block follows from their
+    lengths alone, so an epoch has the same blocks every time, and only their order is drawn.
+    """
+
+    def __init__(self, ids: TokenStream, answered: TokenStream, lengths: np.ndarray, *, block_size: int, packing: str):
+        self.block_size, self.packing = block_size, packing
+        self._ids, self._answered = ids, answered
+        self._starts = np.cumsum(lengths) - lengths
+        self._positions = np.minimum(lengths - 1, block_size)
+        long = np.flatnonzero(lengths - 1 > block_size)
+        without = [number for number in long.tolist() if not self._targets_of(number)[1].any()]
+        self.cut, self.left_out = len(long) - len(without), len(without)
+        chosen = np.setdiff1d(np.arange(len(lengths)), without)
+        if packing == "packed":
+            self.blocks = [chosen[block].tolist() for block in pack(self._positions[chosen], block_size)]
+        else:
+            self.blocks = [[number] for number in chosen.tolist()]
+        self.filled = int(self._positions[chosen].sum())  # positions that hold a token of an example
+
+    @classmethod
+    def open(cls, folder: Path, *, block_size: int, packing: str) -> "Examples":
+        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
+        chunks, answered = read_column(folder, "input_ids"), read_column(folder, "answered")
+        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
+        streams = (
+            TokenStream([c.flatten().to_numpy(zero_copy_only=True) for c in column]) for column in (chunks, answered)
+        )
+        return cls(*streams, lengths, block_size=block_size, packing=packing)
+
+    @property
+    def positions(self) -> int:
+        """Positions in all blocks, those that nothing fills included."""
+        return len(self.blocks) * self.block_size
+
+    def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """The tokens of an example, those that a block has room for, and whether each after the first is a target."""
+        start, length = self._starts[number : number + 1], int(self._positions[number]) + 1
+        return self._ids.windows(start, length)[0], self._answered.windows(start, length)[0, 1:] == 1
+
+    def batch(self, starts: np.ndarray, block_size: int) -> dict[str, torch.Tensor]:
+        """The blocks at these offsets as `forward` takes them, int64 (len(starts), block_size).
+
+        shift_labels is -100 where the next token is not part of an answer. In packed blocks position_ids begin anew
+        with each example, which also tells attention where to end.
+        """
+        assert block_size == self.block_size
+        inputs = np.zeros((len(starts), block_size), dtype=np.int64)
+        targets = np.full_like(inputs, -100)
+        positions = np.zeros_like(inputs)
+        for row, block in enumerate((starts // block_size).tolist()):
+            filled = 0
+            for number in self.blocks[block]:
+                tokens, is_target = self._targets_of(number)
+                place = slice(filled, filled := filled + len(is_target))
+                inputs[row, place] = tokens[:-1]
+                targets[row, place] = np.where(is_target, tokens[1:], -100)
+                positions[row, place] = np.arange(len(is_target))
+            positions[row, filled:] = np.arange(block_size - filled)
+        batch = {"input_ids": inputs, "shift_labels": targets}
+        if self.packing == "packed":
+            batch["position_ids"] = positions
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+
+def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
+    """Which of `lengths`, by number, share blocks of `size`: the longest first, each into the fullest it fits into."""
+    blocks: list[list[int]] = []
+    with_space: dict[int, list[int]] = defaultdict(list)  # free positions -> blocks that have as many
+    spaces: list[int] = []  # the keys of those that are not empty, sorted
+    for number in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[number])
+        place = bisect_left(spaces, length)
+        if place == len(spaces):
+            space, block = size, len(blocks)
+            blocks.append([])
+        else:
+            space = spaces[place]
+            block = with_space[space].pop()
+            if not with_space[space]:
+                del spaces[place]
+        blocks[block].append(number)
+        space -= length
+        if space:
+            if not with_space[space]:
+                insort(spaces, space)
+            with_space[space].append(block)
+    return blocks
