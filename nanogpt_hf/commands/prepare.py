@@ -1,4 +1,4 @@
-"""Tokenize a recipe's text into arrow shards. A second call finds them and does nothing."""
+"""Tokenize a recipe's text or conversations into arrow shards. A second call finds them and does nothing."""
 
 import argparse
 
@@ -22,13 +22,18 @@ def prepare_and_say(config) -> None:
 
     import datasets
 
-    from nanogpt_hf.data.prepare import prepare
+    from nanogpt_hf.data.prepare import load_prepared, prepare
 
     main_process = os.environ.get("RANK", "0") == "0"
     if not (main_process and sys.stderr.isatty()):
         datasets.disable_progress_bars()
     manifest, anew = prepare(config)
-    if main_process:
+    if main_process and config.data.format == "chat":
+        print(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}", flush=True)
+        data = load_prepared(config)
+        for name in ("train", "validation"):
+            print(f"  {name:<10} {chat_line(getattr(manifest, name), getattr(data, name))}", flush=True)
+    elif main_process:
         print(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}", flush=True)
         for name in ("train", "validation"):
             facts = getattr(manifest, name)
@@ -37,3 +42,17 @@ def prepare_and_say(config) -> None:
                 f"{facts.bytes_per_token:.2f} bytes per token",
                 flush=True,
             )
+
+
+def chat_line(facts, examples) -> str:
+    """What there is of a split of conversations, and what a block is too short for."""
+    line = (
+        f"{facts.documents:,} conversations, {facts.tokens:,} tokens, {facts.answered:,} of them in answers; "
+        f"{len(examples.blocks):,} blocks of {examples.block_size} ({examples.packing}), "
+        f"{examples.filled / examples.positions:.0%} full"
+    )
+    if examples.cut:
+        line += f"; {examples.cut:,} conversations are longer than a block and are cut at their end"
+    if examples.left_out:
+        line += f"; {examples.left_out:,} have no answer within a block and are left out"
+    return line

@@ -77,6 +77,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         except torch.OutOfMemoryError as error:
             raise UserError(out_of_memory(config)) from error
     if main_process:
+        chat, sample = f"chat {folder.path}", f"sample {folder.path} --prompt 'The '"
         best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
         print(
             f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {state.seconds:,.0f} s; "
@@ -84,7 +85,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             f"  model    {folder.best} (the best), {folder.final} (the last); both open as plain GPT-2\n"
             f"  curve    {folder.picture}\n"
             f"  metrics  {folder.metrics}\n"
-            f"next: python cli.py sample {folder.path} --prompt 'The '"
+            f"next: python cli.py {chat if config.data.format == 'chat' else sample}"
         )
 
 

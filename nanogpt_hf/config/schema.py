@@ -36,6 +36,7 @@ class ModelSection:
 @dataclass
 class DataSection:
     source: str | None = knob(None, "python-docs, a file, folder, glob or http(s) URL, or a Hub data set's name")
+    format: Literal["text", "chat"] = knob("text", "text to go on from, or conversations: loss on the answers only")
     sha256: str | None = knob(None, "expected sha256 of a URL's content")
     config: str | None = knob(None, "configuration of a Hub data set")
     split: str = knob("train", "split of a Hub data set to train on")
@@ -51,6 +52,9 @@ class DataSection:
     dir: str | None = knob(None, "folder of the prepared tokens; left out, data/<recipe name>")
     block_size: int = knob(1024, "tokens of context in a training example", low=1)
     order: Literal["shuffled", "random"] = knob("shuffled", "every block once an epoch, or windows at random offsets")
+    packing: Literal["packed", "padded"] = knob(
+        "packed", "chat: several conversations in a block, blind to each other, or one and padding"
+    )
 
 
 @dataclass
@@ -188,6 +192,24 @@ CHECKS = (
     Check(
         ("data.validation_fraction", "data.validation_split"),
         lambda share, split: None if share or split else "must be above 0 where no data.validation_split is given",
+    ),
+    Check(
+        ("data.source", "data.format"),
+        lambda source, kind: (
+            "python-docs is text; name a file of conversations" if (source, kind) == ("python-docs", "chat") else None
+        ),
+    ),
+    Check(
+        ("data.tokenizer", "data.format"),
+        lambda name, kind: (
+            "char has no token to end an answer with; take gpt2" if (name, kind) == ("char", "chat") else None
+        ),
+    ),
+    Check(
+        ("data.order", "data.format"),
+        lambda order, kind: (
+            "conversations have no random windows; take shuffled" if (order, kind) == ("random", "chat") else None
+        ),
     ),
     Check(
         ("model.n_embd", "model.n_head"),

@@ -7,14 +7,15 @@ import json
 import lzma
 import zlib
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from nanogpt_hf.errors import DataError
 
 _COMPRESSED = (".gz", ".xz", ".zst")
-_ROWS = (".jsonl", ".json", ".csv", ".parquet")
-KNOWN_FORMATS = (".txt", ".md", *_ROWS)
+ROW_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
+KNOWN_FORMATS = (".txt", ".md", *ROW_FORMATS)
 
 
 def file_format(path: Path) -> str:
@@ -41,8 +42,8 @@ def _read_text(path: Path) -> io.TextIOWrapper:
     return io.TextIOWrapper(_open(path), encoding="utf-8-sig")
 
 
-def _rows(path: Path, text_column: str) -> Iterator[tuple[str, object]]:
-    """(where, row) for each row of a file of rows."""
+def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]:
+    """(where, row) for each row of a file of rows. Where `column` is there, Parquet's others are not read."""
     match file_format(path):
         case ".jsonl":
             with _read_text(path) as file:
@@ -71,7 +72,7 @@ def _rows(path: Path, text_column: str) -> Iterator[tuple[str, object]]:
 
             with _open(path) as file:  # Parquet is read from its end: what is compressed around it, from memory
                 table = pyarrow.parquet.ParquetFile(file if path.suffix == ".parquet" else io.BytesIO(file.read()))
-                columns = [text_column] if text_column in table.schema_arrow.names else None
+                columns = [column] if column in table.schema_arrow.names else None
                 number = 0
                 for batch in table.iter_batches(columns=columns):
                     for row in batch.to_pylist():
@@ -90,11 +91,27 @@ def _text_of(row: object, text_column: str) -> str:
     if not isinstance(text, str):
         what = f"column {text_column!r}" if isinstance(row, dict) else "the row"
         raise ValueError(f"{what} holds {text!r:.40}, not text")
+    check_text(text)
+    return text
+
+
+def check_text(text: str) -> None:
+    """Raises ValueError for what Python holds as text and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError as error:
         raise ValueError(f"{text[error.start]!r} is half a character (a lone surrogate), not text") from None
-    return text
+
+
+@contextmanager
+def _one_line_errors(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        bad = error.object[error.start]
+        raise DataError(f"{path}: not UTF-8 text (byte 0x{bad:02x}); is it binary, or another encoding?") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, RecursionError) as error:
+        raise DataError(f"{path}: cannot be read: {error}") from None
 
 
 def read_file(path: Path, text_column: str) -> Iterator[str]:
@@ -102,8 +119,8 @@ def read_file(path: Path, text_column: str) -> Iterator[str]:
 
     Raises DataError, naming file and line, for what is not text or lacks the text column.
     """
-    try:
-        if file_format(path) not in _ROWS:
+    with _one_line_errors(path):
+        if file_format(path) not in ROW_FORMATS:
             with _read_text(path) as file:
                 text = file.read()
             if "\0" in text:
@@ -118,8 +135,11 @@ def read_file(path: Path, text_column: str) -> Iterator[str]:
                 raise DataError(f"{path}: {where}: {error}") from None
             if text:
                 yield text
-    except UnicodeDecodeError as error:
-        bad = error.object[error.start]
-        raise DataError(f"{path}: not UTF-8 text (byte 0x{bad:02x}); is it binary, or another encoding?") from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, RecursionError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def read_rows(path: Path) -> Iterator[tuple[str, object]]:
+    """(where, row) for each row of a file. Raises DataError, naming file and line, where it holds none."""
+    if file_format(path) not in ROW_FORMATS:
+        raise DataError(f"{path}: expected rows ({', '.join(ROW_FORMATS)}), got a file of plain text")
+    with _one_line_errors(path):
+        yield from _rows(path)

@@ -18,6 +18,7 @@ FORMAT = 1
 # The knobs that decide which tokens come out. Prepared data is reused only where all of them agree.
 DECIDING_KNOBS = (
     "source",
+    "format",
     "config",
     "split",
     "validation_split",
@@ -33,11 +34,13 @@ DECIDING_KNOBS = (
 class SplitFacts:
     documents: int
     tokens: int
-    bytes: int  # of UTF-8 text
+    bytes: int  # of UTF-8 text; of conversations, of their answers only
+    answered: int | None = None  # tokens of conversations that are part of an answer
 
     @property
     def bytes_per_token(self) -> float:
-        return self.bytes / self.tokens
+        """Bytes of text a token that counts in the loss."""
+        return self.bytes / (self.answered or self.tokens)
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare it anew")
+        raw["recipe"].setdefault("format", "text")  # the only one there was, before there were two
         splits = {name: SplitFacts(**raw.pop(name)) for name in ("train", "validation")}
         return Manifest(**raw, **splits)
     except (FileNotFoundError, NotADirectoryError):

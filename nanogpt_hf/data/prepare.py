@@ -1,4 +1,7 @@
-"""Text -> arrow shards of token ids and a manifest that says what they are. Whole or absent, whoever else is at it."""
+"""Text or conversations -> arrow shards of token ids and a manifest that says what they are.
+
+Whole or absent, whoever else is at it.
+"""
 
 import os
 import shutil
@@ -12,6 +15,8 @@ import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.conversations import encode_conversations, teach_chat
+from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     FORMAT,
@@ -37,8 +42,8 @@ _PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than t
 class PreparedData:
     """Prepared tokens, ready to train on."""
 
-    train: TokenStream
-    validation: TokenStream
+    train: TokenStream | Examples
+    validation: TokenStream | Examples
     tokenizer: transformers.PreTrainedTokenizerBase
     manifest: Manifest
 
@@ -97,10 +102,22 @@ def load_prepared(config: Config) -> PreparedData:
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if vocabulary_hash(tokenizer) != manifest.tokenizer_hash:
         raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data anew")
+    block_size, packing = config.data.block_size, config.data.packing
+    if config.data.format == "chat":
+        train, validation = (
+            Examples.open(folder / split, block_size=block_size, packing=packing) for split in ("train", "validation")
+        )
+        for split, examples in (("train", train), ("validation", validation)):
+            if not examples.positions:
+                raise DataError(
+                    f"data.block_size: {block_size} tokens are too few for every conversation of {folder / split}: "
+                    "none has an answer within them"
+                )
+        return PreparedData(train, validation, tokenizer, manifest)
     train, validation = (TokenStream.open(folder / split) for split in ("train", "validation"))
-    if len(train) <= config.data.block_size:
+    if len(train) <= block_size:
         raise DataError(
-            f"data.block_size: {config.data.block_size} tokens and a next one are more than "
+            f"data.block_size: {block_size} tokens and a next one are more than "
             f"the {len(train):,} training tokens in {folder}"
         )
     if len(validation) < 2:
@@ -113,6 +130,8 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
     if documents.validation is not None:
         return documents.train, documents.validation
     count = len(documents.train)
+    if count == 1 and data.format == "chat":
+        raise DataError(f"data.source: {data.source}: one conversation leaves none to validate on; give at least two")
     if count == 1:
         text = documents.train[0]["text"] or ""
         cut = int(len(text) * (1 - data.validation_fraction))
@@ -166,6 +185,42 @@ def _tokenize(
     )
 
 
+def _tokenize_conversations(
+    conversations: datasets.Dataset, hf: transformers.PreTrainedTokenizerBase, num_proc: int, target: Path
+) -> datasets.Dataset:
+    """Rows of messages -> rows of `input_ids`, `answered` (1 where a token is part of an answer) and answers' `bytes`.
+
+    They lie in the file `target`.
+    """
+    kind = np.uint16 if len(hf) <= 2**16 else np.uint32
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        ids, answered = encode_conversations(hf, batch["messages"])
+        answers = (
+            "".join(message["content"].strip() for message in messages if message["role"] == "assistant")
+            for messages in batch["messages"]
+        )
+        return {
+            "input_ids": [np.asarray(row, dtype=np.uint32).astype(kind) for row in ids],
+            "answered": [np.asarray(row, dtype=np.uint8) for row in answered],
+            "bytes": [len(text.encode()) for text in answers],
+        }
+
+    columns = {"input_ids": np.dtype(kind).name, "answered": "uint8"}
+    features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in columns.items()}
+    return conversations.map(
+        encode,
+        batched=True,
+        remove_columns=conversations.column_names,
+        features=datasets.Features(features | {"bytes": datasets.Value("int64")}),
+        num_proc=num_proc if num_proc > 1 else None,
+        cache_file_name=str(target),
+        load_from_cache_file=False,
+        new_fingerprint=target.stem,
+        desc="tokenizing",
+    )
+
+
 def save_split(rows: datasets.Dataset, tokens: int, folder: Path) -> None:
     """Write rows of `input_ids`, `tokens` in all, as arrow shards."""
     itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
@@ -173,22 +228,35 @@ def save_split(rows: datasets.Dataset, tokens: int, folder: Path) -> None:
     rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
 
 
+def _answered_tokens(rows: datasets.Dataset) -> int:
+    return sum(int(chunk.flatten().to_numpy().sum(dtype=np.int64)) for chunk in rows.data.column("answered").chunks)
+
+
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
     splits = dict(zip(("train", "validation"), _hold_out(documents, data), strict=True))
-    texts = (row["text"] or "" for split in splits.values() for row in split)
+    chat = data.format == "chat"
+    texts = (row["text"] or "" for split in splits.values() for row in split)  # nobody asks for them of conversations
     tokenizer = build_tokenizer(data.tokenizer, texts)
+    if chat:
+        teach_chat(tokenizer.hf, data.tokenizer)
     # A lone document has no neighbour to be told apart from, so nothing marks its end (nor the cut through it).
     several = documents.validation is not None or len(documents.train) > 1
     end_of_text_id = tokenizer.hf.eos_token_id if several else None
     facts = {}
     for name, split in splits.items():
         num_proc = _processes(split, data.num_proc)
-        rows = _tokenize(split, tokenizer, end_of_text_id, num_proc, scratch / f"{name}.arrow")
+        target = scratch / f"{name}.arrow"
+        if chat:
+            rows = _tokenize_conversations(split, tokenizer.hf, num_proc, target)
+        else:
+            rows = _tokenize(split, tokenizer, end_of_text_id, num_proc, target)
         lengths = [len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks]
-        facts[name] = SplitFacts(rows.num_rows, sum(lengths), sum(rows["bytes"]))
+        facts[name] = SplitFacts(
+            rows.num_rows, sum(lengths), sum(rows["bytes"]), answered=_answered_tokens(rows) if chat else None
+        )
         if not facts[name].tokens:
             raise DataError(f"data.source: {data.source}: too little text: there is none left for {name}")
         save_split(rows.remove_columns("bytes"), facts[name].tokens, folder / name)

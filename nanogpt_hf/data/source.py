@@ -10,23 +10,29 @@ import sys
 import urllib.error
 import urllib.parse
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import datasets
 
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.files import KNOWN_FORMATS, file_format, read_file
+from nanogpt_hf.data.conversations import conversation_of, read_conversations
+from nanogpt_hf.data.files import KNOWN_FORMATS, ROW_FORMATS, file_format, read_file
 from nanogpt_hf.errors import DataError
 
 PYTHON_DOCS = "python-docs"
-_FEATURES = datasets.Features({"text": datasets.Value("large_string")})  # a lone document may pass 2 GiB
+_TEXT = datasets.Features({"text": datasets.Value("large_string")})  # a lone document may pass 2 GiB
+_MESSAGE = {"role": datasets.Value("string"), "content": datasets.Value("string")}
+_CHAT = datasets.Features({"messages": datasets.List(_MESSAGE)})
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as a data set with one column, `text`. `validation` is None where it must be held out of `train`."""
+    """Documents as a data set with one column, `text`, or `messages` where they are conversations.
+
+    `validation` is None where it must be held out of `train`.
+    """
 
     train: datasets.Dataset
     validation: datasets.Dataset | None
@@ -91,16 +97,30 @@ def _read_files(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
             yield {"text": text}
 
 
+def _read_chat_files(files: list[str], text_column: str) -> Iterator[dict[str, list]]:
+    for path in files:
+        for messages in read_conversations(Path(path)):
+            yield {"messages": messages}
+
+
+def _read_chat_rows(rows: datasets.Dataset, where: str) -> Iterator[dict[str, list]]:
+    for number, row in enumerate(rows, 1):
+        try:
+            yield {"messages": conversation_of(row)}
+        except ValueError as error:
+            raise DataError(f"data.source: {where}: row {number}: {error}") from None
+
+
 def _python_docs() -> Iterator[dict[str, str]]:
     from pydoc_data.topics import topics
 
     yield {"text": "\n\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"}
 
 
-def _collect(generator, cache_dir: Path, **arguments) -> datasets.Dataset:
+def _collect(generator: Callable, features: datasets.Features, cache_dir: Path, **arguments) -> datasets.Dataset:
     try:
         return datasets.Dataset.from_generator(
-            generator, features=_FEATURES, cache_dir=str(cache_dir), gen_kwargs=arguments or None
+            generator, features=features, cache_dir=str(cache_dir), gen_kwargs=arguments or None
         )
     except datasets.exceptions.DatasetGenerationError as error:
         if isinstance(error.__cause__, DataError):
@@ -127,7 +147,7 @@ def _download(url: str, sha256: str | None, folder: Path) -> Path:
     return target
 
 
-def _from_hub(data: DataSection) -> Documents:
+def _from_hub(data: DataSection, scratch: Path) -> Documents:
     def load(split: str) -> datasets.Dataset:
         try:
             loaded = datasets.load_dataset(data.source, data.config, split=split, revision=data.revision)
@@ -138,6 +158,8 @@ def _from_hub(data: DataSection) -> Documents:
             ) from None
         if not loaded.num_rows:
             raise DataError(f"data.source: {data.source}: split {split!r} is empty; there is no text to train on")
+        if data.format == "chat":
+            return loaded
         if data.text_column not in loaded.column_names:
             raise DataError(
                 f"data.text_column: {data.source} has no column {data.text_column!r}; "
@@ -150,23 +172,34 @@ def _from_hub(data: DataSection) -> Documents:
     train = load(data.split)
     commit = re.search(r"@([0-9a-f]{40})/", " ".join(train.info.download_checksums or ()))
     revision = commit[1] if commit else data.revision or "unknown"
-    return Documents(train, load(data.validation_split) if data.validation_split else None, revision)
+    validation = load(data.validation_split) if data.validation_split else None
+    if data.format == "chat":
+        train, validation = (
+            rows and _collect(_read_chat_rows, _CHAT, scratch, rows=rows, where=f"{data.source}: split {name}")
+            for rows, name in ((train, data.split), (validation, data.validation_split))
+        )
+    return Documents(train, validation, revision)
 
 
 def load_documents(data: DataSection, scratch: Path) -> Documents:
     """The documents of `data.source`. `scratch` is a folder for what has to lie on disk meanwhile.
 
-    Raises DataError where there is no such source, it holds no text, or it cannot be read as text.
+    Raises DataError where there is no such source, it holds no text, or it cannot be read as `data.format` says.
     """
     files = find_files(data.source)
     if not files and data.source != PYTHON_DOCS and not is_url(data.source):
-        return _from_hub(data)
+        return _from_hub(data, scratch)
     if data.validation_split:
         raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
     if data.source == PYTHON_DOCS:
-        return Documents(_collect(_python_docs, scratch), None, f"Python {sys.version.split()[0]}")
+        return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}")
     files = files or [_download(data.source, data.sha256, scratch)]
-    if not any(True for path in files for _ in read_file(path, data.text_column)):
+    read, features, chosen = _read_files, _TEXT, [str(path) for path in files]
+    if data.format == "chat":
+        read, features = _read_chat_files, _CHAT
+        if os.path.isdir(os.path.expanduser(data.source)):  # a README beside the data is none of it
+            chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
+    if not any(True for _ in read(chosen, data.text_column)):
         raise DataError(f"data.source: {data.source}: empty; there is no text to train on")
-    documents = _collect(_read_files, scratch, files=[str(path) for path in files], text_column=data.text_column)
+    documents = _collect(read, features, scratch, files=chosen, text_column=data.text_column)
     return Documents(documents, None, file_digest(files))

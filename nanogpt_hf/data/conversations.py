@@ -1,0 +1,136 @@
+"""Rows -> conversations, and the chat template that turns a conversation into tokens, answers marked.
+
+The template is saved with the tokenizer, and what it renders is what is trained on: ids come from the tokenizer's own
+`apply_chat_template`, so whoever opens the model elsewhere asks it in the words that it has learned.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import transformers
+
+from nanogpt_hf.data.files import check_text, read_rows
+from nanogpt_hf.errors import DataError
+
+Conversation = list[dict[str, str]]  # [{"role": system, user or assistant, "content": text}, ...]
+
+_SHAPES = "messages, prompt and completion, or instruction and output (input may be left out)"
+
+
+def read_conversations(path: Path) -> Iterator[Conversation]:
+    """The conversations of one file of rows. Raises DataError, naming file and line, for a row that is none."""
+    for where, row in read_rows(path):
+        try:
+            yield conversation_of(row)
+        except ValueError as error:
+            raise DataError(f"{path}: {where}: {error}") from None
+
+
+def conversation_of(row: object) -> Conversation:
+    """A row as messages. Raises ValueError, saying what was expected, where it is no conversation.
+
+    One is: perhaps a system message, then user and assistant in turn; the assistant has the last word.
+    """
+    if not isinstance(row, dict):
+        raise ValueError(f"expected an object with {_SHAPES}, got {row!r:.40}")
+    has = {key for key, value in row.items() if value is not None}
+    if "messages" in has:
+        return _checked(_named_messages(row["messages"]))
+    if has >= {"prompt", "completion"}:
+        return _checked([("prompt", "user", row["prompt"]), ("completion", "assistant", row["completion"])])
+    if has >= {"instruction", "output"}:
+        _require_text("instruction", row["instruction"])
+        more = row.get("input") or ""
+        if not isinstance(more, str):
+            raise ValueError(f"input holds {more!r:.40}, not text")
+        question = f"{row['instruction'].strip()}\n\n{more.strip()}".strip()
+        return _checked([("instruction", "user", question), ("output", "assistant", row["output"])])
+    raise ValueError(f"expected {_SHAPES}; it has: {', '.join(map(str, row)) or 'nothing'}")
+
+
+def _named_messages(messages: object) -> list[tuple[str, object, object]]:
+    if not isinstance(messages, list) or not messages:
+        raise ValueError(f"messages: expected a list of objects with role and content, got {messages!r:.40}")
+    named = []
+    for number, message in enumerate(messages, 1):
+        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
+            raise ValueError(f"message {number}: expected an object with role and content, got {message!r:.60}")
+        named.append((f"message {number}", message["role"], message["content"]))
+    return named
+
+
+def _require_text(name: str, content: object) -> None:
+    if not isinstance(content, str):
+        raise ValueError(f"{name} holds {content!r:.40}, not text")
+    if not content.strip():
+        raise ValueError(f"{name} is empty; leave the row out, or fill it")
+    check_text(content)
+
+
+def _checked(named: list[tuple[str, object, object]]) -> Conversation:
+    expected = "user"
+    for number, (name, role, content) in enumerate(named):
+        if role not in ("system", "user", "assistant"):
+            raise ValueError(f"{name}: role {role!r:.40}: expected system, user or assistant")
+        if role != expected and (role, number) != ("system", 0):
+            raise ValueError(f"{name}: expected the {expected}'s turn, got the {role}'s")
+        if role != "system":
+            expected = "assistant" if role == "user" else "user"
+        _require_text(name, content)
+    if named[-1][1] != "assistant":
+        raise ValueError(f"the last message is the {named[-1][1]}'s: expected an answer of the assistant")
+    return [{"role": role, "content": content} for _, role, content in named]
+
+
+def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
+    """Our template for this tokenizer: roles as plain headings, answers ended by its end-of-text token.
+
+    Special tokens that are spelled out in a message are broken by a space: no text can end an answer or begin another.
+    `generation` marks the answers, for us and for whoever trains on.
+    """
+    special = {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(hf.all_special_tokens)
+
+    def literal(text: str) -> str:  # Jinja reads what JSON writes
+        return json.dumps(text, ensure_ascii=False)
+
+    longest_first = sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token))
+    breaks = "".join(f" | replace({literal(t)}, {literal(f'{t[:1]} {t[1:]}')})" for t in longest_first)
+    return (
+        "{%- for message in messages -%}"
+        f"{{%- set content = message['content'] | trim{breaks} -%}}"
+        "{{- '### ' + message['role'] | capitalize + ':\\n' -}}"
+        "{%- if message['role'] == 'assistant' -%}"
+        "{%- generation -%}{{- content + eos_token -}}{%- endgeneration -%}"
+        "{%- else -%}{{- content + '\\n\\n' -}}{%- endif -%}"
+        "{%- endfor -%}"
+        "{%- if add_generation_prompt -%}{{- '### Assistant:\\n' -}}{%- endif -%}"
+    )
+
+
+def encode_conversations(
+    hf: transformers.PreTrainedTokenizerBase, conversations: list[Conversation]
+) -> tuple[list[list[int]], list[list[int]]]:
+    """Ids of each conversation by the tokenizer's template, and for each id 1 where it is part of an answer, else 0."""
+    out = hf.apply_chat_template(
+        conversations, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
+    )
+    return out["input_ids"], out["assistant_masks"]
+
+
+def teach_chat(hf: transformers.PreTrainedTokenizerBase, name: str) -> None:
+    """Give a tokenizer our template, in place of one that it may have.
+
+    Raises DataError for one that has no token to end an answer with, or whose tokens reach across an answer's start.
+    """
+    if hf.eos_token_id is None:
+        raise DataError(f"data.tokenizer: {name} has no end-of-text token to end an answer with; take gpt2")
+    if not hf.is_fast:
+        raise DataError(f"data.tokenizer: {name} does not tell where its tokens begin in the text; take gpt2")
+    hf.chat_template = chat_template(hf)
+    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
+    prompt = hf.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
+    (ids,), (answered,) = encode_conversations(hf, [[question, answer]])
+    apart = [0] * len(prompt) + [1] * (len(ids) - len(prompt))
+    if ids[: len(prompt)] != prompt or answered != apart or ids[-1] != hf.eos_token_id:
+        raise DataError(f"data.tokenizer: {name} does not keep an answer's tokens apart from its question's; take gpt2")
