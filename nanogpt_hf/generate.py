@@ -69,6 +69,24 @@ def generate_tokens(
         context = torch.cat([context, fresh], dim=1)
 
 
+def ask(
+    tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]], most: int
+) -> tuple[list[int], list[dict[str, str]]]:
+    """Ids that ask for the answer to the last of `messages`, and the messages in them.
+
+    Where they are more than `most`, the oldest go, a question with its answer; a system message and the last question
+    stay. Raises ValueError where those alone are more.
+    """
+    while True:
+        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        if len(ids) <= most:
+            return ids, messages
+        first = 1 if messages[0]["role"] == "system" else 0
+        if len(messages) - first < 3:
+            raise ValueError(f"{len(ids)} tokens are more than {most}")
+        messages = messages[:first] + messages[first + 2 :]
+
+
 class TextStream:
     """Tokens in, text out, as soon as it is whole: a character may be spread over several tokens."""
 

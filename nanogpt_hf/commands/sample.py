@@ -7,7 +7,7 @@ from pathlib import Path
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
-def _number(kind: type, low: float, high: float = math.inf):
+def number(kind: type, low: float, high: float = math.inf):
     """An argparse type: a number within bounds."""
 
     def parse(text: str):
@@ -28,12 +28,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt = parser.add_mutually_exclusive_group()
     prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break, or the first token)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with the text to go on from")
-    parser.add_argument("--max-new-tokens", type=_number(int, 1), default=500, help="default %(default)s")
-    parser.add_argument("--temperature", type=_number(float, 0), default=0.8, help="0 is greedy; default %(default)s")
-    parser.add_argument("--top-k", type=_number(int, 1), default=None, help="only the k likeliest tokens")
-    parser.add_argument("--top-p", type=_number(float, 0, 1), default=None, help="only the likeliest that add to p")
-    parser.add_argument("--num-samples", type=_number(int, 1), default=1, help="default %(default)s")
-    parser.add_argument("--seed", type=_number(int, 0, 2**62), default=1337, help="default %(default)s")
+    parser.add_argument("--max-new-tokens", type=number(int, 1), default=500, help="default %(default)s")
+    parser.add_argument("--num-samples", type=number(int, 1), default=1, help="default %(default)s")
+    add_drawing_arguments(parser)
+
+
+def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
+    """How a next token is drawn; `chat` has these, too."""
+    parser.add_argument("--temperature", type=number(float, 0), default=0.8, help="0 is greedy; default %(default)s")
+    parser.add_argument("--top-k", type=number(int, 1), default=None, help="only the k likeliest tokens")
+    parser.add_argument("--top-p", type=number(float, 0, 1), default=None, help="only the likeliest that add to p")
+    parser.add_argument("--seed", type=number(int, 0, 2**62), default=1337, help="default %(default)s")
 
 
 def find_model(name: str) -> str:
@@ -52,6 +57,23 @@ def find_model(name: str) -> str:
     raise RunFolderError(f"{name}: this run has no model yet; the first is written at its first evaluation")
 
 
+def open_model(name: str):
+    """MODEL's model, ready to write, and its tokenizer. Raises UserError where they are not there or do not fit."""
+    from transformers.utils import logging
+
+    from nanogpt_hf.data.tokenizer import load_tokenizer
+    from nanogpt_hf.model.build import load_model
+
+    logging.disable_progress_bar()
+    folder = find_model(name)
+    model, tokenizer = load_model(folder).eval(), load_tokenizer(folder)
+    if len(tokenizer) > model.config.vocab_size:
+        raise UserError(
+            f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model only {model.config.vocab_size}"
+        )
+    return model, tokenizer
+
+
 def _read_prompt(arguments: argparse.Namespace) -> str | None:
     if arguments.prompt_file is None:
         return arguments.prompt
@@ -68,21 +90,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     import torch
     from accelerate import Accelerator
-    from transformers.utils import logging
 
-    from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer
+    from nanogpt_hf.data.tokenizer import encode_ordinary
     from nanogpt_hf.generate import TextStream, generate_tokens
-    from nanogpt_hf.model.build import load_model
 
-    logging.disable_progress_bar()
     accelerator = Accelerator()
-    folder = find_model(arguments.model)
-    model = load_model(folder).to(accelerator.device).eval()
-    tokenizer = load_tokenizer(folder)
-    if len(tokenizer) > model.config.vocab_size:
-        raise UserError(
-            f"{folder}: its tokenizer has {len(tokenizer)} tokens, its model only {model.config.vocab_size}"
-        )
+    model, tokenizer = open_model(arguments.model)
+    model.to(accelerator.device)
     if prompt is None:
         prompt = "\n" if "\n" in tokenizer.get_vocab() or tokenizer.bos_token_id is not None else tokenizer.decode([0])
     ids = encode_ordinary(tokenizer, prompt)
