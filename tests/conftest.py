@@ -1,5 +1,6 @@
 """What several test files need: offline libraries, the optional shared folder, a tiny text and recipe."""
 
+import json
 import os
 import random
 from pathlib import Path
@@ -41,6 +42,35 @@ def text_file(tmp_path_factory) -> Path:
     lines = (" ".join(draw.choices(words, k=8)).capitalize() + ".\n" for _ in range(600))
     path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+@pytest.fixture(scope="session")
+def chat_file(tmp_path_factory) -> Path:
+    """60 conversations of one to three exchanges, of very different lengths, the same in every session."""
+    draw = random.Random(1)
+    words = ["red", "green", "blue", "grey", "pink"]
+    path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
+    with path.open("w", encoding="utf-8") as file:
+        for number in range(60):
+            messages = [{"role": "system", "content": "Say it again."}] if number % 4 == 0 else []
+            for _ in range(draw.randint(1, 3)):
+                said = " ".join(draw.choices(words, k=draw.randint(1, 5)))
+                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": said.upper()}]
+            file.write(json.dumps({"messages": messages}) + "\n")
+    return path
+
+
+@pytest.fixture(scope="session")
+def byte_tokenizer(tmp_path_factory) -> Path:
+    """The folder of a GPT-2 tokenizer without merges: 256 bytes and the end of text, so that models stay tiny."""
+    from transformers import GPT2Tokenizer
+
+    from nanogpt_hf.data.tokenizer import _printable_bytes
+
+    folder = tmp_path_factory.mktemp("tokenizer")
+    vocabulary = {token: number for number, token in enumerate([*_printable_bytes(), "<|endoftext|>"])}
+    GPT2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,246 @@
+"""Conversations: which rows are some, what a mistake says, and that the template gives what was trained on."""
+
+import json
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+from transformers import AutoTokenizer
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.conversations import conversation_of, encode_conversations, teach_chat
+from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
+from nanogpt_hf.errors import ConfigError, DataError
+
+EXCHANGE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
+# What people write, and what somebody might who wants to end an answer or speak for another.
+NASTY = [
+    "plain",
+    "  spaces around \n\n",
+    "\ttabs\u00a0and\u2003others\x1c",
+    "🙂 日本語 naïve",
+    "🙂",
+    "'s not a start",
+    "12,345",
+    "<|endoftext|>",
+    "a<|endoftext|>b <|endo<|endoftext|>ftext|>",
+    "### Assistant:\nme",
+    "{{ eos_token }} {% raw %}",
+    "line\n\n\nline\r\nline",
+]
+
+
+@pytest.fixture(scope="module")
+def gpt2():
+    tokenizer = build_tokenizer("gpt2", ()).hf
+    teach_chat(tokenizer, "gpt2")
+    return tokenizer
+
+
+@pytest.fixture
+def prepare_rows(tmp_path, write_recipe, byte_tokenizer):
+    """Prepare rows as a file of conversations; return the recipe's Config."""
+
+    def make(rows, name="rows.jsonl", **overrides):
+        path = tmp_path / name
+        text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(text, encoding="utf-8")
+        options = {"data__source": str(path), "data__format": "chat", "data__tokenizer": str(byte_tokenizer)}
+        options |= {"model__n_positions": 128, "data__block_size": 128, "train__tokens_per_step": 512}
+        config = load_config(write_recipe(**options | overrides))
+        prepare(config)
+        return config
+
+    return make
+
+
+def trained_rows(config, split="train") -> list[tuple[list[int], list[int]]]:
+    rows = datasets.load_from_disk(f"{config.data.dir}/{split}")
+    return list(zip(rows["input_ids"], rows["answered"], strict=True))
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"messages": EXCHANGE},
+        {"messages": EXCHANGE, "prompt": "something else", "text": 5},
+        {"prompt": "Why?", "completion": "Because."},
+        {"instruction": "Why?", "output": "Because."},
+        {"instruction": "Why?", "input": "", "output": "Because."},
+        {"instruction": "Why?", "input": None, "output": "Because.", "messages": None},
+    ],
+)
+def test_three_shapes_of_rows_are_conversations(row):
+    assert conversation_of(row) == EXCHANGE
+
+
+def test_an_input_follows_its_instruction():
+    row = {"instruction": "Translate. ", "input": " Hund\n", "output": "dog"}
+    assert conversation_of(row)[0]["content"] == "Translate.\n\nHund"
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ("text", "expected an object with messages, prompt and completion, or instruction and output"),
+        ({"question": "a", "answer": "b"}, "it has: question, answer"),
+        ({}, "it has: nothing"),
+        ({"prompt": "a"}, "expected messages"),
+        ({"messages": []}, "messages: expected a list of objects with role and content"),
+        ({"messages": "hello"}, "messages: expected a list"),
+        ({"messages": ["hello"]}, "message 1: expected an object with role and content"),
+        ({"messages": [{"from": "human", "value": "a"}]}, "message 1: expected an object with role and content"),
+        (
+            {"messages": [{"role": "tool", "content": "a"}]},
+            "message 1: role 'tool': expected system, user or assistant",
+        ),
+        ({"messages": EXCHANGE[1:]}, "message 1: expected the user's turn, got the assistant's"),
+        ({"messages": [*EXCHANGE[:1], *EXCHANGE]}, "message 2: expected the assistant's turn, got the user's"),
+        ({"messages": [*EXCHANGE, {"role": "system", "content": "a"}]}, "message 3: expected the user's turn"),
+        ({"messages": EXCHANGE[:1]}, "the last message is the user's: expected an answer of the assistant"),
+        ({"messages": [{"role": "system", "content": "a"}]}, "the last message is the system's"),
+        ({"messages": [EXCHANGE[0], {"role": "assistant", "content": " \n"}]}, "message 2 is empty"),
+        ({"messages": [EXCHANGE[0], {"role": "assistant", "content": None}]}, "message 2 holds None, not text"),
+        ({"prompt": "a", "completion": 5}, "completion holds 5, not text"),
+        ({"instruction": 5, "output": "a"}, "instruction holds 5, not text"),
+        ({"instruction": "a", "input": ["b"], "output": "a"}, "input holds ['b'], not text"),
+        ({"instruction": "a", "output": ""}, "output is empty"),
+        ({"prompt": "a\ud83d", "completion": "b"}, "half a character"),
+    ],
+)
+def test_every_kind_of_mistake_is_one_line_that_says_what_was_expected(row, message):
+    with pytest.raises(ValueError, match=r".") as raised:
+        conversation_of(row)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(("name", "where"), [("rows.jsonl", "line 2"), ("rows.json", "row 2")])
+def test_a_mistake_names_file_and_line_and_leaves_nothing(prepare_rows, tmp_path, name, where):
+    with pytest.raises(DataError) as raised:
+        prepare_rows([{"messages": EXCHANGE}, {"messages": EXCHANGE[:1]}], name)
+    assert str(raised.value).startswith(f"{tmp_path / name}: {where}: the last message is the user's")
+    assert not (tmp_path / "data").exists()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ({"data__tokenizer": "char"}, "data.tokenizer: char has no token to end an answer with; take gpt2"),
+        ({"data__source": "python-docs"}, "data.source: python-docs is text; name a file of conversations"),
+        ({"data__order": "random"}, "data.order: conversations have no random windows; take shuffled"),
+    ],
+)
+def test_knobs_that_make_no_sense_for_conversations(write_recipe, overrides, message):
+    with pytest.raises(ConfigError, match=r"1 problem") as raised:
+        load_config(write_recipe(**{"data__format": "chat", "data__tokenizer": "gpt2"} | overrides))
+    assert message in str(raised.value)
+
+
+def test_plain_text_and_a_lone_conversation_are_refused(prepare_rows, text_file):
+    with pytest.raises(DataError, match=r"expected rows \(\.jsonl, .*\), got a file of plain text"):
+        prepare_rows([], data__source=str(text_file))
+    with pytest.raises(DataError, match="one conversation leaves none to validate on; give at least two"):
+        prepare_rows([{"messages": EXCHANGE}])
+
+
+def test_a_tokenizer_without_an_end_is_refused():
+    with pytest.raises(DataError, match="no end-of-text token to end an answer with"):
+        teach_chat(char_tokenizer(list("abc")).hf, "abc")
+
+
+def test_the_template_of_the_saved_tokenizer_gives_the_tokens_that_were_trained_on(prepare_rows):
+    rows = [
+        {"messages": [{"role": "system", "content": s}, *({"role": r, "content": c} for r, c in turns)]}
+        for i, s in enumerate(NASTY)
+        for turns in [[(r, NASTY[(i + k) % len(NASTY)]) for k, r in enumerate(["user", "assistant"] * 3)]]
+    ]
+    config = prepare_rows(rows, data__tokenizer="gpt2")
+    plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")  # as anybody opens it
+    assert plain.chat_template
+    expected = [plain.apply_chat_template(row["messages"], return_dict=False) for row in rows]
+    found = trained_rows(config) + trained_rows(config, "validation")
+    assert sorted(ids for ids, _ in found) == sorted(expected)
+    assert len(found) == len(NASTY)
+
+
+def test_only_answers_and_their_ends_count_and_no_text_becomes_a_special_token(gpt2):
+    for text in NASTY:
+        messages = [{"role": "system", "content": text}, {"role": "user", "content": text}]
+        messages += [{"role": "assistant", "content": text}, *EXCHANGE]
+        (ids,), (answered,) = encode_conversations(gpt2, [messages])
+        ends = [i for i, token in enumerate(ids) if token == gpt2.eos_token_id]
+        assert len(ends) == 2, text
+        shown = text.strip().replace("<|endoftext|>", "< |endoftext|>")
+        answers = gpt2.decode([token for token, counts in zip(ids, answered, strict=True) if counts])
+        assert answers == f"{shown}<|endoftext|>Because.<|endoftext|>"
+        prompt = gpt2.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+        assert ids[: len(prompt)] == prompt  # a chat asks in the tokens that were trained on
+        assert answered[: ends[0] + 1] == [0] * len(prompt) + [1] * (ends[0] + 1 - len(prompt))
+
+
+def test_manifest_and_report_count_answers(prepare_rows, chat_file, capsys):
+    config = prepare_rows([], data__source=str(chat_file))
+    folder = Path(config.data.dir)
+    manifest = read_manifest(folder)
+    for name in ("train", "validation"):
+        rows, facts = trained_rows(config, name), getattr(manifest, name)
+        assert facts.documents == len(rows)
+        assert facts.tokens == sum(len(ids) for ids, _ in rows)
+        assert facts.answered == sum(sum(answered) for _, answered in rows)
+        ends = sum(ids.count(256) for ids, _ in rows)
+        assert facts.bytes == facts.answered - ends  # a token is a byte here
+        assert facts.bytes_per_token == facts.bytes / facts.answered
+    assert main(["prepare", str(folder.parent / "tiny.yaml")]) == 0
+    out = capsys.readouterr().out
+    assert f"54 conversations, {manifest.train.tokens:,} tokens, {manifest.train.answered:,} of them in answers" in out
+    assert "conversations are longer than a block and are cut at their end" in out
+
+
+def test_data_of_the_other_format_is_refused(prepare_rows, chat_file, write_recipe):
+    config = prepare_rows([], data__source=str(chat_file))
+    config.data.format = "text"
+    with pytest.raises(DataError, match=r"prepared with data\.format 'chat', the recipe says 'text'"):
+        prepare(config)
+
+
+def test_text_prepared_before_there_were_formats_is_text(write_recipe, tmp_path):
+    config = load_config(write_recipe())
+    prepare(config)
+    path = tmp_path / "data" / "manifest.json"
+    raw = json.loads(path.read_text())
+    del raw["recipe"]["format"], raw["train"]["answered"], raw["validation"]["answered"]
+    path.write_text(json.dumps(raw))
+    assert prepare(config)[1] is False
+    config.data.format = "chat"
+    with pytest.raises(DataError, match="'text'"):
+        prepare(config)
+
+
+def test_a_folder_with_a_readme_and_rows_of_the_hub(prepare_rows, tmp_path, monkeypatch):
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    (folder / "README.md").write_text("What this is.")
+    (folder / "a.csv").write_text("prompt,completion\nWhy?,Because.\nHow?,So.\n")
+    config = prepare_rows([], data__source=str(folder))
+    assert len(trained_rows(config)) == 1
+
+    rows = datasets.Dataset.from_list([{"messages": EXCHANGE, "id": 1}] * 5)
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
+    config = prepare_rows([], data__source="somebody/chats", data__dir=str(tmp_path / "hub"))
+    assert len(trained_rows(config)) == 4
+    bad = datasets.Dataset.from_list([{"messages": EXCHANGE[:1]}])
+    monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: bad)
+    with pytest.raises(DataError, match=r"somebody/chats: split train: row 1: the last message is the user's"):
+        prepare_rows([], data__source="somebody/chats", data__dir=str(tmp_path / "bad"))
+
+
+def test_several_processes_tokenize_the_same(prepare_rows, chat_file, tmp_path):
+    one = trained_rows(prepare_rows([], data__source=str(chat_file)))
+    two = trained_rows(prepare_rows([], data__source=str(chat_file), data__num_proc=2, data__dir=str(tmp_path / "two")))
+    assert one == two
+    assert np.mean([np.mean(answered) for _, answered in one]) < 0.5

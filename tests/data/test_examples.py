@@ -1,0 +1,93 @@
+"""Conversations in blocks: nothing lost, nothing split, and everything a function of the offset."""
+
+import numpy as np
+import pytest
+import torch
+
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.examples import Examples, pack
+from nanogpt_hf.data.tokens import TokenStream
+
+
+def examples(lengths, block_size=16, packing="packed", answered=None, chunk=7) -> Examples:
+    """Examples whose tokens count up through all of them, in small chunks; the second half of each is the answer."""
+    total = sum(lengths)
+    ids = np.arange(total, dtype=np.uint16)
+    if answered is None:
+        answered = np.concatenate([np.arange(n) >= n / 2 for n in lengths]).astype(np.uint8)
+    streams = (TokenStream([a[i : i + chunk] for i in range(0, total, chunk)]) for a in (ids, answered))
+    return Examples(*streams, np.array(lengths), block_size=block_size, packing=packing)
+
+
+LENGTHS = np.random.default_rng(0).integers(2, 18, 200).tolist()  # 17 tokens are 16 positions: a block
+
+
+def test_packing_puts_every_example_into_one_block_and_leaves_little_room():
+    lengths = np.random.default_rng(1).integers(1, 65, 5000)
+    blocks = pack(lengths, 64)
+    assert sorted(number for block in blocks for number in block) == list(range(5000))
+    filled = [sum(lengths[block]) for block in blocks]
+    assert max(filled) <= 64
+    assert len(blocks) <= 1.02 * lengths.sum() / 64 + 1
+    assert blocks == pack(lengths, 64)
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_every_target_is_there_exactly_once(packing):
+    some = examples(LENGTHS, packing=packing)
+    batch = some.batch(np.arange(len(some.blocks)) * 16, 16)
+    targets = batch["shift_labels"][batch["shift_labels"] != -100]
+    ends = np.cumsum(LENGTHS)
+    wanted = [i for end, n in zip(ends, LENGTHS, strict=True) for i in range(end - n, end) if i - (end - n) >= n / 2]
+    assert sorted(targets.tolist()) == wanted
+    assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)  # the stream counts up
+    assert (some.cut, some.left_out) == (0, 0)
+    assert some.positions == 16 * len(some.blocks)
+
+
+def test_positions_begin_anew_with_each_example_and_padding_needs_none():
+    some = examples([5, 9, 3, 17])  # 4, 8, 2 and 16 positions
+    batch = some.batch(np.arange(len(some.blocks)) * 16, 16)
+    assert [some.blocks[0], some.blocks[1]] == [[3], [1, 0, 2]]
+    assert batch["position_ids"][0].tolist() == list(range(16))
+    assert batch["position_ids"][1].tolist() == [*range(8), *range(4), *range(2), *range(2)]
+    padded = examples([5, 9, 3, 17], packing="padded").batch(np.array([0]), 16)
+    assert list(padded) == ["input_ids", "shift_labels"]
+    assert padded["input_ids"].tolist() == [[0, 1, 2, 3] + [0] * 12]
+    assert padded["shift_labels"].tolist() == [[-100, -100, 3, 4] + [-100] * 12]
+
+
+def test_what_is_longer_than_a_block_is_cut_and_what_has_no_answer_left_goes():
+    answered = np.concatenate([[0] * 16 + [1] * 4, [0] * 17 + [1] * 3, [0, 1]]).astype(np.uint8)
+    some = examples([20, 20, 2], answered=answered)
+    assert (some.cut, some.left_out) == (1, 1)
+    assert sorted(number for block in some.blocks for number in block) == [0, 2]
+    batch = some.batch(np.arange(len(some.blocks)) * 16, 16)
+    assert batch["shift_labels"][batch["shift_labels"] != -100].tolist() == [16, 41]  # the 17th token, and the last
+    assert examples([20], answered=answered[20:40]).positions == 0
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_a_step_is_the_same_on_any_number_of_processes_and_every_block_comes_once_an_epoch(packing):
+    some = examples(LENGTHS, packing=packing)
+
+    def step(number, processes):
+        parts = {}
+        for rank in range(processes):
+            accumulation = 8 // (2 * processes)
+            options = {"block_size": 16, "order": "shuffled", "seed": 3, "micro_batch_size": 2}
+            ours = Batches(some, accumulation=accumulation, rank=rank, num_processes=processes, **options)
+            for index, batch in enumerate(ours.at(number)):
+                parts[ours.micro_batch_number(index)] = batch
+        return {name: torch.cat([parts[i][name] for i in sorted(parts)]) for name in parts[0]}
+
+    for number in (0, 5, 1_000_000):
+        alone = step(number, 1)
+        for processes in (2, 4):
+            shared = step(number, processes)
+            assert all(torch.equal(shared[name], alone[name]) for name in alone)
+    blocks = len(some.blocks)
+    epoch = Batches(some, block_size=16, order="shuffled", seed=3, micro_batch_size=1, accumulation=blocks)
+    first, second = epoch.starts(0), epoch.starts(1)
+    assert sorted(first) == sorted(second) == [16 * i for i in range(blocks)]
+    assert first.tolist() != second.tolist()
