@@ -45,6 +45,7 @@ def test_all_recipes_and_configs_are_here():
         "gpt2_350m",
         "gpt2_774m",
         "gpt2_1558m",
+        "sft_instructions",
     }
     assert {path.stem for path in MACHINES} >= {
         "cpu",
@@ -61,11 +62,12 @@ def test_all_recipes_and_configs_are_here():
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_trains_two_real_steps(recipe, tmp_path, text_file, monkeypatch):
+def test_recipe_trains_two_real_steps(recipe, tmp_path, text_file, chat_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = dict(SHRINK)
-    if load_config(recipe).data.source != "python-docs":
-        overrides |= {"data.source": text_file, "data.sha256": "null"}
+    data = load_config(recipe).data
+    if data.source != "python-docs":
+        overrides |= {"data.source": chat_file if data.format == "chat" else text_file, "data.sha256": "null"}
     arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
     assert main(["pretrain", str(recipe), *arguments]) == 0
     run = RunFolder(tmp_path / "runs" / recipe.stem)
