@@ -1,4 +1,4 @@
-"""A small Hub on this machine's loopback, over real HTTP: accounts, repositories with branches, commits, LFS, downloads.
+"""A small Hub on this machine's loopback, over real HTTP: accounts, repositories, commits, LFS, downloads.
 
 It keeps everything in memory and knows what huggingface_hub asks of it for pushing and loading a model, no more.
 """

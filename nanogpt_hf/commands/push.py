@@ -5,6 +5,7 @@ or HF_TOKEN. Nothing in the repository is ever deleted.
 """
 
 import argparse
+import sys
 from pathlib import Path
 
 from nanogpt_hf.commands.sample import find_model
@@ -35,9 +36,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if not folder.is_dir():
         raise UserError(f"{arguments.model}: no such folder; push takes a run, model or adapter folder")
 
+    from huggingface_hub.utils import disable_progress_bars
+
     from nanogpt_hf.sharing.hub import push
     from nanogpt_hf.training.run_folder import RunFolder
 
+    if not sys.stderr.isatty():
+        disable_progress_bars()
     run = RunFolder(folder.parent)
     of_run = folder in (run.best, run.final) and run.recipe.is_file()
     pushed = push(
@@ -53,8 +58,10 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         print(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
     if pushed.left_there:
         print(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
-    what = f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB"
-    print(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.new else ''})")
+    what = (
+        f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "all of it was there already"
+    )
+    print(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
 
 
 def plain_card_of(folder: Path, repo_id: str) -> str | None:

@@ -189,7 +189,8 @@ def seconds_of(time: str) -> int | None:
     return sum(int(n or 0) * unit for n, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else None
 
 
-REPO_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9_][\w.-]*", re.ASCII)  # user/name on the Hub
+# user/name on the Hub
+REPO_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{3,96}$)[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?", re.ASCII)
 
 
 @dataclass(frozen=True)

@@ -143,7 +143,9 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
 Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.tokens:,} tokens of the
 validation split, in windows of {config.data.block_size:,} tokens that lie end to end; every token counts once and sees
 only its own window. The loss is the mean cross-entropy, perplexity its exponential; bits per byte divide by the bytes
-of the text, and so compare across tokenizers. {split}"""
+of the text, and so compare across tokenizers.
+
+{split}"""
 
 
 def _limits(config: Config, model_config: GPTConfig) -> str:

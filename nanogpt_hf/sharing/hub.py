@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import get_session
 
@@ -21,6 +21,7 @@ from nanogpt_hf.sharing.private import holds_token, without_private_parts
 PLACE = "path/to/this/folder"  # where a card's example loads from; a push puts the repository's name there
 CARD = "README.md"
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.onnx", "*.onnx.data")
+_ANY_WEIGHTS = (*_WEIGHTS, "*.bin", "*.index.json")
 # Only what is known to belong to a model goes: a folder may hold anything else, secrets and pickles too.
 _FILES = (
     *_WEIGHTS,
@@ -50,7 +51,8 @@ class Pushed:
     size: int  # bytes
     left_out: list[str]  # files of the folder that are none of a model's
     left_there: list[str]  # weights in the repository that are not of this push
-    new: bool  # whether the repository was made
+    made: bool  # whether the repository was made
+    changed: bool  # whether there was anything to commit
 
 
 def check_login(repo_id: str, patience: float = 10.0) -> str | None:
@@ -84,8 +86,9 @@ def push(
 ) -> Pushed:
     """Push a model folder, and `extra` files beside it, to the model repository `repo_id` (user/name).
 
-    `plain_card` is the model card of a folder that has none. The repository is made where it does not exist, and so is the branch `revision`; nothing is ever deleted. Raises
-    UserError, in one line, where there is no login, no right, no network or no model.
+    `plain_card` is the model card of a folder that has none. The repository is made where it does not exist, and so is
+    the branch `revision`; nothing is ever deleted. Raises UserError, in one line, where there is no login, no right, no
+    network or no model.
     """
     made, sending = "", False  # what a failure leaves on the Hub
     huggingface_hub.utils.logging.set_verbosity_error()  # it would tell of every retry
@@ -97,6 +100,7 @@ def push(
             _check_no_token(stage, token, message or "")
             api = HfApi(token=token)
             there = _existing(api, repo_id, private)
+            before = [file.rfilename for file in there.siblings or ()] if there else []
             if there is None:
                 api.create_repo(repo_id, private=private or None)
                 made = f"; the repository {repo_id} was made and is empty"
@@ -124,8 +128,9 @@ def push(
         files=files,
         size=size,
         left_out=sorted(path.name for path in folder.iterdir() if not _matches(path.name, _FILES)),
-        left_there=[n for n in there or () if _matches(n, (*_WEIGHTS, "*.bin", "*.index.json")) and n not in files],
-        new=there is None,
+        left_there=[name for name in before if _matches(name, _ANY_WEIGHTS) and name not in files],
+        made=there is None,
+        changed=there is None or commit.oid != there.sha,
     )
 
 
@@ -146,15 +151,15 @@ def _login(repo_id: str) -> str:
     return token
 
 
-def _existing(api: HfApi, repo_id: str, private: bool) -> list[str] | None:
-    """The files of the repository, None where there is none. Raises UserError where it is public and must not be."""
+def _existing(api: HfApi, repo_id: str, private: bool) -> ModelInfo | None:
+    """The repository as it is, None where there is none. Raises UserError where it is public and must not be."""
     try:
         info = api.repo_info(repo_id)
     except RepositoryNotFoundError:
         return None
     if private and not info.private:
         raise UserError("it exists and is public; make it private in its settings, or do not ask for a private one")
-    return [file.rfilename for file in info.siblings or ()]
+    return info
 
 
 @contextlib.contextmanager
@@ -256,7 +261,7 @@ def _reason(error: Exception) -> str:
         return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to push"
     if _is_network(error):
         why = " ".join(str(error).split()) or type(error).__name__
-        return f"the Hub ({constants.ENDPOINT}) does not answer: {why}; check the network and push again"
+        return f"the Hub ({constants.ENDPOINT}) does not answer: {why}; check the network"
     status = _status(error)
     if status is None and isinstance(error.__cause__, HfHubHTTPError):  # of an upload in a thread
         error, status = error.__cause__, _status(error.__cause__)

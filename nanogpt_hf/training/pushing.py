@@ -75,10 +75,9 @@ class Pushing:
         package = str(Path(nanogpt_hf.__file__).parents[1])
         environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NANOGPT_HF_STATUS_FILE")}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-        environment["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
         self._output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by _clear)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "nanogpt_hf", *self.command],
+            [sys.executable, "-P", "-m", "nanogpt_hf", *self.command],
             stdin=subprocess.DEVNULL,
             stdout=self._output,
             stderr=subprocess.STDOUT,
@@ -93,8 +92,10 @@ class Pushing:
         failed = self._process.returncode != 0
         self._clear()
         if not failed:
-            self._said.clear()
-            self.say(f"hub: {line}")
+            commit = line.partition(" (")[0]
+            if commit not in self._said:  # else nothing had changed
+                self.say(f"hub: {line}")
+            self._said = {commit}
         elif self._ending:
             self.say(f"hub: {line}; {self._by_hand()}")
         elif line not in self._said:  # what fails is tried again with the next model, and said once
