@@ -29,13 +29,13 @@ def model_card(
     `state` is where the training stood, `machine` one line about where it ran, `base_model` the Hub id or name of the
     model that it began from, if any.
     """
-    source = without_private_parts(config.data.source)
+    source, results = without_private_parts(config.data.source), _eval_results(config, manifest, state)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
         datasets=[config.data.source] if _is_on_hub(config, manifest) else None,
-        model_name=config.name,
-        eval_results=_eval_results(config, manifest, state) or None,
+        model_name=config.name if results else None,
+        eval_results=results or None,
     )
     began = f"fine-tuned from `{base_model}`" if base_model else "trained from scratch"
     origin = f"{began} on `{source}` with nanogpt_hf"

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import CommitOperationAdd, HfApi, ModelInfo, constants, get_token
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import get_session
 
@@ -95,17 +95,16 @@ def push(
     try:
         get_session().timeout = _PATIENCE
         token = _login(repo_id)
-        with _staged(folder, extra, plain_card, repo_id, revision) as stage:
+        with _staged(folder, extra, plain_card, repo_id, revision) as (stage, left_out):
             files = sorted(path.name for path in stage.iterdir())
             _check_no_token(stage, token, message or "")
             api = HfApi(token=token)
-            there = _existing(api, repo_id, private)
-            before = [file.rfilename for file in there.siblings or ()] if there else []
-            if there is None:
+            if not _exists(api, repo_id, private):
                 api.create_repo(repo_id, private=private or None)
                 made = f"; the repository {repo_id} was made and is empty"
             if revision and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
+            before = api.repo_info(repo_id, revision=revision)
             sending = True
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the Hub's remarks on a card's metadata
@@ -119,18 +118,19 @@ def push(
     except RunFolderError as error:
         raise RunFolderError(f"{error}; nothing was pushed") from error
     except Exception as error:  # of the network, the Hub, the storage behind it, ...
-        state = "nothing was pushed"
+        state = f"nothing was pushed{made}"
         if sending and _is_network(error):
             state = f"a push is one commit, so all of it arrived or nothing: see {constants.ENDPOINT}/{repo_id}"
-        raise UserError(f"{repo_id}: {_reason(error)}; {state}{made}") from error
+        raise UserError(f"{repo_id}: {_reason(error)}; {state}") from error
+    names_before = [file.rfilename for file in before.siblings or ()]
     return Pushed(
         url=commit.commit_url,
         files=files,
         size=size,
-        left_out=sorted(path.name for path in folder.iterdir() if not _matches(path.name, _FILES)),
-        left_there=[name for name in before if _matches(name, _ANY_WEIGHTS) and name not in files],
-        made=there is None,
-        changed=there is None or commit.oid != there.sha,
+        left_out=left_out,
+        left_there=[name for name in names_before if _matches(name, _ANY_WEIGHTS) and name not in files],
+        made=bool(made),
+        changed=commit.oid != before.sha,
     )
 
 
@@ -151,22 +151,25 @@ def _login(repo_id: str) -> str:
     return token
 
 
-def _existing(api: HfApi, repo_id: str, private: bool) -> ModelInfo | None:
-    """The repository as it is, None where there is none. Raises UserError where it is public and must not be."""
+def _exists(api: HfApi, repo_id: str, private: bool) -> bool:
+    """Whether the repository is there. Raises UserError where it is public and must not be."""
     try:
         info = api.repo_info(repo_id)
     except RepositoryNotFoundError:
-        return None
+        return False
     if private and not info.private:
         raise UserError("it exists and is public; make it private in its settings, or do not ask for a private one")
-    return info
+    return True
 
 
 @contextlib.contextmanager
 def _staged(
     folder: Path, extra: tuple[Path, ...], plain_card: str | None, repo_id: str, revision: str | None
-) -> Iterator[Path]:
-    """A hidden folder with the files as they go: a training run may replace its model folder meanwhile."""
+) -> Iterator[tuple[Path, list[str]]]:
+    """A hidden folder with the files as they go, and what of `folder` does not.
+
+    A training run may replace its model folder at any moment; what was gathered stays as it is.
+    """
     stage = stage_of(folder, os.getpid())
     try:
         try:
@@ -174,11 +177,11 @@ def _staged(
         except OSError:  # the model lies where nothing may be written
             stage = Path(tempfile.mkdtemp(prefix="push-"))
         try:
-            _gather(stage, folder, extra)
+            left_out = _gather(stage, folder, extra)
             _address(stage, plain_card, repo_id, revision)
         except OSError as error:
             raise RunFolderError(f"{folder}: cannot be read or copied: {error.strerror or error}") from error
-        yield stage
+        yield stage, left_out
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
@@ -188,17 +191,19 @@ def stage_of(folder: Path, process: int) -> Path:
     return folder.parent / f".push-{process}"
 
 
-def _gather(stage: Path, folder: Path, extra: tuple[Path, ...]) -> None:
+def _gather(stage: Path, folder: Path, extra: tuple[Path, ...]) -> list[str]:
+    """Link or copy what is pushed into `stage`; return the names in `folder` that are not."""
     for _ in range(10):
         with contextlib.suppress(FileNotFoundError):  # replaced by a newer one just now: once more
             before = folder.stat().st_ino
-            names = [path.name for path in folder.iterdir() if path.is_file() and _matches(path.name, _FILES)]
+            everything = sorted(path.name for path in folder.iterdir())
+            names = [name for name in everything if _matches(name, _FILES) and (folder / name).is_file()]
             if not any(_matches(name, _WEIGHTS) for name in names):
                 raise RunFolderError(f"{folder}: holds no weights as safetensors, GGUF or ONNX")
             for path in [*(folder / name for name in names), *(path for path in extra if path.is_file())]:
                 _link_or_copy(path, stage / path.name)
             if folder.stat().st_ino == before:
-                return
+                return [name for name in everything if name not in names]
         for file in stage.iterdir():
             file.unlink()
     raise RunFolderError(f"{folder}: changes while it is read")
@@ -263,11 +268,11 @@ def _reason(error: Exception) -> str:
         why = " ".join(str(error).split()) or type(error).__name__
         return f"the Hub ({constants.ENDPOINT}) does not answer: {why}; check the network"
     status = _status(error)
-    if status is None and isinstance(error.__cause__, HfHubHTTPError):  # of an upload in a thread
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, HfHubHTTPError):  # of an upload in a thread
         error, status = error.__cause__, _status(error.__cause__)
     if status == 401:
         return "the Hub does not accept your token (HF_TOKEN, else the one that `hf auth login` stored); log in anew"
     said = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300]
     if status == 403:
         return f"your token may not write there: {said}"
-    return f"the Hub said {status}: {said}" if status else f"{type(error).__name__}: {said}"
+    return f"the Hub said {status}: {said}" if status else said or type(error).__name__

@@ -98,11 +98,11 @@ folder = pathlib.Path(sys.argv[2])
 with open(folder.parent / "pushed.jsonl", "a") as file:
     file.write(json.dumps((folder / "model").read_text()) + chr(10))
 do = folder.parent / "do"
-while do.read_text() == "wait":
+while (order := do.read_text()) in ("wait", ""):  # "": it is being written
     time.sleep(0.02)
 print("noise")
-print(do.read_text())
-sys.exit(do.read_text().startswith("bad"))
+print(order)
+sys.exit(order.startswith("bad"))
 """
 
 
