@@ -40,15 +40,18 @@ OPTIONS = {
 def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
     config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
-    if machine != "cpu":
+    if machine == "hsdp":  # two times two instead of two machines of eight
+        config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
+        config += ["--parallelism_config_dp_replicate_size=2", "--parallelism_config_dp_shard_size=2"]
+    elif machine != "cpu":
         config += ["--num_processes=2", "--main_process_port=0"]
-    if machine.startswith(("fsdp", "deepspeed")):
+    if machine.startswith(("fsdp", "hsdp", "deepspeed")):
         config += ["--mixed_precision=no", "--dynamo_backend=no"]
     return [*launch, *config, *machine_options, str(ENTRY), "pretrain", *map(str, arguments)]
 
 
 def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_options: Sequence[str] = ()) -> RunFolder:
-    """Train with an accelerate config that ships; two processes unless it is `cpu`, or an option says otherwise."""
+    """Train with an accelerate config that ships: one process, four under `hsdp`, two under the others."""
     done = subprocess.run(
         command(machine, recipe, "--run-dir", folder, *arguments, machine_options=machine_options),
         capture_output=True,
@@ -91,8 +94,8 @@ def trained_on(recipe):
     return train
 
 
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing", ZERO_2, ZERO_3])
-def test_two_processes_are_the_same_experiment_as_one(trained_on, machine):
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing", "hsdp", ZERO_2, ZERO_3])
+def test_several_processes_are_the_same_experiment_as_one(trained_on, machine):
     # with dropout: activations that are computed again must meet the same masks
     assert_same_experiment(trained_on(machine), trained_on("cpu"))
 
