@@ -96,6 +96,12 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
 
 def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
     data, optim, train = config.data, config.optim, config.train
+    split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
+    seen = f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)"
+    if data.format == "chat":
+        answered = f"{manifest.train.answered:,}"
+        split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, {answered} in answers"
+        seen = f"{state.tokens:,} positions ({data.packing}), those that nothing fills included"
     splits = f", configuration {data.config}" * bool(data.config) + f", split {data.split}"
     rate = f"{optim.learning_rate:g}, {optim.schedule}"
     if optim.schedule != "constant":
@@ -104,8 +110,8 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
         "data": without_private_parts(data.source) + (splits if _is_on_hub(config, manifest) else ""),
         "data revision": manifest.revision,
         "tokenizer": f"{without_private_parts(data.tokenizer)}, {manifest.vocab_size:,} tokens",
-        "training split": f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents",
-        "tokens seen": f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)",
+        "training split": split,
+        "tokens seen": seen,
         "steps": f"{state.step:,} of {train.max_steps:,}",
         "tokens a step": f"{train.tokens_per_step:,}, in sequences of {data.block_size:,}",
         "optimizer": f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}",
@@ -138,6 +144,14 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
         )
     else:  # tokens made by nanoGPT
         split = "The validation split came with the data."
+    if config.data.format == "chat":
+        return f"""{table}
+
+Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.answered:,} tokens in
+answers of the validation split, conversations cut at {config.data.block_size:,} tokens; none sees another. The loss is
+the mean cross-entropy of the answers' tokens, perplexity its exponential; bits per byte divide by the answers' bytes.
+
+{split.replace("of the text", "of the conversations")}"""
     return f"""{table}
 
 Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.tokens:,} tokens of the
@@ -149,8 +163,10 @@ of the text, and so compare across tokenizers.
 
 
 def _limits(config: Config, model_config: GPTConfig) -> str:
+    does = "answers as its training conversations do" if config.data.format == "chat" else None
     lines = [
-        "It continues text as its training text does: what it writes need not be true, kind or safe to follow.",
+        f"It {does or 'continues text as its training text does'}: what it writes need not be true, kind or safe to "
+        "follow.",
         f"It sees {model_config.n_positions:,} tokens at most.",
         "It was measured on text of the same source as it was trained on, and on nothing else.",
     ]
