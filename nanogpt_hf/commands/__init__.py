@@ -15,6 +15,7 @@ COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",
     "sample": "let a model write",
+    "evaluate": "loss and perplexity on text, tasks by lm-eval",
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "doctor": "what is wrong with this machine or network",
