@@ -82,6 +82,7 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     tasks, knobs = _check(arguments, overrides)
 
+    import datasets
     from transformers.utils import logging
 
     from nanogpt_hf.data.tokenizer import build_tokenizer
@@ -93,6 +94,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.training.runtime import build_evaluation_accelerator, describe_machine
 
     logging.disable_progress_bar()
+    datasets.disable_progress_bars()
     folder = find_model(arguments.model)
     got: dict[str, Any] = {}
 

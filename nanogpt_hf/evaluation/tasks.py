@@ -28,6 +28,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError, did_you_mean
 
 _SECONDS_FOR_THE_HUB = 5
+_RESAMPLES = 1000  # for a standard error that has no formula; lm-eval's 100,000 take minutes
 _PYTHON_SEED, _OTHER_SEED = 0, 1234  # lm-eval's own, so that its published numbers are those of the same questions
 
 Results = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr where lm-eval knows it
@@ -138,7 +139,7 @@ def run_tasks(
         try:
             model.eval()
             with torch.no_grad(), accelerator.autocast():
-                answer = evaluate(lm, task_dict=loaded, limit=limit, log_samples=False)
+                answer = evaluate(lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES)
         except Exception as error:
             if "UNK" not in str(error):  # what the Rust library says of a character it does not know
                 raise
@@ -185,9 +186,14 @@ def _quietly(show_progress: bool = False) -> Iterator[None]:
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    shown = show_progress and sys.stderr.isatty()
+    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a process that has threads, to resample
+    shown = sys.stderr if show_progress and sys.stderr.isatty() else io.StringIO()
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stderr(sys.stderr if shown else io.StringIO()):
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(shown),
+        ):
             warnings.simplefilter("ignore")
             yield
     finally:
