@@ -62,7 +62,9 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
                 raise UserError(f"{where}: {name} cannot be loaded: {reason:.300}{hint}") from None
             for kind in loaded:
                 loaded[kind] |= part[kind]
-        for task in loaded["tasks"].values():
+        for name, task in loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False):
+                raise UserError(f"{where}: {name} runs code that the model writes; use lm-eval's own program for it")
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -123,6 +125,7 @@ def run_tasks(
         whole = accelerator.unwrap_model(model)
         was_training = model.training
         own = copy.deepcopy(tokenizer)  # lm-eval gives it a padding token, which a saved model must not get
+        own.model_max_length = sys.maxsize  # lm-eval cuts what is too long; transformers would only warn of it
         prefix = own.bos_token_id if own.bos_token_id is not None else own.eos_token_id
         lm = HFLM(
             pretrained=whole,
