@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--limit", metavar="N", type=_at_least_one, help="questions of each task, the first N")
     parser.add_argument("--output", metavar="FILE", help="write all figures and the protocol as JSON")
-    lines = [f"  --data.{name:<15} {_SPLIT if name == 'split' else KNOBS[f'data.{name}'].meaning}" for name in _DATA_KNOBS]
-    parser.epilog = "Of the text:\n\n" + "\n".join(lines)
+    meanings = {name: KNOBS[f"data.{name}"].meaning for name in _DATA_KNOBS} | {"split": _SPLIT}
+    parser.epilog = "Of the text:\n\n" + "\n".join(f"  --data.{name:<15} {m}" for name, m in meanings.items())
 
 
 def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], dict[str, str]]:
@@ -116,7 +116,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                 raise UserError(f"--block-size: {arguments.block_size} is more than the model's {most} positions")
             if got["stride"] > got["block_size"]:
                 raise UserError(
-                    f"--stride: {got['stride']} is more than the block size {got['block_size']}; tokens would be left out"
+                    f"--stride: {got['stride']} is more than the block size {got['block_size']}; some would be skipped"
                 )
             split = knobs.pop("split", None)
             data = DataSection(source=arguments.data, **knobs)
@@ -129,7 +129,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     with one_line_for_a_lost_process():
         accelerator = build_evaluation_accelerator()
         model = got["model"].to(accelerator.device)
-        results = {"model": facts["model"], "machine": describe_machine(accelerator), "versions": _versions(bool(tasks))}
+        results = {
+            "model": facts["model"],
+            "machine": describe_machine(accelerator),
+            "versions": _versions(bool(tasks)),
+        }
         say = accelerator.print
         if arguments.data:
             corpus: Corpus = got["corpus"]
@@ -147,13 +151,14 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                     batch_size=arguments.batch_size,
                     progress=bar,
                 )
-            least = min(got["block_size"] - got["stride"] + 1, got["block_size"])
+            least = got["block_size"] - got["stride"] + 1
             say(
                 f"  loss           {_figure(measured.loss, measured.loss_error, 4)} nats a token\n"
                 f"  perplexity     {_figure(measured.perplexity, measured.perplexity_error, 2)}\n"
                 f"  bits per byte  {_figure(measured.bits_per_byte, measured.bits_per_byte_error, 4)}\n"
-                f"  over {_count(measured.windows, 'window')} of {got['block_size']:,} tokens, stride {got['stride']:,}: "
-                f"{measured.tokens:,} tokens, each predicted once from {least:,} to {got['block_size']:,} before it"
+                f"  over {_count(measured.windows, 'window')} of {got['block_size']:,} tokens, stride "
+                f"{got['stride']:,}: {measured.tokens:,} tokens, each predicted once, from at least {least:,} before "
+                "it or all there are"
             )
             results["text"] = measured.figures() | {
                 "documents": corpus.documents,

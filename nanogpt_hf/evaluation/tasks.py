@@ -72,7 +72,7 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
 
 
 def _read_local_task(path: Path, where: str) -> dict[str, Any]:
-    """A task's YAML, its data files named relative to it. It is data only: `!function` would run code, and is refused."""
+    """A task's YAML, its data files found beside it. Data only: `!function` would run code, and is refused."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:

@@ -88,7 +88,7 @@ def evaluate_text(
 ) -> TextEvaluation:
     """Measure `model`, whole on every process, on `corpus`. All processes call it and get the same answer.
 
-    They take the batches in turn, and each window's sum is added in float64 on the CPU, so their number does not matter.
+    They take the batches in turn, and windows are added up in float64 at the end, so their number does not matter.
     `progress` is told how many windows were done.
     """
     windows = sliding_windows(len(corpus.stream), block_size, stride)

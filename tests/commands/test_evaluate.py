@@ -45,7 +45,7 @@ def test_text_is_measured_and_written_down(capsys, letter_model, text, tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_a_run_on_its_own_prepared_data_has_the_loss_that_training_saw(capsys, write_recipe, tmp_path, forget_accelerate):
+def test_a_run_on_its_prepared_data_has_the_loss_that_training_saw(capsys, write_recipe, tmp_path, forget_accelerate):
     config = load_config(write_recipe(eval__tokens="all"))
     prepare(config)
     state = loop.train(config, RunFolder(tmp_path / "run"))
@@ -105,7 +105,9 @@ def test_mistakes_are_one_clear_line(capsys, letter_model, text, arguments, mess
 
 def test_nanogpts_own_model_has_its_known_loss(capsys, shared, tmp_path):
     checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
-    assert main(["import-nanogpt", str(checkpoint / "ckpt.pt"), str(model), "--meta", str(checkpoint / "meta.pkl")]) == 0
+    assert (
+        main(["import-nanogpt", str(checkpoint / "ckpt.pt"), str(model), "--meta", str(checkpoint / "meta.pkl")]) == 0
+    )
     whole = (shared / "data" / "tinyshakespeare.txt").read_text()
     (tmp_path / "validation.txt").write_text(whole[int(len(whole) * 0.9) :])
     capsys.readouterr()
