@@ -67,6 +67,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                     for change in folder.changes(config):  # complains where it would be another experiment
                         print(f"changed since the run began: {change}", flush=True)
                 facts["resume"] = resume
+                if config.hub.push:
+                    from nanogpt_hf.sharing.hub import check_login
+
+                    if problem := check_login(config.hub.repo):
+                        print(problem, flush=True)
             prepare_and_say(config)
             return facts | identity(config, load_prepared(config).manifest)
 

@@ -84,7 +84,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     def save_model(folder: Path) -> None:
         weights = full_weights(accelerator, model)
         if accelerator.is_main_process:
-            card = model_card(config, model_config, state.facts() | {"trained on": describe_machine(accelerator)})
+            card = model_card(config, model_config, data.manifest, state, describe_machine(accelerator))
             save_model_folder(folder, model_config, weights, data.tokenizer, card)
         accelerator.wait_for_everyone()
 
