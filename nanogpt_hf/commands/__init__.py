@@ -16,6 +16,7 @@ COMMANDS = {
     "pretrain": "train a GPT from scratch",
     "sample": "let a model write",
     "chat": "talk to a model",
+    "evaluate": "loss and perplexity on text, tasks by lm-eval",
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "push": "a model to the Hub, with its card, recipe, metrics and curve",

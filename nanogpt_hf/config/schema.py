@@ -90,6 +90,8 @@ class TrainSection:
 class EvalSection:
     every: int = knob(1000, "steps between evaluations", low=1)
     tokens: int | Literal["all"] = knob(2_457_600, "validation tokens in one evaluation, or all", low=1)
+    tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
+    tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
 
 
 @dataclass

@@ -185,7 +185,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         # Padded rows are cut off here, so they take no part in the loss or in sampling and saving loses nothing.
         return self.lm_head(hidden)[..., : self.config.vocab_size]
 
-    def _summed_loss(self, hidden, targets):
+    def summed_loss(self, hidden, targets):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without ever holding all N × V logits."""
 
         def loss_of(rows, row_targets):
@@ -241,7 +241,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             targets = shift_labels.reshape(-1).to(hidden.device)
             items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = self._summed_loss(hidden.reshape(len(targets), -1), targets) / items
+            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets) / items
         if not skip_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self._logits(hidden[:, kept])

@@ -17,6 +17,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.errors import Stopped, UserError
+from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.model.build import build_gpt_config, build_model
 from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
@@ -64,6 +65,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
 
     config = settle_micro_batch(accelerator, model, config, run if resume else None, rehearse)
     batches = batches_of(config.train.micro_batch_size)
+    tasks = TrainingTasks(config, data.tokenizer)
 
     # Start anew, or stand where the newest checkpoint stood.
     if resume:
@@ -115,7 +117,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                     if is_best:
                         state.best_loss, state.best_step = evaluation.loss, state.step
                         save_model(run.best)
-                    tracking.evaluation(state, is_best)
+                    tracking.evaluation(state, is_best, tasks.run(accelerator, model))
                 tracking.restart_clock(state)
 
             if stopping or done or (state.step > 0 and state.step % config.checkpoint.every == 0):

@@ -1,5 +1,6 @@
 """Conversations: which rows are some, what a mistake says, and that the template gives what was trained on."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
 from nanogpt_hf.errors import ConfigError, DataError
+from nanogpt_hf.evaluation.corpus import read_corpus
 
 EXCHANGE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
 # What people write, and what somebody might who wants to end an answer or speak for another.
@@ -206,6 +208,13 @@ def test_data_of_the_other_format_is_refused(prepare_rows, chat_file, write_reci
     config.data.format = "text"
     with pytest.raises(DataError, match=r"prepared with data\.format 'chat', the recipe says 'text'"):
         prepare(config)
+    with pytest.raises(DataError, match="conversations, whose answers a run measures as it trains; give a text"):
+        read_corpus(
+            dataclasses.replace(config.data, source=config.data.dir),
+            None,
+            build_tokenizer(f"{config.data.dir}/tokenizer", ()),
+            Path(config.data.dir),
+        )
 
 
 def test_text_prepared_before_there_were_formats_is_text(write_recipe, tmp_path):
