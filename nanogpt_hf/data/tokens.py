@@ -50,7 +50,7 @@ class TokenStream:
         counts = np.minimum(block_size, self.positions - starts)
         if (counts == block_size).all():
             windows = torch.from_numpy(self.windows(starts, block_size + 1))
-            return {"input_ids": windows[:, :-1].contiguous(), "shift_labels": windows[:, 1:].contiguous()}
+            return {"input_ids": windows[:, :-1].clone(), "shift_labels": windows[:, 1:].clone()}  # no memory in common
         inputs = torch.zeros(len(starts), block_size, dtype=torch.int64)
         targets = torch.full_like(inputs, -100)
         for row, count in enumerate(counts.tolist()):
