@@ -12,6 +12,42 @@ def model_card(config: Config, model_config: GPTConfig, facts: dict[str, str]) -
     return _card(config.name, model_config, f"trained on `{config.data.source}` with nanogpt_hf", facts) + recipe
 
 
+def adapter_card(config: Config, facts: dict[str, str]) -> str:
+    """README.md of a LoRA adapter: how it opens, and what it was trained on and from."""
+    rows = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"""---
+library_name: peft
+pipeline_tag: text-generation
+tags:
+- lora
+- nanogpt_hf
+---
+
+# {config.name}
+
+A LoRA adapter of rank {config.lora.rank} for `{config.finetune.model}`, trained on `{config.data.source}` with nanogpt_hf.
+peft opens it, together with the model that it was trained on:
+
+```python
+from peft import AutoPeftModelForCausalLM
+from transformers import AutoTokenizer
+
+model = AutoPeftModelForCausalLM.from_pretrained("path/to/this/folder")
+tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
+```
+
+| | |
+|---|---|
+{rows}
+
+## Recipe
+
+```yaml
+{config_to_yaml(config).rstrip()}
+```
+"""
+
+
 def imported_card(name: str, model_config: GPTConfig, facts: dict[str, str]) -> str:
     """README.md of a model that nanoGPT trained: there is no recipe of ours to show."""
     return _card(name, model_config, "trained by nanoGPT and imported with nanogpt_hf", facts)
