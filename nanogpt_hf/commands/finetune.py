@@ -7,13 +7,13 @@ import argparse
 import os
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_run
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
-from nanogpt_hf.config.load import load_config, stated_knobs
-from nanogpt_hf.config.schema import Config, get_value
+from nanogpt_hf.config.load import convert, load_config, stated_knobs
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
@@ -100,12 +100,13 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     sizes = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "bias", "activation_function")
     knobs = {f"model.{name}": getattr(base, name) for name in sizes}
     tokenizer = "gpt2" if start in GPT2_NAMES else start
-    try:
-        block_size = int(stated.get("data.block_size", base.n_positions))
-    except (TypeError, ValueError):
-        block_size = base.n_positions  # load_config complains
-    lora = str(stated.get("lora.rank", "null")).lower() not in ("null", "none")
-    defaults = finetune_defaults(knobs, block_size, lora=lora) | {"data.tokenizer": tokenizer}
+    defaults = finetune_defaults(
+        knobs,
+        block_size=_stated_number(stated, "data.block_size") or base.n_positions,
+        max_steps=_stated_number(stated, "train.max_steps"),
+        lora=_stated_number(stated, "lora.rank") is not None,
+    )
+    defaults["data.tokenizer"] = tokenizer
     text = _short(str(stated["data.source"]))
     name = f"{_short(start)}-{text}"
     config = load_config(recipe, overrides, defaults, name)
@@ -128,6 +129,14 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     return config, base
 
 
+def _stated_number(stated: dict[str, Any], key: str) -> int | None:
+    """The number that recipe or command line say; None where they say none, or nothing right: load_config complains."""
+    try:
+        return convert(KNOBS[key], stated[key])
+    except (KeyError, ValueError):
+        return None
+
+
 def _short(name: str) -> str:
     """`runs/mine/best` -> mine, `texts/my.txt` -> my, `openai-community/gpt2` -> gpt2."""
     path = Path(name)
@@ -145,10 +154,11 @@ def _check_tokenizer(config: Config) -> str:
     own = None
     try:
         own = load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
-    except DataError as error:
+    except DataError:
         if name == start:
             raise UserError(
-                f"{start}: has no tokenizer beside it ({error}); give the one it was trained with: --data.tokenizer FOLDER"
+                f"{start}: has no tokenizer beside it; give the one that it was trained with, as a folder or Hub id: "
+                "--data.tokenizer NAME"
             ) from None
     if name == "char":
         raise UserError(

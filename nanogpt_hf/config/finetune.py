@@ -12,7 +12,6 @@ _DEFAULTS = {
     "data.validation_fraction": 0.1,  # texts to fine-tune on are short
     "optim.learning_rate": 6e-5,  # a tenth of pretraining's: most is learned already
     "optim.min_learning_rate": 6e-6,
-    "optim.warmup_steps": 20,
     "model.dropout": 0.1,  # short texts are seen many times
     "train.max_steps": 500,
     "train.micro_batch_size": 4,
@@ -28,9 +27,15 @@ _LORA_DEFAULTS = {
 _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
 
 
-def finetune_defaults(base: dict[str, Any], block_size: int, *, lora: bool) -> dict[str, Any]:
-    """The defaults of a fine-tuning run from a model with the knobs `base`, in blocks of `block_size` tokens."""
-    sizes = {"data.block_size": block_size, "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size}
+def finetune_defaults(
+    base: dict[str, Any], *, block_size: int, max_steps: int | None = None, lora: bool = False
+) -> dict[str, Any]:
+    """The defaults of a fine-tuning run from a model with the knobs `base`, where so much is known of it already."""
+    sizes = {
+        "data.block_size": block_size,
+        "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size,
+        "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
+    }
     return base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
 
 

@@ -72,7 +72,7 @@ def gpt2_adapters(n_layer: int, weights: dict[str, torch.Tensor]) -> dict[str, t
 def save_adapter(
     folder: Path, n_layer: int, section: LoraSection, finetune: FinetuneSection, weights: dict[str, torch.Tensor]
 ) -> None:
-    """Write the adapters among `weights` (our names) in peft's format, for the plain GPT-2 that they were trained on."""
+    """Write the adapters among `weights` (our names) in peft's format, for the plain GPT-2 they were trained on."""
     # The scale alpha / rank stays when both are multiplied.
     together = {
         gpt2: sum(name.rpartition(".")[2] in section.targets for name in ours) for gpt2, ours in GPT2_LAYOUT.items()

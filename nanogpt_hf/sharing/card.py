@@ -25,8 +25,8 @@ tags:
 
 # {config.name}
 
-A LoRA adapter of rank {config.lora.rank} for `{config.finetune.model}`, trained on `{config.data.source}` with nanogpt_hf.
-peft opens it, together with the model that it was trained on:
+A LoRA adapter of rank {config.lora.rank} for `{config.finetune.model}`, trained on `{config.data.source}` with
+nanogpt_hf. peft opens it, together with the model that it was trained on:
 
 ```python
 from peft import AutoPeftModelForCausalLM

@@ -160,9 +160,9 @@ def describe_machine(accelerator: Accelerator) -> str:
 def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator[None]:
     """Compile the blocks and checkpoint their activations, each where the accelerate config asks for it.
 
-    In here accelerate does neither when it prepares the model. Both are done here rather than by accelerate. Compiled in place, block by block, parameters keep their names and one
-    graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass, which makes
-    the gradient wrong; transformers' draws the same ones again.
+    In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
+    names and one graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass,
+    which makes the gradient wrong; transformers' draws the same ones again.
     """
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if checkpointing := fsdp is not None and fsdp.activation_checkpointing:
