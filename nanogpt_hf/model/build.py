@@ -4,7 +4,8 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
@@ -126,7 +127,9 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
         config = GPTConfig.from_pretrained(name, revision=revision)
-        raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+        commit = (
+            None if folder.exists() else extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
+        )
     except Exception as error:  # of a config with nonsense in it, the network, ...
         reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
@@ -134,7 +137,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
     known = kind_options(KNOBS["model.activation_function"].kind)
     if config.activation_function not in known:
         raise UserError(f"{name}: its activation_function {config.activation_function} is none of {', '.join(known)}")
-    return config, raw.get("_commit_hash")
+    return config, commit
 
 
 def _quantization(bits: str):

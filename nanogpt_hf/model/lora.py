@@ -4,6 +4,9 @@ In memory q, k and v are three layers with an adapter each; GPT-2 has them in on
 matrices lie one above the other and the B matrices on a diagonal, which makes three times the rank.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -16,6 +19,14 @@ from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _A, _B = "lora_A.default.weight", "lora_B.default.weight"  # (rank, in) and (out, rank)
+
+
+@contextmanager
+def _unwarned() -> Iterator[None]:
+    """peft 0.21 asks models by a name that transformers 5.23 has renamed, and transformers says so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
+        yield
 
 
 def scaling(section: LoraSection) -> float:
@@ -36,7 +47,7 @@ def add_adapters(model: GPTForCausalLM, section: LoraSection, seed: int) -> None
         target_modules=list(section.targets),
         task_type="CAUSAL_LM",
     )
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), _unwarned():
         torch.manual_seed(derive_seed(seed, "weights"))
         inject_adapter_in_model(config, model)
 
@@ -96,16 +107,13 @@ def save_adapter(
     save_file(gpt2_adapters(n_layer, weights), folder / "adapter_model.safetensors", {"format": "pt"})
 
 
-def is_adapter(folder: Path | str) -> bool:
-    return (Path(folder) / "adapter_config.json").is_file()
-
-
 def load_merged(folder: str) -> GPTForCausalLM:
     """The base model of the adapter in `folder`, with the adapter added in, in float32."""
     adapter = PeftConfig.from_pretrained(folder)
     where = adapter.base_model_name_or_path
     model = GPTForCausalLM.from_pretrained(where, revision=adapter.revision, dtype=torch.float32)
-    whole = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
+    with _unwarned():
+        whole = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
     # GPT-2 always has biases; where ours has none they are zeros, which LoRA leaves alone
     weights = {n: w for n, w in whole.state_dict().items() if model.config.bias or not n.endswith(".bias")}
     model.load_state_dict(weights)
