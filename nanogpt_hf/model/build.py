@@ -127,9 +127,8 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
         config = GPTConfig.from_pretrained(name, revision=revision)
-        commit = (
-            None if folder.exists() else extract_commit_hash(cached_file(name, CONFIG_NAME, revision=revision), None)
-        )
+        file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
+        commit = file and extract_commit_hash(file, None)
     except Exception as error:  # of a config with nonsense in it, the network, ...
         reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"

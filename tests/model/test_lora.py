@@ -76,7 +76,7 @@ def test_adapters_open_where_this_package_is_not(tiny_base, tmp_path):
     found = load_file(tmp_path / "logits.safetensors")
     plain = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
     for name in SECTIONS:
-        assert (expected[name] - plain).abs().max() > 1e-3, f"{name}: the adapter does nothing"
+        assert (expected[name] - plain).abs().max() > 1e-4, f"{name}: the adapter does nothing"
         torch.testing.assert_close(found[name], expected[name], atol=2e-6, rtol=0)
 
 

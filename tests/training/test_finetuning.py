@@ -107,7 +107,7 @@ def test_only_what_is_not_frozen_changes(start, tiny_base):
     assert not any(".h.0." in name or ".h.1." in name or ".wte." in name or ".wpe." in name for name in moments)
 
 
-@pytest.mark.parametrize(("steps", "untouched"), [(3, (".h.0.", ".wte.", ".wpe.")), (5, (".wte.", ".wpe.")), (7, ())])
+@pytest.mark.parametrize(("steps", "untouched"), [(3, (".h.0.", ".wte.", ".wpe.")), (7, ())])
 def test_blocks_thaw_from_the_top_and_the_embeddings_last(start, tiny_base, steps, untouched):
     names = changed(start("thawing", THAWING | {"train.max_steps": steps}), tiny_base)
     every = set(load_file(tiny_base / "model.safetensors"))
@@ -123,11 +123,11 @@ def test_what_thaws_has_a_count_of_steps_of_its_own(start):
     assert counts == {5: {"2", "3", "transformer"}, 3: {"1"}, 1: {"0"}}
 
 
-@pytest.mark.parametrize("knobs", [FREEZING, THAWING, LORA], ids=["frozen", "thawing", "lora"])
-def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, monkeypatch):
+@pytest.mark.parametrize(("knobs", "steps"), [(THAWING, (2, 3)), (LORA, (3,))], ids=["thawing", "lora"])
+def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
     whole = start("whole", knobs)
     torn = start("torn", knobs | {"checkpoint.every": 1})
-    for step in (2, 3, 4, 6):  # on a thaw, between two, before the first
+    for step in steps:  # of the thawing run on a thaw, and between two
         shutil.rmtree(torn.path.with_name("goes-on"), ignore_errors=True)
         shutil.copytree(torn.path, torn.path.with_name("goes-on"))
         run = RunFolder(torn.path.with_name("goes-on"))
@@ -148,6 +148,7 @@ def test_a_damaged_checkpoint_after_a_thaw_gives_way_to_the_one_before_it(start)
     assert_same(whole, torn)
 
 
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 uses the old name
 def test_an_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, tiny_base):
     run, merged = start("lora", LORA), start("merged", LORA | {"lora.merge": "true"})
     tokens = torch.arange(20)[None]
@@ -168,7 +169,7 @@ def test_an_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, tiny_base):
 
 def test_another_start_or_adapter_is_another_experiment(start):
     start("run", LORA | {"train.max_steps": 1})
-    with pytest.raises(RunFolderError, match="lora.rank: 2 -> 3"):
+    with pytest.raises(RunFolderError, match=r"lora\.rank: 2 -> 3"):
         start("run", LORA | {"lora.rank": 3}, resume=True)
 
 
@@ -231,27 +232,27 @@ def test_thawing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("machine", "knobs", "stop_at"),
-    [("cpu_ddp", THAWING, 3), ("fsdp2", THAWING, 3), ("fsdp2", LORA, None)],
-    ids=["ddp-thawing", "fsdp2-thawing-resumed", "fsdp2-lora"],
+    ("machine", "resumed"),
+    [("cpu_ddp", False), ("fsdp2", True)],
+    ids=["ddp", "fsdp2-resumed"],
 )
-def test_two_processes_thaw_and_adapt_as_one_does(start, tiny_base, text_file, tmp_path, machine, knobs, stop_at):
-    reference = start("one", knobs)
-    if stop_at and machine == "fsdp2":  # it begins alone and goes on in two, in the middle between two thaws
-        torn = start("two", knobs | {"checkpoint.every": 1})
+def test_two_processes_thaw_as_one_does(start, tiny_base, text_file, tmp_path, machine, resumed):
+    reference = start("one", THAWING)
+    if resumed:  # it begins alone and goes on in two, in the middle between two thaws
+        torn = start("two", THAWING | {"checkpoint.every": 1})
         for folder in torn.checkpoint_folders():
-            if folder > torn.checkpoint(stop_at):
+            if folder > torn.checkpoint(3):
                 shutil.rmtree(folder)
         shutil.rmtree(torn.final)
     config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml"), "--num_processes=2"]
     config += ["--main_process_port=0", "--num_cpu_threads_per_process=1"]
     if machine == "fsdp2":
         config += ["--mixed_precision=no", "--dynamo_backend=no"]
-    words = [word for key, value in overrides(tiny_base, text_file, tmp_path, knobs) for word in (f"--{key}", value)]
-    going_on = ["--resume"] if (tmp_path / "two").exists() else []
+    words = [word for key, value in overrides(tiny_base, text_file, tmp_path, THAWING) for word in (f"--{key}", value)]
+    going_on = ["--resume"] * resumed
+    words += ["--run-dir", str(tmp_path / "two"), *going_on]
     done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *config, str(ENTRY), "finetune", *words]
-        + ["--run-dir", str(tmp_path / "two"), *going_on],
+        [sys.executable, "-m", "accelerate.commands.launch", *config, str(ENTRY), "finetune", *words],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -261,8 +262,7 @@ def test_two_processes_thaw_and_adapt_as_one_does(start, tiny_base, text_file, t
     run = RunFolder(tmp_path / "two")
     for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
         assert trained_rows(run, name) == pytest.approx(trained_rows(reference, name), abs=tolerance), name
-    file = "adapter_model.safetensors" if knobs is LORA else "model.safetensors"
-    ours, theirs = (load_file(r.final / file) for r in (run, reference))
+    ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
     held = json.loads(Path(f"{run.path}.held.0.json").read_text())
