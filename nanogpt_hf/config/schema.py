@@ -231,6 +231,14 @@ def _cannot_adapt(start: str | None, frozen: int | None) -> str | None:
     return "LoRA freezes the whole model; leave finetune.freeze_layers out" if frozen is not None else None
 
 
+def _cannot_quantize(bits: str | None, rank: int | None, merge: bool) -> str | None:
+    if bits and not rank:
+        return "only a frozen base can be held in so few bits: give --lora RANK"
+    if bits and merge:
+        return "an adapter is merged into whole weights: leave lora.merge out, and merge with cli.py export RUN OUT"
+    return None
+
+
 def seconds_of(time: str) -> int | None:
     """`11h30m` -> 41400; None for what is no time."""
     parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", time)
@@ -290,12 +298,7 @@ CHECKS = (
             None if targets and set(targets) <= set(LORA_TARGETS) else f"expected some of {', '.join(LORA_TARGETS)}"
         ),
     ),
-    Check(
-        ("lora.quantize", "lora.rank"),
-        lambda bits, rank: (
-            "only a frozen base can be held in so few bits: give --lora RANK" if bits and not rank else None
-        ),
-    ),
+    Check(("lora.quantize", "lora.rank", "lora.merge"), _cannot_quantize),
 )
 
 

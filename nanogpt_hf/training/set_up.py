@@ -6,6 +6,7 @@ from accelerate import Accelerator
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import start_model, what_trains
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.training.optimizer import build_optimizer
@@ -19,6 +20,10 @@ def set_up(
 
     Raises UserError where recipe, tokenizer and model do not fit.
     """
+    if config.lora.quantize == "4bit" and accelerator.device.type == "cpu":
+        raise UserError(  # it packs them for inference at the first evaluation, and cannot go back
+            "lora.quantize: 4-bit weights cannot be trained on a CPU by bitsandbytes 0.50; take 8bit, or a GPU"
+        )
     model = start_model(config, data.manifest.vocab_size, data.tokenizer.eos_token_id, step)
     if config.finetune.model:
         accelerator.print(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}", flush=True)
