@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test clean
+.PHONY: quickstart test test-quick clean
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
@@ -18,6 +18,10 @@ quickstart: .venv/installed
 
 test: .venv/installed-test
 	$(BIN)/python -m pytest
+
+# without what starts several processes or trains for a while
+test-quick: .venv/installed-test
+	$(BIN)/python -m pytest -m 'not long'
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'

@@ -162,6 +162,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 def examine_a_run(report: Report, config, accelerator, gather, processes, *, use_prepared: bool) -> None:
     """Build what a run of `config` builds, and report whether all processes agree on it and how fast they are."""
+    from accelerate.utils import DistributedType
     from torch.distributed.tensor import DTensor
 
     from nanogpt_hf.data.batches import Batches
@@ -200,6 +201,7 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
         )
 
     micro_batch_size, accumulation = config.train.micro_batch_size, accelerator.gradient_accumulation_steps
+    micro_batch_size = 1 if micro_batch_size == "auto" else micro_batch_size
     batches = build_batches(micro_batch_size, accumulation)
     with report.together("data"):
         read = gather(doctor.windows_read(batches, 0))
@@ -214,7 +216,6 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
         report.add(diagnosis.judge_all_reduce(rows, link, report.backend))
 
     # A whole step may take minutes and would tell nothing more. On a CPU so may one micro-batch.
-    accelerator.gradient_accumulation_steps = 1
     timed = micro_batch_size
     if accelerator.device.type == "cpu":
         timed = max(1, min(micro_batch_size, _CPU_TOKENS // config.data.block_size))
@@ -222,9 +223,11 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     with report.together("step", PATIENCE_COMPILING):
         with prepared_blocks(model, accelerator):
             model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
+        accelerator.gradient_accumulation_steps = 1  # only now: DeepSpeed's engine has put its own there
         seconds = max(gather(doctor.warm_up(accelerator, model, optimizer, batches)))
         # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.
-        sharded = any(isinstance(parameter, DTensor) for parameter in model.parameters())
+        deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
+        sharded = deepspeed or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         copies = accelerator.num_processes > 1 and not sharded
         digests = gather(doctor.parameter_digests(model)) if copies else []
     if copies:
@@ -234,4 +237,5 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
             doctor.time_steps(accelerator, model, optimizer, batches, count=max(1, min(5, int(20 / seconds))))
         )
     size, of_step = f"{timed} × {config.data.block_size} tokens", accumulation * micro_batch_size / timed
-    report.add(*diagnosis.judge_step(times, size, of_step, report.backend, sharded))
+    inseparable = "DeepSpeed's engine communicates as it computes" if deepspeed else ""
+    report.add(*diagnosis.judge_step(times, size, of_step, report.backend, sharded, inseparable))

@@ -109,8 +109,8 @@ def out_of_memory(config: Config) -> str:
     from nanogpt_hf.training.memory import out_of_memory_advice
 
     vocab_size = read_manifest(Path(config.data.dir)).vocab_size
-    half = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    return out_of_memory_advice(config, count_parameters(build_gpt_config(config.model, vocab_size)), half=half)
+    autocast = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
+    return out_of_memory_advice(config, count_parameters(build_gpt_config(config.model, vocab_size)), autocast=autocast)
 
 
 def dry_run(config: Config) -> None:

@@ -76,6 +76,9 @@ class TrainSection:
         12, "sequences in one forward pass of one process; auto takes the most that fit", low=1
     )
     seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0)
+    rollback_ratio: float | None = knob(
+        None, "go back to the newest checkpoint, and past its data, at a loss this many times its average", low=1
+    )
     max_time: str | None = knob(None, "save and stop after this time, for example 11h30m or 45m (exit status 75)")
 
 

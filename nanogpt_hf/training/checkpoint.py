@@ -44,6 +44,8 @@ class TrainState:
     seconds: float = 0.0  # spent training and evaluating, over all resumes
     evaluation: Evaluation | None = None  # the last one
     evaluated_step: int = -1
+    skipped_steps: int = 0  # whose data was left out after loss spikes: step s sees the data of s + skipped_steps
+    loss_average: float | None = None  # running, of the reported training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None
 

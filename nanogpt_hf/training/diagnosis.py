@@ -165,10 +165,13 @@ def judge_all_reduce(rows: list[tuple[int, float, float]], link: Link, backend: 
     return Finding("warning" if slow else "ok", "all-reduce", text, tuple(lines), {"rows": rows})
 
 
-def judge_step(times: list[StepTimes], size: str, of_step: float, backend: str, sharded: bool = False) -> list[Finding]:
+def judge_step(
+    times: list[StepTimes], size: str, of_step: float, backend: str, sharded: bool = False, inseparable: str = ""
+) -> list[Finding]:
     """Where the time of a step of one micro-batch of `size` goes, by the mean over processes, and who is late.
 
-    `of_step` such micro-batches of each process make the recipe's step, which communicates once.
+    `of_step` such micro-batches of each process make the recipe's step, which communicates once. `inseparable` says why
+    communication could not be told from compute.
     """
     step = max(t.step for t in times)
     data, compute = (sum(getattr(t, part) for t in times) / len(times) for part in ("data", "compute"))
@@ -178,6 +181,8 @@ def judge_step(times: list[StepTimes], size: str, of_step: float, backend: str, 
     if len(times) == 1:
         said = "communication: one process: nothing to talk to"
         return [Finding("ok", "step", text, (said,), figures)]
+    if inseparable:
+        return [Finding("ok", "step", text, (f"communication is part of compute here: {inseparable}",), figures)]
     share = rest / step
     lines = [f"communication takes {share:.0%} of a step"]
     if of_step > 1:

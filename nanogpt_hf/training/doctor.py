@@ -16,6 +16,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.batches import Batches
@@ -182,13 +183,15 @@ def _compute(accelerator: Accelerator, model: Any, optimizer: Any, batches: list
 def time_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches, count: int) -> StepTimes:
     """Medians over `count` whole steps and, with several processes, over as many drawn and computed alone.
 
+    DeepSpeed cannot compute without communicating: there both count as compute.
+
     On all processes. Afterwards they hold different parameters: the model is of no more use.
     """
     device, steps = accelerator.device, range(WARM_STEPS, WARM_STEPS + count)
     whole = [_seconds(device, lambda s=s: _step(accelerator, model, optimizer, batches, s)) for s in steps]
     data = [_seconds(device, lambda s=s: list(batches.at(s))) for s in steps]
     step, drawing = statistics.median(whole), statistics.median(data)
-    if accelerator.num_processes == 1:
+    if accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
         return StepTimes(step, drawing, step - drawing)
     drawn = [list(batches.at(s)) for s in (1, *steps)]
     alone = [_seconds(device, lambda d=d: _compute(accelerator, model, optimizer, d)) for d in drawn][1:]

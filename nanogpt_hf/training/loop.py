@@ -6,7 +6,6 @@ dropout masks never depend on how the process got there. So a run may stop anywh
 
 import math
 import time
-from collections import deque
 from pathlib import Path
 
 import torch
@@ -22,6 +21,7 @@ from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.sharing.trained import save_trained
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
+from nanogpt_hf.training.health import Health
 from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
 from nanogpt_hf.training.optimizer import clip_gradients
 from nanogpt_hf.training.run_folder import RunFolder
@@ -30,8 +30,6 @@ from nanogpt_hf.training.schedule import learning_rate_at
 from nanogpt_hf.training.set_up import batches_of, set_up
 from nanogpt_hf.training.shards import full_weights
 from nanogpt_hf.training.tracking import Tracking
-
-BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
 
 
 def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState:
@@ -78,8 +76,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         accelerator.wait_for_everyone()
 
     model.train()
-    # Kept on the device between reports: looking at a norm makes the host wait.
-    norms = deque(maxlen=max(config.tracking.every, BAD_STEPS_IN_A_ROW))
+    health = Health(run, config.tracking.every, config.train.rollback_ratio)
     with stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop, tracking:
         while True:
             started = time.perf_counter()
@@ -135,25 +132,22 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 model,
                 optimizer,
                 batches,
-                state.step,
+                state.step + state.skipped_steps,
                 learning_rate=learning_rate,
                 max_grad_norm=config.optim.max_grad_norm,
             )
             state.step += 1
             state.tokens += config.train.tokens_per_step
-            norms.append(grad_norm)
+            health.add(grad_norm)
             if state.step % config.tracking.every == 0:
-                bad = (~torch.stack(list(norms)).isfinite()).tolist()  # these steps changed no weight
-                skipped = sum(bad[-config.tracking.every :])
                 loss = accelerator.reduce(loss, "sum").item()
-                tracking.train(state, loss, learning_rate, grad_norm.item(), skipped)
-                if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
-                    raise UserError(
-                        f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
-                        f"optim.learning_rate and go on with --resume from {run.newest_checkpoint()}"
-                    )
+                tracking.train(state, loss, learning_rate, grad_norm.item(), health.skipped())
+                if health.spiked(state, loss):
+                    before, state = state, load_checkpoint(accelerator, model, optimizer, run, tracking.say)
+                    tracking.say(health.rolled_back(before, state))
+                    tracking.rewind(state)
             state.seconds += time.perf_counter() - started
-            tracking.step_done()
+            tracking.step_done(state)
 
 
 def train_step(

@@ -17,6 +17,10 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.shards import forget_moments, scaler_state, set_scaler_state
 
+# Bytes that a block keeps for its backward pass, for each of micro_batch_size · block_size · n_embd values: 16 float32,
+# and fewer under bf16 or fp16 autocast, where the residual stream stays float32. test_memory.py counts them.
+ACTIVATION_BYTES, ACTIVATION_BYTES_AUTOCAST = 64, 40
+_CHECKPOINTED_BYTES = 4  # only the block's input
 _SHARE = 0.9  # of the memory; the rest is for fragments and for what the network keeps
 
 
@@ -140,12 +144,13 @@ def _peak(accelerator: Accelerator) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def out_of_memory_advice(config: Config, parameters: int, *, half: bool) -> str:
-    """What took the memory of a device, and what would save some; the formulas and their source: docs/scaling.md."""
+def out_of_memory_advice(config: Config, parameters: int, *, autocast: bool) -> str:
+    """What took the memory of a device, and about what would save some: the arithmetic of docs/scaling.md."""
     model, block, micro = config.model, config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     state = 16 * parameters / 1e9
-    sequence = (34 if half else 68) * model.n_layer * block * model.n_embd / 1e9
+    each = ACTIVATION_BYTES_AUTOCAST if autocast else ACTIVATION_BYTES
+    sequence = each * model.n_layer * block * model.n_embd / 1e9
     smaller = (
         f"train.micro_batch_size {micro // 2} saves {(micro - micro // 2) * sequence:.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
@@ -153,6 +158,6 @@ def out_of_memory_advice(config: Config, parameters: int, *, half: bool) -> str:
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
         f"about {micro * sequence:.1f} GB. {smaller if micro > 1 else ''}an accelerate config that checkpoints "
-        f"activations saves about {micro * sequence * 16 / 17:.1f} GB, one that shards over N devices {state:.1f} × "
-        "(1 - 1/N) GB"
+        f"activations saves about {micro * sequence * (1 - _CHECKPOINTED_BYTES / each):.1f} GB, one that shards over N "
+        f"devices {state:.1f} × (1 - 1/N) GB"
     )

@@ -47,19 +47,13 @@ class Tracking:
         self.parameters = count_parameters(model_config)
         self.flops_per_token = flops_per_token(model_config, config.data.block_size)
         self.peak = peak_flops(accelerator.device)
-        self.events = []
-        if self.main:
-            self.events = [e for e in read_metrics(run) if e["step"] <= state.step]  # what came after is done again
-            partial = run.metrics.with_name(f".{run.metrics.name}")
-            partial.write_text("".join(json.dumps(e) + "\n" for e in self.events), encoding="utf-8")
-            partial.replace(run.metrics)
-        self.bar = None
+        self.events, self.bar = [], None
+        self.rewind(state)
         if accelerator.log_with:
             self._start_trackers()
         if self.main and sys.stderr.isatty():
             self.bar = tqdm(total=config.train.max_steps, initial=state.step, unit="step", dynamic_ncols=True)
         self._last_line = 0.0
-        self.restart_clock(state)
 
     def _start_trackers(self) -> None:
         wandb_options = {"name": self.config.name, "dir": str(self.run.path)}
@@ -83,6 +77,15 @@ class Tracking:
         else:
             print(line, flush=True)
 
+    def rewind(self, state: TrainState) -> None:
+        """Forget the events after the state, whose steps are done again. Trackers that have got them keep them."""
+        if self.main:
+            self.events = [event for event in read_metrics(self.run) if event["step"] <= state.step]
+            partial = self.run.metrics.with_name(f".{self.run.metrics.name}")
+            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
+            partial.replace(self.run.metrics)
+        self.restart_clock(state)
+
     def restart_clock(self, state: TrainState) -> None:
         """Do not count what happened since the last report (an evaluation, a checkpoint) as training time."""
         self._clock, self._clock_tokens = time.perf_counter(), state.tokens
@@ -97,9 +100,9 @@ class Tracking:
                 file.write(json.dumps(event) + "\n")
         self.accelerator.log(values, step=state.step)
 
-    def step_done(self) -> None:
+    def step_done(self, state: TrainState) -> None:
         if self.bar:
-            self.bar.update()
+            self.bar.update(state.step - self.bar.n)  # below 0 after going back
 
     def train(self, state: TrainState, loss: float, learning_rate: float, grad_norm: float, skipped: int) -> None:
         """Report the step just done, and how many steps since the last report were skipped.

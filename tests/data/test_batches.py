@@ -217,3 +217,40 @@ def test_shuffled_blocks_are_spread_evenly():
     part = batches(1001, micro_batch_size=1, accumulation=125)
     mean_place = np.mean([np.argsort(part.starts(step)) for step in range(400)], axis=0)
     assert np.abs(mean_place - 62).max() < 5 * 36 / np.sqrt(400)
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
+    # A count, since clocks waver: orders drawn, and windows read. The stream has ten billion tokens and no memory.
+    class Counting:
+        def __init__(self):
+            self.read = 0
+
+        def __len__(self):
+            return 10**10
+
+        def windows(self, starts, length):
+            self.read += len(starts) * length
+            return np.zeros((len(starts), length), dtype=np.int64)
+
+    drawn = []
+    philox = np.random.Philox
+
+    class Drawing:
+        def __init__(self, key):
+            self.bits = philox(key=key)
+
+        def random_raw(self, count):
+            drawn.append(count)
+            return self.bits.random_raw(count)
+
+    monkeypatch.setattr(np.random, "Philox", Drawing)
+    costs = []
+    for step in (10, 1_000_000):
+        stream = Counting()
+        drawn.clear()
+        part = Batches(stream, block_size=10**4, order=order, seed=0, micro_batch_size=8, accumulation=4)
+        assert len(list(part.at(step))) == 4
+        costs.append((stream.read, list(drawn)))
+    assert costs[0] == costs[1]
+    assert costs[0][0] == 32 * (10**4 + 1)

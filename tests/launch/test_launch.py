@@ -17,6 +17,7 @@ from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 needs_linux = pytest.mark.skipif(not shutil.which("pkill"), reason="launch/ is for Linux clusters: pkill is not here")
 
 

@@ -30,8 +30,8 @@ def sharding_small_parameters(deepspeed_config, *rest):
 
 
 def local_size(parameter) -> int:
-    if hasattr(parameter, "ds_tensor"):  # ZeRO-3's own share; the parameter itself is empty, or gathered for a while
-        return parameter.numel() or parameter.ds_tensor.numel()
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3's share; the parameter itself is empty, or gathered for a while
+        return parameter.numel() if parameter.ds_persist else parameter.ds_tensor.numel()
     return getattr(parameter, "_local_tensor", parameter).numel()
 
 

@@ -18,6 +18,7 @@ from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 ADDRESSES = ("10.77.0.1", "10.77.0.2")  # known inside the two namespaces only
 OPTIONS = {
     "model__dropout": 0.1,

@@ -12,6 +12,7 @@ from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 PLACES = [
     "training",
     "evaluating",

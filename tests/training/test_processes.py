@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,7 @@ from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
+pytestmark = pytest.mark.long
 ENTRY = Path(__file__).with_name("launched.py")
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
@@ -35,20 +37,23 @@ OPTIONS = {
 }
 
 
-def command(machine: str, *arguments: object) -> list[str]:
+def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
     config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
-    if machine != "cpu":
+    if machine == "hsdp":  # two times two instead of two machines of eight
+        config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
+        config += ["--parallelism_config_dp_replicate_size=2", "--parallelism_config_dp_shard_size=2"]
+    elif machine != "cpu":
         config += ["--num_processes=2", "--main_process_port=0"]
-    if machine.startswith(("fsdp", "deepspeed")):
+    if machine.startswith(("fsdp", "hsdp", "deepspeed")):
         config += ["--mixed_precision=no", "--dynamo_backend=no"]
-    return [*launch, *config, str(ENTRY), "pretrain", *map(str, arguments)]
+    return [*launch, *config, *machine_options, str(ENTRY), "pretrain", *map(str, arguments)]
 
 
-def launch(machine: str, recipe: Path, folder: Path, *arguments: str) -> RunFolder:
-    """Train with an accelerate config that ships; two processes unless it is `cpu`."""
+def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_options: Sequence[str] = ()) -> RunFolder:
+    """Train with an accelerate config that ships: one process, four under `hsdp`, two under the others."""
     done = subprocess.run(
-        command(machine, recipe, "--run-dir", folder, *arguments),
+        command(machine, recipe, "--run-dir", folder, *arguments, machine_options=machine_options),
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
@@ -89,8 +94,8 @@ def trained_on(recipe):
     return train
 
 
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing", ZERO_2, ZERO_3])
-def test_two_processes_are_the_same_experiment_as_one(trained_on, machine):
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing", "hsdp", ZERO_2, ZERO_3])
+def test_several_processes_are_the_same_experiment_as_one(trained_on, machine):
     # with dropout: activations that are computed again must meet the same masks
     assert_same_experiment(trained_on(machine), trained_on("cpu"))
 
@@ -141,6 +146,20 @@ def test_a_run_moves_between_machines_in_the_middle(recipe, trained_on, tmp_path
     assert_same_experiment(moved, trained_on("cpu"))
 
 
+@pytest.mark.parametrize("machine", ["cpu_ddp", ZERO_3])
+def test_three_processes_resume_bit_for_bit(recipe, tmp_path, machine):
+    # From three on the order of a sum matters. And no size here is a multiple of three, so shards are padded.
+    options = ["--num_processes=3"], ["--train.tokens_per_step", "192", "--model.n_embd", "20"]
+    whole = launch(machine, recipe, tmp_path / "whole", *options[1], machine_options=options[0])
+    shutil.copytree(whole.path, tmp_path / "again")
+    again = RunFolder(tmp_path / "again")
+    shutil.rmtree(again.checkpoint(10))
+    shutil.rmtree(again.final)
+    launch(machine, recipe, again.path, "--resume", *options[1], machine_options=options[0])
+    assert (again.final / "model.safetensors").read_bytes() == (whole.final / "model.safetensors").read_bytes()
+    assert column(again, "train/grad_norm") == column(whole, "train/grad_norm")
+
+
 def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(recipe, tmp_path):
     folder = tmp_path / "stopped"
     arguments = [recipe, "--run-dir", folder, "--train.max_steps", "100000"]
@@ -167,13 +186,11 @@ def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(reci
     assert list(column(run, "train/loss")) == list(range(1, state["step"] + 4))
 
 
-def refused(tmp_path: Path, machine: str, recipe: Path, *options: str) -> str:
-    """What a launch says that ends before a run folder is made."""
-    entry = str(ROOT / "cli.py")  # without the shim
-    words = [entry if word == str(ENTRY) else word for word in command(machine, recipe)]
-    script = words.index(entry)
+def refused(tmp_path: Path, machine: str, recipe: Path, *machine_options: str) -> str:
+    """What a launch says that ends before a run folder is made, without the shim."""
+    words = command(machine, recipe, "--run-dir", tmp_path / "never", machine_options=machine_options)
     done = subprocess.run(
-        [*words[:script], *options, *words[script:], "--run-dir", tmp_path / "never"],
+        [str(ROOT / "cli.py") if word == str(ENTRY) else word for word in words],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},

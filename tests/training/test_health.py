@@ -1,0 +1,127 @@
+"""Loss spikes: a run goes back, past the data that did it, and stays a pure function of recipe, seed and step."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.training import loop
+from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.health import Health
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+RECIPE = {
+    "model__dropout": 0.1,
+    "train__rollback_ratio": 2.0,
+    "train__max_steps": 12,
+    "checkpoint__every": 3,
+    "eval__every": 4,
+}
+
+
+@pytest.fixture
+def data_seen(monkeypatch):
+    """The data steps that were trained on, in order. Reported losses of those in `spikes` are ten times too large.
+
+    At those in `crashes` the run dies, once.
+    """
+    seen, spikes, crashes, train_step = [], set(), set(), loop.train_step
+
+    def spiking(*arguments, **options):
+        if arguments[4] in crashes:
+            crashes.remove(arguments[4])
+            raise SystemError("crash")
+        loss, norm = train_step(*arguments, **options)
+        if options["learning_rate"]:  # 0 in the rehearsal
+            seen.append(arguments[4])
+        return (loss * 10 if arguments[4] in spikes else loss), norm
+
+    monkeypatch.setattr(loop, "train_step", spiking)
+    return seen, spikes, crashes
+
+
+@pytest.fixture
+def pretrain(tmp_path, write_recipe, forget_accelerate):
+    def run(name: str, *arguments: str, **overrides) -> tuple[int, RunFolder]:
+        forget_accelerate()
+        recipe = write_recipe(**RECIPE | overrides)
+        return main(["pretrain", str(recipe), "--run-dir", str(tmp_path / name), *arguments]), RunFolder(
+            tmp_path / name
+        )
+
+    return run
+
+
+def test_a_spike_goes_back_to_the_newest_checkpoint_and_past_its_data(pretrain, data_seen, capsys):
+    seen, spikes, _ = data_seen
+    spikes.add(7)
+    status, run = pretrain("run")
+    assert status == 0
+    # step 8 saw data 7 and spiked; from step 6 on a step sees what is two further
+    assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    said = capsys.readouterr().out
+    assert "step 8: the loss is above 2 times its running average; going back to step 6 and past the data of 2" in said
+    steps = [event["step"] for event in read_metrics(run) if "train/loss" in event]
+    assert steps == list(range(1, 13))
+    assert max(event.get("train/loss", 0) for event in read_metrics(run)) < 5
+    assert json.loads((run.newest_checkpoint() / "state.json").read_text())["skipped_steps"] == 2
+
+
+@pytest.mark.parametrize("crash_at", [7, 10, 12])  # before the spike; after it, before and after a checkpoint
+def test_a_run_that_goes_back_resumes_bit_for_bit(pretrain, data_seen, crash_at):
+    _, spikes, crashes = data_seen
+    spikes.add(7)
+    _, whole = pretrain("whole")
+    crashes.add(crash_at)
+    with pytest.raises(SystemError, match="crash"):
+        pretrain("killed")
+    status, killed = pretrain("killed", "--resume")
+    assert status == 0
+    weights = [load_file(run.final / "model.safetensors") for run in (whole, killed)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    losses = [[event["train/loss"] for event in read_metrics(run) if "train/loss" in event] for run in (whole, killed)]
+    assert losses[0] == losses[1]
+
+
+def test_spikes_that_go_on_end_the_run_with_one_line(pretrain, data_seen, capsys):
+    _, spikes, _ = data_seen
+    spikes.update(range(7, 100))
+    status, run = pretrain("run")
+    assert status == 2
+    assert "again after going back to step 6 3 times; lower optim.learning_rate" in capsys.readouterr().err
+    assert run.newest_checkpoint() == run.checkpoint(6)
+
+
+def test_by_default_a_spike_is_only_a_spike(pretrain, data_seen):
+    seen, spikes, _ = data_seen
+    spikes.add(7)
+    status, _ = pretrain("run", train__rollback_ratio=None)
+    assert status == 0
+    assert seen == list(range(12))
+
+
+def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_number(tmp_path):
+    health, state = Health(RunFolder(tmp_path / "none"), 1, 1.5), TrainState()
+    assert not health.spiked(state, 4.0)
+    assert state.loss_average == pytest.approx(4.0)
+    assert not health.spiked(state, 2.0)
+    assert state.loss_average == pytest.approx(3.8)
+    assert not health.spiked(state, float("nan"))
+    assert not health.spiked(state, 100.0)  # there is no checkpoint to go back to
+    assert state.loss_average == pytest.approx(3.8)
+
+
+def test_ten_bad_steps_in_a_row_name_the_checkpoint(tmp_path):
+    health = Health(RunFolder(tmp_path / "none"), 5, None)
+    for _ in range(4):
+        health.add(torch.tensor(1.0))
+    health.add(torch.tensor(float("inf")))
+    assert health.skipped() == 1
+    for _ in range(9):
+        health.add(torch.tensor(float("nan")))
+    with pytest.raises(UserError, match="no finite gradient in the last 10 steps"):
+        health.skipped()
