@@ -4,6 +4,7 @@ from pathlib import Path
 
 import torch
 from torch import nn
+from transformers import BitsAndBytesConfig
 from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
@@ -139,14 +140,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
     return config, commit
 
 
-def _quantization(bits: str):
-    """How transformers is told to load weights in 8 or 4 bits. Raises UserError where that is not installed."""
-    from importlib.util import find_spec
-
-    from transformers import BitsAndBytesConfig
-
-    if find_spec("bitsandbytes") is None:
-        raise UserError(f"lora.quantize {bits}: bitsandbytes is not installed; run `pip install bitsandbytes`")
+def _quantization(bits: str) -> BitsAndBytesConfig:
     if bits == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # the QLoRA paper's type, arXiv:2305.14314

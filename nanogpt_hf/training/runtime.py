@@ -42,6 +42,10 @@ def check_launch(config: Config) -> int:
             "finetune.unfreeze_every: DeepSpeed counts the optimizer's steps once for all parameters, but what thaws "
             "later starts at 0; leave it out, or take accelerate_configs/fsdp2.yaml"
         )
+    if config.lora.quantize and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
+        )
     if config.lora.quantize and (_asked_for("DEEPSPEED") or _asked_for("FSDP")):
         raise UserError("lora.quantize: weights in 8 or 4 bits are not sharded here; take accelerate_configs/ddp.yaml")
     for tracker in config.tracking.trackers:

@@ -1,6 +1,5 @@
 """finetune as a user types it: with no recipe, with one, and with mistakes that end before anything is written."""
 
-import importlib.util
 import json
 import math
 import shutil
@@ -17,6 +16,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
+from nanogpt_hf.training import runtime
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -212,8 +212,8 @@ def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_
 
 
 def test_bitsandbytes_that_is_missing_is_one_line(tiny_base, monkeypatch, capsys):
-    find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    find = runtime.find_spec
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     words = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
     assert main(["finetune", *words]) == 2
     assert "bitsandbytes is not installed; run `pip install bitsandbytes`" in capsys.readouterr().err

@@ -299,7 +299,9 @@ def test_tags_that_make_python_objects_are_refused(recipe, tmp_path, tagged):
 @pytest.mark.parametrize("text", ["- model\n- data\n", "just text\n", "3\n"])
 def test_a_recipe_that_is_not_sections_says_what_they_are(recipe, text):
     (said,) = problems(recipe(text))
-    assert said.startswith("expected sections (model, data, optim, train, eval, checkpoint, tracking), got ")
+    assert said.startswith(
+        "expected sections (model, data, optim, train, eval, checkpoint, tracking, finetune, lora), got "
+    )
 
 
 @pytest.mark.parametrize("text", ["", "# nothing here\n", "model:\n"])
