@@ -1,5 +1,6 @@
 """What several test files need: offline libraries, the optional shared folder, a tiny text and recipe."""
 
+import importlib.util
 import os
 import random
 from pathlib import Path
@@ -118,3 +119,27 @@ def forget_accelerate():
 def fresh_accelerate(forget_accelerate):
     yield
     forget_accelerate()
+
+
+@pytest.fixture
+def hub(monkeypatch, tmp_path):
+    """A Hub on this machine (fake_hub.py) that this process and those it starts talk to, logged in as `tester`."""
+    from huggingface_hub import constants
+    from huggingface_hub.utils import close_session
+
+    spec = importlib.util.spec_from_file_location("fake_hub", ROOT / "tests" / "fake_hub.py")
+    fake_hub = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(fake_hub)
+    with fake_hub.FakeHub() as hub:
+        hub.token = fake_hub.TOKEN
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # what the environment said when it was imported
+        monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+        monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        monkeypatch.setenv("HF_TOKEN", hub.token)
+        monkeypatch.setenv("HF_HUB_OFFLINE", "0")
+        monkeypatch.setenv("HF_HUB_DISABLE_XET", "1")
+        monkeypatch.setenv("HF_HOME", str(tmp_path / "hf_home"))
+        close_session()
+        yield hub
+        close_session()

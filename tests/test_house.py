@@ -10,7 +10,7 @@ FLOORS = [
     {"errors", "config"},
     {"model", "data", "generate"},
     {"training", "sharing"},
-    {"commands"},
+    {"commands", "__main__"},
 ]
 PACKAGE = Path(__file__).parents[1] / "nanogpt_hf"
 FILES = sorted(PACKAGE.rglob("*.py"))

@@ -18,6 +18,7 @@ COMMANDS = {
     "sample": "let a model write",
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
+    "push": "a model to the Hub, with its card, recipe, metrics and curve",
     "doctor": "what is wrong with this machine or network",
 }
 

@@ -70,6 +70,11 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
                     for change in folder.changes(config):  # complains where it would be another experiment
                         print(f"changed since the run began: {change}", flush=True)
                 facts["resume"] = resume
+                if config.hub.push:
+                    from nanogpt_hf.sharing.hub import check_login
+
+                    if problem := check_login(config.hub.repo):
+                        print(problem, flush=True)
             prepare_and_say(config)
             check()
             return facts | identity(config, load_prepared(config).manifest)

@@ -134,6 +134,16 @@ class LoraSection:
 
 
 @dataclass
+class HubSection:
+    push: Literal["best", "final"] | None = knob(
+        None, "push to the Hub: each new best model as the run goes, or the last"
+    )
+    repo: str | None = knob(None, "repository to push to, as user/name; made at the first push if it is not there")
+    private: bool = knob(False, "make the repository a private one")
+    license: str | None = knob(None, "licence for the model card, by the Hub's name for it, for example apache-2.0")
+
+
+@dataclass
 class Config:
     """A resolved recipe. `name` is the recipe's name, which run and data folders take when not told otherwise."""
 
@@ -146,6 +156,7 @@ class Config:
     tracking: TrackingSection = field(default_factory=TrackingSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
 
 
@@ -248,6 +259,10 @@ def seconds_of(time: str) -> int | None:
     return sum(int(n or 0) * unit for n, unit in zip(parts.groups(), (3600, 60, 1), strict=True)) if parts else None
 
 
+# user/name on the Hub
+REPO_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{3,96}$)[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?", re.ASCII)
+
+
 @dataclass(frozen=True)
 class Check:
     """A rule over several knobs. `problem` gives the complaint, or None where the values fit."""
@@ -302,6 +317,22 @@ CHECKS = (
         ),
     ),
     Check(("lora.quantize", "lora.rank", "lora.merge"), _cannot_quantize),
+    Check(
+        ("hub.repo",),
+        lambda repo: None if repo is None or REPO_ID.fullmatch(repo) else f"expected user/name, got {repo!r:.80}",
+    ),
+    Check(
+        ("hub.push", "hub.repo"),
+        lambda push, repo: "needs hub.repo: user/name, where to push to" if push and not repo else None,
+    ),
+    Check(
+        ("hub.license",),
+        lambda name: (
+            None
+            if name is None or re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name)
+            else f"expected the Hub's name of a licence, such as mit or apache-2.0, got {name!r:.80}"
+        ),
+    ),
 )
 
 

@@ -101,7 +101,7 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
 
 def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     """What has to be the same on all machines of a run: every knob but places and reports, and what the tokens are."""
-    local = ("data.source", "data.dir", "data.num_proc", "tracking.")
+    local = ("data.source", "data.dir", "data.num_proc", "tracking.", "hub.")
     facts = {key: get_value(config, key) for key in KNOBS if not key.startswith(local)}
     for name in ("revision", "tokenizer_hash", "vocab_size"):
         facts[f"the data's {name}"] = getattr(manifest, name)

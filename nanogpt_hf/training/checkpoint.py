@@ -55,17 +55,6 @@ class TrainState:
             return False
         return self.step - self.best_step >= eval_section.patience * eval_section.every
 
-    def facts(self) -> dict[str, str]:
-        """What a model card says of the training so far."""
-        facts = {"steps": f"{self.step:,}", "tokens seen": f"{self.tokens:,}"}
-        if self.evaluation:
-            facts |= {
-                "validation loss": f"{self.evaluation.loss:.4f} nats a token, over {self.evaluation.tokens:,} tokens",
-                "perplexity": f"{self.evaluation.perplexity:.2f}",
-                "bits per byte": f"{self.evaluation.bits_per_byte:.4f}",
-            }
-        return facts
-
 
 def _file_digest(path: Path) -> str:
     with path.open("rb") as file:

@@ -71,8 +71,8 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     def save_model(folder: Path) -> None:
         weights = full_weights(accelerator, model)
         if accelerator.is_main_process:
-            facts = state.facts() | {"trained on": describe_machine(accelerator)}
-            save_trained(folder, config, model_config, weights, data.tokenizer, facts)
+            machine = describe_machine(accelerator)
+            save_trained(folder, config, model_config, weights, data, state, machine)
         accelerator.wait_for_everyone()
 
     model.train()

@@ -10,7 +10,6 @@ import filelock
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.sharing.export import restore_model_folder
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -96,6 +95,8 @@ class RunFolder:
 
         Raises RunFolderError where another process is in already.
         """
+        from nanogpt_hf.sharing.export import restore_model_folder  # brings torch, which `push` does without
+
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)

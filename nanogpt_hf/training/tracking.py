@@ -17,6 +17,7 @@ from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.curves import draw_curves
+from nanogpt_hf.training.pushing import Pushing
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import describe_machine
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
@@ -48,6 +49,7 @@ class Tracking:
         self.flops_per_token = flops_per_token(model_config, config.data.block_size)
         self.peak = peak_flops(accelerator.device)
         self.events, self.bar = [], None
+        self.pushing = Pushing(config.hub, run, self.say) if config.hub.push and self.main else None
         self.rewind(state)
         if accelerator.log_with:
             self._start_trackers()
@@ -99,6 +101,8 @@ class Tracking:
             with self.run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
         self.accelerator.log(values, step=state.step)
+        if self.pushing:
+            self.pushing.look()
 
     def step_done(self, state: TrainState) -> None:
         if self.bar:
@@ -152,6 +156,8 @@ class Tracking:
             + (" -> best/" if is_best else "")
         )
         self.draw()
+        if self.pushing and is_best:
+            self.pushing.new_model(self.run.best)
 
     def draw(self) -> None:
         """Draw the curves. A picture that cannot be drawn must not end a run, nor hide why it ended."""
@@ -176,6 +182,8 @@ class Tracking:
         self.draw()
         if self.bar:
             self.bar.close()
+        if self.pushing:
+            self.pushing.finish(done=error[0] is None)
         if self.accelerator.log_with:
             self.accelerator.end_training()
 

@@ -1,14 +1,11 @@
-"""Model folders and their cards."""
+"""Model folders."""
 
 import pytest
 import torch
-import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.sharing.card import model_card
 from nanogpt_hf.sharing.export import save_model_folder
 
 CONFIG = GPTConfig(
@@ -53,18 +50,3 @@ def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, monkeypatch
     assert torch.equal(back.transformer.wte.weight, first.transformer.wte.weight)
     save(tmp_path / "best", seed=1)  # what the failed one left is in nobody's way
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
-
-
-def test_the_card_says_what_the_model_is_and_holds_its_recipe(write_recipe):
-    config = load_config(write_recipe())
-    card = model_card(config, CONFIG, {"steps": "12", "perplexity": "7.50"})
-    _, front, body = card.split("---\n", 2)
-    assert yaml.safe_load(front) == {
-        "library_name": "transformers",
-        "pipeline_tag": "text-generation",
-        "tags": ["gpt2", "nanogpt_hf"],
-    }
-    assert "| steps | 12 |" in body
-    assert "| perplexity | 7.50 |" in body
-    recipe = yaml.safe_load(body.split("```yaml\n")[1].split("```")[0])
-    assert recipe["train"]["max_steps"] == 6

@@ -8,15 +8,13 @@ not tell sharding from plain DDP.
 import json
 import os
 import sys
+import traceback
 from pathlib import Path
 
-if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
-    os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    from accelerate import state
-    from accelerate.utils import DistributedType
+os.environ["DS_ACCELERATOR"] = "cpu"  # which DeepSpeed reads when it is imported
 
-    state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+from accelerate import state
+from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.training import loop, runtime, shards
@@ -53,8 +51,21 @@ def recording(accelerator, model, optimizer, state, run, keep):
     return save_checkpoint(accelerator, model, optimizer, state, run, keep)
 
 
-loop.save_checkpoint, runtime._hand_to_deepspeed = recording, sharding_small_parameters
-status = main(sys.argv[1:])
-sys.stdout.flush()
-sys.stderr.flush()
-os._exit(status)  # gloo processes sometimes abort while they are torn down, after all work is done
+def run(arguments: list[str]) -> None:
+    """The command line, and the end of the process."""
+    if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
+        os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+        state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+    loop.save_checkpoint, runtime._hand_to_deepspeed = recording, sharding_small_parameters
+    try:
+        status = main(arguments)
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)  # gloo processes sometimes abort while they are torn down, after all work is done
+
+
+if __name__ == "__main__":
+    run(sys.argv[1:])

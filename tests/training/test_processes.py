@@ -63,6 +63,31 @@ def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_op
     return RunFolder(folder)
 
 
+@pytest.fixture(scope="module")
+def launch_warm():
+    """`launch`, by a process that has torch imported already: see warm.py."""
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("warm.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as warm:
+
+        def launch(machine, recipe, folder, *arguments, machine_options=()) -> RunFolder:
+            words = command(machine, recipe, "--run-dir", folder, *arguments, machine_options=machine_options)
+            warm.stdin.write(json.dumps(words[3:]) + "\n")  # without python -m accelerate.commands.launch
+            warm.stdin.flush()
+            answer = json.loads(warm.stdout.readline())
+            assert answer["status"] == 0, answer["said"][-5000:]
+            return RunFolder(folder)
+
+        yield launch
+        warm.stdin.close()
+
+
 def column(run: RunFolder, name: str) -> dict[int, float]:
     rows = [(event["step"], event[name]) for event in read_metrics(run) if name in event]
     assert rows
@@ -137,25 +162,25 @@ def test_moments_really_were_sharded(trained_on, machine):
         pytest.param("deepspeed_zero3", "cpu", marks=needs_deepspeed),
     ],
 )
-def test_a_run_moves_between_machines_in_the_middle(recipe, trained_on, tmp_path, before, after):
+def test_a_run_moves_between_machines_in_the_middle(recipe, trained_on, launch_warm, tmp_path, before, after):
     shutil.copytree(trained_on(before).path, tmp_path / "moved")
     moved = RunFolder(tmp_path / "moved")
     shutil.rmtree(moved.checkpoint(10))
     shutil.rmtree(moved.final)
-    launch(after, recipe, moved.path, "--resume")
+    launch_warm(after, recipe, moved.path, "--resume")
     assert_same_experiment(moved, trained_on("cpu"))
 
 
 @pytest.mark.parametrize("machine", ["cpu_ddp", ZERO_3])
-def test_three_processes_resume_bit_for_bit(recipe, tmp_path, machine):
+def test_three_processes_resume_bit_for_bit(recipe, launch_warm, tmp_path, machine):
     # From three on the order of a sum matters. And no size here is a multiple of three, so shards are padded.
     options = ["--num_processes=3"], ["--train.tokens_per_step", "192", "--model.n_embd", "20"]
-    whole = launch(machine, recipe, tmp_path / "whole", *options[1], machine_options=options[0])
+    whole = launch_warm(machine, recipe, tmp_path / "whole", *options[1], machine_options=options[0])
     shutil.copytree(whole.path, tmp_path / "again")
     again = RunFolder(tmp_path / "again")
     shutil.rmtree(again.checkpoint(10))
     shutil.rmtree(again.final)
-    launch(machine, recipe, again.path, "--resume", *options[1], machine_options=options[0])
+    launch_warm(machine, recipe, again.path, "--resume", *options[1], machine_options=options[0])
     assert (again.final / "model.safetensors").read_bytes() == (whole.final / "model.safetensors").read_bytes()
     assert column(again, "train/grad_norm") == column(whole, "train/grad_norm")
 

@@ -1,0 +1,77 @@
+"""Push a model to the Hub in one commit: weights, tokenizer, generation config and model card.
+
+Of a run folder its resolved recipe, metrics and loss curve go along. The token is the one that `hf auth login` stored,
+or HF_TOKEN. Nothing in the repository is ever deleted.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nanogpt_hf.commands.sample import find_model
+from nanogpt_hf.config.schema import REPO_ID
+from nanogpt_hf.errors import UserError
+
+
+def _repo_id(text: str) -> str:
+    if not REPO_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected user/name, got {text!r}")
+    return text
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "model", metavar="MODEL", help="a run folder (its best model), its best/ or final/, a model or adapter folder"
+    )
+    parser.add_argument("repo_id", metavar="REPO_ID", type=_repo_id, help="user/name; made if it is not there")
+    parser.add_argument("--private", action="store_true", help="make the repository a private one")
+    parser.add_argument("--revision", metavar="BRANCH", help="a branch to push to, made if it is not there")
+    parser.add_argument("--message", help="of the commit")
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    if overrides:
+        raise UserError(f"cli.py push: --{overrides[0][0]}: a push has no recipe to set knobs of")
+    folder = Path(find_model(arguments.model))
+    if not folder.is_dir():
+        raise UserError(f"{arguments.model}: no such folder; push takes a run, model or adapter folder")
+
+    from huggingface_hub.utils import disable_progress_bars
+
+    from nanogpt_hf.sharing.hub import push
+    from nanogpt_hf.training.run_folder import RunFolder
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    run = RunFolder(folder.parent)
+    of_run = folder in (run.best, run.final) and run.recipe.is_file()
+    pushed = push(
+        folder,
+        arguments.repo_id,
+        plain_card=plain_card_of(folder, arguments.repo_id),
+        extra=(run.recipe, run.metrics, run.picture) if of_run else (),
+        private=arguments.private,
+        revision=arguments.revision,
+        message=arguments.message,
+    )
+    if pushed.left_out:
+        print(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
+    if pushed.left_there:
+        print(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
+    what = (
+        f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "all of it was there already"
+    )
+    print(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
+
+
+def plain_card_of(folder: Path, repo_id: str) -> str | None:
+    """A card for a GPT-2 that came without one; None where there is a card, or another kind of model."""
+    if (folder / "README.md").exists() or not (folder / "config.json").is_file():
+        return None
+    from nanogpt_hf.model.configuration_gpt import GPTConfig
+    from nanogpt_hf.sharing.card import plain_card
+
+    try:
+        return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder))
+    except (ValueError, OSError):
+        return None

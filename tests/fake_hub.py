@@ -1,0 +1,281 @@
+"""A small Hub on this machine's loopback, over real HTTP: accounts, repositories, commits, LFS, downloads.
+
+It keeps everything in memory and knows what huggingface_hub asks of it for pushing and loading a model, no more.
+"""
+
+import base64
+import hashlib
+import json
+import re
+import threading
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from urllib.parse import unquote, urlsplit
+
+TOKEN = "hf_" + "aT0kenThatIsNotReal" * 2
+
+
+@dataclass
+class Repository:
+    private: bool
+    branches: dict[str, list[dict]]  # name -> commits, each {"oid", "title", "files": path -> content}
+
+    def files(self, revision: str = "main") -> dict[str, bytes]:
+        return self.branches[revision][-1]["files"]
+
+
+@dataclass
+class FakeHub:
+    """`with FakeHub() as hub:` serves at `hub.url`. `faults` maps a part of a path to the status it answers with."""
+
+    lfs: bool = False  # whether weights travel as LFS objects
+    role: str = "write"
+    faults: dict[str, int] = field(default_factory=dict)
+    silent: bool = False  # accept connections and never answer
+    repositories: dict[str, Repository] = field(default_factory=dict)
+    objects: dict[str, bytes] = field(default_factory=dict)
+    requests: list[str] = field(default_factory=list)
+    user: str = "tester"
+
+    def __enter__(self) -> "FakeHub":
+        self._end = threading.Event()
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
+        threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._end.set()
+        self.server.shutdown()
+        self.server.server_close()
+
+    def add(self, repo_id: str, private: bool = False) -> Repository:
+        first = {"oid": "0" * 40, "title": "initial commit", "files": {".gitattributes": b""}}
+        self.repositories[repo_id] = Repository(private, {"main": [first]})
+        return self.repositories[repo_id]
+
+    def commits(self, repo_id: str, branch: str = "main") -> list[dict]:
+        """Without the one that made the repository."""
+        return self.repositories[repo_id].branches[branch][1:]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    hub: FakeHub
+    protocol_version = "HTTP/1.1"
+
+    def log_message(self, *arguments: object) -> None:
+        pass
+
+    def answer(self, body: object = None, status: int = 200, **headers: str) -> None:
+        content = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
+        self.send_response(status)
+        headers = {"Content-Type": "application/json", "Content-Length": str(len(content))} | headers
+        for name, value in headers.items():
+            self.send_header(name.replace("_", "-"), value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content)
+
+    def refuse(self, status: int, code: str, message: str) -> None:
+        self.answer({"error": message}, status, X_Error_Code=code, X_Error_Message=message)
+
+    def read_body(self) -> bytes:
+        if self.headers.get("Transfer-Encoding", "").lower() != "chunked":
+            return self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b""
+        while size := int(self.rfile.readline(), 16):
+            body += self.rfile.read(size)
+            self.rfile.readline()
+        self.rfile.readline()
+        return body
+
+    def handle_any(self) -> None:
+        hub, path, body = self.hub, unquote(urlsplit(self.path).path), self.read_body()
+        hub.requests.append(f"{self.command} {path}")
+        if hub.silent:
+            hub._end.wait()
+            self.close_connection = True
+            return
+        for part, status in hub.faults.items():
+            if part in path:
+                self.refuse(status, "Fault", "as the test wants it")
+                return
+        sent = self.headers.get("Authorization")
+        if sent not in (None, f"Bearer {TOKEN}") and not path.startswith("/objects/"):
+            self.refuse(401, "Unauthorized", "Invalid credentials in Authorization header")
+            return
+        self.known = sent is not None
+        for pattern, action in _ROUTES:
+            if found := re.fullmatch(pattern, path):
+                action(self, body, *found.groups())
+                return
+        self.refuse(404, "NotFound", f"no such page: {path}")
+
+    do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
+
+    def repository(self, repo_id: str, writing: bool = False) -> Repository | None:
+        """The repository, or None after saying that there is none (for this visitor), or none to write to."""
+        found = self.hub.repositories.get(repo_id)
+        mine = self.known and repo_id.startswith(f"{self.hub.user}/")
+        if found is None or (found.private and not mine):
+            self.refuse(404 if self.known else 401, "RepoNotFound", "Repository not found")
+            return None
+        if writing and not mine:
+            self.refuse(403, "Forbidden", "you don't have the right to do that")
+            return None
+        return found
+
+    def whoami(self, body: bytes) -> None:
+        if not self.known:
+            self.refuse(401, "Unauthorized", "Invalid credentials in Authorization header")
+            return
+        token = {"accessToken": {"role": self.hub.role}}
+        self.answer({"type": "user", "name": self.hub.user, "orgs": [{"name": "club"}], "auth": token})
+
+    def validate_card(self, body: bytes) -> None:
+        content = json.loads(body)["content"]
+        if "license: nonsense" in content:
+            self.answer({"errors": [{"message": '"license" must be one of ...'}], "warnings": []}, 400)
+        else:
+            self.answer({"errors": [], "warnings": [] if content.startswith("---") else [{"message": "no metadata"}]})
+
+    def create(self, body: bytes) -> None:
+        asked = json.loads(body)
+        owner = asked.get("organization") or self.hub.user
+        repo_id = f"{owner}/{asked['name']}"
+        if not self.known or owner != self.hub.user:
+            self.refuse(403, "Forbidden", "you don't have the rights to create a model under this namespace")
+        elif repo_id in self.hub.repositories:
+            self.refuse(409, "Conflict", "You already created this model repo")
+        else:
+            self.hub.add(repo_id, asked.get("visibility") == "private")
+            self.answer({"url": f"{self.hub.url}/{repo_id}", "name": repo_id})
+
+    def info(self, body: bytes, repo_id: str, revision: str | None) -> None:
+        repository = self.repository(repo_id)
+        if repository is None:
+            return
+        branch = "main" if revision is None else revision
+        commits = repository.branches.get(branch) or next(
+            (c[: i + 1] for c in repository.branches.values() for i, one in enumerate(c) if one["oid"] == branch), None
+        )
+        if commits is None:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+            return
+        files = [{"rfilename": name} for name in commits[-1]["files"]]
+        self.answer({"id": repo_id, "sha": commits[-1]["oid"], "private": repository.private, "siblings": files})
+
+    def branch(self, body: bytes, repo_id: str, branch: str) -> None:
+        repository = self.repository(repo_id, writing=True)
+        if repository is None:
+            return
+        if branch in repository.branches:
+            self.refuse(409, "Conflict", "Reference already exists")
+            return
+        repository.branches[branch] = list(repository.branches["main"])
+        self.answer()
+
+    def preupload(self, body: bytes, repo_id: str, revision: str) -> None:
+        repository = self.repository(repo_id, writing=True)
+        if repository is None:
+            return
+        there = repository.files(revision)
+        modes = []
+        for name in (file["path"] for file in json.loads(body)["files"]):
+            is_lfs = self.hub.lfs and name.endswith(".safetensors")
+            modes.append(
+                {
+                    "path": name,
+                    "uploadMode": "lfs" if is_lfs else "regular",
+                    "shouldIgnore": False,
+                    "oid": _oid(there[name], is_lfs) if name in there else None,
+                }
+            )
+        self.answer({"files": modes})
+
+    def batch(self, body: bytes, repo_id: str) -> None:
+        if self.repository(repo_id, writing=True) is None:
+            return
+        objects = []
+        for one in json.loads(body)["objects"]:
+            upload = {"upload": {"href": f"{self.hub.url}/objects/{one['oid']}", "header": {}}}
+            known = one["oid"] in self.hub.objects
+            objects.append({"oid": one["oid"], "size": one["size"]} | ({} if known else {"actions": upload}))
+        self.answer({"transfer": "basic", "objects": objects})
+
+    def upload(self, body: bytes, oid: str) -> None:
+        if hashlib.sha256(body).hexdigest() != oid:
+            self.refuse(400, "BadRequest", "checksum mismatch")
+            return
+        self.hub.objects[oid] = body
+        self.answer()
+
+    def commit(self, body: bytes, repo_id: str, revision: str) -> None:
+        repository = self.repository(repo_id, writing=True)
+        if repository is None:
+            return
+        if revision not in repository.branches:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
+            return
+        files, title = dict(repository.files(revision)), ""
+        for line in map(json.loads, body.splitlines()):
+            value = line["value"]
+            if line["key"] == "header":
+                title = value["summary"]
+            elif line["key"] == "file":
+                files[value["path"]] = base64.b64decode(value["content"])
+            elif line["key"] == "lfsFile":
+                files[value["path"]] = self.hub.objects[value["oid"]]
+            else:
+                raise AssertionError(f"a push must not {line['key']}")
+        oid = hashlib.sha1(f"{len(repository.branches[revision])} {title}".encode() + body).hexdigest()
+        repository.branches[revision].append({"oid": oid, "title": title, "files": files})
+        self.answer({"commitOid": oid, "commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}", "success": True})
+
+    def download(self, body: bytes, repo_id: str, revision: str, name: str) -> None:
+        repository = self.repository(repo_id)
+        if repository is None:
+            return
+        commits = [c for branch, c in repository.branches.items() if revision == branch or c[-1]["oid"] == revision]
+        head = commits[0][-1]
+        if name not in head["files"]:
+            self.answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=head["oid"])
+            return
+        content = head["files"][name]
+        tag = hashlib.sha256(content).hexdigest()
+        self.answer(content, Content_Type="application/octet-stream", ETag=f'"{tag}"', X_Repo_Commit=head["oid"])
+
+    def tree(self, body: bytes, repo_id: str, revision: str) -> None:
+        repository = self.repository(repo_id)
+        if repository is not None:
+            files = repository.files(revision if revision in repository.branches else "main")
+            rows = [{"type": "file", "path": n, "size": len(c), "oid": _oid(c, False)} for n, c in files.items()]
+            self.answer(json.dumps(rows).encode())
+
+
+def _oid(content: bytes, is_lfs: bool) -> str:
+    """What git, or LFS, calls this content."""
+    if is_lfs:
+        return hashlib.sha256(content).hexdigest()
+    return hashlib.sha1(f"blob {len(content)}\0".encode() + content).hexdigest()
+
+
+_REPO = r"([\w.-]+/[\w.-]+)"
+_ROUTES = [
+    (r"/api/whoami-v2", _Handler.whoami),
+    (r"/api/validate-yaml", _Handler.validate_card),
+    (r"/api/repos/create", _Handler.create),
+    (rf"/api/models/{_REPO}(?:/revision/(.+))?", _Handler.info),
+    (rf"/api/models/{_REPO}/branch/(.+)", _Handler.branch),
+    (rf"/api/models/{_REPO}/preupload/(.+)", _Handler.preupload),
+    (rf"/api/models/{_REPO}/commit/(.+)", _Handler.commit),
+    (rf"/api/models/{_REPO}/tree/([^/]+).*", _Handler.tree),
+    (rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
+    (r"/objects/(\w+)", _Handler.upload),
+    (rf"/{_REPO}/resolve/([^/]+)/(.+)", _Handler.download),
+]
+
+if __name__ == "__main__":  # python tests/fake_hub.py: a Hub to try things on by hand
+    with FakeHub(lfs=True) as hub:
+        print(f"export HF_ENDPOINT={hub.url} HF_TOKEN={TOKEN} HF_HUB_DISABLE_XET=1", flush=True)
+        threading.Event().wait()

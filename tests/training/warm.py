@@ -1,0 +1,71 @@
+"""Kept by a test module: accelerate's own launch command, whose processes are forks of this one.
+
+They find torch and the other libraries imported, which saves most of a short run's time. It reads a line of JSON, the
+words for `accelerate launch`, and answers with one: the highest exit status, and what was printed. Each launch has a
+fork of its own, so that it leaves nothing behind.
+"""
+
+import importlib.util
+import json
+import os
+import sys
+import tempfile
+
+os.environ["DS_ACCELERATOR"] = "cpu"
+
+import torch
+import torch.distributed.run
+from accelerate.commands import launch
+from accelerate.utils.launch import prepare_simple_launcher_cmd_env
+from accelerate.utils.other import get_free_port
+from launched import run
+
+if importlib.util.find_spec("deepspeed") is not None:
+    import deepspeed  # noqa: F401
+
+torch.set_num_threads(1)  # a pool of threads does not survive a fork
+
+
+def start_processes(count: int, arguments: list[str], environment: dict[str, str]) -> None:
+    """Do what torchrun does, and end with the highest status."""
+    shared = {
+        "WORLD_SIZE": count,
+        "LOCAL_WORLD_SIZE": count,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": get_free_port(),
+    }
+    children = []
+    for rank in range(count):
+        child = os.fork()
+        if child == 0:
+            os.environ.update(environment)
+            if count > 1 or "ACCELERATE_USE_FSDP" in environment:
+                os.environ.update({k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()})
+            run(arguments)
+        children.append(child)
+    statuses = [abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children]
+    os._exit(max(statuses))
+
+
+def torchrun(args) -> None:
+    start_processes(int(args.nproc_per_node), args.training_script_args, dict(os.environ))
+
+
+def simple_launcher(args) -> None:
+    start_processes(1, args.training_script_args, prepare_simple_launcher_cmd_env(args)[1])
+
+
+torch.distributed.run.run = torchrun
+launch.simple_launcher = simple_launcher
+
+for line in sys.stdin:
+    with tempfile.TemporaryFile() as said:
+        child = os.fork()
+        if child == 0:
+            os.dup2(said.fileno(), 1)
+            os.dup2(said.fileno(), 2)
+            launch.launch_command(launch.launch_command_parser().parse_args(json.loads(line)))
+            os._exit(1)  # one of the two above has ended this process
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        said.seek(0)
+        print(json.dumps({"status": status, "said": said.read().decode(errors="replace")}), flush=True)
