@@ -1,6 +1,7 @@
 """What several test files need: offline libraries, the optional shared folder, a tiny text and recipe."""
 
 import importlib.util
+import json
 import os
 import random
 from pathlib import Path
@@ -119,6 +120,73 @@ def forget_accelerate():
 def fresh_accelerate(forget_accelerate):
     yield
     forget_accelerate()
+
+
+@pytest.fixture(scope="session")
+def letter_model(tmp_path_factory) -> Path:
+    """A model folder of a few characters, with weights large enough that answers differ."""
+    import torch
+
+    from nanogpt_hf.data.tokenizer import char_tokenizer
+    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+    folder = tmp_path_factory.mktemp("letters")
+    torch.manual_seed(0)
+    nothing = {"bos_token_id": None, "eos_token_id": None}
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=32, n_embd=16, n_layer=2, n_head=2, **nothing))
+    for parameter in model.parameters():
+        if parameter.dim() == 2:
+            torch.nn.init.normal_(parameter, std=0.4)
+    model.save_pretrained(folder)
+    char_tokenizer(sorted("abcdefgh ?\n")).hf.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def letter_tasks(tmp_path_factory) -> list[str]:
+    """Two lm-eval tasks as YAML files, their questions beside them, some longer than `letter_model` can read."""
+    pytest.importorskip("lm_eval", reason="lm-eval is not installed")
+    folder = tmp_path_factory.mktemp("tasks")
+    draw = random.Random(0)
+
+    def word() -> str:
+        return "".join(draw.choices("abcdefgh", k=draw.randint(1, 6)))
+
+    rows = [
+        {
+            "question": " ".join(word() for _ in range(draw.randint(1, 9))) + "?",
+            "choices": [f" {word()}" for _ in range(4)],
+            "answer": draw.randrange(4),
+        }
+        for _ in range(25)
+    ]
+    (folder / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    both = {
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "letters.jsonl"}},
+        "test_split": "test",
+        "doc_to_text": "{{question}}",
+    }
+    choice = {
+        "task": "letters",
+        "output_type": "multiple_choice",
+        "doc_to_choice": "choices",
+        "doc_to_target": "answer",
+        "metric_list": [
+            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
+        ],
+    }
+    lines = {
+        "task": "lines",
+        "output_type": "loglikelihood",
+        "doc_to_target": "{{choices[0]}}",
+        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+    }
+    paths = []
+    for task in (choice, lines):
+        paths.append(str(folder / f"{task['task']}.yaml"))
+        Path(paths[-1]).write_text(yaml.safe_dump(both | task))
+    return paths
 
 
 @pytest.fixture

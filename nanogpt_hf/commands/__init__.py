@@ -16,6 +16,7 @@ COMMANDS = {
     "pretrain": "train a GPT from scratch",
     "finetune": "train a GPT-2 further on a text of yours",
     "sample": "let a model write",
+    "evaluate": "loss and perplexity on text, tasks by lm-eval",
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "push": "a model to the Hub, with its card, recipe, metrics and curve",

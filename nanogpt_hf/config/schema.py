@@ -89,6 +89,8 @@ class EvalSection:
     patience: int | None = knob(
         None, "stop when this many evaluations in a row brought no better validation loss; left out, never", low=1
     )
+    tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
+    tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
 
 
 @dataclass

@@ -72,7 +72,8 @@ class MLP(nn.Module):
         super().__init__()
         n_inner = config.n_inner or 4 * config.n_embd
         self.fc = nn.Linear(config.n_embd, n_inner, bias=config.bias)
-        self.act = ACT2FN[config.activation_function]
+        # one kernel instead of seven, which differ by rounding
+        self.act = ACT2FN[config.activation_function.replace("gelu_new", "gelu_pytorch_tanh")]
         self.proj = nn.Linear(n_inner, config.n_embd, bias=config.bias)
         self.proj.writes_residual = True
 
@@ -184,7 +185,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         # Padded rows are cut off here, so they take no part in the loss or in sampling and saving loses nothing.
         return self.lm_head(hidden)[..., : self.config.vocab_size]
 
-    def _summed_loss(self, hidden, targets):
+    def summed_loss(self, hidden, targets):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without ever holding all N × V logits."""
 
         def loss_of(rows, row_targets):
@@ -240,7 +241,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         if shift_labels is not None:
             targets = shift_labels.reshape(-1).to(hidden.device)
             items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = self._summed_loss(hidden.reshape(len(targets), -1), targets) / items
+            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets) / items
         if not skip_logits:
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             logits = self._logits(hidden[:, kept])

@@ -75,16 +75,42 @@ def _stated_elsewhere(key: str, stated: object, ours: object, knob: str) -> str:
     )
 
 
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _take_the_cpu_where_there_is_nothing_else() -> None:
+    if _world_size() > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
+        # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _check_processes(accelerator: Accelerator) -> None:
+    if accelerator.num_processes != _world_size():
+        raise UserError(
+            f"the launcher started {_world_size()} processes, but accelerate sees {accelerator.num_processes}: each "
+            "would work alone; check distributed_type and use_cpu in the accelerate config"
+        )
+
+
+def build_evaluation_accelerator() -> Accelerator:
+    """The Accelerator of a process that only measures: the device, the precision and the other processes.
+
+    Raises UserError where the launch did not give as many processes as it started.
+    """
+    _take_the_cpu_where_there_is_nothing_else()
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=processes.PEER_TIMEOUT)])
+    _check_processes(accelerator)
+    return accelerator
+
+
 def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     """The Accelerator of this process, with the accumulation that the recipe's tokens per step ask for.
 
     Raises UserError where `check_launch` does, and where the launch did not give what the accelerate config asks for.
     """
     accumulation = check_launch(config)
-    world_size = int(os.environ.get("WORLD_SIZE") or 1)
-    if world_size > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
-        # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
-        os.environ["ACCELERATE_USE_CPU"] = "true"
+    _take_the_cpu_where_there_is_nothing_else()
     # sync_with_dataloader: no dataloader is prepared, so none may cut an accumulation short.
     plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
@@ -93,11 +119,7 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
         project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=processes.PEER_TIMEOUT)],
     )
-    if accelerator.num_processes != world_size:
-        raise UserError(
-            f"the launcher started {world_size} processes, but accelerate sees {accelerator.num_processes}: each would "
-            "train alone; check distributed_type and use_cpu in the accelerate config"
-        )
+    _check_processes(accelerator)
     for kind in ("FSDP", "DEEPSPEED"):
         if _asked_for(kind) and accelerator.distributed_type != kind:
             raise UserError(

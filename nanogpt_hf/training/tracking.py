@@ -139,8 +139,8 @@ class Tracking:
                 f"{rate:,.0f} tokens/s{mfu}, {duration(left)} left"
             )
 
-    def evaluation(self, state: TrainState, is_best: bool) -> None:
-        """Report the state's evaluation, and draw the curves anew."""
+    def evaluation(self, state: TrainState, is_best: bool, tasks: dict[str, float]) -> None:
+        """Report the state's evaluation and what `eval.tasks` gave, and draw the curves anew."""
         result = state.evaluation
         self._write(
             state,
@@ -148,6 +148,7 @@ class Tracking:
                 "val/loss": result.loss,
                 "val/perplexity": result.perplexity,
                 "val/bits_per_byte": result.bits_per_byte,
+                **tasks,
             },
         )
         self.say(
@@ -155,6 +156,8 @@ class Tracking:
             f"(perplexity {result.perplexity:.2f}, {result.bits_per_byte:.3f} bits a byte)"
             + (" -> best/" if is_best else "")
         )
+        if shown := {name: value for name, value in tasks.items() if not name.endswith("_stderr")}:
+            self.say("  " + ", ".join(f"{name.removeprefix('task/')} {value:.4g}" for name, value in shown.items()))
         self.draw()
         if self.pushing and is_best:
             self.pushing.new_model(self.run.best)

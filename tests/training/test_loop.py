@@ -372,7 +372,7 @@ def test_a_best_model_that_was_removed_is_made_anew(start):
 
 
 def test_a_loss_that_is_not_a_number_is_nobodys_best(start, monkeypatch):
-    monkeypatch.setattr(GPTForCausalLM, "_summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan)
+    monkeypatch.setattr(GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan)
     run = start("lost", train__max_steps=3)
     assert not run.best.exists()
     assert all("NaN" not in line for line in run.metrics.read_text().splitlines())

@@ -1,0 +1,229 @@
+"""lm-eval's tasks with our own model object: any that lm-eval knows by name, or a YAML file with its data beside it."""
+
+import contextlib
+import copy
+import importlib.util
+import io
+import logging
+import os
+import random
+import sys
+import urllib.error
+import urllib.request
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import datasets
+import huggingface_hub
+import numpy as np
+import torch
+import transformers
+import yaml
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError, did_you_mean
+
+_SECONDS_FOR_THE_HUB = 5
+_RESAMPLES = 1000  # for a standard error that has no formula; lm-eval's 100,000 take minutes
+_PYTHON_SEED, _OTHER_SEED = 0, 1234  # lm-eval's own, so that its published numbers are those of the same questions
+
+Results = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr where lm-eval knows it
+
+
+def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
+    """lm-eval's task objects, with their data, by `tasks`, `groups` and `group_map`. A name may be a pattern.
+
+    Raises UserError where lm-eval is missing, a task is unknown, or its data cannot be had.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError(f"{where}: needs lm-eval; run `pip install 'nanogpt_hf[lm-eval]'`")
+    files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
+    specs = {name: _read_local_task(Path(name), where) for name in files}
+    with _quietly(), _offline_where_the_hub_is_out_of_reach(len(files) < len(names)) as offline:
+        from lm_eval.tasks import TaskManager
+
+        random.seed(_PYTHON_SEED)  # what a task draws while it is loaded
+        np.random.seed(_OTHER_SEED)
+        manager = TaskManager(include_defaults=len(files) < len(names))  # reading its 14,000 names takes seconds
+        loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+        for name in names:
+            found = [specs[name]] if name in specs else manager.match_tasks([name])
+            if not found:
+                raise UserError(f"{where}: lm-eval knows no task {name!r}{did_you_mean(name, manager.all_tasks)}")
+            try:
+                part = manager.load(found)
+            except Exception as error:  # of the network, the Hub, a loading script, a package that the task needs
+                reason = " ".join(str(error).split()) or type(error).__name__
+                hint = "; the Hub is out of reach, and only what was downloaded before can be used" * offline
+                raise UserError(f"{where}: {name} cannot be loaded: {reason:.300}{hint}") from None
+            for kind in loaded:
+                loaded[kind] |= part[kind]
+        for name, task in loaded["tasks"].items():
+            if getattr(task, "UNSAFE_CODE", False):
+                raise UserError(f"{where}: {name} runs code that the model writes; use lm-eval's own program for it")
+            if task.get_config("num_fewshot") is None:
+                task.set_config(key="num_fewshot", value=0)
+            task.set_fewshot_seed(seed=_OTHER_SEED)
+    return loaded
+
+
+def _read_local_task(path: Path, where: str) -> dict[str, Any]:
+    """A task's YAML, its data files found beside it. Data only: `!function` would run code, and is refused."""
+    try:
+        task = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        reason = " ".join(str(error).split())
+        hint = "; a local task holds no Python" if "!function" in reason else ""
+        raise UserError(f"{where}: {path} cannot be read as a task: {reason}{hint}") from None
+    if not isinstance(task, dict) or not isinstance(task.get("task"), str):
+        raise UserError(f"{where}: {path}: not a task of lm-eval; it needs a line such as `task: my_task`")
+    if "include" in task:
+        raise UserError(f"{where}: {path}: `include` is not supported in a local task; write the lines out")
+    options = task.get("dataset_kwargs")
+    if isinstance(options, dict) and "data_files" in options:
+        task["dataset_kwargs"] = options | {"data_files": _beside(options["data_files"], path, where)}
+    return task
+
+
+def _beside(files: Any, path: Path, where: str) -> Any:
+    match files:
+        case dict():
+            return {split: _beside(some, path, where) for split, some in files.items()}
+        case list():
+            return [_beside(one, path, where) for one in files]
+    if "://" in str(files):
+        return files
+    found = path.resolve().parent / str(files)
+    if not found.is_file():
+        raise UserError(f"{where}: {path}: its data file {found} is not there")
+    return str(found)
+
+
+def run_tasks(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    loaded: dict[str, Any],
+    *,
+    batch_size: int,
+    limit: int | None = None,
+    show_progress: bool = False,
+) -> Results:
+    """Run loaded tasks on `model`, at most `limit` questions of each. All processes call it and get the same answer.
+
+    Processes that hold the whole model share the questions; where it is sharded, all of them answer all together.
+    Raises UserError where the tokenizer cannot express a question.
+    """
+    with _quietly(show_progress and accelerator.is_main_process):
+        from lm_eval.evaluator import evaluate
+        from lm_eval.models.huggingface import HFLM
+
+        whole = accelerator.unwrap_model(model)
+        was_training = model.training
+        own = copy.deepcopy(tokenizer)  # lm-eval gives it a padding token, which a saved model must not get
+        own.model_max_length = sys.maxsize  # lm-eval cuts what is too long; transformers would only warn of it
+        prefix = own.bos_token_id if own.bos_token_id is not None else own.eos_token_id
+        lm = HFLM(
+            pretrained=whole,
+            tokenizer=own,
+            batch_size=batch_size,
+            max_length=whole.config.n_positions,
+            prefix_token_id=prefix if prefix is not None else own.get_vocab().get("\n", 0),
+        )
+        lm._device = accelerator.device  # a sharded model's own may be another
+        fewest = min(min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values())
+        sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+        if not sharded and fewest >= accelerator.num_processes:
+            lm._rank, lm._world_size, lm.accelerator = accelerator.process_index, accelerator.num_processes, accelerator
+        try:
+            model.eval()
+            with torch.no_grad(), accelerator.autocast():
+                answer = evaluate(lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES)
+        except Exception as error:
+            if "UNK" not in str(error):  # what the Rust library says of a character it does not know
+                raise
+            raise UserError("the model's tokenizer has no token for some character of the tasks' text") from None
+        finally:
+            model.train(was_training)
+    results = [None if answer is None else _plain(answer["results"])]
+    if accelerator.num_processes > 1:
+        broadcast_object_list(results, from_process=0)
+    return results[0]
+
+
+def _plain(results: dict[str, dict[str, Any]]) -> Results:
+    """{"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": ...} -> {"acc": 0.5}; a filter's name stays: acc,strict."""
+    return {
+        task: {
+            key.removesuffix(",none"): float(value)
+            for key, value in metrics.items()
+            if "," in key and isinstance(value, int | float)
+        }
+        for task, metrics in results.items()
+    }
+
+
+class TrainingTasks:
+    """The recipe's eval.tasks, loaded before the first step and run at every evaluation."""
+
+    def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
+        self.config, self.tokenizer = config, tokenizer
+        self.loaded = load_tasks(config.eval.tasks, "eval.tasks") if config.eval.tasks else None
+
+    def run(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
+        """`task/<name>/<metric>` -> value; {} where the recipe names no task."""
+        if self.loaded is None:
+            return {}
+        size, limit = self.config.train.micro_batch_size, self.config.eval.tasks_limit
+        results = run_tasks(accelerator, model, self.tokenizer, self.loaded, batch_size=size, limit=limit)
+        return {f"task/{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
+
+
+@contextlib.contextmanager
+def _quietly(show_progress: bool = False) -> Iterator[None]:
+    """Without lm-eval's log and warnings, which are about its own code, and its bars where nobody would see them."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a process that has threads, to resample
+    shown = sys.stderr if show_progress and sys.stderr.isatty() else io.StringIO()
+    try:
+        with (
+            warnings.catch_warnings(),
+            contextlib.redirect_stdout(io.StringIO()),
+            contextlib.redirect_stderr(shown),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def _offline_where_the_hub_is_out_of_reach(wanted: bool) -> Iterator[bool]:
+    """Whether there is no Hub. Then nobody asks it meanwhile: `datasets` would try for half a minute a task."""
+    settings = (huggingface_hub.constants, datasets.config)
+    before = [setting.HF_HUB_OFFLINE for setting in settings]
+    offline = any(before) or (wanted and not _hub_answers())
+    try:
+        for setting in settings:
+            setting.HF_HUB_OFFLINE = offline
+        yield offline
+    finally:
+        for setting, value in zip(settings, before, strict=True):
+            setting.HF_HUB_OFFLINE = value
+
+
+def _hub_answers() -> bool:
+    endpoint = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
+    try:
+        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_SECONDS_FOR_THE_HUB).close()
+    except urllib.error.HTTPError as error:  # an answer all the same
+        error.close()
+    except (OSError, ValueError):
+        return False
+    return True

@@ -1,0 +1,117 @@
+"""`evaluate` as a user runs it: what it prints and writes, on one process and on two, and what it refuses."""
+
+import hashlib
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.training import loop
+from nanogpt_hf.training.run_folder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("abc fed hag bed?\nhead ache cab beef?\n" * 40)
+    return path
+
+
+def measure(capsys, *arguments: object) -> str:
+    assert main(["evaluate", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_text_is_measured_and_written_down(capsys, letter_model, text, tmp_path):
+    output = tmp_path / "results.json"
+    out = measure(capsys, letter_model, "--data", text, "--stride", 8, "--output", output)
+    written = json.loads(output.read_text())
+    figures = written["text"]
+    assert f"loss           {figures['loss']:.4f} ± {figures['loss_standard_error']:.4f} nats a token" in out
+    assert f"perplexity     {figures['perplexity']:.2f} ± " in out
+    assert f"bits per byte  {figures['bits_per_byte']:.4f} ± " in out
+    assert "1 document, 1,480 tokens, 1,480 bytes" in out
+    assert f"written: {output}" in out
+    assert written["model"]["sha256"] == hashlib.sha256((letter_model / "model.safetensors").read_bytes()).hexdigest()
+    assert figures["data_revision"] == f"sha256:{hashlib.sha256(text.read_bytes()).hexdigest()}"
+    assert (figures["block_size"], figures["stride"]) == (32, 8)
+    assert {"torch", "transformers", "nanogpt_hf"} <= written["versions"].keys()
+    assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
+
+
+def test_a_run_on_its_prepared_data_has_the_loss_that_training_saw(capsys, write_recipe, tmp_path, forget_accelerate):
+    config = load_config(write_recipe(eval__tokens="all"))
+    prepare(config)
+    state = loop.train(config, RunFolder(tmp_path / "run"))
+    forget_accelerate()
+    measure(capsys, tmp_path / "run", "--data", config.data.dir, "--output", tmp_path / "results.json")
+    figures = json.loads((tmp_path / "results.json").read_text())["text"]
+    assert figures["loss"] == pytest.approx(state.best_loss, abs=1e-6)
+    assert figures["bits_per_byte"] == pytest.approx(state.evaluation.bits_per_byte, rel=1e-6)
+    assert figures["data"].endswith("(validation)")
+
+
+@pytest.mark.long
+def test_two_processes_give_the_answer_of_one(capsys, letter_model, letter_tasks, text, tmp_path, root):
+    given = [letter_model, "--data", text, "--stride", 5, "--tasks", ",".join(letter_tasks), "--batch-size", 3]
+    out = measure(capsys, *given, "--output", tmp_path / "one.json")
+    assert "on task letters" in out
+    config = root / "accelerate_configs" / "cpu_ddp.yaml"
+    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
+    command = [*launcher, root / "cli.py", "evaluate", *given, "--output", tmp_path / "two.json"]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("on task letters") == 1
+    one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
+    assert two["machine"].startswith("2 × ")
+    numbers = [name for name, value in one["text"].items() if isinstance(value, float)]
+    assert len(numbers) == 6
+    for name in numbers:
+        assert two["text"][name] == pytest.approx(one["text"][name], abs=1e-6)
+    assert two["text"]["tokens_predicted"] == one["text"]["tokens_predicted"]
+    for task, metric in (("letters", "acc"), ("letters", "acc_norm"), ("lines", "perplexity")):
+        assert two["tasks"][task][metric] == pytest.approx(one["tasks"][task][metric], rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "nothing to measure: give --data TEXT, --tasks A,B or both"),
+        (["--data", "TEXT", "--block-size", "33"], "--block-size: 33 is more than the model's 32 positions"),
+        (["--data", "TEXT", "--stride", "33"], "--stride: 33 is more than the block size 32"),
+        (["--data", "TEXT", "--stride", "0"], "argument --stride: must be at least 1"),
+        (["--data", "nowhere.txt"], "--data: nowhere.txt: no such file or folder"),
+        (["--data", "TEXT", "--limit", "3"], "--limit: is of --tasks"),
+        (["--data", "TEXT", "--output", "no/where.json"], "--output: no/where.json is a folder, or in no folder"),
+        (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of evaluating"),
+        (["--tasks", "x", "--stride", "3"], "--stride: is of --data"),
+        (["--tasks", "x", "--data.split", "test"], "--data.split: says something of a text"),
+    ],
+)
+def test_mistakes_are_one_clear_line(capsys, letter_model, text, arguments, message):
+    given = [str(text) if word == "TEXT" else word for word in arguments]
+    assert main(["evaluate", str(letter_model), *given]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_nanogpts_own_model_has_its_known_loss(capsys, shared, tmp_path):
+    checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
+    assert (
+        main(["import-nanogpt", str(checkpoint / "ckpt.pt"), str(model), "--meta", str(checkpoint / "meta.pkl")]) == 0
+    )
+    whole = (shared / "data" / "tinyshakespeare.txt").read_text()
+    (tmp_path / "validation.txt").write_text(whole[int(len(whole) * 0.9) :])
+    capsys.readouterr()
+    measure(capsys, model, "--data", tmp_path / "validation.txt", "--batch-size", 64, "--output", tmp_path / "out.json")
+    figures = json.loads((tmp_path / "out.json").read_text())["text"]
+    assert figures["loss"] == pytest.approx(1.8983, abs=1e-4)
+    assert figures["tokens_predicted"] == 111_539
