@@ -103,6 +103,29 @@ def make_recipe(text_file):
     return make
 
 
+@pytest.fixture(scope="session")
+def tiny_base(tmp_path_factory, text_file) -> Path:
+    """A plain GPT-2 of four blocks as transformers makes it, with a tokenizer of the tiny text's characters."""
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    from nanogpt_hf.data.tokenizer import char_tokenizer
+
+    folder = tmp_path_factory.mktemp("base") / "tiny-gpt2"
+    characters = sorted(set(text_file.read_text()) | set("ABCxyz"))
+    sizes = {"vocab_size": len(characters), "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+        for (
+            parameter
+        ) in model.parameters():  # biases are zeros and LayerNorms ones otherwise, which would hide mistakes
+            parameter.data += 0.02 * torch.randn_like(parameter)
+    model.save_pretrained(folder)
+    char_tokenizer(characters).hf.save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def write_recipe(tmp_path, make_recipe):
     """`make_recipe` in the test's own folder."""

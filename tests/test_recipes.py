@@ -9,6 +9,7 @@ import pytest
 import yaml
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, get_value
 from nanogpt_hf.model.build import build_gpt_config, count_parameters
@@ -17,6 +18,7 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
+FROM_SCRATCH = [path for path in RECIPES if not path.stem.startswith("finetune_")]  # tests/commands/test_finetune.py
 MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 # The same experiment, small enough for a test: only sizes change, and the source where it would be downloaded.
@@ -61,7 +63,7 @@ def test_all_recipes_and_configs_are_here():
     }
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("recipe", FROM_SCRATCH, ids=lambda path: path.stem)
 def test_recipe_trains_two_real_steps(recipe, tmp_path, text_file, chat_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = dict(SHRINK)
@@ -97,8 +99,11 @@ def test_recipe_states_only_what_differs_from_the_defaults_or_defines_it(recipe)
     config = load_config(recipe)
     stated = {f"{section}.{name}" for section, knobs in tree.items() for name in knobs}
     assert len(stated) > 10
+    defaults = {key: knob.default for key, knob in KNOBS.items()}
+    if config.finetune.model:
+        defaults |= finetune_defaults({}, block_size=config.data.block_size)
     for key in stated - defining:
-        assert get_value(config, key) != KNOBS[key].default, f"{key} is the default"
+        assert get_value(config, key) != defaults[key], f"{key} is the default"
 
 
 @pytest.mark.parametrize(

@@ -14,6 +14,7 @@ from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProc
 COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",
+    "finetune": "train a GPT-2 further on a text of yours",
     "sample": "let a model write",
     "chat": "talk to a model",
     "evaluate": "loss and perplexity on text, tasks by lm-eval",

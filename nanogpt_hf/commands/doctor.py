@@ -169,7 +169,7 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     from nanogpt_hf.model.build import build_gpt_config, build_model
     from nanogpt_hf.training import diagnosis, doctor
     from nanogpt_hf.training.optimizer import build_optimizer
-    from nanogpt_hf.training.runtime import prepare_blocks
+    from nanogpt_hf.training.runtime import prepared_blocks
 
     tokens, source, problem = doctor.tokens_for(config, use_prepared)
     with report.together("data"):
@@ -221,8 +221,8 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
         timed = max(1, min(micro_batch_size, _CPU_TOKENS // config.data.block_size))
     batches = build_batches(timed, 1)
     with report.together("step", PATIENCE_COMPILING):
-        prepare_blocks(model, accelerator)
-        model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
+        with prepared_blocks(model, accelerator):
+            model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
         accelerator.gradient_accumulation_steps = 1  # only now: DeepSpeed's engine has put its own there
         seconds = max(gather(doctor.warm_up(accelerator, model, optimizer, batches)))
         # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.

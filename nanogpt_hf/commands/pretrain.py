@@ -1,130 +1,22 @@
 """Train a GPT from scratch: prepares the data if need be, then writes a run folder."""
 
 import argparse
-import contextlib
-import os
-from pathlib import Path
-from typing import Any
 
-from nanogpt_hf.commands.prepare import prepare_and_say
-from nanogpt_hf.config.load import config_to_yaml, knob_lines, load_config
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_run
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml")
-    parser.add_argument("--run-dir", metavar="DIR", help="the run folder (default runs/<recipe name>)")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
-    parser.add_argument("--overwrite", action="store_true", help="throw away the run that is in the run folder")
-    parser.add_argument("--auto-resume", action="store_true", help="--resume if there is a checkpoint, else start anew")
-    parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its size, and stop")
-    parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
+    add_run_arguments(parser)
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     config = load_config(arguments.recipe, overrides)
+    if config.finetune.model:
+        raise UserError(f"{arguments.recipe}: starts from {config.finetune.model}; use `cli.py finetune` instead")
     if arguments.dry_run:
         dry_run(config)
-        return
-    # The imports below take seconds; mistakes above and --help should not wait for them.
-    import torch
-    from transformers.utils import logging
-
-    from nanogpt_hf.data.manifest import identity
-    from nanogpt_hf.data.prepare import load_prepared
-    from nanogpt_hf.training.loop import train
-    from nanogpt_hf.training.processes import all_ready, one_line_for_a_lost_process
-    from nanogpt_hf.training.run_folder import RunFolder
-    from nanogpt_hf.training.runtime import check_launch
-
-    logging.disable_progress_bar()
-    folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
-    main_process = os.environ.get("RANK", "0") == "0"
-    ours, data = folder.path.resolve(), Path(config.data.dir).resolve()
-    if ours.is_relative_to(data) or data.is_relative_to(ours):
-        raise UserError(
-            f"--run-dir {folder.path} and --data.dir {config.data.dir} lie in each other; choose two folders"
-        )
-    check_launch(config)
-    if arguments.auto_resume and (arguments.resume or arguments.overwrite):
-        raise UserError("--auto-resume chooses between --resume and a new start; give it alone")
-    resume, overwrite = arguments.resume, arguments.overwrite
-    if arguments.auto_resume:
-        resume = bool(folder.checkpoint_folders())
-        overwrite = not resume and not folder.final.exists()  # a run that was killed before its first checkpoint
-
-    with contextlib.ExitStack() as held:
-
-        def get_ready() -> dict[str, Any]:
-            facts = {}
-            if main_process:  # the run folder is its business; the others might look when it has begun to write
-                folder.check(resume=resume, overwrite=overwrite)
-                folder.lock()
-                held.callback(folder.unlock)
-                folder.check(resume=resume, overwrite=overwrite)  # nobody else can write now
-                if resume:
-                    for change in folder.changes(config):  # complains where it would be another experiment
-                        print(f"changed since the run began: {change}", flush=True)
-                facts["resume"] = resume
-                if config.hub.push:
-                    from nanogpt_hf.sharing.hub import check_login
-
-                    if problem := check_login(config.hub.repo):
-                        print(problem, flush=True)
-            prepare_and_say(config)
-            return facts | identity(config, load_prepared(config).manifest)
-
-        try:
-            resume = all_ready(get_ready)["resume"]
-            with one_line_for_a_lost_process(folder):
-                state = train(config, folder, resume=resume)
-        except torch.OutOfMemoryError as error:
-            raise UserError(out_of_memory(config)) from error
-    if main_process:
-        chat, sample = f"chat {folder.path}", f"sample {folder.path} --prompt 'The '"
-        best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
-        print(
-            f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {state.seconds:,.0f} s; "
-            f"best validation loss {best}\n"
-            f"  model    {folder.best} (the best), {folder.final} (the last); both open as plain GPT-2\n"
-            f"  curve    {folder.picture}\n"
-            f"  metrics  {folder.metrics}\n"
-            f"next: python cli.py {chat if config.data.format == 'chat' else sample}"
-        )
-
-
-def out_of_memory(config: Config) -> str:
-    """What took the memory, and what would save some."""
-    from nanogpt_hf.data.manifest import read_manifest
-    from nanogpt_hf.model.build import build_gpt_config, count_parameters
-    from nanogpt_hf.training.memory import out_of_memory_advice
-
-    vocab_size = read_manifest(Path(config.data.dir)).vocab_size
-    autocast = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    return out_of_memory_advice(config, count_parameters(build_gpt_config(config.model, vocab_size)), autocast=autocast)
-
-
-def dry_run(config: Config) -> None:
-    """Print what a run would be, as far as it can be known without its data."""
-    from nanogpt_hf.data.manifest import read_manifest
-    from nanogpt_hf.model.build import build_gpt_config, count_parameters
-
-    print(config_to_yaml(config), end="")
-    manifest = read_manifest(Path(config.data.dir))
-    if manifest:
-        vocab_size = manifest.vocab_size
-    elif config.data.tokenizer == "gpt2":
-        vocab_size = 50257
     else:
-        vocab_size = config.model.vocab_size
-    print()
-    if vocab_size:
-        parameters = count_parameters(build_gpt_config(config.model, vocab_size))
-        print(f"parameters: {parameters:,}")
-    else:
-        parameters = count_parameters(build_gpt_config(config.model, 1)) - config.model.n_embd
-        print(f"parameters: {parameters:,} + {config.model.n_embd} a token of the vocabulary, known after `prepare`")
-    tokens = config.train.max_steps * config.train.tokens_per_step
-    print(f"tokens per step: {config.train.tokens_per_step:,}; tokens in {config.train.max_steps:,} steps: {tokens:,}")
-    print("nothing was started")
+        start_run(arguments, config)

@@ -131,15 +131,32 @@ def recipe_name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "recipe" else path.stem
 
 
-def load_config(recipe: Path | str, overrides: list[tuple[str, str]] = ()) -> Config:
-    """Defaults, then the recipe, then `overrides` (dotted key, text), checked.
+def stated_knobs(recipe: Path | str | None, overrides: list[tuple[str, str]] = ()) -> dict[str, Any]:
+    """Dotted key -> what recipe and command line say, as it is written there: nothing is checked but the file's shape.
+
+    Raises ConfigError where the recipe cannot be read.
+    """
+    return (_read_recipe(Path(recipe))[0] if recipe else {}) | dict(overrides)
+
+
+def load_config(
+    recipe: Path | str | None,
+    overrides: list[tuple[str, str]] = (),
+    defaults: dict[str, Any] | None = None,
+    name: str | None = None,
+) -> Config:
+    """Defaults (the schema's, then `defaults`), then the recipe, then `overrides` (dotted key, text), checked.
+
+    Where there is no recipe, `name` stands for its name.
 
     Raises ConfigError with every problem found: unknown keys, wrong types, values out of bounds, values that do not
     fit each other. A key with a problem of its own is left out of the rules over several keys.
     """
-    recipe = Path(recipe)
-    values, problems = _read_recipe(recipe)
-    config, bad = Config(name=recipe_name(recipe)), set()
+    recipe = Path(recipe) if recipe else None
+    values, problems = _read_recipe(recipe) if recipe else ({}, [])
+    config, bad = Config(name=recipe_name(recipe) if recipe else name), set()
+    for key, value in (defaults or {}).items():
+        set_value(config, key, value)
     said_by = {}
     for origin, pairs in ((f"{recipe}: ", values.items()), ("--", overrides)):
         for key, value in pairs:
@@ -157,7 +174,9 @@ def load_config(recipe: Path | str, overrides: list[tuple[str, str]] = ()) -> Co
         if not bad & set(check.keys):
             problem = check.problem(*(get_value(config, key) for key in check.keys))
             if problem:
-                problems.append(f"{said_by.get(check.keys[0], f'{recipe}: ')}{check.keys[0]}: {problem}")
+                problems.append(
+                    f"{said_by.get(check.keys[0], f'{recipe}: ' if recipe else '--')}{check.keys[0]}: {problem}"
+                )
     if problems:
         raise ConfigError(problems)
     config.data.dir = os.path.expanduser(config.data.dir or f"data/{config.name}")

@@ -90,6 +90,9 @@ class TrainSection:
 class EvalSection:
     every: int = knob(1000, "steps between evaluations", low=1)
     tokens: int | Literal["all"] = knob(2_457_600, "validation tokens in one evaluation, or all", low=1)
+    patience: int | None = knob(
+        None, "stop when this many evaluations in a row brought no better validation loss; left out, never", low=1
+    )
     tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
     tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
 
@@ -105,6 +108,35 @@ class TrackingSection:
     every: int = knob(10, "steps between training lines in metrics.jsonl and the trackers", low=1)
     trackers: list[str] = knob([], "accelerate's trackers by name: wandb, tensorboard, ...")  # noqa: RUF009
     project: str = knob("nanogpt_hf", "project name given to the trackers")
+
+
+# The linear layers of a block, which LoRA can adapt: attention's four and the MLP's two.
+LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "fc", "proj"]
+
+
+@dataclass
+class FinetuneSection:
+    model: str | None = knob(None, "what to start from: a Hub id, a model folder, a run folder; left out, scratch")
+    revision: str | None = knob(None, "commit or tag of a Hub id; left out, the newest, which is then written down")
+    freeze_layers: int | None = knob(
+        None, "keep the embeddings and this many blocks from the bottom as they are", low=0
+    )
+    unfreeze_every: int | None = knob(
+        None, "steps after which the topmost frozen block thaws, and so on down; the embeddings thaw last", low=1
+    )
+    layer_decay: float = knob(1.0, "learning rate of a layer as a share of the one above it", low=0.01, high=1)
+    prompts: list[str] = knob([], "texts to continue before and after; left out, from validation")  # noqa: RUF009
+    sample_tokens: int = knob(100, "tokens written for each prompt before and after; 0 writes none", low=0)
+
+
+@dataclass
+class LoraSection:
+    rank: int | None = knob(None, "train two thin matrices of this rank beside each target; left out, no LoRA", low=1)
+    alpha: float | None = knob(None, "their product is scaled by alpha / rank; left out, 2 x rank", low=0)
+    dropout: float = knob(0.0, "dropout probability on what goes into them", low=0, high=0.99)
+    targets: list[str] = knob(LORA_TARGETS, "linear layers that get them")  # noqa: RUF009
+    merge: bool = knob(False, "write whole models with the adapter added in, which open as plain GPT-2")
+    quantize: Literal["8bit", "4bit"] | None = knob(None, "hold the frozen weights in 8 or 4 bits (needs bitsandbytes)")
 
 
 @dataclass
@@ -128,6 +160,8 @@ class Config:
     eval: EvalSection = field(default_factory=EvalSection)
     checkpoint: CheckpointSection = field(default_factory=CheckpointSection)
     tracking: TrackingSection = field(default_factory=TrackingSection)
+    finetune: FinetuneSection = field(default_factory=FinetuneSection)
+    lora: LoraSection = field(default_factory=LoraSection)
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
 
@@ -189,6 +223,42 @@ def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) 
     )
 
 
+def _longer_than_the_model(block: int, most: int, start: str | None) -> str | None:
+    if block <= most:
+        return None
+    return f"{block} is longer than model.n_positions {most}" + (
+        f": {start} has learned no positions beyond; take a shorter one" if start else ""
+    )
+
+
+def _cannot_freeze(frozen: int, start: str | None, layers: int) -> str | None:
+    if start is None:
+        return "there is nothing worth keeping in a model from scratch; say what to start from: --from MODEL"
+    return f"{frozen} is more than the model's {layers} blocks" if frozen > layers else None
+
+
+def _cannot_thaw(frozen: int | None, micro: int | str) -> str | None:
+    if frozen is None:
+        return "nothing is frozen that could thaw; give --freeze-layers N"
+    if micro == "auto":
+        return "what thaws takes memory that train.micro_batch_size auto has not seen; state a number there"
+    return None
+
+
+def _cannot_adapt(start: str | None, frozen: int | None) -> str | None:
+    if start is None:
+        return "an adapter needs a model that it adapts; say what to start from: --from MODEL"
+    return "LoRA freezes the whole model; leave finetune.freeze_layers out" if frozen is not None else None
+
+
+def _cannot_quantize(bits: str | None, rank: int | None, merge: bool) -> str | None:
+    if bits and not rank:
+        return "only a frozen base can be held in so few bits: give --lora RANK"
+    if bits and merge:
+        return "an adapter is merged into whole weights: leave lora.merge out, and merge with cli.py export RUN OUT"
+    return None
+
+
 def seconds_of(time: str) -> int | None:
     """`11h30m` -> 41400; None for what is no time."""
     parts = re.fullmatch(r"(?:(\d+)h)?(?:(\d+)m)?(?:(\d+)s)?", time)
@@ -235,10 +305,7 @@ CHECKS = (
         ("model.n_embd", "model.n_head"),
         lambda width, heads: f"{width} is not a multiple of model.n_head {heads}" if width % heads else None,
     ),
-    Check(
-        ("data.block_size", "model.n_positions"),
-        lambda block, most: f"{block} is longer than model.n_positions {most}" if block > most else None,
-    ),
+    Check(("data.block_size", "model.n_positions", "finetune.model"), _longer_than_the_model),
     Check(
         ("train.max_time",),
         lambda t: None if t is None or seconds_of(t) else f"expected a time such as 11h30m, 45m or 90s, got {t!r}",
@@ -255,6 +322,25 @@ CHECKS = (
         ("train.tokens_per_step", "train.micro_batch_size", "data.block_size"),
         _uneven_step,
     ),
+    Check(
+        ("finetune.freeze_layers", "finetune.model", "model.n_layer"),
+        lambda frozen, start, layers: (frozen is not None and _cannot_freeze(frozen, start, layers)) or None,
+    ),
+    Check(
+        ("finetune.unfreeze_every", "finetune.freeze_layers", "train.micro_batch_size"),
+        lambda every, frozen, micro: (every and _cannot_thaw(frozen, micro)) or None,
+    ),
+    Check(
+        ("lora.rank", "finetune.model", "finetune.freeze_layers"),
+        lambda rank, start, frozen: (rank and _cannot_adapt(start, frozen)) or None,
+    ),
+    Check(
+        ("lora.targets",),
+        lambda targets: (
+            None if targets and set(targets) <= set(LORA_TARGETS) else f"expected some of {', '.join(LORA_TARGETS)}"
+        ),
+    ),
+    Check(("lora.quantize", "lora.rank", "lora.merge"), _cannot_quantize),
     Check(
         ("hub.repo",),
         lambda repo: None if repo is None or REPO_ID.fullmatch(repo) else f"expected user/name, got {repo!r:.80}",

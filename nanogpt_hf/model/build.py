@@ -1,10 +1,15 @@
-"""A model from scratch or from a folder or the Hub."""
+"""A model from scratch, or from a folder or the Hub and ready to be fine-tuned."""
 
 from pathlib import Path
 
 import torch
+from torch import nn
+from transformers import BitsAndBytesConfig
+from transformers.utils import CONFIG_NAME, cached_file
+from transformers.utils.hub import extract_commit_hash
 
-from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.config.finetune import frozen_layers_at
+from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.configuration_gpt import GPTConfig
@@ -45,13 +50,21 @@ def build_model(config: GPTConfig, seed: int) -> GPTForCausalLM:
         return GPTForCausalLM(config)
 
 
-def load_model(name: str) -> GPTForCausalLM:
-    """The model in a folder or on the Hub, in float32. Raises UserError where there is none that we can read."""
+def load_model(name: str, revision: str | None = None, **options) -> GPTForCausalLM:
+    """The model in a folder or on the Hub, in float32; of an adapter, its base with the adapter added in.
+
+    `options` go to from_pretrained. Raises UserError where there is no model that we can read.
+    """
     folder = Path(name)
-    if folder.exists() and not (folder / "config.json").is_file():
+    adapter = (folder / "adapter_config.json").is_file()
+    if folder.exists() and not (adapter or (folder / "config.json").is_file()):
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        return GPTForCausalLM.from_pretrained(name, dtype=torch.float32)
+        if adapter:
+            from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
+
+            return load_merged(name)
+        return GPTForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
     except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
         reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
@@ -65,3 +78,97 @@ def count_parameters(config: GPTConfig) -> int:
     padding = (config.padded_vocab_size or config.vocab_size) - config.vocab_size
     matrices = 1 if config.tie_word_embeddings else 2
     return model.num_parameters() - matrices * padding * config.n_embd
+
+
+def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0) -> GPTForCausalLM:
+    """The model that a run begins with, and what of it trains at `step`: from scratch, or from `finetune.model`.
+
+    Raises UserError where that cannot be loaded, or does not fit the recipe or a tokenizer of `vocab_size` tokens.
+    """
+    finetune, lora = config.finetune, config.lora
+    if finetune.model is None:
+        return build_model(build_gpt_config(config.model, vocab_size, end_of_text_id), config.train.seed)
+    options = {"dropout": config.model.dropout}
+    if lora.quantize:
+        options["quantization_config"] = _quantization(lora.quantize)
+    model = load_model(finetune.model, finetune.revision, **options)
+    if vocab_size > model.config.vocab_size:
+        raise UserError(
+            f"data.tokenizer: has {vocab_size:,} tokens, {finetune.model} only {model.config.vocab_size:,}; take the "
+            "model's own (leave data.tokenizer out)"
+        )
+    return _made_to_train(model, config, step)
+
+
+def _made_to_train(model: GPTForCausalLM, config: Config, step: int) -> GPTForCausalLM:
+    crop_positions(model, config.model.n_positions)
+    freeze(model, frozen_layers_at(step, config.finetune))
+    if config.lora.rank:
+        from nanogpt_hf.model.lora import add_adapters
+
+        add_adapters(model, config.lora, config.train.seed)
+    return model
+
+
+def outline(config: Config, base: GPTConfig) -> GPTForCausalLM:
+    """The model that a fine-tuning run begins with, without its weights, to count them."""
+    with torch.device("meta"):
+        return _made_to_train(GPTForCausalLM(base), config, step=0)
+
+
+def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | None]:
+    """The configuration of a model to start from, and the Hub's commit that it is of (None of a folder).
+
+    Raises UserError where there is none, or none that can be trained further as it lies there.
+    """
+    folder = Path(name)
+    if (folder / "adapter_config.json").is_file():
+        raise UserError(f"{name}: is an adapter; make it a whole model first: python cli.py export {name} OUT")
+    if folder.exists() and not (folder / "config.json").is_file():
+        raise UserError(f"{name}: not a model folder (no config.json in it)")
+    try:
+        config = GPTConfig.from_pretrained(name, revision=revision)
+        file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
+        commit = file and extract_commit_hash(file, None)
+    except Exception as error:  # of a config with nonsense in it, the network, ...
+        reason = " ".join(str(error).split())
+        hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
+        raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {reason}") from error
+    known = kind_options(KNOBS["model.activation_function"].kind)
+    if config.activation_function not in known:
+        raise UserError(f"{name}: its activation_function {config.activation_function} is none of {', '.join(known)}")
+    return config, commit
+
+
+def _quantization(bits: str) -> BitsAndBytesConfig:
+    if bits == "8bit":
+        return BitsAndBytesConfig(load_in_8bit=True)
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # the QLoRA paper's type, arXiv:2305.14314
+
+
+def crop_positions(model: GPTForCausalLM, n_positions: int) -> None:
+    """Leave only the first `n_positions` positions, as nanoGPT's `crop_block_size` does."""
+    if n_positions < model.config.n_positions:
+        kept = model.transformer.wpe.weight[:n_positions].detach().clone()
+        model.transformer.wpe = nn.Embedding.from_pretrained(kept, freeze=False)
+        model.config.n_positions = n_positions
+
+
+def freeze(model: GPTForCausalLM, layers: int) -> None:
+    """Keep the embeddings (a tied head with them) and the lowest `layers` blocks from training; -1 freezes nothing."""
+    transformer = model.transformer
+    for module in [transformer.wte, transformer.wpe, *transformer.h[:layers]] if layers >= 0 else []:
+        module.requires_grad_(False)
+
+
+def what_trains(model: GPTForCausalLM, config: Config, step: int = 0) -> str:
+    """A line such as `trains 100,864 of 211,712 parameters; frozen: the embeddings and blocks 1 to 2`."""
+    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    layers, of = frozen_layers_at(step, config.finetune), model.num_parameters()
+    if config.lora.rank:
+        what = f"; frozen: all but adapters of rank {config.lora.rank} on {', '.join(config.lora.targets)}"
+    elif layers > 0:
+        what = f"; frozen: the embeddings and block{'s 1 to' if layers > 1 else ''} {layers}"
+    else:
+        what = "; frozen: the embeddings" if layers == 0 else ""
+    return f"trains {trained:,} of {of:,} parameters{what}"

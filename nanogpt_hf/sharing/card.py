@@ -23,8 +23,9 @@ def model_card(
     state: TrainState,
     machine: str,
     base_model: str | None = None,
+    adapter: bool = False,
 ) -> str:
-    """README.md of a model folder, with the front matter that the Hub reads.
+    """README.md of a model folder, or of a LoRA adapter's, with the front matter that the Hub reads.
 
     `state` is where the training stood, `machine` one line about where it ran, `base_model` the Hub id or name of the
     model that it began from, if any.
@@ -46,7 +47,7 @@ def model_card(
         ("Licence", _licence(config.hub.license, base_model)),
         ("Recipe", f"```yaml\n{without_private_parts(config_to_yaml(config)).rstrip()}\n```"),
     ]
-    return _card(config.name, model_config, origin, metadata, sections)
+    return _card(config.name, model_config, origin, metadata, sections, config.lora.rank if adapter else None)
 
 
 def imported_card(name: str, model_config: GPTConfig, facts: dict[str, str]) -> str:
@@ -187,11 +188,29 @@ def _table(facts: dict[str, str]) -> str:
 
 
 def _card(
-    name: str, model_config: GPTConfig, origin: str, metadata: ModelCardData, sections: list[tuple[str, str]]
+    name: str,
+    model_config: GPTConfig,
+    origin: str,
+    metadata: ModelCardData,
+    sections: list[tuple[str, str]],
+    adapter_rank: int | None = None,
 ) -> str:
-    metadata.library_name = "transformers"
+    sizes = (
+        f"GPT-2 with {count_parameters(model_config):,} parameters ({model_config.n_layer} layers, "
+        f"{model_config.n_head} heads,\n{model_config.n_embd} wide, {model_config.n_positions} positions)"
+    )
+    if adapter_rank:
+        what, kind = f"A LoRA adapter of rank {adapter_rank} for a {sizes}", "lora"
+        opens = "It is an adapter in peft's format: peft opens it, and with it the model that it was trained on."
+        library, loader = "peft", "AutoPeftModelForCausalLM"
+        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
+    else:
+        what, kind = f"A {sizes}", "gpt2"
+        opens = "It is a plain GPT-2 checkpoint: transformers opens it without any other code."
+        library, loader = "transformers", "AutoModelForCausalLM"
+        imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
+    metadata.library_name, metadata.tags = library, [kind, "nanogpt_hf"]
     metadata.pipeline_tag = "text-generation"
-    metadata.tags = ["gpt2", "nanogpt_hf"]
     rest = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections)
     return f"""---
 {metadata.to_yaml()}
@@ -199,17 +218,16 @@ def _card(
 
 # {name}
 
-A GPT-2 with {count_parameters(model_config):,} parameters ({model_config.n_layer} layers, {model_config.n_head} heads,
-{model_config.n_embd} wide, {model_config.n_positions} positions), {origin}.
+{what}, {origin}.
 
 ## How to load
 
-It is a plain GPT-2 checkpoint: transformers opens it without any other code.
+{opens}
 
 ```python
-from transformers import AutoModelForCausalLM, AutoTokenizer
+{imports}
 
-model = AutoModelForCausalLM.from_pretrained("{PLACE}")
+model = {loader}.from_pretrained("{PLACE}")
 tokenizer = AutoTokenizer.from_pretrained("{PLACE}")
 ```
 

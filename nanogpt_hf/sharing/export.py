@@ -24,11 +24,18 @@ def save_model_folder(
     card: str,
 ) -> None:
     """Write `weights` (our names) as a plain GPT-2 folder, replacing the one that may be there in one move."""
+    with replaced_folder(folder) as partial:
+        write_model_folder(partial, config, weights, tokenizer, card)
+
+
+@contextlib.contextmanager
+def replaced_folder(folder: Path) -> Iterator[Path]:
+    """A hidden folder that takes the place of `folder`, which may be there already, when the block has ended well."""
     restore_model_folder(folder)
     partial, old = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "old"))
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
-    write_model_folder(partial, config, weights, tokenizer, card)
+    yield partial
     if folder.exists():
         folder.rename(old)
     partial.rename(folder)

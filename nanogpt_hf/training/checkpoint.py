@@ -1,5 +1,6 @@
 """Checkpoints: everything that going on needs, whole or absent, for any number of processes to go on from."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -16,6 +17,7 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from nanogpt_hf.config.schema import EvalSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.training.evaluate import Evaluation
 from nanogpt_hf.training.run_folder import RunFolder
@@ -46,6 +48,12 @@ class TrainState:
     loss_average: float | None = None  # running, of the reported training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None
+
+    def out_of_patience(self, eval_section: EvalSection) -> bool:
+        """Whether the evaluations since the best one, that of this step included, are as many as may pass."""
+        if eval_section.patience is None or self.best_step is None or self.evaluated_step < self.step:
+            return False
+        return self.step - self.best_step >= eval_section.patience * eval_section.every
 
 
 def _file_digest(path: Path) -> str:
@@ -127,6 +135,15 @@ def _newest_whole(run: RunFolder, say: Callable[[str], None]) -> tuple[dict, dic
         say(f"resuming from {folder}")
         return read
     raise RunFolderError(f"{run.checkpoints}: no checkpoint is whole; start anew with --overwrite")
+
+
+def newest_step(accelerator: Accelerator, run: RunFolder) -> int:
+    """The step of the newest whole checkpoint, 0 where none is; the same on all processes."""
+    step = [0]
+    if accelerator.is_main_process:
+        with contextlib.suppress(RunFolderError):
+            step = [_newest_whole(run, lambda line: None)[2]["step"]]
+    return broadcast_object_list(step, from_process=0)[0]
 
 
 def load_checkpoint(

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config, seconds_of
 from nanogpt_hf.config.seeds import derive_seed
@@ -18,17 +19,16 @@ from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.evaluation.tasks import TrainingTasks
-from nanogpt_hf.model.build import build_gpt_config, build_model
-from nanogpt_hf.sharing.card import model_card
-from nanogpt_hf.sharing.export import save_model_folder
-from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from nanogpt_hf.sharing.trained import save_trained
+from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.health import Health
 from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
-from nanogpt_hf.training.optimizer import build_optimizer, clip_gradients
+from nanogpt_hf.training.optimizer import clip_gradients
 from nanogpt_hf.training.run_folder import RunFolder
-from nanogpt_hf.training.runtime import build_accelerator, describe_machine, prepare_blocks, stop_on_signals
+from nanogpt_hf.training.runtime import build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
+from nanogpt_hf.training.set_up import batches_of, set_up
 from nanogpt_hf.training.shards import full_weights
 from nanogpt_hf.training.tracking import Tracking
 
@@ -42,29 +42,18 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     # Set up: machine, data, model, optimizer.
     accelerator = build_accelerator(config, run)
     data = load_prepared(config)
-    model_config = build_gpt_config(config.model, data.manifest.vocab_size, data.tokenizer.eos_token_id)
-    model = build_model(model_config, config.train.seed)
-    prepare_blocks(model, accelerator)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
-
-    def batches_of(micro_batch_size: int) -> Batches:
-        return Batches(
-            data.train,
-            block_size=config.data.block_size,
-            order=config.data.order,
-            seed=config.train.seed,
-            micro_batch_size=micro_batch_size,
-            accumulation=accelerator.gradient_accumulation_steps,
-            rank=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-        )
+    thaws = config.finetune.unfreeze_every is not None
+    first_step = newest_step(accelerator, run) if resume and thaws else 0
+    model, optimizer, model_config = set_up(accelerator, config, data, first_step)
+    frozen = frozen_layers_at(first_step, config.finetune)
 
     def rehearse(size: int) -> None:
         with rehearsal(accelerator, optimizer):
-            train_step(accelerator, model, optimizer, batches_of(size), 0, learning_rate=0.0, max_grad_norm=0.0)
+            batches = batches_of(accelerator, config, data, size)
+            train_step(accelerator, model, optimizer, batches, 0, learning_rate=0.0, max_grad_norm=0.0)
 
     config = settle_micro_batch(accelerator, model, config, run if resume else None, rehearse)
-    batches = batches_of(config.train.micro_batch_size)
+    batches = batches_of(accelerator, config, data, config.train.micro_batch_size)
     tasks = TrainingTasks(config, data.tokenizer)
 
     # Start anew, or stand where the newest checkpoint stood.
@@ -84,8 +73,8 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     def save_model(folder: Path) -> None:
         weights = full_weights(accelerator, model)
         if accelerator.is_main_process:
-            card = model_card(config, model_config, data.manifest, state, describe_machine(accelerator))
-            save_model_folder(folder, model_config, weights, data.tokenizer, card)
+            machine = describe_machine(accelerator)
+            save_trained(folder, config, model_config, weights, data, state, machine)
         accelerator.wait_for_everyone()
 
     model.train()
@@ -93,7 +82,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     with stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop, tracking:
         while True:
             started = time.perf_counter()
-            done = state.step == config.train.max_steps
+            done = state.step == config.train.max_steps or state.out_of_patience(config.eval)
             # Several processes have to ask each other; they do where they meet anyway to report.
             ask = accelerator.num_processes == 1 or done or state.step % config.tracking.every == 0
             stopping = ask and stop.on_any_process(accelerator)
@@ -118,9 +107,11 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                         state.best_loss, state.best_step = evaluation.loss, state.step
                         save_model(run.best)
                     tracking.evaluation(state, is_best, tasks.run(accelerator, model))
+                    done = done or state.out_of_patience(config.eval)
                 tracking.restart_clock(state)
 
-            if stopping or done or (state.step > 0 and state.step % config.checkpoint.every == 0):
+            was_frozen, frozen = frozen, frozen_layers_at(state.step, config.finetune)
+            if stopping or done or frozen < was_frozen or (state.step and state.step % config.checkpoint.every == 0):
                 save_checkpoint(accelerator, model, optimizer, state, run, config.checkpoint.keep)
                 tracking.restart_clock(state)
             if stopping:
@@ -129,6 +120,13 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
             if done:
                 save_model(run.final)
                 return state
+            if frozen != was_frozen:  # go on as a resumed run does, with what trains from here on
+                model, optimizer = accelerator.free_memory(model, optimizer)
+                model, optimizer, _ = set_up(accelerator, config, data, state.step)
+                rehearse(config.train.micro_batch_size)
+                state = load_checkpoint(accelerator, model, optimizer, run, tracking.say)
+                model.train()
+                tracking.restart_clock(state)
 
             learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
             loss, grad_norm = train_step(
@@ -170,7 +168,7 @@ def train_step(
     whole gradient before clipping, both still on the device: reading them would make the host wait.
     """
     for group in optimizer.param_groups:
-        group["lr"] = learning_rate
+        group["lr"] = learning_rate * group["scale"]
     micro_batches = list(batches.at(step))
     # Each token weighs the same, however many of them a micro-batch or a process has.
     counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in micro_batches]).sum()

@@ -1,6 +1,7 @@
 """AdamW with two groups: matrices and embeddings decay, biases and LayerNorms do not."""
 
 import math
+import re
 
 import torch
 from accelerate import Accelerator
@@ -8,16 +9,33 @@ from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import OptimSection
 
+_BLOCK = re.compile(r"\bh\.(\d+)\.")  # of a parameter's name: the number of its block
 
-def build_optimizer(model: torch.nn.Module, optim: OptimSection) -> torch.optim.AdamW:
-    """Fused AdamW over the parameters that train. The learning rate is set before every step, from the schedule."""
-    trained = [p for p in model.parameters() if p.requires_grad]
-    groups = [
-        {"params": [p for p in trained if p.dim() >= 2], "weight_decay": optim.weight_decay},
-        {"params": [p for p in trained if p.dim() < 2], "weight_decay": 0.0},
-    ]
+
+def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: float = 1.0) -> torch.optim.AdamW:
+    """Fused AdamW over the parameters that train.
+
+    Before every step each group's learning rate is set, from the schedule and the group's `scale`: 1 at the top of the
+    model, and `layer_decay` times that of the layer above for each layer below, the embeddings at the bottom.
+    """
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    blocks = [int(match[1]) for name, _ in model.named_parameters() if (match := _BLOCK.search(name))]
+    top = max(blocks, default=0) + 2  # embeddings are 0, blocks 1, 2, ...
+    groups = {}
+    for decays in (True, False):
+        for name, parameter in trained.items():
+            if (parameter.dim() >= 2) == decays:
+                scale = layer_decay ** (top - _depth(name, top))
+                group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
+                groups.setdefault((decays, scale), group)["params"].append(parameter)
     betas = (optim.beta1, optim.beta2)
-    return torch.optim.AdamW(groups, lr=optim.learning_rate, betas=betas, fused=True)
+    return torch.optim.AdamW(list(groups.values()), lr=optim.learning_rate, betas=betas, fused=True)
+
+
+def _depth(name: str, top: int) -> int:
+    if match := _BLOCK.search(name):
+        return int(match[1]) + 1
+    return 0 if ".wte." in name or ".wpe." in name else top
 
 
 def clip_gradients(

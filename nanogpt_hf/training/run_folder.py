@@ -22,6 +22,7 @@ class RunFolder:
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.picture = self.path / "loss.png"
+        self.samples = self.path / "samples.md"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.final = self.path / "final"
@@ -59,10 +60,9 @@ class RunFolder:
             if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != found
         ]
         lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
-        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step")
-        other = [
-            line for line in lines if line.startswith(fixed) and not line.startswith(("data.dir", "data.num_proc"))
-        ]
+        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
+        free = ("data.dir", "data.num_proc", "finetune.prompts", "finetune.sample_tokens", "lora.merge")
+        other = [line for line in lines if line.startswith(fixed) and not line.startswith(free)]
         if other:
             what = "; ".join(other)
             raise RunFolderError(
@@ -79,7 +79,7 @@ class RunFolder:
         try:
             for folder in (self.checkpoints, self.best, self.final, self.trackers):
                 shutil.rmtree(folder, ignore_errors=True)
-            for file in (self.metrics, self.picture):
+            for file in (self.metrics, self.picture, self.samples):
                 file.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True)
             self.recipe.write_text(recipe_yaml, encoding="utf-8")

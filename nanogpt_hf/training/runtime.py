@@ -37,6 +37,17 @@ def check_launch(config: Config) -> int:
     """
     if _asked_for("DEEPSPEED") and find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed, which is not installed; run `pip install deepspeed`")
+    if _asked_for("DEEPSPEED") and config.finetune.unfreeze_every:
+        raise UserError(
+            "finetune.unfreeze_every: DeepSpeed counts the optimizer's steps once for all parameters, but what thaws "
+            "later starts at 0; leave it out, or take accelerate_configs/fsdp2.yaml"
+        )
+    if config.lora.quantize and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
+        )
+    if config.lora.quantize and (_asked_for("DEEPSPEED") or _asked_for("FSDP")):
+        raise UserError("lora.quantize: weights in 8 or 4 bits are not sharded here; take accelerate_configs/ddp.yaml")
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
@@ -171,25 +182,32 @@ def describe_machine(accelerator: Accelerator) -> str:
     return f"{accelerator.num_processes} × {name}{kind}, {precision}"
 
 
-def prepare_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> None:
+@contextmanager
+def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator[None]:
     """Compile the blocks and checkpoint their activations, each where the accelerate config asks for it.
 
-    Both are done here rather than by accelerate. Compiled in place, block by block, parameters keep their names and one
-    graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass, which makes
-    the gradient wrong; transformers' draws the same ones again.
+    In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
+    names and one graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass,
+    which makes the gradient wrong; transformers' draws the same ones again.
     """
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if fsdp is not None and fsdp.activation_checkpointing:
+    if checkpointing := fsdp is not None and fsdp.activation_checkpointing:
         fsdp.activation_checkpointing = False
         # the name until transformers 5.2x
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
     plugin = accelerator.state.dynamo_plugin
-    if plugin.backend != DynamoBackend.NO:
+    backend, plugin.backend = plugin.backend, DynamoBackend.NO
+    if backend != DynamoBackend.NO:
         mode = None if plugin.mode == "default" else plugin.mode
         for block in model.transformer.h:
-            block.compile(backend=plugin.backend.value.lower(), mode=mode)
-        plugin.backend = DynamoBackend.NO
+            block.compile(backend=backend.value.lower(), mode=mode)
+    try:
+        yield
+    finally:  # for the next model of this run: a thaw makes one
+        plugin.backend = backend
+        if checkpointing:
+            fsdp.activation_checkpointing = True
 
 
 class StopRequest:

@@ -82,14 +82,17 @@ def set_moments(
 ) -> None:
     """Put the main process's whole optimizer state into the optimizer on all processes.
 
-    `moments` is {} on the others; `layout` tells them what it has: name -> (shape, dtype).
+    `moments` is {} on the others; `layout` tells them what it has: name -> (shape, dtype). A parameter that trains and
+    is not in it has just thawed: it starts from nothing.
     """
     for name, parameter in named_parameters(accelerator, model).items():
+        if not parameter.requires_grad:
+            continue
         keys = [key for key in layout if key.rpartition(".")[0] == name]
         if not _is_zero(accelerator):
             optimizer.state[parameter] = {
                 key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys
-            }
+            } or _no_moments(parameter)
             continue
         for key in keys:
             value, kind = _broadcast(accelerator, moments.get(key), *layout[key]), key.rpartition(".")[2]
@@ -98,6 +101,12 @@ def set_moments(
             else:
                 for state in _zero_states(optimizer):
                     state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
+
+
+def _no_moments(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """What AdamW itself makes before a parameter's first step."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
 
 
 def scaler_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> dict[str, float] | None:

@@ -35,7 +35,7 @@ def test_every_default_survives_being_written_and_read(key):
 
 
 def test_sections_are_those_of_the_config():
-    assert SECTIONS == ("model", "data", "optim", "train", "eval", "checkpoint", "tracking", "hub")
+    assert SECTIONS == ("model", "data", "optim", "train", "eval", "checkpoint", "tracking", "finetune", "lora", "hub")
     assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
 
 

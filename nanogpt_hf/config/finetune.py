@@ -1,0 +1,50 @@
+"""What fine-tuning does otherwise than pretraining: its defaults, and what is frozen when."""
+
+from typing import Any
+
+from nanogpt_hf.config.schema import FinetuneSection
+
+# GPT-2's own vocabulary: the built-in tokenizer of this name has it, and is the faster one.
+GPT2_NAMES = {f"{owner}gpt2{size}" for owner in ("", "openai-community/") for size in ("", "-medium", "-large", "-xl")}
+
+# In place of the schema's defaults; recipe and command line go over them.
+_DEFAULTS = {
+    "data.validation_fraction": 0.1,  # texts to fine-tune on are short
+    "optim.learning_rate": 6e-5,  # a tenth of pretraining's: most is learned already
+    "optim.min_learning_rate": 6e-6,
+    "model.dropout": 0.1,  # short texts are seen many times
+    "train.max_steps": 500,
+    "train.micro_batch_size": 4,
+    "eval.every": 25,
+    "eval.patience": 4,  # 100 steps without improvement
+    "eval.tokens": 102_400,  # 100 blocks of GPT-2's 1,024
+    "checkpoint.every": 100,
+}
+_LORA_DEFAULTS = {
+    "optim.learning_rate": 6e-4,  # its matrices start at nothing and are few: Biderman et al. 2024, arXiv:2405.09673
+    "optim.min_learning_rate": 6e-5,
+}
+_SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
+
+
+def finetune_defaults(
+    base: dict[str, Any], *, block_size: int, max_steps: int | None = None, lora: bool = False
+) -> dict[str, Any]:
+    """The defaults of a fine-tuning run from a model with the knobs `base`, where so much is known of it already."""
+    sizes = {
+        "data.block_size": block_size,
+        "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size,
+        "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
+    }
+    return base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
+
+
+def frozen_layers_at(step: int, finetune: FinetuneSection) -> int:
+    """Blocks that are frozen, from the bottom, while step number `step` is trained: 0 is the embeddings alone, -1 none.
+
+    Every `unfreeze_every` steps the topmost thaws, and a while after the lowest the embeddings.
+    """
+    if finetune.freeze_layers is None:
+        return -1
+    thawed = step // finetune.unfreeze_every if finetune.unfreeze_every else 0
+    return max(-1, finetune.freeze_layers - thawed)

@@ -1,0 +1,46 @@
+"""What a step finds on this machine: the model, its optimizer, and the batches that are this process's."""
+
+import torch
+from accelerate import Accelerator
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.build import start_model, what_trains
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.runtime import prepared_blocks
+
+
+def set_up(
+    accelerator: Accelerator, config: Config, data: PreparedData, step: int
+) -> tuple[torch.nn.Module, torch.optim.Optimizer, GPTConfig]:
+    """A prepared model with the weights that the run began with, an optimizer of what trains at `step`, the config.
+
+    Raises UserError where recipe, tokenizer and model do not fit.
+    """
+    if config.lora.quantize == "4bit" and accelerator.device.type == "cpu":
+        raise UserError(  # it packs them for inference at the first evaluation, and cannot go back
+            "lora.quantize: 4-bit weights cannot be trained on a CPU by bitsandbytes 0.50; take 8bit, or a GPU"
+        )
+    model = start_model(config, data.manifest.vocab_size, data.tokenizer.eos_token_id, step)
+    if config.finetune.model:
+        accelerator.print(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}", flush=True)
+    optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay)
+    with prepared_blocks(model, accelerator):
+        return *accelerator.prepare(model, optimizer), model.config
+
+
+def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, micro_batch_size: int) -> Batches:
+    """This process's micro-batches of each step, as many as the accelerator accumulates now."""
+    return Batches(
+        data.train,
+        block_size=config.data.block_size,
+        order=config.data.order,
+        seed=config.train.seed,
+        micro_batch_size=micro_batch_size,
+        accumulation=accelerator.gradient_accumulation_steps,
+        rank=accelerator.process_index,
+        num_processes=accelerator.num_processes,
+    )

@@ -1,0 +1,275 @@
+"""finetune as a user types it: with no recipe, with one, and with mistakes that end before anything is written."""
+
+import json
+import math
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from transformers import AutoTokenizer, GPT2LMHeadModel
+
+from nanogpt_hf.commands import finetune, main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.build import load_model, start_model
+from nanogpt_hf.training import runtime
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+SHORT = {
+    "optim.learning_rate": "1e-2",
+    "optim.min_learning_rate": "1e-3",
+    "train.max_steps": 12,
+    "train.tokens_per_step": 256,
+    "eval.every": 4,
+    "eval.tokens": 512,
+    "checkpoint.every": 4,
+    "tracking.every": 1,
+    "finetune.sample_tokens": 0,
+}
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch, text_file):
+    monkeypatch.chdir(tmp_path)
+    shutil.copy(text_file, "my.txt")
+    return tmp_path
+
+
+@pytest.fixture
+def run(tiny_base, tmp_path, forget_accelerate):
+    """Fine-tune the tiny base on my.txt with arguments; return the run folder."""
+
+    def run(*arguments: object, name: str = "run", **overrides) -> RunFolder:
+        knobs = SHORT | {key.replace("__", "."): value for key, value in overrides.items()}
+        words = [word for key, value in knobs.items() for word in (f"--{key}", str(value))]
+        forget_accelerate()
+        status = main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", name, *words, *arguments])
+        assert status == 0
+        return RunFolder(tmp_path / name)
+
+    return run
+
+
+def losses(run: RunFolder) -> dict[int, float]:
+    found = {event["step"]: event["val/loss"] for event in read_metrics(run) if "val/loss" in event}
+    assert len(found) > 1
+    return found
+
+
+def test_without_a_recipe_the_defaults_suit_and_the_samples_show_what_changed(tiny_base, tmp_path, capsys):
+    arguments = ["--from", str(tiny_base), "--data", "my.txt", "--freeze-layers", "2"]
+    few = ["--train.max_steps", "10", "--eval.every", "5", "--finetune.sample_tokens", "12"]
+    assert main(["finetune", *arguments, *few]) == 0
+    run = RunFolder(tmp_path / "runs" / "tiny-gpt2-my")
+    config = load_config(run.recipe)
+    assert (config.optim.learning_rate, config.optim.min_learning_rate) == (6e-5, 6e-6)
+    assert (config.optim.warmup_steps, config.model.dropout, config.eval.patience) == (1, 0.1, 4)
+    assert (config.model.n_layer, config.model.n_positions, config.data.block_size) == (4, 32, 32)
+    assert config.train.tokens_per_step == 32 * 32
+    assert config.data.dir == "data/my-tiny-gpt2"
+    printed = capsys.readouterr().out
+    trained = sum(p.numel() for p in load_model(str(run.best)).transformer.h[2:].parameters()) + 2 * 16
+    assert f"trains {trained:,} of " in printed
+    assert "frozen: the embeddings and blocks 1 to 2" in printed
+    page = run.samples.read_text()
+    assert page in printed
+    assert page.count("\n## ") == 3
+    assert page.count("before:\n") == page.count("after:\n") == 3
+    assert losses(run)[10] < losses(run)[0]
+
+    # the run folder's recipe is the same run
+    assert main(["finetune", str(run.recipe), "--run-dir", "again"]) == 0
+    again = RunFolder(tmp_path / "again")
+    assert (again.final / "model.safetensors").read_bytes() == (run.final / "model.safetensors").read_bytes()
+    assert again.samples.read_text().partition("\n")[2] == page.partition("\n")[2]
+
+
+def test_prompts_are_continued_before_and_after_on_the_same_seed(run, tiny_base):
+    trained = run("--finetune.prompts", "[The cat, Two rats]", finetune__sample_tokens=20, name="prompted")
+    page = trained.samples.read_text()
+    assert page.count("\n## The cat\n") == page.count("\n## Two rats\n") == 1
+    before, after = page.split("## Two rats")[0].split("````text")[1:3]
+    assert before.startswith("\nThe cat")
+    assert after.startswith("\nThe cat")
+    assert before.split("````")[0] != after.split("````")[0]
+
+
+@pytest.mark.parametrize("extra", [("--lora", "2"), ("--freeze-layers", "4")], ids=["lora", "frozen"])
+def test_it_lowers_the_validation_loss(run, extra):
+    result = losses(run(*extra))
+    assert result[12] < result[0] - 0.005
+
+
+def test_a_shorter_block_crops_the_positions(run):
+    model = GPT2LMHeadModel.from_pretrained(run(data__block_size=8, train__tokens_per_step=256).final)
+    assert model.config.n_positions == model.transformer.wpe.weight.shape[0] == 8
+
+
+def test_it_goes_on_from_a_run_folder_of_ours_and_that_keeps_its_form(run, tmp_path, make_recipe, forget_accelerate):
+    recipe = make_recipe(tmp_path / "first.yaml", model__dropout=0.0)
+    assert main(["pretrain", str(recipe)]) == 0
+    forget_accelerate()
+    words = [word for key, value in (SHORT | {"train.max_steps": 2}).items() for word in (f"--{key}", str(value))]
+    assert main(["finetune", "--from", "runs/first", "--data", "my.txt", *words]) == 0
+    second = RunFolder(tmp_path / "runs" / "first-my")
+    config = load_config(second.recipe)
+    assert config.finetune.model == "runs/first/best"
+    assert config.model.bias is False
+    model = load_model(str(second.final))
+    assert model.config.bias is False
+    assert len(AutoTokenizer.from_pretrained(second.final)) == model.config.vocab_size
+
+
+def test_a_run_that_gets_no_better_is_stopped_and_says_so(run, capsys):
+    early = run(optim__learning_rate=3.0, optim__min_learning_rate=3.0, eval__every=1, eval__patience=3)
+    found = losses(early)
+    best = min((loss, step) for step, loss in found.items() if step)[1]
+    assert max(found) == best + 3 < 12
+    assert "stopped early: no better in 3 evaluations" in capsys.readouterr().out
+    assert json.loads((early.newest_checkpoint() / "state.json").read_text())["step"] == best + 3
+    assert all(math.isfinite(loss) for loss in found.values())
+
+
+def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+    found = load_file(folder / "model.safetensors")
+    assert len(found) > 10
+    return found
+
+
+def test_a_recipe_may_say_it_all_and_pretrain_sends_it_here(tiny_base, tmp_path, make_recipe, capsys):
+    tree = yaml.safe_load(make_recipe(tmp_path / "r.yaml").read_text())
+    tree |= {"model": {"dropout": 0.0}, "finetune": {"model": str(tiny_base), "freeze_layers": 0, "sample_tokens": 0}}
+    del tree["data"]["tokenizer"]
+    Path("r.yaml").write_text(yaml.safe_dump(tree))
+    assert main(["pretrain", "r.yaml"]) == 2
+    assert "use `cli.py finetune` instead" in capsys.readouterr().err
+    assert main(["finetune", "r.yaml"]) == 0
+    base, tuned = weights_of(tiny_base), weights_of(tmp_path / "runs" / "r" / "final")
+    assert torch.equal(base["transformer.wte.weight"], tuned["transformer.wte.weight"])
+    assert not torch.equal(base["transformer.h.0.mlp.c_fc.weight"], tuned["transformer.h.0.mlp.c_fc.weight"])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--data", "my.txt"], "say what to start from: --from gpt2"),
+        (["--from", "BASE"], "say which text to train on: --data my.txt"),
+        (["--from", "BASE", "--data", "none.txt"], "data.source: none.txt: no such file"),
+        (["--from", "my.txt", "--data", "my.txt"], "my.txt: not a model folder"),
+        (["--from", "BASE", "--data", "my.txt", "--freeze-layers", "5"], "5 is more than the model's 4 blocks"),
+        (["--from", "BASE", "--data", "my.txt", "--freeze-layers", "two"], "expected an integer, got 'two'"),
+        (["--from", "BASE", "--data", "my.txt", "--unfreeze-every", "5"], "give --freeze-layers N"),
+        (["--from", "BASE", "--data", "my.txt", "--lora", "2", "--freeze-layers", "1"], "LoRA freezes the whole model"),
+        (["--from", "BASE", "--data", "my.txt", "--lora", "2", "--lora.targets", "c_attn"], "expected some of q_proj"),
+        (["--from", "BASE", "--data", "my.txt", "--lora.quantize", "4bit"], "give --lora RANK"),
+        (["--from", "BASE", "--data", "my.txt", "--data.block_size", "64"], "has learned no positions beyond"),
+        (["--from", "BASE", "--data", "my.txt", "--model.n_layer", "2"], "model.n_layer: BASE has 4; leave it out"),
+        (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "char"], "would number the characters"),
+        (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "gpt2"], "is not the tokenizer of"),
+    ],
+)
+def test_mistakes_are_one_line_and_nothing_is_written(arguments, said, tiny_base, here, capsys):
+    words = [str(tiny_base) if word == "BASE" else word for word in arguments]
+    assert main(["finetune", *words]) == 2
+    error = capsys.readouterr().err
+    assert said.replace("BASE", str(tiny_base)) in error
+    assert len(error.strip().splitlines()) <= 2  # the second counts the problems
+    assert sorted(path.name for path in here.iterdir()) == ["my.txt"]
+
+
+def test_a_text_with_characters_that_the_model_lacks_is_refused(tiny_base, here, capsys):
+    Path("my.txt").write_text("The cat says: ¿qué?\n" * 200)
+    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt"]) == 2
+    assert "the tokenizer knows no" in capsys.readouterr().err
+    assert not (here / "runs").exists()
+
+
+def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
+    shutil.copytree(tiny_base, "bare", ignore=shutil.ignore_patterns("tokenizer*"))
+    assert main(["finetune", "--from", "bare", "--data", "my.txt"]) == 2
+    assert "has no tokenizer beside it" in capsys.readouterr().err
+    assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "char"]) == 2
+    assert "would number the characters" in capsys.readouterr().err
+    char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
+    assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "large"]) == 2
+    assert "large has 95 tokens, bare only" in capsys.readouterr().err
+    config, _ = finetune.finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
+    config.data.tokenizer = str(tiny_base)
+    assert finetune._check_tokenizer(config)
+
+
+def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_base, capsys):
+    run(train__max_steps=1)
+    Path("my.txt").write_text("Two rats sat on a mat.\n" * 300)
+    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", "other"]) == 2
+    assert "my.txt has changed since it was prepared" in capsys.readouterr().err
+
+
+def test_bitsandbytes_that_is_missing_is_one_line(tiny_base, monkeypatch, capsys):
+    find = runtime.find_spec
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    words = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
+    assert main(["finetune", *words]) == 2
+    assert "bitsandbytes is not installed; run `pip install bitsandbytes`" in capsys.readouterr().err
+    assert not Path("runs").exists()
+
+
+def test_a_dry_run_says_what_would_train_and_writes_nothing(tiny_base, here, capsys):
+    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    adapters = 4 * (4 * 2 * (16 + 16) + 2 * 2 * (16 + 64))
+    assert f"trains {adapters:,} of " in printed
+    assert "learning_rate: 0.0006" in printed
+    assert sorted(path.name for path in here.iterdir()) == ["my.txt"]
+
+
+def test_a_hub_model_is_written_down_with_its_commit(tiny_base, tmp_path, monkeypatch):
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    home = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(tiny_base, home / "snapshots" / commit)
+    (home / "refs").mkdir()
+    (home / "refs" / "main").write_text(commit)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    config, _ = finetune.finetune_config(None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")])
+    assert (config.finetune.model, config.finetune.revision) == ("someone/tiny", commit)
+    assert (config.data.dir, config.name) == ("data/my-tiny", "tiny-my")
+    assert start_model(config, config.model.vocab_size, None).config.n_layer == 4
+
+
+def test_the_shipped_recipes_say_what_nanogpt_says(tiny_base):
+    config = load_config(ROOT / "recipes" / "finetune_shakespeare.yaml")
+    assert config.finetune.model == "gpt2-xl"
+    assert config.train.tokens_per_step == 32 * 1024
+    assert (config.train.max_steps, config.optim.learning_rate, config.optim.schedule) == (20, 3e-5, "constant")
+    assert load_config(ROOT / "recipes" / "finetune_lora.yaml").lora.rank
+
+
+@pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora"])
+def test_the_shipped_recipes_train(name, tiny_base, tmp_path):
+    small = {
+        "finetune.model": tiny_base,
+        "data.tokenizer": tiny_base,
+        "data.source": "my.txt",
+        "data.sha256": "null",
+        "data.block_size": 32,
+        "train.tokens_per_step": 256,
+        "train.max_steps": 2,
+        "optim.warmup_steps": 0,
+        "eval.tokens": 256,
+        "finetune.sample_tokens": 5,
+    }
+    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    assert main(["finetune", str(ROOT / "recipes" / f"{name}.yaml"), *words]) == 0
+    assert (tmp_path / "runs" / name / "samples.md").is_file()
+
+
+def test_needing_an_adapter_to_be_whole_is_said(run, tiny_base, capsys):
+    run("--lora", "2", train__max_steps=1, name="adapter")
+    with pytest.raises(UserError, match=r"is an adapter; make it a whole model first: python cli.py export"):
+        finetune.finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])

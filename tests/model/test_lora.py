@@ -1,0 +1,126 @@
+"""LoRA on our layers is LoRA on a plain GPT-2: the saved adapter opens without this package, with equal logits."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
+
+from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection
+from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
+
+# Blocks our package, opens an adapter with peft and a whole model with transformers, and writes their logits.
+ELSEWHERE = """
+import json, sys
+sys.modules["nanogpt_hf"] = None
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import save_file
+logits = {}
+for name, folder in json.loads(sys.argv[1]).items():
+    model = AutoPeftModelForCausalLM.from_pretrained(folder).eval()
+    assert type(model.base_model.model).__name__ == "GPT2LMHeadModel"
+    with torch.no_grad():
+        logits[name] = model(input_ids=torch.arange(24)[None] % 20).logits
+save_file(logits, sys.argv[2])
+assert sys.modules["nanogpt_hf"] is None
+"""
+
+
+def adapted(base: Path, section: LoraSection):
+    """The base with adapters that do something: B starts at zero."""
+    model = load_model(str(base)).eval()
+    add_adapters(model, section, seed=1)
+    torch.manual_seed(2)
+    for name, parameter in model.named_parameters():
+        assert parameter.requires_grad == (".lora_" in name)
+        if ".lora_" in name:
+            parameter.data = 0.1 * torch.randn_like(parameter)
+    return model
+
+
+SECTIONS = {
+    "all": LoraSection(rank=3),
+    "q and v": LoraSection(rank=2, alpha=5.0, targets=["q_proj", "v_proj"]),
+    "k alone": LoraSection(rank=4, alpha=3.0, targets=["k_proj"]),
+    "outputs": LoraSection(rank=2, targets=["o_proj", "proj"]),
+    "mlp": LoraSection(rank=1, alpha=1.0, targets=["fc"]),
+}
+TOKENS = torch.arange(24)[None] % 20
+
+
+def test_adapters_open_where_this_package_is_not(tiny_base, tmp_path):
+    expected, folders = {}, {}
+    for name, section in SECTIONS.items():
+        model = adapted(tiny_base, section)
+        folders[name] = str(tmp_path / name)
+        with torch.no_grad():
+            expected[name] = model(input_ids=TOKENS).logits
+        start = FinetuneSection(model=str(tiny_base))
+        save_adapter(tmp_path / name, 4, section, start, model.state_dict())
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, json.dumps(folders), str(tmp_path / "logits.safetensors")],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
+    found = load_file(tmp_path / "logits.safetensors")
+    plain = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
+    for name in SECTIONS:
+        assert (expected[name] - plain).abs().max() > 1e-4, f"{name}: the adapter does nothing"
+        torch.testing.assert_close(found[name], expected[name], atol=2e-6, rtol=0)
+
+
+@pytest.mark.parametrize("name", SECTIONS)
+def test_merged_weights_compute_the_same_and_our_loader_merges_what_was_saved(tiny_base, tmp_path, name):
+    section = SECTIONS[name]
+    model = adapted(tiny_base, section)
+    expected = model(input_ids=TOKENS).logits
+    merged = load_model(str(tiny_base)).eval()
+    merged.load_state_dict(merged_weights(model.state_dict(), section))
+    torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
+    save_adapter(tmp_path / "adapter", 4, section, FinetuneSection(model=str(tiny_base)), model.state_dict())
+    opened = load_model(str(tmp_path / "adapter")).eval()
+    torch.testing.assert_close(opened(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
+
+
+def test_the_adapter_names_its_base_and_revision_and_holds_nothing_else(tiny_base, tmp_path):
+    section = SECTIONS["all"]
+    start = FinetuneSection(model="someone/gpt2", revision="abc")
+    weights = adapted(tiny_base, section).state_dict()
+    save_adapter(tmp_path, 4, section, start, weights)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["base_model_name_or_path"], config["revision"]) == ("someone/gpt2", "abc")
+    assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")
+    saved = load_file(tmp_path / "adapter_model.safetensors")
+    assert len(saved) == 4 * 4 * 2
+    assert all(".lora_" in name for name in saved)
+    assert saved["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"].shape == (9, 16)
+
+
+def test_the_same_seed_draws_the_same_adapters_and_leaves_the_random_state(tiny_base):
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    drawn = []
+    for seed in (1, 1, 2):
+        model = load_model(str(tiny_base))
+        add_adapters(model, LoraSection(rank=2), seed)
+        drawn.append(model.state_dict()["transformer.h.0.attn.q_proj.lora_A.default.weight"])
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(drawn[0], drawn[1])
+    assert not torch.equal(drawn[0], drawn[2])
+
+
+def test_the_targets_are_all_linear_layers_of_a_block(tiny_base):
+    block = load_model(str(tiny_base)).transformer.h[0]
+    linear = {name.rpartition(".")[2] for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
+    assert linear == set(LORA_TARGETS)

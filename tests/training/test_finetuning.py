@@ -1,0 +1,269 @@
+"""What is frozen stays bit for bit, what thaws joins in, and a stop anywhere changes nothing."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
+
+from nanogpt_hf.commands.finetune import finetune_config
+from nanogpt_hf.config.finetune import frozen_layers_at
+from nanogpt_hf.config.schema import EvalSection, FinetuneSection, OptimSection
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.model.build import freeze, load_model
+from nanogpt_hf.training import loop, runtime
+from nanogpt_hf.training.checkpoint import TrainState, read_checkpoint
+from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+ROOT = Path(__file__).parents[2]
+ENTRY = Path(__file__).with_name("launched.py")
+KNOBS = {
+    "model.dropout": 0.1,
+    "data.order": "random",
+    "optim.learning_rate": 1e-2,
+    "optim.min_learning_rate": 1e-3,
+    "optim.warmup_steps": 0,
+    "train.max_steps": 8,
+    "train.tokens_per_step": 256,
+    "train.micro_batch_size": 2,
+    "eval.every": 4,
+    "eval.tokens": 512,
+    "checkpoint.every": 100,
+    "checkpoint.keep": 9,
+    "tracking.every": 1,
+    "finetune.sample_tokens": 0,
+}
+FREEZING = {"finetune.freeze_layers": 2}
+THAWING = FREEZING | {"finetune.unfreeze_every": 2}
+LORA = {"lora.rank": 2, "lora.dropout": 0.1}
+
+
+def overrides(tiny_base, text_file, tmp_path, knobs):
+    given = {"finetune.model": tiny_base, "data.source": text_file, "data.dir": tmp_path / "data"} | KNOBS | knobs
+    return [(key, str(value)) for key, value in given.items()]
+
+
+@pytest.fixture
+def start(tiny_base, text_file, tmp_path, forget_accelerate):
+    """Fine-tune the tiny base with knobs; return the run folder."""
+
+    def start(name: str = "run", knobs: dict | None = None, *, resume: bool = False) -> RunFolder:
+        config, _ = finetune_config(None, overrides(tiny_base, text_file, tmp_path, knobs or {}))
+        prepare(config)
+        run = RunFolder(tmp_path / name)
+        forget_accelerate()
+        if resume:
+            run.changes(config)
+        loop.train(config, run, resume=resume)
+        return run
+
+    return start
+
+
+def changed(run: RunFolder, base: Path) -> set[str]:
+    """The names of the tensors that are not bit for bit as they were in the base."""
+    before, after = load_file(base / "model.safetensors"), load_file(run.final / "model.safetensors")
+    assert before.keys() == after.keys()
+    assert len(before) > 40
+    return {name for name in before if not torch.equal(before[name], after[name])}
+
+
+def trained_rows(run: RunFolder, name: str) -> dict[int, float]:
+    rows = {event["step"]: event[name] for event in read_metrics(run) if name in event}
+    assert len(rows) > 1
+    return rows
+
+
+def assert_same(a: RunFolder, b: RunFolder) -> None:
+    for file in ("model.safetensors", "adapter_model.safetensors"):
+        if (a.final / file).exists():
+            assert (a.final / file).read_bytes() == (b.final / file).read_bytes()
+            break
+    else:
+        raise AssertionError("there is no model to compare")
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert trained_rows(a, name) == trained_rows(b, name)
+
+
+def test_only_what_is_not_frozen_changes(start, tiny_base):
+    run = start("frozen", FREEZING)
+    names = changed(run, tiny_base)
+    assert names == {
+        n for n in load_file(tiny_base / "model.safetensors") if ".h.2." in n or ".h.3." in n or "ln_f" in n
+    }
+    GPT2LMHeadModel.from_pretrained(run.final)
+    _, moments, _ = read_checkpoint(run.newest_checkpoint())
+    assert moments
+    assert not any(".h.0." in name or ".h.1." in name or ".wte." in name or ".wpe." in name for name in moments)
+
+
+@pytest.mark.parametrize(("steps", "untouched"), [(3, (".h.0.", ".wte.", ".wpe.")), (7, ())])
+def test_blocks_thaw_from_the_top_and_the_embeddings_last(start, tiny_base, steps, untouched):
+    names = changed(start("thawing", THAWING | {"train.max_steps": steps}), tiny_base)
+    every = set(load_file(tiny_base / "model.safetensors"))
+    assert names == {name for name in every if not any(part in name for part in untouched)}
+
+
+def test_what_thaws_has_a_count_of_steps_of_its_own(start):
+    run = start("thawing", THAWING | {"train.max_steps": 5})
+    counts = {}
+    for name, moment in read_checkpoint(run.newest_checkpoint())[1].items():
+        if name.endswith(".step"):
+            counts.setdefault(int(moment), set()).add(name.split(".h.")[-1].split(".")[0])
+    assert counts == {5: {"2", "3", "transformer"}, 3: {"1"}, 1: {"0"}}
+
+
+@pytest.mark.parametrize(("knobs", "steps"), [(THAWING, (2, 3)), (LORA, (3,))], ids=["thawing", "lora"])
+def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
+    whole = start("whole", knobs)
+    torn = start("torn", knobs | {"checkpoint.every": 1})
+    for step in steps:  # of the thawing run on a thaw, and between two
+        shutil.rmtree(torn.path.with_name("goes-on"), ignore_errors=True)
+        shutil.copytree(torn.path, torn.path.with_name("goes-on"))
+        run = RunFolder(torn.path.with_name("goes-on"))
+        for folder in run.checkpoint_folders():
+            if folder > run.checkpoint(step):
+                shutil.rmtree(folder)
+        start("goes-on", knobs, resume=True)
+        assert_same(whole, run)
+
+
+def test_a_damaged_checkpoint_after_a_thaw_gives_way_to_the_one_before_it(start):
+    whole = start("whole", THAWING)
+    torn = start("torn", THAWING | {"checkpoint.every": 1})
+    for folder in torn.checkpoint_folders():
+        if folder >= torn.checkpoint(4):  # that is a thaw
+            (folder / "optimizer.safetensors").write_bytes(b"")
+    start("torn", THAWING, resume=True)
+    assert_same(whole, torn)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 uses the old name
+def test_an_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, tiny_base):
+    run, merged = start("lora", LORA), start("merged", LORA | {"lora.merge": "true"})
+    tokens = torch.arange(20)[None]
+    with_adapter = AutoPeftModelForCausalLM.from_pretrained(run.final).eval()(input_ids=tokens).logits
+    plain = GPT2LMHeadModel.from_pretrained(merged.final).eval()(input_ids=tokens).logits
+    beside = AutoPeftModelForCausalLM.from_pretrained(merged.final / "adapter").eval()(input_ids=tokens).logits
+    base = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=tokens).logits
+    assert (base - plain).abs().max() > 1e-3
+    torch.testing.assert_close(with_adapter, plain, atol=2e-5, rtol=0)
+    assert torch.equal(with_adapter, beside)
+    # the weights that the adapter lies on were not touched
+    weights = read_checkpoint(run.newest_checkpoint())[0]
+    before = load_model(str(tiny_base)).state_dict()
+    kept = {name.replace(".base_layer.", "."): w for name, w in weights.items() if ".lora_" not in name}
+    assert len(kept) > 40
+    assert all(torch.equal(weight, before[name]) for name, weight in kept.items())
+
+
+def test_another_start_or_adapter_is_another_experiment(start):
+    start("run", LORA | {"train.max_steps": 1})
+    with pytest.raises(RunFolderError, match=r"lora\.rank: 2 -> 3"):
+        start("run", LORA | {"lora.rank": 3}, resume=True)
+
+
+@pytest.mark.parametrize(("step", "frozen"), [(0, 2), (9, 2), (10, 1), (19, 1), (20, 0), (29, 0), (30, -1), (1000, -1)])
+def test_what_is_frozen_is_a_function_of_the_step(step, frozen):
+    assert frozen_layers_at(step, FinetuneSection(freeze_layers=2, unfreeze_every=10)) == frozen
+    assert frozen_layers_at(step, FinetuneSection(freeze_layers=2)) == 2
+    assert frozen_layers_at(step, FinetuneSection()) == -1
+
+
+def test_lower_layers_learn_more_slowly_by_the_decay(tiny_base):
+    model = load_model(str(tiny_base))
+    optimizer = build_optimizer(model, OptimSection(), layer_decay=0.5)
+    name_of = {parameter: name for name, parameter in model.named_parameters()}
+    scales = {name_of[p]: group["scale"] for group in optimizer.param_groups for p in group["params"]}
+    assert len(scales) == len(name_of)
+    assert scales["transformer.ln_f.weight"] == 1
+    for block, scale in enumerate((1 / 16, 1 / 8, 1 / 4, 1 / 2)):
+        assert {s for name, s in scales.items() if f".h.{block}." in name} == {scale}
+    assert scales["transformer.wte.weight"] == scales["transformer.wpe.weight"] == 1 / 32
+    decays = {name_of[p]: group["weight_decay"] for group in optimizer.param_groups for p in group["params"]}
+    assert all((decays[name] > 0) == (parameter.dim() > 1) for parameter, name in name_of.items())
+
+
+def test_the_decay_reaches_the_steps(start, tiny_base):
+    # AdamW's first step moves each weight by its learning rate, whatever the gradient
+    knobs = {"train.max_steps": 1, "optim.weight_decay": 0, "finetune.layer_decay": 0.5, "model.dropout": 0}
+    before = load_file(tiny_base / "model.safetensors")
+    after = load_file(start("run", knobs).final / "model.safetensors")
+    moved = [
+        (after[n] - before[n]).abs().median().item() for n in (f"transformer.h.{i}.mlp.c_fc.weight" for i in range(4))
+    ]
+    assert moved == pytest.approx([1e-2 / 16, 1e-2 / 8, 1e-2 / 4, 1e-2 / 2], rel=0.02)
+
+
+def test_patience_is_a_function_of_the_state():
+    waits = EvalSection(every=10, patience=2)
+    state = TrainState(step=30, evaluated_step=30, best_loss=1.0, best_step=10)
+    assert state.out_of_patience(waits)
+    assert not state.out_of_patience(EvalSection(every=10, patience=3))
+    assert not state.out_of_patience(EvalSection(every=10))
+    assert not TrainState(step=30, evaluated_step=20, best_loss=1.0, best_step=10).out_of_patience(waits)
+    assert not TrainState(step=30, evaluated_step=30).out_of_patience(waits)
+
+
+def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
+    model = load_model(str(tiny_base))
+    freeze(model, 4)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
+        "transformer.ln_f.weight",
+        "transformer.ln_f.bias",
+    ]
+
+
+def test_thawing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr(runtime, "find_spec", lambda name: object())
+    with pytest.raises(UserError, match=r"finetune\.unfreeze_every: DeepSpeed counts the optimizer's steps once"):
+        start("run", THAWING)
+
+
+@pytest.mark.parametrize(
+    ("machine", "resumed"),
+    [("cpu_ddp", False), ("fsdp2", True)],
+    ids=["ddp", "fsdp2-resumed"],
+)
+def test_two_processes_thaw_as_one_does(start, tiny_base, text_file, tmp_path, machine, resumed):
+    reference = start("one", THAWING)
+    if resumed:  # it begins alone and goes on in two, in the middle between two thaws
+        torn = start("two", THAWING | {"checkpoint.every": 1})
+        for folder in torn.checkpoint_folders():
+            if folder > torn.checkpoint(3):
+                shutil.rmtree(folder)
+        shutil.rmtree(torn.final)
+    config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml"), "--num_processes=2"]
+    config += ["--main_process_port=0", "--num_cpu_threads_per_process=1"]
+    if machine == "fsdp2":
+        config += ["--mixed_precision=no", "--dynamo_backend=no"]
+    words = [word for key, value in overrides(tiny_base, text_file, tmp_path, THAWING) for word in (f"--{key}", value)]
+    going_on = ["--resume"] * resumed
+    words += ["--run-dir", str(tmp_path / "two"), *going_on]
+    done = subprocess.run(
+        [sys.executable, "-m", "accelerate.commands.launch", *config, str(ENTRY), "finetune", *words],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    run = RunFolder(tmp_path / "two")
+    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
+        assert trained_rows(run, name) == pytest.approx(trained_rows(reference, name), abs=tolerance), name
+    ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
+    assert ours.keys() == theirs.keys()
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+    held = json.loads(Path(f"{run.path}.held.0.json").read_text())
+    assert {kind for kind, _, _ in held["weights"].values()} == ({"DTensor"} if machine == "fsdp2" else {"Parameter"})
