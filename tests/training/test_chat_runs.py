@@ -173,3 +173,20 @@ def test_the_command_says_what_to_type_next(write_chat_recipe, tmp_path, capsys,
     again = ["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), "--resume", "--train.max_steps", "4"]
     assert main([*again, "--data.packing", "padded"]) == 2
     assert "data.packing: packed -> padded" in capsys.readouterr().err
+
+
+def test_finetune_takes_the_recipe_and_asks_questions_before_and_after(
+    start, chat_file, byte_tokenizer, root, tmp_path, monkeypatch, forget_accelerate, capsys
+):
+    base = start("base", train__max_steps=2)
+    forget_accelerate()
+    monkeypatch.chdir(tmp_path)
+    knobs = {"data.source": chat_file, "data.sha256": "null", "data.block_size": 128, "train.tokens_per_step": 512}
+    knobs |= {"train.max_steps": 4, "finetune.sample_tokens": 5, "finetune.prompts": "red blue"}
+    words = [str(word) for key, value in knobs.items() for word in (f"--{key}", value)]
+    recipe = str(root / "recipes" / "sft_instructions.yaml")
+    assert main(["finetune", recipe, "--from", str(base.path), "--run-dir", "tuned", *words]) == 0
+    assert "next: python cli.py chat tuned" in capsys.readouterr().out
+    page = RunFolder(tmp_path / "tuned").samples.read_text()
+    assert page.count("### User:\nred blue\n\n### Assistant:\n") == 2  # before and after
+    assert "## red blue" in page
