@@ -14,7 +14,7 @@ from datetime import timedelta
 
 import torch
 
-from nanogpt_hf.commands import main, pretrain
+from nanogpt_hf.commands import main, training_run
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.training import loop, processes  # noqa: F401  (the loop: imported once, for all forks)
 
@@ -31,7 +31,9 @@ for line in sys.stdin:
         processes.PEER_TIMEOUT = timedelta(seconds=order["peer_timeout"])
         processes._SIGN_OF_LIFE = 0.5
         if order["busy"]:
-            pretrain.prepare_and_say = lambda config, busy=order["busy"]: time.sleep(busy) or prepare_and_say(config)
+            training_run.prepare_and_say = lambda config, busy=order["busy"]: (
+                time.sleep(busy) or prepare_and_say(config)
+            )
         status = 1
         try:
             status = main(order["arguments"])
@@ -40,5 +42,5 @@ for line in sys.stdin:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(status)
-    print(child, flush=True)
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    print("process", child, flush=True)
+    print("status", os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
