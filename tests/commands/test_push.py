@@ -91,17 +91,21 @@ assert type(AutoModelForCausalLM.from_pretrained("tester/tiny")).__name__ == "GP
 ours.push_to_hub("tester/direct")
 again = GPTForCausalLM.from_pretrained("tester/direct")
 assert torch.equal(again.transformer.wte.weight, ours.transformer.wte.weight)
-sys.exit(main(["sample", "tester/tiny", "--prompt", "The ", "--max-new-tokens", "5"]))
+assert main(["sample", "tester/tiny", "--prompt", "The ", "--max-new-tokens", "5"]) == 0
+short = ["--train.max_steps", "2", "--eval.every", "2", "--finetune.prompts", "[The]"]
+sys.exit(main(["finetune", "--from", "tester/tiny", "--data", sys.argv[2], "--run-dir", "tuned", *short]))
 """
 
 
-def test_what_was_pushed_is_taken_back_by_its_name(capsys, hub, trained, tmp_path):
+def test_what_was_pushed_is_taken_back_by_its_name(capsys, hub, trained, text_file, tmp_path):
     hub.lfs = True
     push(capsys, trained, "tester/tiny", "--private")
     done = subprocess.run(
-        [sys.executable, "-c", TAKE_BACK, str(trained / "best")], capture_output=True, text=True, cwd=tmp_path
+        [sys.executable, "-c", TAKE_BACK, trained / "best", text_file], capture_output=True, text=True, cwd=tmp_path
     )
     assert done.returncode == 0, done.stderr
+    card = (tmp_path / "tuned" / "best" / "README.md").read_text()
+    assert "base_model: tester/tiny" in card
     assert "The " in done.stdout
     assert hub.repositories["tester/tiny"].private
     assert json.loads(hub.repositories["tester/direct"].files()["config.json"])["model_type"] == "gpt2"
