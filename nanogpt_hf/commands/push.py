@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from nanogpt_hf.commands.sample import find_model
-from nanogpt_hf.config.schema import REPO_ID
+from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
 
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from nanogpt_hf.config.schema import CHECKS, KNOBS, SECTIONS, Config, Knob, get_value, kind_options, set_value
+from nanogpt_hf.config.checks import CHECKS
+from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, Knob, get_value, kind_options, set_value
 from nanogpt_hf.errors import ConfigError, did_you_mean
 
 _WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}

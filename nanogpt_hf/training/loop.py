@@ -11,9 +11,10 @@ from pathlib import Path
 import torch
 from accelerate import Accelerator
 
+from nanogpt_hf.config.checks import seconds_of
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import Config, seconds_of
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared

@@ -22,7 +22,8 @@ from accelerate.utils import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from nanogpt_hf.config.schema import Config, accumulation_steps
+from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training import processes

@@ -3,13 +3,12 @@ from typing import Literal
 
 import pytest
 
+from nanogpt_hf.config.checks import CHECKS, accumulation_steps
 from nanogpt_hf.config.load import convert
 from nanogpt_hf.config.schema import (
-    CHECKS,
     KNOBS,
     SECTIONS,
     Config,
-    accumulation_steps,
     get_value,
     kind_options,
     set_value,

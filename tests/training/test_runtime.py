@@ -9,7 +9,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-from nanogpt_hf.config.schema import Config, seconds_of
+from nanogpt_hf.config.checks import seconds_of
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import LostProcess, UserError
 from nanogpt_hf.training.processes import one_line_for_a_lost_process
 from nanogpt_hf.training.run_folder import RunFolder
