@@ -16,8 +16,9 @@ quickstart: .venv/installed
 	@echo "  $(BIN)/python cli.py sample runs/quickstart --prompt 'class ' --num-samples 3"
 	@echo "  $(BIN)/python cli.py pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --data.dir data/mine --run-dir runs/mine"
 
+# Two at a time, a file each: the tests that start processes wait for them most of the time.
 test: .venv/installed-test
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 # without what starts several processes or trains for a while
 test-quick: .venv/installed-test

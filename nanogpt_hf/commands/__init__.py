@@ -115,6 +115,9 @@ def console() -> None:
             signal.signal(number, signal.SIG_DFL)
     try:
         status = main(sys.argv[1:])
+        distributed = sys.modules.get("torch.distributed")
+        if not status and distributed and distributed.is_available() and distributed.is_initialized():
+            distributed.destroy_process_group()  # gloo now and then aborts a process that ends without
         if status and (tell := os.environ.get("NANOGPT_HF_STATUS_FILE")):
             # The launcher makes 1 of every status. The first process to end knows why; the others follow.
             with contextlib.suppress(FileExistsError), open(tell, "x") as file:

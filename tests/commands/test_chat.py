@@ -1,5 +1,6 @@
 """Talking to a model as a user does, through a pipe, and what the model is asked."""
 
+import functools
 import io
 import os
 import select
@@ -177,7 +178,9 @@ def test_in_a_terminal_ctrl_c_says_how_to_leave_and_ctrl_d_leaves(folder, root):
 
     leader, follower = pty.openpty()
     command = [sys.executable, str(root / "cli.py"), "chat", str(folder)]
-    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, cwd=root)
+    # a suite that runs in the background ignores SIGINT, and what is ignored is inherited
+    heeds = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    process = subprocess.Popen(command, stdin=follower, stdout=follower, stderr=follower, cwd=root, preexec_fn=heeds)
     os.close(follower)
     seen = b""
 
