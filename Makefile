@@ -22,7 +22,7 @@ test: .venv/installed-test
 
 # without what starts several processes or trains for a while
 test-quick: .venv/installed-test
-	$(BIN)/python -m pytest -m 'not long'
+	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long'
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'

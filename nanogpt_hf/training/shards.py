@@ -47,7 +47,7 @@ def full_moments(
     if _is_zero(accelerator):
         from deepspeed.utils import safe_get_full_optimizer_state
 
-        steps = torch.as_tensor(_first_zero_state(optimizer)["step"], dtype=torch.float32)
+        steps = torch.as_tensor(next(_zero_states(optimizer))["step"], dtype=torch.float32)
         moments = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in _MOMENTS)
         return _collect(accelerator, moments) | ({f"{n}.step": steps.cpu().clone() for n in trained})
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
@@ -136,10 +136,9 @@ def forget_moments(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     zero = optimizer.optimizer
-    for state in _zero_states(optimizer):
-        state["step"] = torch.zeros_like(state["step"]) if torch.is_tensor(state["step"]) else 0
-        for key in _MOMENTS:
-            state[key].zero_()
+    for flat in _zero_flats(optimizer):  # made, not zeroed: a step that overflowed in fp16 has left none
+        step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
+        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in _MOMENTS}
     if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's moments accessible
         for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
@@ -171,10 +170,6 @@ def _zero_flats(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
 
 def _zero_states(optimizer: torch.optim.Optimizer) -> Iterator[dict]:
     return (optimizer.optimizer.optimizer.state[flat] for flat in _zero_flats(optimizer))
-
-
-def _first_zero_state(optimizer: torch.optim.Optimizer) -> dict:
-    return next(_zero_states(optimizer))
 
 
 def _gathered(tensor: torch.Tensor) -> torch.Tensor:

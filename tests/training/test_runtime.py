@@ -15,7 +15,7 @@ from nanogpt_hf.errors import LostProcess, UserError
 from nanogpt_hf.training.processes import one_line_for_a_lost_process
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import _hand_to_deepspeed, stop_on_signals
-from nanogpt_hf.training.shards import scaler_state, set_scaler_state
+from nanogpt_hf.training.shards import forget_moments, scaler_state, set_scaler_state
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
@@ -90,6 +90,20 @@ def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
 def test_a_deepspeed_config_that_says_otherwise_is_refused(stated, complaint):
     with pytest.raises(UserError, match=complaint):
         _hand_to_deepspeed(deepspeed_config(**stated), Config(), 5)
+
+
+def test_deepspeeds_moments_start_anew_also_where_a_step_that_overflowed_made_none():
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    flat = torch.ones(6)
+    adamw = torch.optim.AdamW([flat])
+    zero = SimpleNamespace(optimizer=adamw, single_partition_of_fp32_groups=[flat])
+    accelerator = SimpleNamespace(distributed_type="DEEPSPEED")
+    for left in ({}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}):
+        adamw.state[flat] = left
+        forget_moments(accelerator, SimpleNamespace(optimizer=zero))
+        state = adamw.state[flat]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert not any(value.any() for value in state.values())
 
 
 def test_deepspeeds_loss_scale_is_kept_and_restored():
