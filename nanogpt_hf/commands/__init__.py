@@ -7,6 +7,7 @@ import os
 import signal
 import sys
 
+from nanogpt_hf.commands import verbosity
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
@@ -87,11 +88,13 @@ def main(arguments: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)
+        verbosity.add_arguments(parser)
         overrides, rest = _take_overrides(parser.prog, rest)
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        return module.run(parsed, overrides) or 0
+        with verbosity.speaking(parsed.log_level):
+            return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:
             print(error, file=sys.stderr)

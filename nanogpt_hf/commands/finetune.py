@@ -4,6 +4,7 @@ No recipe is needed: cli.py finetune --from gpt2 --data my.txt
 """
 
 import argparse
+import logging
 import os
 import re
 from pathlib import Path
@@ -18,6 +19,8 @@ from nanogpt_hf.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from nanogpt_hf.model import GPTConfig
+
+logger = logging.getLogger(__name__)
 
 # Short for a knob.
 _FLAGS = {
@@ -46,13 +49,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         dry_run(config)
         return
 
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.prepare import load_prepared
     from nanogpt_hf.model.build import load_model
     from nanogpt_hf.sharing.samples import as_question, prompts_from, samples_page, write_samples
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     main_process = os.environ.get("RANK", "0") == "0"
     options = {"tokens": config.finetune.sample_tokens, "seed": config.train.seed}
     prompts, before = list(config.finetune.prompts), []
@@ -69,7 +72,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             prompts[:] = prompts or prompts_from(data.validation, data.tokenizer)
             model = load_model(config.finetune.model, config.finetune.revision)
             before.extend(write_samples(model, data.tokenizer, prompts, **options))
-            print(samples_page("Before fine-tuning", prompts, {"before": before}, config.train.seed), flush=True)
+            logger.info(samples_page("Before fine-tuning", prompts, {"before": before}, config.train.seed))
 
     folder = start_run(arguments, config, check_and_write)
     if main_process and options["tokens"]:
@@ -79,7 +82,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             f"{config.name}: before and after", prompts, {"before": before, "after": after}, options["seed"]
         )
         folder.samples.write_text(page, encoding="utf-8")
-        print(f"\n{page}\nkept in {folder.samples}")
+        logger.info(f"\n{page}\nkept in {folder.samples}")
 
 
 def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "GPTConfig"]:

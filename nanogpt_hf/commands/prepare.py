@@ -1,8 +1,11 @@
 """Tokenize a recipe's text or conversations into arrow shards. A second call finds them and does nothing."""
 
 import argparse
+import logging
 
 from nanogpt_hf.config.load import knob_lines, load_config
+
+logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -16,32 +19,27 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
 
 def prepare_and_say(config) -> None:
-    """Prepare a recipe's data, and print what there is now."""
-    import os
+    """Prepare a recipe's data, and say what there is now."""
     import sys
 
     import datasets
 
     from nanogpt_hf.data.prepare import load_prepared, prepare
 
-    main_process = os.environ.get("RANK", "0") == "0"
-    if not (main_process and sys.stderr.isatty()):
+    if not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
         datasets.disable_progress_bars()
     manifest, anew = prepare(config)
-    if main_process and config.data.format == "chat":
-        print(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}", flush=True)
-        data = load_prepared(config)
-        for name in ("train", "validation"):
-            print(f"  {name:<10} {chat_line(getattr(manifest, name), getattr(data, name))}", flush=True)
-    elif main_process:
-        print(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}", flush=True)
-        for name in ("train", "validation"):
-            facts = getattr(manifest, name)
-            print(
-                f"  {name:<10} {facts.documents:,} documents, {facts.tokens:,} tokens, "
-                f"{facts.bytes_per_token:.2f} bytes per token",
-                flush=True,
+    logger.info(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}")
+    data = load_prepared(config) if config.data.format == "chat" else None
+    for name in ("train", "validation"):
+        facts = getattr(manifest, name)
+        if data:
+            line = chat_line(facts, getattr(data, name))
+        else:
+            line = (
+                f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.bytes_per_token:.2f} bytes per token"
             )
+        logger.info(f"  {name:<10} {line}")
 
 
 def chat_line(facts, examples) -> str:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,10 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 
 if TYPE_CHECKING:
+    from nanogpt_hf.training.checkpoint import TrainState
     from nanogpt_hf.training.run_folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 def add_run_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +36,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     """
     # The imports below take seconds; mistakes before and --help should not wait for them.
     import torch
-    from transformers.utils import logging
+    from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.manifest import identity
     from nanogpt_hf.data.prepare import load_prepared
@@ -41,7 +45,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     from nanogpt_hf.training.run_folder import RunFolder
     from nanogpt_hf.training.runtime import check_launch
 
-    logging.disable_progress_bar()
+    disable_progress_bar()
     folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
     main_process = os.environ.get("RANK", "0") == "0"
     ours, data = folder.path.resolve(), Path(config.data.dir).resolve()
@@ -68,13 +72,13 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
                 folder.check(resume=resume, overwrite=overwrite)  # nobody else can write now
                 if resume:
                     for change in folder.changes(config):  # complains where it would be another experiment
-                        print(f"changed since the run began: {change}", flush=True)
+                        logger.info(f"changed since the run began: {change}")
                 facts["resume"] = resume
                 if config.hub.push:
                     from nanogpt_hf.sharing.hub import check_login
 
                     if problem := check_login(config.hub.repo):
-                        print(problem, flush=True)
+                        logger.warning(problem)
             prepare_and_say(config)
             check()
             return facts | identity(config, load_prepared(config).manifest)
@@ -86,20 +90,27 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
         except torch.OutOfMemoryError as error:
             raise UserError(out_of_memory(config)) from error
     if main_process:
-        chat, sample = f"chat {folder.path}", f"sample {folder.path} --prompt 'The '"
-        early = state.step < config.train.max_steps
-        best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
-        print(
-            f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {state.seconds:,.0f} s; "
-            f"best validation loss {best}\n"
-            + f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)\n"
-            * early
-            + f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}\n"
-            f"  curve    {folder.picture}\n"
-            f"  metrics  {folder.metrics}\n"
-            f"next: python cli.py {chat if config.data.format == 'chat' else sample}"
-        )
+        logger.info(_summary(config, folder, state))
     return folder
+
+
+def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
+    """The last words of a run that is done: what it took, what it came to, and what to do next."""
+    from nanogpt_hf.training.tracking import duration
+
+    best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
+    rate = f" ({state.tokens / state.seconds:,.0f} tokens/s, evaluations included)" if state.seconds else ""
+    lines = [
+        f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration(state.seconds)}{rate}",
+        f"  best validation loss {best}",
+        f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}",
+        f"  curve    {folder.picture}",
+        f"  metrics  {folder.metrics}",
+    ]
+    if state.step < config.train.max_steps:
+        lines.insert(2, f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)")
+    sample = f"chat {folder.path}" if config.data.format == "chat" else f"sample {folder.path} --prompt 'The '"
+    return "\n".join([*lines, f"next: python cli.py {sample}"])
 
 
 def how_they_open(config: Config) -> str:

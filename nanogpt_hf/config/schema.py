@@ -106,6 +106,7 @@ class TrackingSection:
     every: int = knob(10, "steps between training lines in metrics.jsonl and the trackers", low=1)
     trackers: list[str] = knob([], "accelerate's trackers by name: wandb, tensorboard, ...")  # noqa: RUF009
     project: str = knob("nanogpt_hf", "project name given to the trackers")
+    layers: bool = knob(False, "layer by layer: norms, update ratios, attention logits, activations")
 
 
 # The linear layers of a block, which LoRA can adapt: attention's four and the MLP's two.

@@ -14,6 +14,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.sharing.hub import PLACE
 from nanogpt_hf.sharing.private import without_private_parts
 from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.machine import code_version, versions
 
 
 def model_card(
@@ -97,6 +98,7 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
 
 def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
     data, optim, train = config.data, config.optim, config.train
+    packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
     split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
     seen = f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)"
     if data.format == "chat":
@@ -121,6 +123,7 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
         "dropout": f"{config.model.dropout:g}",
         "seed": str(train.seed),
         "trained on": f"{machine} (where this was saved; a run may move)",
+        "software": ", ".join([f"nanogpt_hf {code_version()}", *(f"{name} {v}" for name, v in packages.items())]),
         "time": f"{timedelta(seconds=round(state.seconds))} (h:mm:ss) of training and evaluation",
     }
 

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import json
+import logging
 import os
 import shutil
 from collections.abc import Callable
@@ -32,6 +33,7 @@ from nanogpt_hf.training.shards import (
     whole_shape,
 )
 
+logger = logging.getLogger(__name__)
 _MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 
 
@@ -107,6 +109,7 @@ def save_checkpoint(
             raise RunFolderError(
                 f"{target}: the checkpoint cannot be written, older ones are intact: {error}"
             ) from None
+        logger.debug(f"step {state.step:,}: saved {target}")
         for old in run.checkpoint_folders()[:-keep]:
             shutil.rmtree(old)
     accelerator.wait_for_everyone()
@@ -125,14 +128,14 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, to
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
 
 
-def _newest_whole(run: RunFolder, say: Callable[[str], None]) -> tuple[dict, dict, dict]:
+def _newest_whole(run: RunFolder, log: Callable[[int, str], None]) -> tuple[dict, dict, dict]:
     for folder in reversed(run.checkpoint_folders()):
         try:
             read = read_checkpoint(folder)
         except RunFolderError as error:
-            say(f"{error}; trying the one before")
+            log(logging.WARNING, f"{error}; trying the one before")
             continue
-        say(f"resuming from {folder}")
+        log(logging.INFO, f"resuming from {folder}")
         return read
     raise RunFolderError(f"{run.checkpoints}: no checkpoint is whole; start anew with --overwrite")
 
@@ -142,7 +145,7 @@ def newest_step(accelerator: Accelerator, run: RunFolder) -> int:
     step = [0]
     if accelerator.is_main_process:
         with contextlib.suppress(RunFolderError):
-            step = [_newest_whole(run, lambda line: None)[2]["step"]]
+            step = [_newest_whole(run, lambda level, line: None)[2]["step"]]
     return broadcast_object_list(step, from_process=0)[0]
 
 
@@ -151,7 +154,6 @@ def load_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     run: RunFolder,
-    say: Callable[[str], None],
 ) -> TrainState:
     """Put the newest whole checkpoint into a prepared model and optimizer, and return where it stood.
 
@@ -162,7 +164,7 @@ def load_checkpoint(
     parameters = named_parameters(accelerator, model)
     if accelerator.is_main_process:
         try:
-            weights, moments, facts = _newest_whole(run, say)
+            weights, moments, facts = _newest_whole(run, logger.log)
             shapes = {name: weight.shape for name, weight in weights.items()}
             if shapes != {name: whole_shape(parameter) for name, parameter in parameters.items()}:
                 raise RunFolderError(f"{run.checkpoints}: is of another model; was the recipe's model changed?")

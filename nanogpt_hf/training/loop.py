@@ -24,6 +24,7 @@ from nanogpt_hf.sharing.trained import save_trained
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.health import Health
+from nanogpt_hf.training.layers import Layers
 from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
 from nanogpt_hf.training.optimizer import clip_gradients
 from nanogpt_hf.training.run_folder import RunFolder
@@ -59,7 +60,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
 
     # Start anew, or stand where the newest checkpoint stood.
     if resume:
-        state = load_checkpoint(accelerator, model, optimizer, run, accelerator.print)
+        state = load_checkpoint(accelerator, model, optimizer, run)
         if state.step > config.train.max_steps:
             raise UserError(f"{run.path}: is at step {state.step:,}, past train.max_steps {config.train.max_steps:,}")
         if accelerator.is_main_process:
@@ -69,7 +70,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         if accelerator.is_main_process:
             run.start(config_to_yaml(config))
         accelerator.wait_for_everyone()
-    tracking = Tracking(accelerator, config, run, state, model_config)
+    tracking = Tracking(accelerator, config, run, state, model_config, batches)
 
     def save_model(folder: Path) -> None:
         weights = full_weights(accelerator, model)
@@ -79,7 +80,8 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         accelerator.wait_for_everyone()
 
     model.train()
-    health = Health(run, config.tracking.every, config.train.rollback_ratio)
+    health = Health(accelerator, config, run)
+    layers = Layers(accelerator, config, data.validation)
     with stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop, tracking:
         while True:
             started = time.perf_counter()
@@ -107,7 +109,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                     if is_best:
                         state.best_loss, state.best_step = evaluation.loss, state.step
                         save_model(run.best)
-                    tracking.evaluation(state, is_best, tasks.run(accelerator, model))
+                    tracking.evaluation(state, is_best, tasks.run(accelerator, model) | layers.look(model))
                     done = done or state.out_of_patience(config.eval)
                 tracking.restart_clock(state)
 
@@ -125,29 +127,30 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 model, optimizer = accelerator.free_memory(model, optimizer)
                 model, optimizer, _ = set_up(accelerator, config, data, state.step)
                 rehearse(config.train.micro_batch_size)
-                state = load_checkpoint(accelerator, model, optimizer, run, tracking.say)
+                state = load_checkpoint(accelerator, model, optimizer, run)
                 model.train()
                 tracking.restart_clock(state)
 
             learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
-            loss, grad_norm = train_step(
-                accelerator,
-                model,
-                optimizer,
-                batches,
-                state.step + state.skipped_steps,
-                learning_rate=learning_rate,
-                max_grad_norm=config.optim.max_grad_norm,
-            )
+            with layers.watched(model, optimizer, state.step + 1):
+                loss, grad_norm = train_step(
+                    accelerator,
+                    model,
+                    optimizer,
+                    batches,
+                    state.step + state.skipped_steps,
+                    learning_rate=learning_rate,
+                    max_grad_norm=config.optim.max_grad_norm,
+                )
             state.step += 1
             state.tokens += config.train.tokens_per_step
             health.add(grad_norm)
             if state.step % config.tracking.every == 0:
                 loss = accelerator.reduce(loss, "sum").item()
-                tracking.train(state, loss, learning_rate, grad_norm.item(), health.skipped())
+                tracking.train(state, loss, learning_rate, health.report(state) | layers.report(grad_norm.item()))
                 if health.spiked(state, loss):
-                    before, state = state, load_checkpoint(accelerator, model, optimizer, run, tracking.say)
-                    tracking.say(health.rolled_back(before, state))
+                    before, state = state, load_checkpoint(accelerator, model, optimizer, run)
+                    health.rolled_back(before, state)
                     tracking.rewind(state)
             state.seconds += time.perf_counter() - started
             tracking.step_done(state)

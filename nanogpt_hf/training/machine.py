@@ -1,8 +1,10 @@
 """What this machine is to a run: versions, folders and their disks, and how each process sees its device."""
 
+import functools
 import os
 import shutil
 import socket
+import subprocess
 import sys
 import tempfile
 from collections import Counter
@@ -17,6 +19,7 @@ from accelerate import Accelerator
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 
+import nanogpt_hf
 from nanogpt_hf import __version__
 
 _SHOWN = ("transformers", "accelerate", "datasets")
@@ -58,6 +61,27 @@ def versions() -> dict[str, str]:
         if torch.cuda.is_available() and dist.is_nccl_available():
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+@functools.cache
+def code_version() -> str:
+    """`0.1.0`; from a git checkout such as `0.1.0 (commit 1a2b3c4d5e6f, dirty)`: dirty is code that is in no commit."""
+    checkout = Path(nanogpt_hf.__file__).resolve().parents[1]
+    if not (checkout / ".git").exists():  # a folder above may be another project's checkout
+        return __version__
+    try:
+        commit = _git(checkout, "rev-parse", "--short=12", "HEAD")
+        changed = _git(checkout, "status", "--porcelain", "--", "nanogpt_hf", "cli.py")
+    except (OSError, subprocess.SubprocessError):
+        return __version__
+    return f"{__version__} (commit {commit}{', dirty' if changed else ''})"
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    done = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    return done.stdout.strip()
 
 
 def outside_ranges() -> list[str]:

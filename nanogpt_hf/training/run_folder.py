@@ -23,6 +23,7 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.picture = self.path / "loss.png"
         self.samples = self.path / "samples.md"
+        self.machine = self.path / "machine.json"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.final = self.path / "final"
@@ -79,7 +80,7 @@ class RunFolder:
         try:
             for folder in (self.checkpoints, self.best, self.final, self.trackers):
                 shutil.rmtree(folder, ignore_errors=True)
-            for file in (self.metrics, self.picture, self.samples):
+            for file in (self.metrics, self.picture, self.samples, self.machine):
                 file.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True)
             self.recipe.write_text(recipe_yaml, encoding="utf-8")

@@ -18,6 +18,7 @@ from accelerate.utils import (
     DynamoBackend,
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
+    LoggerType,
     ProjectConfiguration,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -43,6 +44,11 @@ def check_launch(config: Config) -> int:
             "finetune.unfreeze_every: DeepSpeed counts the optimizer's steps once for all parameters, but what thaws "
             "later starts at 0; leave it out, or take accelerate_configs/fsdp2.yaml"
         )
+    if _asked_for("DEEPSPEED") and config.tracking.layers:
+        raise UserError(
+            "tracking.layers: DeepSpeed keeps gradients and weights to itself; leave it out, or take "
+            "accelerate_configs/fsdp2.yaml"
+        )
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
@@ -53,7 +59,7 @@ def check_launch(config: Config) -> int:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
             raise UserError(f"tracking.trackers: accelerate knows no tracker {tracker!r}{near}")
-        if tracker not in map(str, get_available_trackers()):
+        if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
             raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
     try:
         accumulation = accumulation_steps(config, int(os.environ.get("WORLD_SIZE") or 1))
@@ -169,18 +175,24 @@ def _hand_to_deepspeed(deepspeed_config: dict, config: Config, accumulation: int
     deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
 
+def describe_device(device: torch.device) -> str:
+    """Its name, such as `NVIDIA H200`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        return f"CPU with {torch.get_num_threads()} threads"
+    return device.type.upper()
+
+
+def precision_of(accelerator: Accelerator) -> str:
+    """fp32, bf16, fp16 or fp8."""
+    return "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+
+
 def describe_machine(accelerator: Accelerator) -> str:
     """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
-    device = accelerator.device
-    if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-    elif device.type == "cpu":
-        name = f"CPU with {torch.get_num_threads()} threads"
-    else:
-        name = device.type.upper()
-    precision = "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
     kind = "" if accelerator.distributed_type == DistributedType.NO else f", {accelerator.distributed_type.value}"
-    return f"{accelerator.num_processes} × {name}{kind}, {precision}"
+    return f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, {precision_of(accelerator)}"
 
 
 @contextmanager

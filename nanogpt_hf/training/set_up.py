@@ -1,5 +1,7 @@
 """What a step finds on this machine: the model, its optimizer, and the batches that are this process's."""
 
+import logging
+
 import torch
 from accelerate import Accelerator
 
@@ -9,8 +11,11 @@ from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import start_model, what_trains
 from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.training.health import TimedBatches
 from nanogpt_hf.training.optimizer import build_optimizer
 from nanogpt_hf.training.runtime import prepared_blocks
+
+logger = logging.getLogger(__name__)
 
 
 def set_up(
@@ -26,15 +31,15 @@ def set_up(
         )
     model = start_model(config, data.manifest.vocab_size, data.tokenizer.eos_token_id, step)
     if config.finetune.model:
-        accelerator.print(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}", flush=True)
+        logger.info(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}")
     optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay)
     with prepared_blocks(model, accelerator):
         return *accelerator.prepare(model, optimizer), model.config
 
 
-def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, micro_batch_size: int) -> Batches:
+def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, micro_batch_size: int) -> TimedBatches:
     """This process's micro-batches of each step, as many as the accelerator accumulates now."""
-    return Batches(
+    batches = Batches(
         data.train,
         block_size=config.data.block_size,
         order=config.data.order,
@@ -44,3 +49,4 @@ def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, mic
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
     )
+    return TimedBatches(batches)

@@ -2,8 +2,8 @@
 
 import contextlib
 import json
+import logging
 import math
-import os
 import sys
 import time
 from typing import Any
@@ -11,16 +11,20 @@ from typing import Any
 from accelerate import Accelerator
 from tqdm import tqdm
 
-from nanogpt_hf.config.load import config_to_dict
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.curves import draw_curves
+from nanogpt_hf.training.health import TimedBatches
+from nanogpt_hf.training.provenance import add_start, describe_start
 from nanogpt_hf.training.pushing import Pushing
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import describe_machine
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
+from nanogpt_hf.training.trackers import start_trackers
+
+logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
 
@@ -38,46 +42,33 @@ def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
 
 
 class Tracking:
-    """Reports of one run. Only the main process prints and writes; all processes may call."""
+    """Reports of one run. Only the main process says and writes anything; all processes may call."""
 
     def __init__(
-        self, accelerator: Accelerator, config: Config, run: RunFolder, state: TrainState, model_config: GPTConfig
+        self,
+        accelerator: Accelerator,
+        config: Config,
+        run: RunFolder,
+        state: TrainState,
+        model_config: GPTConfig,
+        batches: TimedBatches,
     ):
-        self.accelerator, self.config, self.run = accelerator, config, run
+        self.accelerator, self.config, self.run, self.batches = accelerator, config, run, batches
         self.main = accelerator.is_main_process
         self.parameters = count_parameters(model_config)
         self.flops_per_token = flops_per_token(model_config, config.data.block_size)
         self.peak = peak_flops(accelerator.device)
         self.events, self.bar = [], None
-        self.pushing = Pushing(config.hub, run, self.say) if config.hub.push and self.main else None
+        self.pushing = Pushing(config.hub, run, logger.info) if config.hub.push and self.main else None
         self.rewind(state)
-        if accelerator.log_with:
-            self._start_trackers()
-        if self.main and sys.stderr.isatty():
+        if self.main:
+            start = describe_start(accelerator, state.step)
+            if accelerator.log_with:
+                start_trackers(accelerator, config, run, start)
+            add_start(run, start)
+        if self.main and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty():
             self.bar = tqdm(total=config.train.max_steps, initial=state.step, unit="step", dynamic_ncols=True)
         self._last_line = 0.0
-
-    def _start_trackers(self) -> None:
-        wandb_options = {"name": self.config.name, "dir": str(self.run.path)}
-        if "wandb" in self.config.tracking.trackers and "WANDB_MODE" not in os.environ:
-            import wandb
-
-            if not wandb.login(prompt=False):
-                wandb_options["mode"] = "offline"
-                self.say("wandb: no login found, so the run is kept offline; `wandb sync` sends it later")
-        flat = {f"{s}.{k}": v for s, knobs in config_to_dict(self.config).items() for k, v in knobs.items()}
-        plain = {k: ", ".join(v) if isinstance(v, list) else v for k, v in flat.items() if v is not None}
-        project = self.config.tracking.project
-        self.accelerator.init_trackers(project, config=plain, init_kwargs={"wandb": wandb_options})
-
-    def say(self, line: str) -> None:
-        """Print a line on the main process, above the bar where there is one."""
-        if not self.main:
-            return
-        if self.bar:
-            self.bar.write(line, file=sys.stdout)
-        else:
-            print(line, flush=True)
 
     def rewind(self, state: TrainState) -> None:
         """Forget the events after the state, whose steps are done again. Trackers that have got them keep them."""
@@ -90,7 +81,7 @@ class Tracking:
 
     def restart_clock(self, state: TrainState) -> None:
         """Do not count what happened since the last report (an evaluation, a checkpoint) as training time."""
-        self._clock, self._clock_tokens = time.perf_counter(), state.tokens
+        self._clock, self._clock_tokens, self._clock_waited = time.perf_counter(), state.tokens, self.batches.waited
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
         # JSON has no NaN: what is not finite is null
@@ -108,39 +99,43 @@ class Tracking:
         if self.bar:
             self.bar.update(state.step - self.bar.n)  # below 0 after going back
 
-    def train(self, state: TrainState, loss: float, learning_rate: float, grad_norm: float, skipped: int) -> None:
-        """Report the step just done, and how many steps since the last report were skipped.
+    def train(self, state: TrainState, loss: float, learning_rate: float, facts: dict[str, float]) -> None:
+        """Report the step just done, with other facts of it by their names.
 
         Call it after the loss was read from the device, so that time is real.
         """
         now = time.perf_counter()
-        rate = (state.tokens - self._clock_tokens) / max(now - self._clock, 1e-9)
+        elapsed = max(now - self._clock, 1e-9)
+        rate, waited = (state.tokens - self._clock_tokens) / elapsed, self.batches.waited - self._clock_waited
         self.restart_clock(state)
         values = {
             "train/loss": loss,
             "train/learning_rate": learning_rate,
-            "train/grad_norm": grad_norm,
             "train/tokens_per_second": round(rate, 1),
+            "train/data_wait": round(waited / elapsed, 4),
+            **facts,
         }
-        if skipped:
-            values["train/skipped_steps"] = skipped
-            self.say(f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped")
         if self.peak:
             values["train/mfu"] = round(rate * self.flops_per_token / self.peak / self.accelerator.num_processes, 4)
         self._write(state, values)
-        mfu = f", MFU {values['train/mfu']:.1%}" if self.peak else ""
+        said = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {rate:,.0f} tok/s{mfu}")
+            best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"
+            self.bar.set_postfix_str(f"loss {loss:.4f}, {said}{best}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - state.tokens) / rate
-            self.say(
-                f"step {state.step:,}/{self.config.train.max_steps:,}: train loss {loss:.4f}, "
-                f"{rate:,.0f} tokens/s{mfu}, {duration(left)} left"
-            )
+            self._say(f"{self._at(state)}: train loss {loss:.4f}, {said}, {duration(left)} left")
 
-    def evaluation(self, state: TrainState, is_best: bool, tasks: dict[str, float]) -> None:
-        """Report the state's evaluation and what `eval.tasks` gave, and draw the curves anew."""
+    def _at(self, state: TrainState) -> str:
+        return f"step {state.step:,}/{self.config.train.max_steps:,}"
+
+    def _say(self, line: str) -> None:
+        if self.main:
+            logger.info(line)
+
+    def evaluation(self, state: TrainState, is_best: bool, facts: dict[str, float]) -> None:
+        """Report the state's evaluation, with what else was measured (tasks, layers), and draw the curves anew."""
         result = state.evaluation
         self._write(
             state,
@@ -148,16 +143,16 @@ class Tracking:
                 "val/loss": result.loss,
                 "val/perplexity": result.perplexity,
                 "val/bits_per_byte": result.bits_per_byte,
-                **tasks,
+                **facts,
             },
         )
-        self.say(
-            f"step {state.step:,}/{self.config.train.max_steps:,}: validation loss {result.loss:.4f} "
-            f"(perplexity {result.perplexity:.2f}, {result.bits_per_byte:.3f} bits a byte)"
-            + (" -> best/" if is_best else "")
+        self._say(
+            f"{self._at(state)}: validation loss {result.loss:.4f} (perplexity {result.perplexity:.2f}, "
+            f"{result.bits_per_byte:.3f} bits a byte){' -> best/' if is_best else ''}"
         )
-        if shown := {name: value for name, value in tasks.items() if not name.endswith("_stderr")}:
-            self.say("  " + ", ".join(f"{name.removeprefix('task/')} {value:.4g}" for name, value in shown.items()))
+        tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
+        if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
+            self._say(f"  {', '.join(shown)}")
         self.draw()
         if self.pushing and is_best:
             self.pushing.new_model(self.run.best)
@@ -168,11 +163,11 @@ class Tracking:
             try:
                 draw_curves(self.events, self.config.name, self.run.picture)
             except Exception as error:
-                self.say(f"{self.run.picture}: cannot be drawn: {error}")
+                logger.warning(f"{self.run.picture}: cannot be drawn: {error}")
 
     def __enter__(self) -> "Tracking":
         train = self.config.train
-        self.say(
+        self._say(
             f"{self.config.name}: {self.parameters:,} parameters; {train.max_steps:,} steps of "
             f"{train.tokens_per_step:,} tokens = {train.micro_batch_size} sequences × {self.config.data.block_size} × "
             f"{self.accelerator.num_processes} processes × {self.accelerator.gradient_accumulation_steps} accumulated; "

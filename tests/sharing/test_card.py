@@ -119,8 +119,10 @@ def test_knobs_that_cannot_be_are_refused_with_the_recipe(write_recipe, knobs, p
 def test_private_parts_stay_at_home(write_recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     text = "a: /home/ada/x\nb: /home/ada\nc: /home/adam/x /mnt/home/ada/x\nd: https://me:pass@host/y http://host/z@1\n"
+    text += "e: https://host/z?v=1&X-Amz-Signature=0a1&sig=%2b&page=2 'https://host/z?access_token=a?b'\n"
     assert without_private_parts(text) == (
         "a: ~/x\nb: ~\nc: /home/adam/x /mnt/home/ada/x\nd: https://host/y http://host/z@1\n"
+        "e: https://host/z?v=1&X-Amz-Signature=...&sig=...&page=2 'https://host/z?access_token=...'\n"
     )
     config = load_config(write_recipe(data__source="/home/ada/my|text.txt"))
     card = card_of(config).text

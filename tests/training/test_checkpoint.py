@@ -42,16 +42,21 @@ def some_steps(accelerator, model, optimizer, count: int) -> None:
         optimizer.zero_grad()
 
 
-def test_what_is_loaded_goes_on_bit_for_bit(run):
+def ours(caplog) -> list[tuple[str, str]]:
+    """(level, message) of what this package said."""
+    return [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("nanogpt_hf")]
+
+
+def test_what_is_loaded_goes_on_bit_for_bit(run, caplog):
     first = training()
     some_steps(*first, 3)
     evaluation = Evaluation(loss=1.25, tokens=7, bytes_per_token=1.5)
     state = TrainState(step=3, tokens=24, seconds=1.5, evaluation=evaluation, evaluated_step=3, best_loss=1.25)
     save_checkpoint(*first, state, run, keep=2)
     second = training(seed=1)
-    said = []
-    assert load_checkpoint(*second, run, said.append) == state
-    assert said == [f"resuming from {run.checkpoint(3)}"]
+    caplog.set_level("INFO", "nanogpt_hf")
+    assert load_checkpoint(*second, run) == state
+    assert [message for _, message in ours(caplog)] == [f"resuming from {run.checkpoint(3)}"]
     for _, model, optimizer in (first, second):
         some_steps(first[0], model, optimizer, 3)
     pairs = list(zip(first[1].parameters(), second[1].parameters(), strict=True))
@@ -88,20 +93,21 @@ def spoil(path, damage: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["cut", "gone", "bit"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, damage):
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, damage, caplog):
     parts = training()
     for step in (4, 8):
         some_steps(*parts, 1)
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     spoil(run.checkpoint(8) / file, damage)
-    said = []
-    assert load_checkpoint(*parts, run, said.append).step == 4
-    assert len(said) == 2
-    assert f"{run.checkpoint(8)}: damaged checkpoint: " in said[0]
-    assert said[1] == f"resuming from {run.checkpoint(4)}"
+    caplog.set_level("INFO", "nanogpt_hf")
+    assert load_checkpoint(*parts, run).step == 4
+    (warned, first), (_, second) = ours(caplog)
+    assert f"{run.checkpoint(8)}: damaged checkpoint: " in first
+    assert warned == "WARNING"
+    assert second == f"resuming from {run.checkpoint(4)}"
     spoil(run.checkpoint(4) / file, damage)
     with pytest.raises(RunFolderError, match="no checkpoint is whole"):
-        load_checkpoint(*parts, run, said.append)
+        load_checkpoint(*parts, run)
 
 
 @pytest.mark.parametrize("step", ["save_file", "_flush", "_file_digest"])
@@ -118,13 +124,13 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, mo
     assert "\n" not in str(caught.value)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000004"]
     monkeypatch.undo()
-    assert load_checkpoint(*parts, run, print).step == 4
+    assert load_checkpoint(*parts, run).step == 4
 
 
 def test_a_checkpoint_of_another_model_is_refused(run):
     save_checkpoint(*training(), TrainState(step=4), run, keep=2)
     with pytest.raises(RunFolderError, match="is of another model"):
-        load_checkpoint(*training(n_embd=16), run, print)
+        load_checkpoint(*training(n_embd=16), run)
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(run):

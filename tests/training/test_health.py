@@ -4,13 +4,15 @@ import json
 
 import pytest
 import torch
+from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.schema import Config, set_value
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.checkpoint import TrainState
-from nanogpt_hf.training.health import Health
+from nanogpt_hf.training.health import Health, TimedBatches, memory_peak
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -63,7 +65,7 @@ def test_a_spike_goes_back_to_the_newest_checkpoint_and_past_its_data(pretrain, 
     assert status == 0
     # step 8 saw data 7 and spiked; from step 6 on a step sees what is two further
     assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
-    said = capsys.readouterr().out
+    said = capsys.readouterr().err
     assert "step 8: the loss is above 2 times its running average; going back to step 6 and past the data of 2" in said
     steps = [event["step"] for event in read_metrics(run) if "train/loss" in event]
     assert steps == list(range(1, 13))
@@ -104,8 +106,21 @@ def test_by_default_a_spike_is_only_a_spike(pretrain, data_seen):
     assert seen == list(range(12))
 
 
-def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_number(tmp_path):
-    health, state = Health(RunFolder(tmp_path / "none"), 1, 1.5), TrainState()
+@pytest.fixture
+def health(tmp_path):
+    """A Health of a run without a checkpoint, with knobs such as tracking__every=5."""
+
+    def build(**knobs) -> Health:
+        config = Config()
+        for key, value in knobs.items():
+            set_value(config, key.replace("__", "."), value)
+        return Health(Accelerator(), config, RunFolder(tmp_path / "none"))
+
+    return build
+
+
+def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_number(health):
+    health, state = health(train__rollback_ratio=1.5), TrainState()
     assert not health.spiked(state, 4.0)
     assert state.loss_average == pytest.approx(4.0)
     assert not health.spiked(state, 2.0)
@@ -115,13 +130,61 @@ def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_numbe
     assert state.loss_average == pytest.approx(3.8)
 
 
-def test_ten_bad_steps_in_a_row_name_the_checkpoint(tmp_path):
-    health = Health(RunFolder(tmp_path / "none"), 5, None)
+def test_ten_bad_steps_in_a_row_name_the_checkpoint(health):
+    health = health(tracking__every=5)
     for _ in range(4):
         health.add(torch.tensor(1.0))
     health.add(torch.tensor(float("inf")))
-    assert health.skipped() == 1
+    assert health.report(TrainState())["train/skipped_steps"] == 1
     for _ in range(9):
         health.add(torch.tensor(float("nan")))
     with pytest.raises(UserError, match="no finite gradient in the last 10 steps"):
-        health.skipped()
+        health.report(TrainState())
+
+
+@pytest.mark.parametrize(
+    ("max_norm", "norms", "share"),
+    [
+        (1.0, [2.0, 2.0, 0.5, 3.0, 0.1, 0.2], 0.25),  # of the last four, which are those since the last report
+        (1.0, [0.5, 2.0], 0.5),
+        (1.0, [float("inf"), 0.5, 0.5, 0.5], 0.0),  # which was skipped, not clipped
+        (0.0, [2.0], None),  # nothing is clipped
+    ],
+)
+def test_the_share_of_clipped_steps_is_of_those_since_the_last_report(health, max_norm, norms, share):
+    health = health(tracking__every=4, optim__max_grad_norm=max_norm)
+    for norm in norms:
+        health.add(torch.tensor(norm))
+    values = health.report(TrainState())
+    assert values.get("train/clipped_share") == share
+    assert values["train/grad_norm"] == pytest.approx(norms[-1])
+
+
+def test_the_memory_peak_only_rises_and_knows_what_was_taken():
+    cpu = torch.device("cpu")
+    before = memory_peak(cpu)
+    held = torch.ones(before // 4 + 2**24)  # as much again, and 64 MiB
+    after = memory_peak(cpu)
+    assert after >= before + 2**24
+    del held
+    assert memory_peak(cpu) == after
+
+
+def test_batches_are_timed_while_they_are_made_and_not_while_they_are_used(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr("nanogpt_hf.training.health.time.perf_counter", lambda: clock[0])
+
+    class Slow:
+        seed = 7
+
+        def at(self, step):
+            for number in range(3):
+                clock[0] += 2.0
+                yield step + number
+
+    batches = TimedBatches(Slow())
+    for number, batch in enumerate(batches.at(10)):
+        assert batch == 10 + number
+        clock[0] += 100.0
+    assert batches.waited == 6.0
+    assert batches.seed == 7

@@ -254,7 +254,7 @@ def poison(monkeypatch, steps: range) -> None:
     monkeypatch.setattr(loop, "train_step", poisoned)
 
 
-def test_a_step_without_a_finite_gradient_changes_no_weight_and_is_logged(start, monkeypatch, capsys):
+def test_a_step_without_a_finite_gradient_changes_no_weight_and_is_logged(start, monkeypatch, caplog):
     steps_taken = []
     save_checkpoint = loop.save_checkpoint
 
@@ -276,7 +276,7 @@ def test_a_step_without_a_finite_gradient_changes_no_weight_and_is_logged(start,
     assert losses[4] is None  # as JSON has it
     assert all(losses[step] < 10 for step in (1, 2, 3, 5, 6))
     assert column(run, "train/skipped_steps") == {4: 1}
-    assert "1 steps had no finite gradient and were skipped" in capsys.readouterr().out
+    assert "1 steps had no finite gradient and were skipped" in caplog.text
 
 
 def test_many_bad_steps_in_a_row_end_the_run_and_name_the_last_checkpoint(start, monkeypatch, tmp_path):
@@ -388,7 +388,7 @@ def test_tokens_per_second_count_all_steps_since_the_last_report(start, monkeypa
     assert all(rates[step] == pytest.approx(128 / 2, rel=0.2) for step in (20, 30, 40))
 
 
-def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, capsys):
+def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, caplog):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -396,7 +396,7 @@ def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, capsy
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(tmp_path / "config"))
     run = start(tracking__trackers=["wandb"])
     assert list((run.path / "wandb").glob("offline-run-*"))
-    assert capsys.readouterr().out.count("wandb: no login found") == 1
+    assert caplog.text.count("wandb: no login found") == 1
 
 
 def test_metrics_are_plain_json_lines(start):

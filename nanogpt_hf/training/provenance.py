@@ -1,0 +1,49 @@
+"""Where a run was started, with what and how: machine.json, an entry for each start."""
+
+import contextlib
+import json
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from accelerate import Accelerator
+
+from nanogpt_hf.sharing.private import without_private_parts
+from nanogpt_hf.training.machine import code_version, describe_host, versions
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.runtime import describe_device, precision_of
+
+
+def describe_start(accelerator: Accelerator, step: int) -> dict[str, Any]:
+    """This start of a run, that goes on from `step`, as the main process sees it.
+
+    Nothing of the environment is in it, and no password that a URL on the command line may hold.
+    """
+    return {
+        "step": step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_host(),
+        "processes": accelerator.num_processes,
+        "precision": precision_of(accelerator),
+        "device": describe_device(accelerator.device),
+        "versions": versions(),
+        "code": code_version(),
+        "command": without_private_parts(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
+    }
+
+
+def read_starts(run: RunFolder) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; none where machine.json is missing or is no such file."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+        return [start for start in starts if isinstance(start, dict)]
+    return []
+
+
+def add_start(run: RunFolder, start: dict[str, Any]) -> None:
+    """Add a start to machine.json, in one move."""
+    partial = run.machine.with_name(f".{run.machine.name}")
+    partial.write_text(json.dumps({"starts": [*read_starts(run), start]}, indent=2) + "\n", encoding="utf-8")
+    partial.replace(run.machine)
