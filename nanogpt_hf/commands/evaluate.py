@@ -7,12 +7,12 @@ import argparse
 import json
 import math
 import os
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.commands.sample import find_model
+from nanogpt_hf.commands.verbosity import shows_bars
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.errors import UserError
 
@@ -179,7 +179,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                 got["tasks"],
                 batch_size=arguments.batch_size,
                 limit=arguments.limit,
-                show_progress=True,
+                show_progress=shows_bars(),
             )
             for name, metrics in answers.items():
                 say(f"{folder} on task {name}" + (f", first {arguments.limit} questions" if arguments.limit else ""))
@@ -223,7 +223,7 @@ class _bar:  # noqa: N801  (used as a function)
     def __init__(self, main: bool):
         from tqdm import tqdm
 
-        self._bar = tqdm(unit="window", disable=not (main and sys.stderr.isatty()), leave=False)
+        self._bar = tqdm(unit="window", disable=not (main and shows_bars()), leave=False)
 
     def __enter__(self) -> "_bar":
         return self

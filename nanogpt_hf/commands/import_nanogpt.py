@@ -7,6 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
+from nanogpt_hf.commands.verbosity import shows_bars
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
@@ -67,14 +68,13 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
 
 def import_data(source: Path, out: Path, meta: Path | None) -> None:
     """A folder with train.bin and val.bin -> prepared data, and say how to train on it."""
-    import sys
 
     import datasets
 
     from nanogpt_hf.sharing.export import new_folder
     from nanogpt_hf.sharing.nanogpt_bins import import_bins
 
-    if not sys.stderr.isatty():
+    if not shows_bars():
         datasets.disable_progress_bars()
     with new_folder(out) as folder:
         manifest = import_bins(source, folder, meta)

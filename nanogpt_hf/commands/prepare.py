@@ -3,6 +3,7 @@
 import argparse
 import logging
 
+from nanogpt_hf.commands.verbosity import shows_bars
 from nanogpt_hf.config.load import knob_lines, load_config
 
 logger = logging.getLogger(__name__)
@@ -20,13 +21,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
 def prepare_and_say(config) -> None:
     """Prepare a recipe's data, and say what there is now."""
-    import sys
-
     import datasets
 
     from nanogpt_hf.data.prepare import load_prepared, prepare
 
-    if not (logger.isEnabledFor(logging.INFO) and sys.stderr.isatty()):
+    if not shows_bars():
         datasets.disable_progress_bars()
     manifest, anew = prepare(config)
     logger.info(f"{config.data.dir}: {'prepared' if anew else 'is prepared already'}")

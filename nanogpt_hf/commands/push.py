@@ -5,10 +5,10 @@ or HF_TOKEN. Nothing in the repository is ever deleted.
 """
 
 import argparse
-import sys
 from pathlib import Path
 
 from nanogpt_hf.commands.sample import find_model
+from nanogpt_hf.commands.verbosity import shows_bars
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
 
@@ -41,7 +41,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.sharing.hub import push
     from nanogpt_hf.training.run_folder import RunFolder
 
-    if not sys.stderr.isatty():
+    if not shows_bars():
         disable_progress_bars()
     run = RunFolder(folder.parent)
     of_run = folder in (run.best, run.final) and run.recipe.is_file()

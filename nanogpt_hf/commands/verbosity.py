@@ -36,6 +36,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def shows_bars() -> bool:
+    """Whether live bars are wanted: on a terminal, by the first process, without -q."""
+    return logging.getLogger(_OURS).isEnabledFor(logging.INFO) and sys.stderr.isatty()
+
+
 class _Console(logging.Handler):
     """Writes where sys.stdout and sys.stderr are at that moment, above a live bar. Its errors are the caller's."""
 

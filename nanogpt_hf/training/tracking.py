@@ -120,12 +120,16 @@ class Tracking:
         self._write(state, values)
         said = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"
-            self.bar.set_postfix_str(f"loss {loss:.4f}, {said}{best}")
+            self._show(state, f"loss {loss:.4f}, {said}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - state.tokens) / rate
             self._say(f"{self._at(state)}: train loss {loss:.4f}, {said}, {duration(left)} left")
+
+    def _show(self, state: TrainState, facts: str) -> None:
+        """Write them beside the bar."""
+        best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"
+        self.bar.set_postfix_str(f"{facts}{best}")
 
     def _at(self, state: TrainState) -> str:
         return f"step {state.step:,}/{self.config.train.max_steps:,}"
@@ -150,6 +154,8 @@ class Tracking:
             f"{self._at(state)}: validation loss {result.loss:.4f} (perplexity {result.perplexity:.2f}, "
             f"{result.bits_per_byte:.3f} bits a byte){' -> best/' if is_best else ''}"
         )
+        if self.bar:
+            self._show(state, f"validation loss {result.loss:.4f}")
         tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
             self._say(f"  {', '.join(shown)}")

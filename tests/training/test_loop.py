@@ -218,24 +218,6 @@ def test_what_does_not_fit_stops_before_anything_is_written(start, tmp_path, wri
     assert not (tmp_path / "never").exists()
 
 
-@pytest.mark.parametrize("tracker", ["tensorboard", "wandb"])
-def test_a_tracker_gets_what_the_metrics_hold(start, tmp_path, monkeypatch, tracker):
-    monkeypatch.chdir(tmp_path)
-    run = start(tracking__trackers=[tracker], tracking__project="tiny-project")
-    assert len(column(run, "train/loss")) == 6
-    if tracker == "tensorboard":
-        from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-        found = next(path for path in run.path.rglob("events.out.tfevents*") if path.parent.name == "tiny-project")
-        log = EventAccumulator(str(found.parent))
-        log.Reload()
-        logged = {event.step: event.value for event in log.Scalars("train/loss")}
-        assert logged == pytest.approx(column(run, "train/loss"))
-    else:
-        (offline,) = (run.path / "wandb").glob("offline-run-*")
-        assert list(offline.glob("run-*.wandb"))
-
-
 def poison(monkeypatch, steps: range) -> None:
     """Make the loss of these steps (0 is the first) not a number, in the middle of the backward pass."""
     train_step, calls = loop.train_step, itertools.count()

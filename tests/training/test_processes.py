@@ -34,6 +34,7 @@ OPTIONS = {
     "eval__tokens": "all",
     "checkpoint__every": 5,
     "checkpoint__keep": 5,
+    "tracking__layers": True,
 }
 
 
@@ -47,7 +48,8 @@ def command(machine: str, *arguments: object, machine_options: Sequence[str] = (
         config += ["--num_processes=2", "--main_process_port=0"]
     if machine.startswith(("fsdp", "hsdp", "deepspeed")):
         config += ["--mixed_precision=no", "--dynamo_backend=no"]
-    return [*launch, *config, *machine_options, str(ENTRY), "pretrain", *map(str, arguments)]
+    knobs = ["--tracking.layers=false"] if machine.startswith("deepspeed") else []  # which keeps its gradients
+    return [*launch, *config, *machine_options, str(ENTRY), "pretrain", *map(str, arguments), *knobs]
 
 
 def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_options: Sequence[str] = ()) -> RunFolder:
@@ -123,6 +125,17 @@ def trained_on(recipe):
 def test_several_processes_are_the_same_experiment_as_one(trained_on, machine):
     # with dropout: activations that are computed again must meet the same masks
     assert_same_experiment(trained_on(machine), trained_on("cpu"))
+
+
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "fsdp2_checkpointing", "hsdp"])
+def test_the_layers_of_a_shared_network_are_those_of_a_whole_one(trained_on, machine):
+    shared, whole = read_metrics(trained_on(machine)), read_metrics(trained_on("cpu"))
+    assert sum("layers/0/grad_norm" in event for event in whole) == 10
+    assert sum("layers/1/attention_logit_max" in event for event in whole) == 3
+    for ours, theirs in zip(shared, whole, strict=True):
+        assert ours.keys() == theirs.keys()
+        layers = {name: value for name, value in theirs.items() if name.startswith("layers/")}
+        assert {name: ours[name] for name in layers} == pytest.approx(layers, rel=1e-3, abs=1e-5)
 
 
 def held(run: RunFolder, rank: int) -> dict:

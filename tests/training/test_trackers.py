@@ -162,8 +162,6 @@ def test_wandb_goes_on_in_the_same_run_and_is_told_no_secret(pretrain):
     assert b"train/clipped_share" in written
     assert b"pa55word" not in written
     assert b"t0ken" not in written
-    pretrain("--overwrite", train__max_steps=2, tracking__trackers=["wandb"])
-    assert json.loads((run.trackers / "runs.json").read_text()) != kept
 
 
 def test_a_tracker_that_does_not_start_is_one_clear_line(pretrain, notebook, monkeypatch, write_recipe, capsys):
