@@ -15,6 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM
@@ -361,13 +362,23 @@ def test_a_loss_that_is_not_a_number_is_nobodys_best(start, monkeypatch):
     assert set(column(run, "val/loss").values()) == {None}
 
 
-def test_tokens_per_second_count_all_steps_since_the_last_report(start, monkeypatch):
-    clock = itertools.count()  # a second a look
-    monkeypatch.setattr(tracking.time, "perf_counter", lambda: next(clock))
+def test_tokens_per_second_and_data_wait_count_all_steps_since_the_last_report(start, monkeypatch):
+    clock, train_step, at = [0.0], loop.train_step, Batches.at
+
+    def two_seconds(*arguments, **options):
+        clock[0] += 1.5
+        return train_step(*arguments, **options)
+
+    def of_them_half_a_second(batches, step):
+        clock[0] += 0.5
+        yield from at(batches, step)
+
+    monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(loop, "train_step", two_seconds)
+    monkeypatch.setattr(Batches, "at", of_them_half_a_second)
     run = start(train__max_steps=40, tracking__every=10, eval__every=1000, checkpoint__every=1000)
-    rates = column(run, "train/tokens_per_second")
-    # the loop looks twice a step, so ten steps of 128 tokens take about 20 seconds, and not one
-    assert all(rates[step] == pytest.approx(128 / 2, rel=0.2) for step in (20, 30, 40))
+    assert column(run, "train/tokens_per_second") == dict.fromkeys((10, 20, 30, 40), 64.0)
+    assert column(run, "train/data_wait") == dict.fromkeys((10, 20, 30, 40), 0.25)
 
 
 def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, caplog):
