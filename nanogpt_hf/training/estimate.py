@@ -118,14 +118,20 @@ def estimate(
         seconds = tokens * each / (peak_flops * mfu * place.processes) if peak_flops else None
         devices.append(Device(name, room, max(fits, default=None), seconds))
 
+    # rows that only pad the vocabulary are in memory and in checkpoints, but no part of the model
+    padding = (
+        (model.config.padded_vocab_size or model.config.vocab_size) - model.config.vocab_size
+    ) * model.config.n_embd
     held, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
+    by_part = _by_part(model)
+    by_part[_PARTS[".wte."]] -= padding
     return Estimate(
         recipe=config.name,
         machine=str(place),
         vocabulary=vocabulary,
-        parameters=held,
-        trained=trained,
-        by_part=_by_part(model),
+        parameters=held - padding,
+        trained=trained - padding * model.transformer.wte.weight.requires_grad,
+        by_part=by_part,
         micro_batch_size=micro,
         block_size=block_size,
         accumulation=accumulation,
@@ -135,7 +141,7 @@ def estimate(
         mfu=mfu,
         devices=devices,
         tokens=tokens,
-        chinchilla_tokens=CHINCHILLA * held,
+        chinchilla_tokens=CHINCHILLA * (held - padding),
         epochs=tokens / manifest.train.tokens if manifest else None,
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,

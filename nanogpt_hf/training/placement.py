@@ -65,12 +65,14 @@ def read_placement(path: str) -> Placement:
         raise UserError(f"--config_file {path}: no such file; take one {_EXAMPLE}")
     try:
         asked = load_config_from_file(path)
-    except Exception as error:  # of no YAML, of unknown keys, of values that no enum has
+        if isinstance(asked, ClusterConfig):
+            return _placement(path, asked)
+    except UserError:
+        raise
+    except Exception as error:  # of no YAML, of unknown keys, of values that are none
         reason = " ".join(str(error).split())
         raise UserError(f"--config_file {path}: not an accelerate config: {reason:.300}") from None
-    if not isinstance(asked, ClusterConfig):
-        raise UserError(f"--config_file {path}: is not of a cluster or a machine; take one {_EXAMPLE}")
-    return _placement(path, asked)
+    raise UserError(f"--config_file {path}: is for no machine or cluster; take one {_EXAMPLE}")
 
 
 def _placement(path: str, asked) -> Placement:
