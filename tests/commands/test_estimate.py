@@ -133,6 +133,12 @@ def test_mistakes_are_one_line(capsys, write_recipe, options, complaint):
     assert not said.out
 
 
+def test_it_needs_no_launch(capsys, monkeypatch, write_recipe):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["estimate", str(write_recipe())]) == 2
+    assert "needs no launch" in capsys.readouterr().err
+
+
 def test_every_gpu_with_a_peak_has_a_memory():
     assert list(GPU_MEMORY) == [name for name, _ in BF16_PEAKS]
 
