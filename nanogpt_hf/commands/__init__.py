@@ -22,6 +22,7 @@ COMMANDS = {
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "push": "a model to the Hub, with its card, recipe, metrics and curve",
+    "estimate": "memory, time, tokens and disk of a run, before it starts",
     "doctor": "what is wrong with this machine or network",
 }
 

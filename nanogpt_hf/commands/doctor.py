@@ -119,6 +119,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     from nanogpt_hf.model.build import build_gpt_config, count_parameters
     from nanogpt_hf.training import diagnosis, doctor, machine
+    from nanogpt_hf.training.estimate import run_bytes
     from nanogpt_hf.training.run_folder import RunFolder
     from nanogpt_hf.training.runtime import build_accelerator
 
@@ -131,10 +132,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     report.add(diagnosis.Finding("ok", "machine", machine.describe_host()))
     places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
-        # float32 weights and AdamW's two moments a checkpoint, of which one more lies there while it is written; and
-        # the weights in best/ and final/, once more while best/ is replaced
         parameters = count_parameters(build_gpt_config(config.model, doctor.vocab_size_of(config)))
-        needed = parameters * (12 * (config.checkpoint.keep + 1) + 4 * 3)
+        needed = run_bytes(parameters, parameters, config.checkpoint.keep)
     report.add(*diagnosis.judge_places(places, needed))
     try:
         with report.together("launch"):

@@ -122,12 +122,10 @@ def how_they_open(config: Config) -> str:
 def out_of_memory(config: Config) -> str:
     """What took the memory, and what would save some."""
     from nanogpt_hf.data.manifest import read_manifest
-    from nanogpt_hf.model.build import build_gpt_config, count_parameters
     from nanogpt_hf.training.memory import out_of_memory_advice
 
     vocab_size = read_manifest(Path(config.data.dir)).vocab_size
-    autocast = os.environ.get("ACCELERATE_MIXED_PRECISION", "no") != "no"
-    return out_of_memory_advice(config, count_parameters(build_gpt_config(config.model, vocab_size)), autocast=autocast)
+    return out_of_memory_advice(config, vocab_size, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))
 
 
 def dry_run(config: Config) -> None:

@@ -110,10 +110,10 @@ def _made_to_train(model: GPTForCausalLM, config: Config, step: int) -> GPTForCa
     return model
 
 
-def outline(config: Config, base: GPTConfig) -> GPTForCausalLM:
-    """The model that a fine-tuning run begins with, without its weights, to count them."""
+def outline(config: Config, base: GPTConfig, step: int = 0) -> GPTForCausalLM:
+    """The model that a fine-tuning run has at `step`, without its weights, to count them."""
     with torch.device("meta"):
-        return _made_to_train(GPTForCausalLM(base), config, step=0)
+        return _made_to_train(GPTForCausalLM(base), config, step)
 
 
 def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | None]:

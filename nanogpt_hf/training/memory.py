@@ -14,14 +14,13 @@ from accelerate.utils import DistributedType, broadcast_object_list
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.build import build_gpt_config, outline
+from nanogpt_hf.training.footprint import Counts, kept_by_a_block
+from nanogpt_hf.training.placement import Placement
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.shards import forget_moments, scaler_state, set_scaler_state
 
-# Bytes that a block keeps for its backward pass, for each of micro_batch_size · block_size · n_embd values: 16 float32,
-# and fewer under bf16 or fp16 autocast, where the residual stream stays float32. test_memory.py counts them.
-ACTIVATION_BYTES, ACTIVATION_BYTES_AUTOCAST = 64, 40
-_CHECKPOINTED_BYTES = 4  # only the block's input
-_SHARE = 0.9  # of the memory; the rest is for fragments and for what the network keeps
+SHARE = 0.9  # of the memory; the rest is for fragments and for what the network keeps
 
 
 @contextmanager
@@ -118,9 +117,9 @@ def _of_all(accelerator: Accelerator, count: int) -> list[int]:
 def _room(accelerator: Accelerator) -> int:
     """Bytes that this process may take in all, with what it has."""
     if accelerator.device.type == "cuda":
-        return int(_SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
+        return int(SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
     sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return int(_SHARE * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
+    return int(SHARE * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
 
 
 def _forget_peak(accelerator: Accelerator) -> None:
@@ -144,20 +143,25 @@ def _peak(accelerator: Accelerator) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def out_of_memory_advice(config: Config, parameters: int, *, autocast: bool) -> str:
-    """What took the memory of a device, and about what would save some: the arithmetic of docs/scaling.md."""
-    model, block, micro = config.model, config.data.block_size, config.train.micro_batch_size
+def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
+    """What took the memory of a GPU, and about what would save some: footprint.py's arithmetic."""
+    model = outline(config, build_gpt_config(config.model, vocab_size))
+    block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
-    state = 16 * parameters / 1e9
-    each = ACTIVATION_BYTES_AUTOCAST if autocast else ACTIVATION_BYTES
-    sequence = each * model.n_layer * block * model.n_embd / 1e9
+    counts = Counts.of(model)
+    state = (4 * counts.held + 12 * counts.trained) / 1e9
+
+    def activations(sequences: int, checkpointing: bool = False) -> float:
+        place = Placement(precision=precision, checkpointing=checkpointing)
+        return sequences * block_size * counts.kept_blocks * kept_by_a_block(model, block_size, place) / 1e9
+
     smaller = (
-        f"train.micro_batch_size {micro // 2} saves {(micro - micro // 2) * sequence:.1f} GB (the step keeps its "
+        f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
     )
+    saved = activations(micro) - activations(micro, checkpointing=True)
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
-        f"about {micro * sequence:.1f} GB. {smaller if micro > 1 else ''}an accelerate config that checkpoints "
-        f"activations saves about {micro * sequence * (1 - _CHECKPOINTED_BYTES / each):.1f} GB, one that shards over N "
-        f"devices {state:.1f} × (1 - 1/N) GB"
+        f"about {activations(micro):.1f} GB. {smaller if micro > 1 else ''}an accelerate config that checkpoints "
+        f"activations saves about {saved:.1f} GB, one that shards over N devices {state:.1f} × (1 - 1/N) GB"
     )

@@ -1,0 +1,173 @@
+"""What a run will need, before it starts: memory of a device by part, time on GPUs, tokens a parameter, disk.
+
+Arithmetic on the recipe and on an accelerate config; nothing is trained and nothing is measured. docs/scaling.md says
+how far it has been checked.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
+from nanogpt_hf.errors import UserError
+
+if TYPE_CHECKING:
+    from nanogpt_hf.training.estimate import Estimate
+    from nanogpt_hf.training.placement import Placement
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/gpt2_124m.yaml")
+    parser.add_argument("--config_file", metavar="F", help="an accelerate config (default: one process, float32)")
+    parser.add_argument("--memory", metavar="SIZE", type=_bytes, help="of a device to fit into, such as 80GB or 16GiB")
+    parser.add_argument("--mfu", type=_share, default=0.4, help="share of the GPUs' peak that is reached (default 0.4)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError("estimate needs no launch: python cli.py estimate RECIPE --config_file F")
+    if arguments.json and not arguments.json.absolute().parent.is_dir():
+        raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
+    base = None
+    start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
+    if start and str(start).lower() not in ("null", "none"):
+        from nanogpt_hf.commands.finetune import finetune_config
+
+        config, base = finetune_config(arguments.recipe, overrides)
+    else:
+        config = load_config(arguments.recipe, overrides)
+    # The imports below take seconds; mistakes above and --help should not wait for them.
+    import torch
+
+    from nanogpt_hf.training.estimate import estimate
+    from nanogpt_hf.training.placement import Placement, read_placement
+
+    if arguments.config_file:
+        place = read_placement(arguments.config_file)
+    else:
+        place = Placement(on_cpu=not torch.accelerator.is_available())
+    found = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
+    for lines in (_model(found), _memory(found, place), _devices(found, place), _tokens(found), _disk(found)):
+        print(*lines, "", sep="\n")
+    if config.lora.quantize:
+        print(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
+    print("nothing was started; these are sums, and docs/scaling.md says which of them have been measured")
+    if arguments.json:
+        try:
+            arguments.json.write_text(json.dumps(_figures(found), indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json {arguments.json}: cannot be written: {error.strerror}") from None
+
+
+def _bytes(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?) ?(GB|GiB)", text)
+    if not match or not float(match[1]):
+        raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 16GiB, got {text!r}")
+    return float(match[1]) * {"GB": 1e9, "GiB": 2**30}[match[2]]
+
+
+def _share(text: str) -> float:
+    try:
+        share = float(text)
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise argparse.ArgumentTypeError(f"expected a share such as 0.4, above 0 and at most 1, got {text!r}")
+    return share
+
+
+def _figures(found: "Estimate") -> dict:
+    memory = {"peak": found.memory.peak, "fullest": found.memory.fullest}
+    figures = dataclasses.asdict(found)
+    return figures | {"memory": memory | figures["memory"]}
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = ([row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)] for row in rows)
+    return ["  " + "  ".join(cell).rstrip() for cell in cells]
+
+
+def _model(found: "Estimate") -> list[str]:
+    trains = "" if found.trained == found.parameters else f", of which {found.trained:,} train"
+    rows = [(part, f"{count:,}") for part, count in found.by_part.items()]
+    return [f"{found.recipe}: {found.parameters:,} parameters{trains}; vocabulary {found.vocabulary}", *_table(rows)]
+
+
+def _memory(found: "Estimate", place: "Placement") -> list[str]:
+    moments, memory = found.memory.moments, found.memory
+    unit, name = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
+    rows = [(name, *moments)]
+    for part in moments[memory.fullest]:
+        values = [parts[part] for parts in moments.values()]
+        if any(values):
+            rows.append((part, *(f"{value / unit:,.2f}" for value in values)))
+    rows.append(("sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in moments.values())))
+    lines = [
+        f"memory of a device: {_size(memory.peak)} at most, at {memory.fullest}",
+        f"  {found.machine}; micro-batches of {found.micro_batch_size} × {found.block_size:,} tokens"
+        + f", {found.accumulation} to a step" * (found.accumulation > 1),
+        *_table(rows),
+    ]
+    if memory.offloaded:
+        lines.append(f"  {_size(memory.offloaded)} a process lie in the machine's memory instead")
+    if place.compiles:
+        lines.append("  compiled blocks keep fewer activations than this")
+    return lines
+
+
+def _devices(found: "Estimate", place: "Placement") -> list[str]:
+    many = f"{place.processes} GPUs" if place.processes > 1 else "one GPU"
+    rows = [("", "memory", "largest micro-batch", f"time at {found.mfu:g} of the peak")]
+    for device in found.devices:
+        fits = str(device.micro_batch_size) if device.micro_batch_size else "not even 1"
+        rows.append((device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)))
+    return [
+        f"on {many}: {found.flops_per_token / 1e9:,.2f} GFLOPs a token, {found.flops:.2e} in all",
+        *_table(rows),
+        "  a micro-batch fits if it leaves a tenth of the memory for fragments and the libraries; the time is without",
+        "  evaluations, and counts all parameters as if they trained",
+    ]
+
+
+def _tokens(found: "Estimate") -> list[str]:
+    best = found.chinchilla_tokens
+    lines = [
+        f"tokens: {_amount(found.tokens)}, {found.tokens / found.parameters:,.1f} a parameter",
+        f"  about 20 make the most of a given amount of arithmetic (Chinchilla, arXiv:2203.15556): {_amount(best)};",
+        f"  this is {found.tokens / best:.2g} times as many",
+    ]
+    if found.epochs:
+        lines.append(f"  {found.epochs:,.1f} times through the prepared data")
+    return lines
+
+
+def _disk(found: "Estimate") -> list[str]:
+    data = "not known before `prepare`"
+    if found.data_bytes is not None:
+        data = _size(found.data_bytes) + (", prepared" if found.data_is_prepared else " at most, not prepared yet")
+    return [f"disk: {_size(found.run_bytes)} for the run folder at its fullest", f"  data: {data}"]
+
+
+def _size(count: float) -> str:
+    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+
+
+def _amount(count: float) -> str:
+    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} seconds"

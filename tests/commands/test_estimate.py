@@ -1,0 +1,148 @@
+"""`estimate`: what it prints is what its parts say, and what cannot be estimated is one line."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.training.estimate import GPU_MEMORY, estimate, run_bytes
+from nanogpt_hf.training.placement import Placement
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.throughput import BF16_PEAKS
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_gpt2_on_8_gpus(capsys, tmp_path):
+    figures = tmp_path / "figures.json"
+    recipe, machine = ROOT / "recipes" / "gpt2_124m.yaml", ROOT / "accelerate_configs" / "ddp.yaml"
+    options = ["--data.dir", str(tmp_path / "none"), "--config_file", str(machine), "--memory", "16GiB"]
+    assert main(["estimate", str(recipe), *options, "--mfu", "0.5", "--json", str(figures)]) == 0
+    said, found = capsys.readouterr().out, json.loads(figures.read_text())
+    assert (
+        "8 processes, DDP, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 tokens, 5 to a step" in said
+    )
+    assert "vocabulary 50,257, GPT-2's" in said
+    assert "time at 0.5 of the peak" in said
+    # the same numbers as metrics.jsonl's train/mfu is made of: 6 · (N - positions) + 12 · layers · width · tokens
+    per_token = 6 * (found["parameters"] - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert found["flops_per_token"] == per_token
+    h100 = next(device for device in found["devices"] if device["name"] == "H100")
+    assert h100["seconds"] == pytest.approx(600_000 * 491_520 * per_token / (8 * 0.5 * 989e12))
+    assert found["tokens"] / found["chinchilla_tokens"] == pytest.approx(600_000 * 491_520 / 20 / found["parameters"])
+    assert sum(found["by_part"].values()) == found["parameters"]
+    asked = found["devices"][0]
+    assert (asked["memory"], asked["seconds"]) == (16 * 2**30, None)
+    assert 60 % asked["micro_batch_size"] == 0  # 480 sequences over 8 processes
+    assert found["memory"]["peak"] == pytest.approx(
+        sum(found["memory"]["moments"][found["memory"]["fullest"]].values())
+    )
+    assert found["data_bytes"] is None
+    assert "nothing was started" in said
+    assert list(tmp_path.iterdir()) == [figures]
+
+
+def test_the_largest_micro_batch_is_the_largest_divisor_that_fits(tmp_path, write_recipe):
+    config = load_config(write_recipe(train__tokens_per_step=12 * 16))
+    peak = {}
+    for size in (1, 2, 3, 4, 6, 12):
+        config.train.micro_batch_size = size
+        peak[size] = estimate(config, Placement()).memory.peak
+    config.train.micro_batch_size = "auto"
+
+    def largest(memory):
+        return estimate(config, Placement(), memory=memory).devices[0].micro_batch_size
+
+    assert [largest(peak[size] / 0.9 * 1.0001) for size in peak] == list(peak)
+    assert largest(peak[12] / 0.9 * 0.9999) == 6
+    assert largest(peak[1] / 0.9 * 0.9999) is None
+
+
+def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
+    recipe = write_recipe(checkpoint__keep=1, model__n_embd=128, train__max_steps=2, eval__every=2)
+    run = RunFolder(tmp_path / "run")
+    config = load_config(recipe)
+    before = estimate(config, Placement())
+    assert before.vocabulary.startswith("256, assumed")
+    text = Path(config.data.source)
+    assert (before.data_is_prepared, before.data_bytes) == (False, 2 * text.stat().st_size)
+    assert main(["pretrain", str(recipe), "--run-dir", str(run.path)]) == 0
+    found = estimate(config, Placement())
+    weights = run_bytes(found.parameters, found.trained, keep=1)
+    on_disk = sum(path.stat().st_size for path in run.path.rglob("*.safetensors"))
+    # a checkpoint and a best/ that are there only while others are written: 12 + 4 of 36 bytes a parameter
+    assert on_disk == pytest.approx(weights * 20 / 36, rel=0.05)
+    prepared = sum(path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file())
+    assert (found.data_is_prepared, found.data_bytes) == (True, prepared)
+    assert found.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
+    assert found.epochs == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
+    assert "of the prepared data" in found.vocabulary
+
+
+def test_lora_has_gradients_and_moments_of_its_adapters_only(capsys, tiny_base, text_file, tmp_path):
+    recipe, figures = tmp_path / "lora.yaml", tmp_path / "figures.json"
+    recipe.write_text(f"finetune: {{model: {tiny_base}}}\ndata: {{source: {text_file}}}\nlora: {{rank: 2}}\n")
+    assert main(["estimate", str(recipe), "--json", str(figures)]) == 0
+    found = json.loads(figures.read_text())
+    adapters = 4 * 2 * (4 * (16 + 16) + 2 * (16 + 64))  # blocks, rank, (in + out) of each target
+    assert found["trained"] == found["by_part"]["adapters"] == adapters
+    moments = found["memory"]["moments"].values()
+    assert {parts["optimizer"] for parts in moments} == {8 * adapters}
+    assert {parts["weights"] for parts in moments} == {4 * found["parameters"]}
+    assert f"of which {adapters:,} train" in capsys.readouterr().out
+
+
+def test_what_thaws_is_counted(tiny_base, text_file, tmp_path):
+    def trained(*options):
+        figures = tmp_path / "figures.json"
+        knobs = ["--finetune.model", str(tiny_base), "--data.source", str(text_file), *options]
+        recipe = tmp_path / "empty.yaml"
+        recipe.write_text("")
+        assert main(["estimate", str(recipe), *knobs, "--json", str(figures)]) == 0
+        return json.loads(figures.read_text())["trained"]
+
+    frozen = trained("--finetune.freeze_layers", "3")
+    half = trained("--finetune.freeze_layers", "3", "--finetune.unfreeze_every", "300")  # of 500 steps
+    assert frozen < half < trained()
+
+
+@pytest.mark.parametrize(
+    ("options", "complaint"),
+    [
+        (["recipes/none.yaml"], "recipes/none.yaml: no such recipe"),
+        (["RECIPE", "--config_file", "none.yaml"], "--config_file none.yaml: no such file"),
+        (["RECIPE", "--memory", "much"], "expected a size such as 80GB or 16GiB, got 'much'"),
+        (["RECIPE", "--memory", "0GB"], "expected a size such as 80GB"),
+        (["RECIPE", "--mfu", "40"], "expected a share such as 0.4"),
+        (["RECIPE", "--json", "no/where/figures.json"], "there is no folder no/where"),
+        (["RECIPE", "--model.n_embd", "ten"], "--model.n_embd: expected an integer, got 'ten'"),
+        (["RECIPE", "--finetune.model", "./nowhere"], "nowhere"),
+        (["RECIPE", "--data.tokenizer", "./nowhere"], "data.tokenizer: its size is not known yet, run `prepare` first"),
+        (["RECIPE", "--config_file", "CPU_DDP", "--train.tokens_per_step", "64"], "× 2 processes = 128; nearest: 128"),
+    ],
+)
+def test_mistakes_are_one_line(capsys, write_recipe, options, complaint):
+    names = {"RECIPE": str(write_recipe()), "CPU_DDP": str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")}
+    assert main(["estimate", *(names.get(option, option) for option in options)]) == 2
+    said = capsys.readouterr()
+    assert complaint in said.err
+    assert said.err.removesuffix("1 problem; nothing was started.\n").count("\n") == 1
+    assert not said.out
+
+
+def test_it_needs_no_launch(capsys, monkeypatch, write_recipe):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["estimate", str(write_recipe())]) == 2
+    assert "needs no launch" in capsys.readouterr().err
+
+
+def test_every_gpu_with_a_peak_has_a_memory():
+    assert list(GPU_MEMORY) == [name for name, _ in BF16_PEAKS]
+
+
+def test_an_estimate_is_plain_figures(write_recipe):
+    found = estimate(load_config(write_recipe()), Placement())
+    assert json.loads(json.dumps(dataclasses.asdict(found)))["recipe"] == "tiny"
