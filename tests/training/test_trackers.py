@@ -2,6 +2,7 @@
 
 import json
 import logging
+import re
 import sys
 from datetime import datetime
 
@@ -86,12 +87,15 @@ def test_a_tracker_gets_the_recipe_the_machine_and_what_the_metrics_hold(pretrai
     assert all(isinstance(value, str | int | float | bool) for value in book.told.values())
 
 
-def test_metrics_have_the_same_names_everywhere_and_sane_values(pretrain):
-    events = read_metrics(pretrain(train__max_steps=2))
+def test_metrics_have_the_names_that_the_docs_list_and_sane_values(pretrain, root):
+    events = read_metrics(pretrain(train__max_steps=2, tracking__layers=True))
+    docs = (root / "docs" / "watching.md").read_text(encoding="utf-8")
+    for name in {name for event in events for name in event}:
+        assert f"`{re.sub(r'^layers/[^/]+', 'layers/<n>', name)}`" in docs, name
     trained = [event for event in events if "train/loss" in event]
     assert len(trained) == 2
     for event in trained:
-        assert set(event) == {
+        assert {name for name in event if not name.startswith("layers/")} == {
             "step",
             "tokens",
             "seconds",
