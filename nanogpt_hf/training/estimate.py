@@ -20,7 +20,7 @@ from nanogpt_hf.training.throughput import BF16_PEAKS, flops_per_token
 
 CHINCHILLA = 20  # tokens a parameter that make the best of a given amount of arithmetic: arXiv:2203.15556, table 3
 
-# GB (10^9 bytes) of the GPUs whose peaks throughput.py knows, from the vendors' data sheets. An A100 may have 40.
+# GB (10^9 bytes) of the GPUs whose peaks throughput.py knows, as they are sold; the largest where there are several.
 GPU_MEMORY = {
     "B200": 180,
     "H200": 141,
