@@ -96,6 +96,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
             * early
             + f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}\n"
             f"  curve    {folder.picture}\n"
+            f"  report   {folder.report}\n"
             f"  metrics  {folder.metrics}\n"
             f"next: python cli.py {chat if config.data.format == 'chat' else sample}"
         )

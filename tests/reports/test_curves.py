@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from matplotlib import image
 
-from nanogpt_hf.training.curves import draw_curves, smooth
+from nanogpt_hf.reports.curves import draw_curves
+from nanogpt_hf.reports.metrics import smooth
 
 
 def events(count: int) -> list[dict]:
