@@ -47,7 +47,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
     except UserError as error:
         missing.append(str(error).partition("\n")[0])
     try:
-        machine = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+        machine = [dict(start) for start in json.loads(run.machine.read_text(encoding="utf-8"))["starts"]]
     except (OSError, ValueError, KeyError, TypeError):
         missing.append("machine.json: not there, or not to be read (older versions wrote none)")
     if run.picture.is_file():

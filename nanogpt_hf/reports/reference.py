@@ -106,6 +106,9 @@ def experiment_of(config: Config) -> dict[str, Any]:
     """The knobs that decide the loss, a local text's place left out: it is nobody else's."""
     keys = [key for key in KNOBS if key in _DEFINING + _MOVING and key not in _NOT_THE_LOSS]
     experiment = {key: get_value(config, key) for key in keys}
+    for key in keys:
+        if key.startswith(("finetune.", "lora.")) and experiment[key] == KNOBS[key].default:
+            del experiment[key]  # most are from scratch, and the defaults of these mean that they are
     source = Path(str(config.data.source)).expanduser()
     if source.is_absolute() or source.exists():
         experiment["data.source"] = None
@@ -115,8 +118,11 @@ def experiment_of(config: Config) -> dict[str, Any]:
 def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """Knob (or `text`) -> how it differs: what makes losses incomparable, and what only moves them."""
     facts, known = text_facts(config), reference.text
-    here, there = experiment_of(config), reference.experiment
-    keys = [key for key in here if key in there and here[key] != there[key]]
+    here, there = (
+        {key: experiment.get(key, knob.default) for key, knob in KNOBS.items()}
+        for experiment in (experiment_of(config), reference.experiment)
+    )
+    keys = [key for key in KNOBS if here[key] != there[key]]
     defining = {}
     if facts and known:
         keys = [key for key in keys if key not in _TEXT]
@@ -126,7 +132,7 @@ def differences(reference: Reference, config: Config) -> tuple[dict[str, str], d
             defining["text"] = "the text is {} here, {} there".format(
                 *(" ".join(filter(None, (size, f"({v})" * bool(v)))) for size, v in zip(sizes, versions, strict=True))
             )
-    elif None in (here["data.source"], there.get("data.source")):
+    elif None in (here["data.source"], there["data.source"]):
         keys = [key for key in keys if key != "data.source"]
     said = {key: f"{key} is {_plain(here[key])} here, {_plain(there[key])} there" for key in keys}
     defining |= {key: line for key, line in said.items() if key in _DEFINING}
@@ -156,7 +162,7 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
     configs = [load_config(run.recipe) for run in runs]
     experiments = [experiment_of(config) for config in configs]
     for run, config, experiment in zip(runs, configs, experiments, strict=True):
-        different = [key for key, value in experiment.items() if value != experiments[0][key]]
+        different = [key for key in KNOBS if experiment.get(key) != experiments[0].get(key)]
         if different:
             raise UserError(f"{run.path}: differs from {runs[0].path} in {', '.join(different)}; only seeds may differ")
         last = max((event["step"] for event in read_metrics(run) if "val/loss" in event), default=0)

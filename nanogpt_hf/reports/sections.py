@@ -148,10 +148,11 @@ def machine_section(starts: list[dict[str, Any]] | None) -> str:
     names_of = ("machine", "processes", "device", "precision", "code", "command")
     rows = []
     for start in starts:
-        versions = ", ".join(f"{name} {number}" for name, number in (start.get("versions") or {}).items())
+        versions = start.get("versions")
+        versions = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else str(versions)
         facts = [(name, str(start.get(name))) for name in names_of if start.get(name) is not None]
-        rows += [["start", f"from step {start.get('step', 0):,}, {start.get('time', '')}"], *map(list, facts)]
-        rows += [["versions", versions]] if versions else []
+        rows += [["start", f"from step {start.get('step')}, {start.get('time')}"], *map(list, facts)]
+        rows.append(["versions", versions])
     rows = [[name, without_private_parts(value)] for name, value in rows]
     return table(["", ""], rows, first_number=2)
 

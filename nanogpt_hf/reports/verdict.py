@@ -81,7 +81,7 @@ def judge_curve(reference: Reference, events: list[Event]) -> Verdict:
 
 
 def judge_points(reference: Reference, events: list[Event]) -> Verdict:
-    """Against published losses, of which there is seldom more than the last one."""
+    """The best validation loss against published ones, of which there is seldom more than that of a run's end."""
     steps, losses = column(events, "val/loss")
     published = "; ".join(
         f"{point.loss:g}" + (f" at step {point.step:,}" if point.step else "") + f" ({point.what})"
@@ -89,7 +89,8 @@ def judge_points(reference: Reference, events: list[Event]) -> Verdict:
     )
     if len(steps) == 0:
         return Verdict("early", f"too early to say: no evaluation yet; published: {published}")
-    at = f"validation loss {losses[-1]:.3f} at step {int(steps[-1]):,}"
+    best = losses.argmin()
+    at = f"best validation loss {losses[best]:.3f} at step {int(steps[best]):,} of {int(steps[-1]):,}"
     passed = [
         f"below {point.loss:g} since step {int(steps[losses <= point.loss][0]):,}"
         for point in reference.points
@@ -99,7 +100,7 @@ def judge_points(reference: Reference, events: list[Event]) -> Verdict:
     if not reached:
         return Verdict("early", f"too early to say: {', '.join([at, *passed])}; published: {published}")
     goal = max(reached, key=lambda point: point.step)
-    if losses[-1] > goal.loss + goal.tolerance:
+    if losses[best] > goal.loss + goal.tolerance:
         return Verdict("above", f"above what was published: {at}; published: {published}")
     return Verdict("normal", f"normal: {', '.join([at, *passed])}; published: {published}")
 
