@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.metrics import Event, column, smooth
 from nanogpt_hf.reports.reference import Curve, Reference, differences, find_reference
 from nanogpt_hf.training.run_folder import RunFolder
@@ -191,5 +192,8 @@ def _title(figure: "Figure", axes: "Axes", title: str, beside: str) -> None:
 
 def _save(figure: "Figure", path: Path) -> None:
     partial = path.with_name(f".{path.name}")
-    figure.savefig(partial, format="png")
-    partial.replace(path)
+    try:
+        figure.savefig(partial, format="png")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

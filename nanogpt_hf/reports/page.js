@@ -2,7 +2,7 @@
 // The page's curves and samples. Its data is in the JSON beside this; whatever is text goes in as text, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
-const BOX = { left: 64, right: 930, top: 10, bottom: 385 };
+const BOX = { left: 64, right: 930, top: 10, bottom: 380 };
 
 // What the menu offers: losses together, a layer's metric with that of the other layers, and every other one by itself.
 const families = new Map([["loss", []]]);
@@ -200,7 +200,7 @@ if (samples.length > 1) {
   slider.max = samples.length - 1;
   const choose = () => {
     samples.forEach((sample, i) => { sample.hidden = i !== +slider.value; });
-    get("sample-name").textContent = samples[+slider.value].dataset.name;
+    slider.setAttribute("aria-valuetext", samples[+slider.value].dataset.name);
   };
   slider.oninput = choose;
   slider.value = samples.length - 1;

@@ -86,7 +86,7 @@ def samples_section(events: list[Event]) -> str:
         articles.append(f'<article class="sample" data-name="{escape(name)}"><h3>{escape(name)}</h3>{texts}</article>')
     return (
         "<section><h2>Samples as training went on</h2>"
-        '<p id="sample-control" hidden><label>of <span id="sample-name"></span> '
+        '<p id="sample-control" hidden><label>from the first evaluation to the last '
         '<input id="step-of-sample" type="range" min="0" value="0"></label></p>'
         f'{"".join(articles)}<p class="note">Coloured: the prompt. Drawn at temperature 0.8.</p></section>'
     )
