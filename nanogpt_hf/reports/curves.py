@@ -132,7 +132,7 @@ def _band(axes: "Axes", curve: Curve, until: float) -> None:
     axes.fill_between(curve.step, curve.low, curve.high, color="#000000", alpha=0.1, linewidth=0)
     axes.plot(curve.step, curve.mean, color="#000000", alpha=0.25, linewidth=0.8)
     axes.set_xlim(right=until * 1.02)
-    axes.plot([], [], color="#000000", alpha=0.15, linewidth=8, label="band of the reference runs")
+    axes.plot([], [], color="#000000", alpha=0.15, linewidth=8, label="validation of the reference runs, band")
     axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
@@ -157,7 +157,7 @@ def _leave_out_the_start(
     """Let the picture begin below the first losses of a long run, which would flatten all others, and say so."""
     if len(steps) <= _LONG:
         return
-    late = steps[-1] / 40
+    late = max(steps.max(), where.max(initial=0)) / 40
     kept = np.concatenate([losses[steps >= late], validation[where >= late]])
     kept = kept[np.isfinite(kept)]
     first = float(np.concatenate([losses[:1], validation[:1]]).max())

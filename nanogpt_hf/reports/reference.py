@@ -208,7 +208,7 @@ def write_reference(reference: Reference, path: Path) -> None:
     """Whole or not at all. Raises UserError where it cannot be written."""
     tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
     text = json.dumps(tree, indent=2, ensure_ascii=False)
-    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: " ".join(numbers[0].split()), text)  # a list, a line
+    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)  # a line each
     partial = path.with_name(f".{path.name}.partial")
     try:
         partial.write_text(text + "\n", encoding="utf-8")

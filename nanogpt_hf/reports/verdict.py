@@ -13,12 +13,13 @@ _NONE = (
     "no reference: none ships for a recipe like this one; `compare RUN RUN RUN --make-reference FILE` makes one of "
     "three or more seeds"
 )
-# What a loss above the band is usually due to, each with the knobs that it is about.
-_USUAL = (
-    ("the learning rate", "optim.", "too high shows in a grad norm that grows, too low in a slow fall from the start"),
-    ("the text and its tokenizer", "data.", "a few prepared tokens decoded should read like the text"),
-    ("tokens per step", "train.tokens_per_step", "fewer tokens a step learn less a step"),
-)
+# What a difference from the reference would look like.
+_SIGNS = {
+    "optim.learning_rate": "too high shows in a grad norm that grows, too low in a slow fall from the start",
+    "train.tokens_per_step": "fewer tokens a step learn less a step",
+    "train.max_steps": "the learning rate decays over other steps, so only the ends compare",
+    "eval.tokens": "the loss is measured on other tokens",
+}
 _BEYOND_THE_RECIPE = [
     "the precision: mixed_precision in the accelerate config; a run in full precision (no) tells",
     "the code and the versions: `git diff`, and the machine's part of report.html",
@@ -106,14 +107,13 @@ def judge_points(reference: Reference, events: list[Event]) -> Verdict:
 
 
 def _causes(moving: dict[str, str], events: list[Event], text_unseen: bool) -> tuple[str, ...]:
-    """What differs from the reference first, then what the run itself tells, then the usual three."""
-    found = list(moving.values())
+    """Learning rate, text and tokens per step are the usual three. Which of them it can be is known, mostly."""
+    found = [f"{line}: {_SIGNS[key]}" if key in _SIGNS else line for key, line in moving.items()]
     if text_unseen:
         found.append("the text: its prepared tokens (data.dir) are not here to be compared with the reference's")
     if skipped := sum(event.get("train/skipped_steps") or 0 for event in events):
         found.append(f"{skipped:,} steps had no finite gradient and were skipped: lower optim.learning_rate")
     if not found:
-        same = "recipe and text are the reference's, so learning rate, text and tokens per step are right; then"
+        same = "learning rate, text and tokens per step are the reference's, so look beyond the recipe:"
         return (f"{same} {_BEYOND_THE_RECIPE[0]}", *_BEYOND_THE_RECIPE[1:])
-    rest = [f"{what}: {hint}" for what, knobs, hint in _USUAL if not any(key.startswith(knobs) for key in moving)]
-    return tuple((found + rest)[:3])
+    return tuple((found + _BEYOND_THE_RECIPE)[:3])
