@@ -11,10 +11,12 @@ quickstart: .venv/installed
 	@echo "A sample from the model:"
 	@$(BIN)/python cli.py sample runs/quickstart --prompt 'The ' --max-new-tokens 300 --temperature 0.6
 	@echo
-	@echo "The model is in runs/quickstart/best, the curve is runs/quickstart/loss.png, the metrics are in"
-	@echo "runs/quickstart/metrics.jsonl. To try next:"
+	@echo "To try next:"
 	@echo "  $(BIN)/python cli.py sample runs/quickstart --prompt 'class ' --num-samples 3"
 	@echo "  $(BIN)/python cli.py pretrain recipes/quickstart.yaml --data.source YOUR_TEXT.txt --data.dir data/mine --run-dir runs/mine"
+	@echo
+	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
+	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
 # Two at a time, a file each: the tests that start processes wait for them most of the time.
 test: .venv/installed-test

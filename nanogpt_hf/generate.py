@@ -1,6 +1,7 @@
 """Writing text: tokens sampled one after another with a key-value cache, and bytes that become text as they come."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import transformers
@@ -25,12 +26,14 @@ def generate_tokens(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    to_the_end: bool = False,
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, the next token of each of `num_samples` continuations; None for one that has ended.
 
-    `temperature` 0 takes the likeliest token. Sample i draws from its own generator, seeded with `seed` + i, so it is
-    the same however many are drawn beside it. Past the model's positions the newer half of the context is read anew
-    and writing goes on from it. An empty prompt raises ValueError.
+    When all have ended it stops, unless `to_the_end`: then the model is run `max_new_tokens` times whatever it writes,
+    as processes need that hold a part of it each. `temperature` 0 takes the likeliest token. Sample i draws from its
+    own generator, seeded with `seed` + i, so it is the same however many are drawn beside it. Past the model's
+    positions the newer half of the context is read anew and writing goes on from it. An empty prompt raises ValueError.
     """
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
@@ -62,11 +65,20 @@ def generate_tokens(
         else:
             tokens = logits.argmax(-1)
         ended = [was or token in ends for was, token in zip(ended, tokens.tolist(), strict=True)]
-        if all(ended):
+        if all(ended) and not to_the_end:
             return
         yield [None if over else token for over, token in zip(ended, tokens.tolist(), strict=True)]
         fresh = tokens[:, None].to(model.device)
         context = torch.cat([context, fresh], dim=1)
+
+
+def continue_text(
+    model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase, prompt_ids: list[int], **options: Any
+) -> str:
+    """The text of one continuation; `options` are those of `generate_tokens`."""
+    text = TextStream(tokenizer)
+    steps = generate_tokens(model, prompt_ids, **options)
+    return "".join(text.add(token) for (token,) in steps if token is not None) + text.end()
 
 
 def ask(

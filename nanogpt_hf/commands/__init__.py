@@ -19,6 +19,8 @@ COMMANDS = {
     "sample": "let a model write",
     "chat": "talk to a model",
     "evaluate": "loss and perplexity on text, tasks by lm-eval",
+    "compare": "curves of runs side by side, and: is my loss normal?",
+    "report": "a run on one page: report.html",
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "push": "a model to the Hub, with its card, recipe, metrics and curve",

@@ -105,6 +105,7 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
         f"  best validation loss {best}",
         f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}",
         f"  curve    {folder.picture}",
+        f"  report   {folder.report}",
         f"  metrics  {folder.metrics}",
     ]
     if state.step < config.train.max_steps:

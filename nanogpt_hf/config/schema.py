@@ -93,6 +93,8 @@ class EvalSection:
     )
     tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
     tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
+    samples: list[str] = knob([], "texts to continue at each evaluation, kept for the report")  # noqa: RUF009
+    sample_tokens: int = knob(100, "tokens written after each of eval.samples", low=1)
 
 
 @dataclass

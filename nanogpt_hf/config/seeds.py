@@ -2,7 +2,7 @@
 
 import numpy as np
 
-_STREAMS = {name: number for number, name in enumerate(("weights", "order", "dropout", "validation"))}
+_STREAMS = {name: number for number, name in enumerate(("weights", "order", "dropout", "validation", "samples"))}
 
 
 def derive_seed(seed: int, stream: str, *counters: int) -> int:

@@ -7,11 +7,11 @@ import transformers
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.tokenizer import encode_ordinary
 from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.generate import TextStream, generate_tokens
+from nanogpt_hf.generate import continue_text
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _PROMPTS, _PROMPT_LENGTH = 3, 40  # the latter in characters
-_TEMPERATURE = 0.8
+TEMPERATURE = 0.8
 
 
 def prompts_from(stream: TokenStream | Examples, tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
@@ -52,16 +52,14 @@ def write_samples(
     model = model.to(torch.accelerator.current_accelerator() or "cpu").eval()
     written = []
     for prompt in prompts:
-        text = TextStream(tokenizer)
         ids = encode_ordinary(tokenizer, prompt)
-        steps = generate_tokens(model, ids, max_new_tokens=tokens, temperature=_TEMPERATURE, seed=seed)
-        written.append("".join(text.add(token) for (token,) in steps) + text.end())
+        written.append(continue_text(model, tokenizer, ids, max_new_tokens=tokens, temperature=TEMPERATURE, seed=seed))
     return written
 
 
 def samples_page(title: str, prompts: list[str], columns: dict[str, list[str]], seed: int) -> str:
     """samples.md: under each prompt what was written, by column, such as {"before": [...], "after": [...]}."""
-    parts = [f"# {title}", f"Seed {seed}, temperature {_TEMPERATURE}; what the model wrote is after the prompt."]
+    parts = [f"# {title}", f"Seed {seed}, temperature {TEMPERATURE}; what the model wrote is after the prompt."]
     for number, prompt in enumerate(prompts):
         lines = prompt.splitlines()
         parts.append(f"## {next((line for line in lines if line and not line.startswith('#')), lines[0])}")

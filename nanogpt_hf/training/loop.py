@@ -19,6 +19,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.errors import Stopped, UserError
+from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.sharing.trained import save_trained
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
@@ -56,7 +57,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
 
     config = settle_micro_batch(accelerator, model, config, run if resume else None, rehearse)
     batches = batches_of(accelerator, config, data, config.train.micro_batch_size)
-    tasks = TrainingTasks(config, data.tokenizer)
+    tasks, samples = TrainingTasks(config, data.tokenizer), TrainingSamples(config, data.tokenizer)
 
     # Start anew, or stand where the newest checkpoint stood.
     if resume:
@@ -109,6 +110,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                     if is_best:
                         state.best_loss, state.best_step = evaluation.loss, state.step
                         save_model(run.best)
+                    tracking.samples(state, samples.write(accelerator, model, state.step))
                     tracking.evaluation(state, is_best, tasks.run(accelerator, model) | layers.look(model))
                     done = done or state.out_of_patience(config.eval)
                 tracking.restart_clock(state)

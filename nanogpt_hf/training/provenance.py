@@ -6,21 +6,24 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
-
-from accelerate import Accelerator
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.sharing.private import without_private_parts
-from nanogpt_hf.training.machine import code_version, describe_host, versions
 from nanogpt_hf.training.run_folder import RunFolder
-from nanogpt_hf.training.runtime import describe_device, precision_of
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
 
 
-def describe_start(accelerator: Accelerator, step: int) -> dict[str, Any]:
+def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
     """This start of a run, that goes on from `step`, as the main process sees it.
 
     Nothing of the environment is in it, and no password that a URL on the command line may hold.
     """
+    # These bring torch and accelerate; `report` only reads.
+    from nanogpt_hf.training.machine import code_version, describe_host, versions
+    from nanogpt_hf.training.runtime import describe_device, precision_of
+
     return {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),

@@ -22,6 +22,7 @@ class RunFolder:
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
         self.picture = self.path / "loss.png"
+        self.report = self.path / "report.html"
         self.samples = self.path / "samples.md"
         self.machine = self.path / "machine.json"
         self.checkpoints = self.path / "checkpoints"
@@ -80,7 +81,7 @@ class RunFolder:
         try:
             for folder in (self.checkpoints, self.best, self.final, self.trackers):
                 shutil.rmtree(folder, ignore_errors=True)
-            for file in (self.metrics, self.picture, self.samples, self.machine):
+            for file in (self.metrics, self.picture, self.report, self.machine, self.samples):
                 file.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True)
             self.recipe.write_text(recipe_yaml, encoding="utf-8")

@@ -1,6 +1,5 @@
 """What a run says: metrics.jsonl, the console, accelerate's trackers, and the picture of the loss."""
 
-import contextlib
 import json
 import logging
 import math
@@ -14,8 +13,10 @@ from tqdm import tqdm
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.reports.curves import draw_run
+from nanogpt_hf.reports.metrics import read_metrics
+from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.training.checkpoint import TrainState
-from nanogpt_hf.training.curves import draw_curves
 from nanogpt_hf.training.health import TimedBatches
 from nanogpt_hf.training.provenance import add_start, describe_start
 from nanogpt_hf.training.pushing import Pushing
@@ -27,18 +28,6 @@ from nanogpt_hf.training.trackers import start_trackers
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
-
-
-def read_metrics(run: RunFolder) -> list[dict[str, Any]]:
-    """The events of metrics.jsonl. What is no event, such as a last line that a kill cut short, is left out."""
-    events = []
-    if run.metrics.exists():
-        for line in run.metrics.read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(json.JSONDecodeError):
-                event = json.loads(line)
-                if isinstance(event, dict) and isinstance(event.get("step"), int):
-                    events.append(event)
-    return events
 
 
 class Tracking:
@@ -85,15 +74,22 @@ class Tracking:
 
     def _write(self, state: TrainState, values: dict[str, float]) -> None:
         # JSON has no NaN: what is not finite is null
-        plain = {name: value if math.isfinite(value) else None for name, value in values.items()}
-        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **plain}
+        self._keep(state, {name: value if math.isfinite(value) else None for name, value in values.items()})
+        self.accelerator.log(values, step=state.step)
+        if self.pushing:
+            self.pushing.look()
+
+    def _keep(self, state: TrainState, values: dict[str, Any]) -> None:
+        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
         self.events.append(event)
         if self.main:
             with self.run.metrics.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(event) + "\n")
-        self.accelerator.log(values, step=state.step)
-        if self.pushing:
-            self.pushing.look()
+
+    def samples(self, state: TrainState, samples: list[dict[str, str]]) -> None:
+        """Keep what was written after the prompts of `eval.samples`, in metrics.jsonl only."""
+        if samples:
+            self._keep(state, {"samples": samples})
 
     def step_done(self, state: TrainState) -> None:
         if self.bar:
@@ -167,9 +163,17 @@ class Tracking:
         """Draw the curves. A picture that cannot be drawn must not end a run, nor hide why it ended."""
         if self.main:
             try:
-                draw_curves(self.events, self.config.name, self.run.picture)
+                draw_run(self.run, self.config, self.events)
             except Exception as error:
                 logger.warning(f"{self.run.picture}: cannot be drawn: {error}")
+
+    def report(self) -> None:
+        """Write report.html. As with the picture, nothing here may end a run."""
+        if self.main:
+            try:
+                write_report(self.run, self.run.report, self.events)
+            except Exception as error:
+                logger.warning(f"{self.run.report}: cannot be written: {error}")
 
     def __enter__(self) -> "Tracking":
         train = self.config.train
@@ -182,8 +186,9 @@ class Tracking:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close the bar and the trackers, and leave the picture as complete as the metrics."""
+        """Close the bar and the trackers, and leave picture and report as complete as the metrics."""
         self.draw()
+        self.report()
         if self.bar:
             self.bar.close()
         if self.pushing:

@@ -29,7 +29,7 @@ NAMES = ["embedding", "0", "1", "head"]
 
 @pytest.fixture
 def start(write_recipe, tmp_path, forget_accelerate, monkeypatch):
-    monkeypatch.setattr(tracking, "draw_curves", lambda *_: None)  # which takes most of a tiny run's time
+    monkeypatch.setattr(tracking, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
 
     def start(name: str, **overrides) -> RunFolder:
         config = load_config(write_recipe(**overrides))

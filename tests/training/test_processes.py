@@ -32,6 +32,8 @@ OPTIONS = {
     "train__micro_batch_size": 2,  # 128 tokens = 2 × 16 × processes × accumulation: 4 alone, 2 in a pair
     "eval__every": 5,
     "eval__tokens": "all",
+    "eval__samples": ["A cat "],
+    "eval__sample_tokens": 20,  # past the 16 positions of the model
     "checkpoint__every": 5,
     "checkpoint__keep": 5,
     "tracking__layers": True,
@@ -100,6 +102,7 @@ def column(run: RunFolder, name: str) -> dict[int, float]:
 def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
     for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
         assert column(run, name) == pytest.approx(column(reference, name), abs=tolerance), name
+    assert column(run, "samples") == column(reference, "samples")
     ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5

@@ -59,7 +59,7 @@ def pretrain(tmp_path, write_recipe, forget_accelerate, monkeypatch):
     """`pretrain` of the tiny recipe in a terminal where the environment and the command line hold secrets."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_TOKEN", "t0ken")
-    monkeypatch.setattr(tracking, "draw_curves", lambda *_: None)  # which takes most of a tiny run's time
+    monkeypatch.setattr(tracking, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
 
     def run(*arguments: str, **overrides) -> RunFolder:
         forget_accelerate()

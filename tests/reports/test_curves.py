@@ -1,20 +1,14 @@
 """The picture."""
 
-import numpy as np
 import pytest
 from matplotlib import image
 
-from nanogpt_hf.training.curves import draw_curves, smooth
+from nanogpt_hf.reports.curves import draw_curves
 
 
 def events(count: int) -> list[dict]:
     train = [{"step": i, "train/loss": 4 / (1 + i / 9), "train/learning_rate": 1e-3 * i} for i in range(1, count + 1)]
     return [{"step": 0, "val/loss": 4.2}, *train, {"step": count, "val/loss": 1.0}]
-
-
-def test_smoothing_keeps_a_constant_and_starts_at_the_first_value():
-    assert smooth(np.full(50, 3.0), 10) == pytest.approx(np.full(50, 3.0))
-    assert smooth(np.array([2.0, 4.0]), 10)[0] == pytest.approx(2.0)
 
 
 @pytest.mark.parametrize("count", [1, 5, 300])

@@ -1,0 +1,111 @@
+"""Put runs side by side: a table, what differs in their recipes, a picture, and whether the loss is normal.
+
+Normal is what the recipe's reference says, a band over several seeds: recipes/reference/, or --reference FILE.
+Runs may still be training.
+"""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanogpt_hf.errors import RunFolderError, UserError, did_you_mean
+
+if TYPE_CHECKING:
+    from nanogpt_hf.config.schema import Config
+    from nanogpt_hf.training.run_folder import RunFolder
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
+    parser.add_argument("--by", choices=("step", "tokens", "time"), default="step", help="x axis; default %(default)s")
+    parser.add_argument(
+        "--output", metavar="FILE", type=Path, default=Path("compare.png"), help="the picture; default %(default)s"
+    )
+    parser.add_argument("--reference", metavar="FILE", type=Path, help="a reference of your own to judge by")
+    parser.add_argument(
+        "--make-reference",
+        metavar="FILE",
+        type=Path,
+        help="write the reference of these runs, which differ in their seed only, and stop",
+    )
+
+
+def find_run(name: str) -> "RunFolder":
+    """The run folder of that name. Raises RunFolderError where there is none, with the nearest that is."""
+    from nanogpt_hf.training.run_folder import RunFolder
+
+    run = RunFolder(name)
+    if run.recipe.is_file() or run.metrics.is_file():
+        return run
+    if run.path.is_dir():
+        raise RunFolderError(f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME")
+    beside = [folder.parent for folder in (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))]
+    near = {folder.name: str(folder) for folder in beside}
+    hint = did_you_mean(run.path.name, near)
+    for short, path in near.items():
+        hint = hint.replace(f" {short}?", f" {path}?")
+    raise RunFolderError(f"{name}: no such run folder{hint}")
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    if overrides:
+        raise UserError(f"cli.py compare: --{overrides[0][0]}: runs are compared as they are; there is no knob to set")
+    folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
+    for path in filter(None, (arguments.output, arguments.make_reference)):
+        if not path.absolute().parent.is_dir():
+            raise UserError(f"{path}: there is no folder {path.parent}")
+
+    from nanogpt_hf.config.load import load_config
+    from nanogpt_hf.reports.comparison import compare_recipes, compare_runs
+    from nanogpt_hf.reports.curves import draw_comparison
+    from nanogpt_hf.reports.metrics import read_metrics
+    from nanogpt_hf.reports.reference import find_reference, make_reference, read_reference, write_reference
+    from nanogpt_hf.reports.verdict import judge
+
+    if arguments.make_reference:
+        reference = make_reference(folders, arguments.make_reference.stem)
+        write_reference(reference, arguments.make_reference)
+        curve = reference.curves["val/loss"]
+        print(f"{arguments.make_reference}: {len(folders)} seeds; at step {curve.step[-1]:,} the validation loss is")
+        print(f"{curve.mean[-1]:.4f} on average, and the band {curve.low[-1]:.4f} to {curve.high[-1]:.4f}")
+        return
+    given = arguments.reference and read_reference(arguments.reference)
+    configs, events = {}, {}
+    for name, folder in _names(folders).items():
+        configs[name], events[name] = load_config(folder.recipe), read_metrics(folder)
+        if not events[name]:
+            raise UserError(f"{folder.path}: metrics.jsonl holds no event yet; wait for the first evaluation")
+    metric = "val/loss" if _same_tokens(configs) else "val/bits_per_byte"
+    print(compare_runs(events, metric))
+    if metric != "val/loss":
+        print("\ntheir tokens differ, so they are compared by bits per byte: a loss per token would say nothing")
+    if len(folders) > 1:
+        print(f"\n{compare_recipes(configs)}")
+    references = {name: given or find_reference(config) for name, config in configs.items()}
+    print("\nis the loss normal?")
+    for name, config in configs.items():
+        verdict = judge(references[name], config, events[name])
+        print(f"  {name}: {verdict.sentence}")
+        for number, cause in enumerate(verdict.causes, 1):
+            print(f"    check {number}: {cause}")
+    by = {"time": "seconds"}.get(arguments.by, arguments.by)
+    one = next(iter(references.values())) if len({r and r.name for r in references.values()}) == 1 else None
+    if draw_comparison(events, metric, by, arguments.output, one):
+        print(f"\npicture: {arguments.output}")
+
+
+def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:
+    """Short names of runs, by which they are told apart: their folders', or the whole paths."""
+    short = [folder.path.resolve().name for folder in folders]
+    return dict(zip(short if len(set(short)) == len(short) else [str(f.path) for f in folders], folders, strict=True))
+
+
+def _same_tokens(configs: dict[str, "Config"]) -> bool:
+    """Whether all runs predict tokens of one tokenizer: characters are numbered anew for every text."""
+    from nanogpt_hf.reports.reference import text_facts
+
+    facts = [text_facts(config) for config in configs.values()]
+    if all(facts):
+        return len({fact["tokenizer_hash"] for fact in facts}) == 1
+    kinds = {(c.data.tokenizer, c.data.source if c.data.tokenizer == "char" else "") for c in configs.values()}
+    return len(kinds) == 1

@@ -1,0 +1,217 @@
+"""Reference curves: what a recipe's loss was over several seeds, or what was published of it, as JSON.
+
+Those of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE` makes one of any runs.
+"""
+
+import dataclasses
+import json
+import re
+from dataclasses import dataclass, field
+from datetime import date
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import nanogpt_hf
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.reports.metrics import column, read_metrics
+from nanogpt_hf.training.run_folder import RunFolder
+
+SHIPPED = Path(nanogpt_hf.__file__).parents[1] / "recipes" / "reference"
+BAND = (
+    "99 % prediction interval of one more seed: mean ± t(0.995, n − 1) · s · sqrt(1 + 1/n), where n is the number of "
+    "seeds and s² the mean of their variances at a step and the steps before and after it"
+)
+_T995 = {2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}  # Student's t by n - 1
+_WINDOWS = 40  # over which training losses are averaged
+
+# Where one of these differs, two losses are not of the same thing. What the text is the prepared tokens tell better.
+_TEXT = ("data.source", "data.config", "data.split", "data.validation_split", "data.revision", "data.text_column")
+_TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer")
+_OF_THE_MODEL = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
+_DEFINING = (*(f"model.{name}" for name in _OF_THE_MODEL), "data.format", "data.block_size", "data.packing")
+_DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora."))) + _TEXT
+# Where one of these does, the losses may be compared, and it is what to look at first if they differ.
+_MOVING = ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
+_MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
+_MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
+_NOT_THE_LOSS = ("finetune.prompts", "finetune.sample_tokens", "lora.merge")
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The mean of a loss at some steps, and the band around it (`BAND`)."""
+
+    step: list[int]
+    mean: list[float]
+    low: list[float]
+    high: list[float]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A published loss, and where it was published."""
+
+    loss: float
+    what: str
+    source: str
+    step: int | None = None  # of training; none where the model was made elsewhere
+    tolerance: float = 0.0  # how far a loss may be above it and still be called that
+
+
+@dataclass(frozen=True)
+class Reference:
+    name: str  # of the recipe
+    experiment: dict[str, Any]  # the knobs that decide the loss
+    text: dict[str, Any] | None = None  # what the tokens were; see `text_facts`
+    seeds: list[int] = field(default_factory=list)
+    made: dict[str, str] = field(default_factory=dict)  # date and versions
+    band: str = ""
+    curves: dict[str, Curve] = field(default_factory=dict)  # val/loss, train/loss
+    points: list[Point] = field(default_factory=list)
+
+
+def read_reference(path: Path) -> Reference:
+    """Raises UserError where `path` is not there or no reference."""
+    try:
+        tree = json.loads(path.read_text(encoding="utf-8"))
+        tree["curves"] = {name: Curve(**curve) for name, curve in tree.get("curves", {}).items()}
+        tree["points"] = [Point(**point) for point in tree.get("points", [])]
+        return Reference(**tree)
+    except FileNotFoundError:
+        raise UserError(f"{path}: there is no such reference") from None
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: not a reference curve: {error}") from None
+
+
+def text_facts(config: Config) -> dict[str, Any] | None:
+    """What the prepared tokens of a recipe are, None where they are not on this machine."""
+    from nanogpt_hf.data.manifest import read_manifest  # brings datasets, which takes a while
+
+    manifest = read_manifest(Path(config.data.dir))
+    return manifest and {
+        "revision": manifest.revision,
+        "tokenizer_hash": manifest.tokenizer_hash,
+        "vocab_size": manifest.vocab_size,
+        "train_tokens": manifest.train.tokens,
+        "validation_tokens": manifest.validation.tokens,
+    }
+
+
+def experiment_of(config: Config) -> dict[str, Any]:
+    """The knobs that decide the loss, a local text's place left out: it is nobody else's."""
+    keys = [key for key in KNOBS if key in _DEFINING + _MOVING and key not in _NOT_THE_LOSS]
+    experiment = {key: get_value(config, key) for key in keys}
+    for key in keys:
+        if key.startswith(("finetune.", "lora.")) and experiment[key] == KNOBS[key].default:
+            del experiment[key]  # most are from scratch, and the defaults of these mean that they are
+    source = Path(str(config.data.source)).expanduser()
+    if source.is_absolute() or source.exists():
+        experiment["data.source"] = None
+    return experiment
+
+
+def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
+    """Knob (or `text`) -> how it differs: what makes losses incomparable, and what only moves them."""
+    facts, known = text_facts(config), reference.text
+    here, there = (
+        {key: experiment.get(key, knob.default) for key, knob in KNOBS.items()}
+        for experiment in (experiment_of(config), reference.experiment)
+    )
+    keys = [key for key in KNOBS if here[key] != there[key]]
+    defining = {}
+    if facts and known:
+        keys = [key for key in keys if key not in _TEXT]
+        if any(facts[name] != known[name] for name in known if name != "revision"):
+            sizes = (f"{f['train_tokens']:,} + {f['validation_tokens']:,} tokens" for f in (facts, known))
+            versions = ["", ""] if facts["revision"] == known["revision"] else [facts["revision"], known["revision"]]
+            defining["text"] = "the text is {} here, {} there".format(
+                *(" ".join(filter(None, (size, f"({v})" * bool(v)))) for size, v in zip(sizes, versions, strict=True))
+            )
+    elif None in (here["data.source"], there["data.source"]):
+        keys = [key for key in keys if key != "data.source"]
+    said = {key: f"{key} is {_plain(here[key])} here, {_plain(there[key])} there" for key in keys}
+    defining |= {key: line for key, line in said.items() if key in _DEFINING}
+    return defining, {key: said[key] for key in _MOVING if key in said}
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
+    """The reference in `folder` that is of this experiment, else of one that differs in a knob or two, else None."""
+    ranked = []
+    for path in sorted(folder.glob("*.json")):
+        reference = read_reference(path)
+        defining, moving = differences(reference, config)
+        ranked.append((len(defining), len(moving), reference.name, reference))
+    nearest = min(ranked, key=lambda row: row[:3], default=None)
+    return nearest[3] if nearest and nearest[0] <= 2 else None
+
+
+def make_reference(runs: list[RunFolder], name: str) -> Reference:
+    """The reference of finished runs that differ in their seed only.
+
+    Raises UserError where they are fewer than three, not finished, or differ in more.
+    """
+    configs = [load_config(run.recipe) for run in runs]
+    experiments = [experiment_of(config) for config in configs]
+    for run, config, experiment in zip(runs, configs, experiments, strict=True):
+        different = [key for key in KNOBS if experiment.get(key) != experiments[0].get(key)]
+        if different:
+            raise UserError(f"{run.path}: differs from {runs[0].path} in {', '.join(different)}; only seeds may differ")
+        last = max((event["step"] for event in read_metrics(run) if "val/loss" in event), default=0)
+        if last != config.train.max_steps:
+            raise UserError(f"{run.path}: is not finished: evaluated at step {last:,} of {config.train.max_steps:,}")
+    seeds = [config.train.seed for config in configs]
+    if len(set(seeds)) < max(3, len(seeds)):
+        raise UserError(f"a reference takes at least three runs, each with a seed of its own; these have {seeds}")
+    curves = {}
+    for metric, rows in (
+        ("val/loss", [column(read_metrics(run), "val/loss") for run in runs]),
+        ("train/loss", [window_means(run, configs[0].train.max_steps) for run in runs]),
+    ):
+        if any(not np.array_equal(steps, rows[0][0]) for steps, _ in rows):
+            raise UserError(f"{metric}: the runs report it at different steps, or one was not finite")
+        curves[metric] = band_of(rows[0][0], np.array([values for _, values in rows]))
+    made = {"date": date.today().isoformat()}
+    made |= {package: version(package) for package in ("nanogpt_hf", "torch", "transformers", "accelerate")}
+    return Reference(name, experiments[0], text_facts(configs[0]), seeds, made, BAND, curves)
+
+
+def window_means(run: RunFolder, max_steps: int) -> tuple[np.ndarray, np.ndarray]:
+    """Training losses averaged over `_WINDOWS` stretches of the run, each placed at its last step."""
+    steps, losses = column(read_metrics(run), "train/loss")
+    ends = np.unique(np.linspace(0, max_steps, _WINDOWS + 1).round())[1:]
+    window = np.searchsorted(ends, steps)
+    filled = [i for i in range(len(ends)) if (window == i).any()]
+    return ends[filled], np.array([losses[window == i].mean() for i in filled])
+
+
+def band_of(steps: np.ndarray, losses: np.ndarray) -> Curve:
+    """The mean over seeds and the interval that `BAND` defines, of `losses` (seeds, steps)."""
+    n = len(losses)
+    variances = np.pad(losses.var(axis=0, ddof=1), 1, mode="edge")
+    deviation = np.sqrt((variances[:-2] + variances[1:-1] + variances[2:]) / 3)
+    reach = _T995[min(n - 1, max(_T995))] * deviation * np.sqrt(1 + 1 / n)
+    mean = losses.mean(axis=0)
+    columns = ([round(float(value), 4) for value in values] for values in (mean, mean - reach, mean + reach))
+    return Curve([int(step) for step in steps], *columns)
+
+
+def write_reference(reference: Reference, path: Path) -> None:
+    """Whole or not at all. Raises UserError where it cannot be written."""
+    tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
+    text = json.dumps(tree, indent=2, ensure_ascii=False)
+    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)  # a line each
+    partial = path.with_name(f".{path.name}.partial")
+    try:
+        partial.write_text(text + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

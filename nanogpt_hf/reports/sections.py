@@ -1,0 +1,170 @@
+"""The parts of report.html. All of what comes from a run is escaped here."""
+
+from datetime import datetime
+from html import escape
+from typing import Any
+
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.reports.metrics import Event, column, is_number, names
+from nanogpt_hf.reports.verdict import Verdict
+from nanogpt_hf.sharing.private import without_private_parts
+from nanogpt_hf.training.run_folder import RunFolder
+
+
+def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> str:
+    step = max((event["step"] for event in events), default=0)
+    if run.final.is_dir():
+        state = f"done: {step:,} steps"
+    else:
+        state = f"step {step:,}" + (f" of {config.train.max_steps:,}" if config else "") + ", not finished"
+        if run.metrics.is_file():
+            written = datetime.fromtimestamp(run.metrics.stat().st_mtime).astimezone()
+            state += f", last heard of at {written.isoformat(' ', 'minutes')}"
+    if config is None:
+        return state
+    model, data = config.model, config.data
+    shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {data.block_size:,} tokens of context"
+    start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
+    text = f"{start} on {data.source} by {data.tokenizer}, {config.train.tokens_per_step:,} tokens a step"
+    return without_private_parts(f"{state}. {shape}; {text}")
+
+
+def verdict_section(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    causes = "".join(f"<li>{escape(cause)}</li>" for cause in verdict.causes)
+    check = f"<p>Check first:</p><ol>{causes}</ol>" if causes else ""
+    sentence = escape(without_private_parts(verdict.sentence[:1].upper() + verdict.sentence[1:]))
+    return f'<section class="verdict {verdict.kind}"><p>{sentence}.</p>{check}</section>'
+
+
+def figures_section(events: list[Event]) -> str:
+    tiles = []
+    evaluated = [event for event in events if is_number(event.get("val/loss"))]
+    if evaluated:
+        best = min(evaluated, key=lambda event: event["val/loss"])
+        tiles.append(("best validation loss", f"{best['val/loss']:.4f}", f"nats a token, at step {best['step']:,}"))
+        for metric, title, digits in (("val/perplexity", "perplexity", 2), ("val/bits_per_byte", "bits per byte", 3)):
+            if is_number(best.get(metric)):
+                tiles.append((title, f"{best[metric]:.{digits}f}", "at that step"))
+    if events:
+        tiles.append(("tokens seen", f"{events[-1].get('tokens', 0):,}", ""))
+        tiles.append(("time", duration(events[-1].get("seconds", 0)), "training and evaluation"))
+    _, rates = column(events, "train/tokens_per_second")
+    if len(rates):
+        tiles.append(("tokens per second", f"{sorted(rates)[len(rates) // 2]:,.0f}", "median of the reports"))
+    return "".join(
+        f"<div><dt>{title}</dt><dd>{escape(value)}<small>{escape(beneath)}</small></dd></div>"
+        for title, value, beneath in tiles
+    )
+
+
+def duration(seconds: float) -> str:
+    """3725 -> 1 h 2 min"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def samples_section(events: list[Event]) -> str:
+    kept = [event for event in events if isinstance(event.get("samples"), list)]
+    if not kept:
+        return ""
+    losses = {event["step"]: event["val/loss"] for event in events if is_number(event.get("val/loss"))}
+    articles = []
+    for event in kept:
+        name = f"step {event['step']:,}"
+        if event["step"] in losses:
+            name += f", validation loss {losses[event['step']]:.3f}"
+        texts = "".join(
+            f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre>"
+            for sample in event["samples"]
+        )
+        articles.append(f'<article class="sample" data-name="{escape(name)}"><h3>{escape(name)}</h3>{texts}</article>')
+    return (
+        "<section><h2>Samples as training went on</h2>"
+        '<p id="sample-control" hidden><label>from the first evaluation to the last '
+        '<input id="step-of-sample" type="range" min="0" value="0"></label></p>'
+        f'{"".join(articles)}<p class="note">Coloured: the prompt. Drawn at temperature 0.8.</p></section>'
+    )
+
+
+def table(head: list[str], rows: list[list[str]], classes: list[str] | None = None, first_number: int = 0) -> str:
+    """A table; columns from `first_number` on are numbers. Cells are escaped here."""
+
+    def cells(kind: str, row: list[str]) -> str:
+        return "".join(
+            f"<{kind}{' class=number' if i >= first_number else ''}>{escape(cell)}</{kind}>"
+            for i, cell in enumerate(row)
+        )
+
+    body = "".join(
+        f'<tr class="{name}">{cells("td", row)}</tr>'
+        for row, name in zip(rows, classes or [""] * len(rows), strict=True)
+    )
+    return (
+        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody>'
+        "</table></div>"
+    )
+
+
+def evaluations_section(events: list[Event]) -> str:
+    evaluated = [event for event in events if "val/loss" in event]
+    if not evaluated:
+        return "<p>None yet.</p>"
+    shown = [name for name in names(evaluated) if not name.endswith("_stderr")]
+    best = min((e["val/loss"] for e in evaluated if is_number(e["val/loss"])), default=None)
+    rows = [
+        [f"{event['step']:,}", f"{event.get('tokens', 0):,}", duration(event.get("seconds", 0))]
+        + [f"{event[name]:.4f}" if is_number(event.get(name)) else "–" for name in shown]
+        for event in evaluated
+    ]
+    classes = ["best" if event["val/loss"] == best else "" for event in evaluated]
+    return table(["step", "tokens", "time", *shown], rows, classes)
+
+
+def recipe_section(config: Config | None) -> str:
+    if config is None:
+        return "<p>recipe.yaml could not be read.</p>"
+    rows = [
+        [key, without_private_parts(str(get_value(config, key))), str(knob.default), knob.meaning]
+        for key, knob in KNOBS.items()
+        if get_value(config, key) != knob.default
+    ]
+    whole = escape(without_private_parts(config_to_yaml(config)))
+    return (
+        "<p>What differs from the defaults:</p>"
+        + table(["knob", "here", "default", "meaning"], rows, first_number=len(KNOBS))
+        + f"<details><summary>All of it</summary><pre>{whole}</pre></details>"
+    )
+
+
+def machine_section(starts: list[dict[str, Any]] | None) -> str:
+    if not starts:
+        return "<p>Not recorded: this run folder has no machine.json.</p>"
+    names_of = ("machine", "processes", "device", "precision", "code", "command")
+    rows = []
+    for start in starts:
+        versions = start.get("versions")
+        versions = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else str(versions)
+        facts = [(name, str(start.get(name))) for name in names_of if start.get(name) is not None]
+        rows += [["start", f"from step {start.get('step')}, {start.get('time')}"], *map(list, facts)]
+        rows.append(["versions", versions])
+    rows = [[name, without_private_parts(value)] for name, value in rows]
+    return table(["", ""], rows, first_number=2)
+
+
+def loading_section(run: RunFolder, config: Config | None) -> str:
+    path, best = (without_private_parts(str(folder)) for folder in (run.path, run.best))
+    if not run.best.is_dir():
+        return "<p>There is no model yet: the first is written at the first evaluation after step 0.</p>"
+    adapter = config is not None and config.lora.rank is not None and not config.lora.merge
+    package, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+    code = (
+        f"from {package} import {loader}\nfrom transformers import AutoTokenizer\n\n"
+        f"model = {loader}.from_pretrained({best!r})\ntokenizer = AutoTokenizer.from_pretrained({best!r})"
+    )
+    return f"<pre>{escape(code)}</pre><p>or <code>python cli.py sample {escape(path)}</code></p>"

@@ -1,0 +1,73 @@
+"""The report of a run: made by training, and again on request."""
+
+import shutil
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.training import tracking
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, make_recipe):
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = make_recipe(folder / "tiny.yaml", eval__samples=["A cat "], eval__sample_tokens=5)
+    assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+def test_a_run_ends_with_its_report_and_says_where_it_is(write_recipe, tmp_path, capsys):
+    assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
+    assert f"  report   {tmp_path / 'run' / 'report.html'}\n" in capsys.readouterr().out
+    text = (tmp_path / "run" / "report.html").read_text()
+    assert "done: 6 steps" in text
+    assert "data:image/png;base64," in text
+
+
+def test_on_request_it_is_written_anew_there_or_elsewhere(trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    (run / "report.html").unlink()
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"{run / 'report.html'}\n"
+    assert "Samples as training went on" in (run / "report.html").read_text()
+    assert main(["report", str(run), "--output", str(tmp_path / "other.html")]) == 0
+    assert (tmp_path / "other.html").stat().st_size > 10_000
+
+
+def test_a_run_in_progress_and_one_that_lost_its_files(trained, tmp_path, capsys):
+    run = shutil.copytree(trained, tmp_path / "run")
+    for name in ("best", "final", "checkpoints"):
+        shutil.rmtree(run / name)
+    lines = (run / "metrics.jsonl").read_text().splitlines()
+    (run / "metrics.jsonl").write_text("\n".join(lines[:5]) + '\n{"step": 4, "tra')
+    assert main(["report", str(run)]) == 0
+    assert "of 6, not finished" in (run / "report.html").read_text()
+    (run / "recipe.yaml").write_text("model: {n_layer: many}\n")
+    (run / "loss.png").unlink()
+    assert main(["report", str(run)]) == 0
+    assert "n_layer: expected an integer" in (run / "report.html").read_text()
+
+
+def test_a_report_that_cannot_be_written_ends_no_run(write_recipe, tmp_path, capsys, monkeypatch):
+    def fail(*arguments):
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr(tracking, "write_report", fail)
+    assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
+    assert "report.html: cannot be written: the disk is full" in capsys.readouterr().out
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+
+
+def test_mistakes_are_one_line_each(trained, tmp_path, capsys):
+    (tmp_path / "empty").mkdir()
+    for arguments, said in (
+        ([str(tmp_path / "empty")], "holds no run"),
+        ([str(trained.parent / "runn")], f"no such run folder; did you mean {trained}?"),
+        ([str(trained), "--train.max_steps", "3"], "a report has no recipe"),
+        ([str(trained), "--output", str(tmp_path / "no" / "x.html")], "cannot be written"),
+        ([], "the following arguments are required: RUN"),
+    ):
+        assert main(["report", *arguments]) == 2
+        err = capsys.readouterr().err
+        assert said in err
+        assert err.count("\n") == 1

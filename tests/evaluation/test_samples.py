@@ -1,0 +1,107 @@
+"""What a model writes as it learns: kept at each evaluation, the same again, and no disturbance of training."""
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.tokenizer import load_tokenizer
+from nanogpt_hf.evaluation.samples import TrainingSamples
+from nanogpt_hf.generate import generate_tokens
+from nanogpt_hf.model.build import load_model
+from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.tracking import read_metrics
+
+PROMPTS = ["A cat ", "The"]
+
+
+def samples(run: RunFolder) -> dict[int, list[dict[str, str]]]:
+    kept = [(event["step"], event["samples"]) for event in read_metrics(run) if "samples" in event]
+    assert kept
+    assert len(dict(kept)) == len(kept)
+    return dict(kept)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory, make_recipe):
+    """A run with samples, and the same without. Twelve tokens do not fit the model's 16 positions beside a prompt."""
+    folder = tmp_path_factory.mktemp("samples")
+    recipe = make_recipe(
+        folder / "tiny.yaml", model__dropout=0.1, eval__samples=PROMPTS, eval__sample_tokens=12, train__max_steps=9
+    )
+    for name, options in (("with", []), ("without", ["--eval.samples", "[]"])):
+        assert main(["pretrain", str(recipe), "--run-dir", str(folder / name), *options]) == 0
+    return RunFolder(folder / "with"), RunFolder(folder / "without"), recipe
+
+
+def test_every_evaluation_keeps_what_was_written(runs):
+    kept = samples(runs[0])
+    assert list(kept) == [0, 3, 6, 9]
+    for written in kept.values():
+        assert [sample["prompt"] for sample in written] == PROMPTS
+        assert all(len(sample["text"]) == 12 for sample in written)
+    assert len({sample["text"] for written in kept.values() for sample in written}) == 8
+    assert not [event for event in read_metrics(runs[1]) if "samples" in event]
+
+
+def test_training_is_the_same_bit_for_bit(runs):
+    first, second = (load_file(run.final / "model.safetensors") for run in runs[:2])
+    assert len(first) > 10
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    losses = [[event["val/loss"] for event in read_metrics(run) if "val/loss" in event] for run in runs[:2]]
+    assert losses[0] == losses[1]
+
+
+def test_they_depend_on_the_model_the_seed_and_the_step_only(runs):
+    run, _, recipe = runs
+    config, model, tokenizer = load_config(recipe), load_model(str(run.final)), load_tokenizer(run.final)
+    torch.manual_seed(7)
+    before = torch.get_rng_state()
+    writer, accelerator = TrainingSamples(config, tokenizer), Accelerator(cpu=True)
+    model.train()
+    assert writer.write(accelerator, model, 9) == samples(run)[9]
+    assert writer.write(accelerator, model, 9) == samples(run)[9]
+    assert writer.write(accelerator, model, 10) != samples(run)[9]
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), before)
+    config.train.seed = 5
+    assert TrainingSamples(config, tokenizer).write(accelerator, model, 9) != samples(run)[9]
+
+
+def test_a_rewound_run_forgets_and_writes_them_again(runs, tmp_path):
+    recipe = runs[2]
+    folder = RunFolder(tmp_path / "stopped")
+    arguments = ["pretrain", str(recipe), "--run-dir", str(folder.path), "--optim.schedule", "constant"]
+    assert main([*arguments, "--train.max_steps", "6"]) == 0
+    first = samples(folder)
+    with folder.metrics.open("a") as file:
+        file.write('{"step": 9, "tokens": 1, "seconds": 1, "samples": [{"prompt": "x", "text": "of a step undone"}]}\n')
+    assert main([*arguments, "--train.max_steps", "9", "--resume"]) == 0
+    again = samples(folder)
+    assert list(again) == [0, 3, 6, 9]
+    assert {step: again[step] for step in first} == first
+    assert again[9][0]["prompt"] == PROMPTS[0]
+
+
+def test_an_end_of_text_ends_what_is_kept_but_not_the_work(letter_model):
+    model, calls = load_model(str(letter_model)).eval(), []
+    model.config.eos_token_id = list(range(11))  # whatever it writes ends it
+    model.register_forward_hook(lambda *_: calls.append(1))
+    steps = list(generate_tokens(model, [1, 2], max_new_tokens=5, to_the_end=True))
+    assert steps == [[None]] * 5
+    assert len(calls) == 5
+    assert list(generate_tokens(model, [1, 2], max_new_tokens=5)) == []
+
+
+@pytest.mark.parametrize(
+    ("prompt", "said"), [("", "must not be empty"), ("é", "eval.samples: 'é': the tokenizer knows")]
+)
+def test_a_prompt_that_cannot_be_read_stops_the_run_before_it_begins(write_recipe, tmp_path, capsys, prompt, said):
+    recipe = write_recipe(eval__samples=["cat", prompt] if prompt else [""])
+    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert said in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()

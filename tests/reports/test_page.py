@@ -1,0 +1,136 @@
+"""report.html as text: what is in it, for whole runs, broken ones and those under way; nothing of a run is HTML."""
+
+import json
+import re
+from html.parser import HTMLParser
+
+import pytest
+
+from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.reports import page
+from nanogpt_hf.reports.metrics import read_metrics
+from nanogpt_hf.reports.page import render, write_report
+from nanogpt_hf.training.run_folder import RunFolder
+
+EVENTS = [
+    {"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0, "val/perplexity": 54.6, "val/bits_per_byte": 5.77},
+    {"step": 0, "tokens": 0, "seconds": 0.0, "samples": [{"prompt": "The ", "text": "xq<z"}]},
+    {"step": 1, "tokens": 128, "seconds": 1.0, "train/loss": 3.9, "train/tokens_per_second": 128.0},
+    {"step": 2, "tokens": 256, "seconds": 2.0, "train/loss": None, "train/tokens_per_second": 130.0},
+    {"step": 3, "tokens": 384, "seconds": 3700.0, "val/loss": 3.5, "val/perplexity": 33.1, "val/bits_per_byte": 5.05},
+    {"step": 3, "tokens": 384, "seconds": 3700.0, "samples": [{"prompt": "The ", "text": "cat"}]},
+]
+
+
+@pytest.fixture
+def folder(tmp_path, write_recipe):
+    """A run folder that looks as training left it, without a model."""
+    run = RunFolder(tmp_path / "runs" / "mine")
+    run.path.mkdir(parents=True)
+    run.recipe.write_text(config_to_yaml(load_config(write_recipe(optim__beta2=0.97))))
+    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in EVENTS))
+    start = {"step": 0, "time": "2026-11-21T10:00:00+00:00", "machine": "1 × CPU, fp32", "processes": 1}
+    start |= {"versions": {"torch": "2.13.0"}, "command": "cli.py pretrain https://me:secret@host/x.yaml"}
+    run.machine.write_text(json.dumps({"starts": [start, start | {"step": 2, "machine": "8 × H200"}]}))
+    return run
+
+
+class Parsed(HTMLParser):
+    """Tags in their order, the text of each cell of a table, and what lies in the data script."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tags, self.cells, self.text, self.data, self._in = [], [], "", None, ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        self._in = "data" if ("id", "data") in attributes else tag
+
+    def handle_data(self, text):
+        if self._in == "data":
+            self.data, self._in = json.loads(text), ""
+        elif self._in in ("td", "th"):
+            self.cells.append(text)
+        if self._in not in ("script", "style"):
+            self.text += text
+
+
+def test_the_page_of_a_run(folder):
+    write_report(folder, folder.report)
+    parsed = Parsed(folder.report.read_text())
+    assert "step 3 of 6, not finished" in parsed.text
+    assert "2 layers, 2 heads, 16 wide" in parsed.text
+    for shown in ("3.5000", "33.10", "5.050", "384", "1 h 1 min", "optim.beta2", "0.97", "8 × H200", "from step 2"):
+        assert shown in parsed.text
+    assert "secret" not in folder.report.read_text()
+    assert "https://host/x.yaml" in parsed.text
+    assert parsed.text.count("xq<z") == 1
+    assert [dict(a).get("class") for tag, a in parsed.tags if tag == "tr" and a.get("class") == "best"] == ["best"]
+    train, validation = parsed.data["groups"]
+    assert train["step"] == [1, 2]
+    assert train["metrics"]["train/loss"] == [3.9, None]
+    assert validation["tokens"] == [0, 384]
+    assert validation["metrics"]["val/loss"] == [4.0, 3.5]
+    assert [path.name for path in folder.path.iterdir() if "partial" in path.name] == []
+
+
+def test_it_loads_nothing_and_lets_no_other_script_run(folder):
+    text = render(folder, read_metrics(folder))
+    parsed = Parsed(text)
+    policy = next(a["content"] for tag, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
+    assert policy.startswith("default-src 'none'")
+    assert "unsafe" not in policy
+    assert not [a for tag, a in parsed.tags if {"src", "href"} & a.keys() and not a.get("src", "").startswith("data:")]
+    assert not [a for tag, a in parsed.tags if any(name.startswith("on") or name == "style" for name in a)]
+    assert [tag for tag, _ in parsed.tags].count("script") == 2  # the data, and page.js
+    assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.replace("https://host/x.yaml", ""))
+
+
+def test_a_broken_run_and_one_that_has_just_begun_say_what_is_missing(folder):
+    folder.machine.unlink()
+    folder.recipe.unlink()
+    text = Parsed(render(folder, read_metrics(folder))).text
+    assert "recipe.yaml: no such recipe" in text
+    assert "machine.json: not there" in text
+    assert "this run folder has no machine.json" in text
+    assert "step 3, not finished" in text
+    folder.metrics.write_text("")
+    text = Parsed(render(folder, [])).text
+    assert "metrics.jsonl: no event yet" in text
+    assert "None yet." in text
+
+
+@pytest.mark.parametrize("damaged", ["", "[]", '{"starts": 3}', '{"starts": [3]}', '{"starts": [{"versions": [1]}]}'])
+def test_a_damaged_machine_json_costs_only_its_own_part(folder, damaged):
+    folder.machine.write_text(damaged)
+    text = Parsed(render(folder, read_metrics(folder))).text
+    assert "3.5000" in text
+
+
+def test_what_is_no_run_is_refused_and_nothing_is_left(tmp_path, folder):
+    with pytest.raises(UserError, match="holds no run"):
+        write_report(RunFolder(tmp_path), tmp_path / "report.html")
+    with pytest.raises(UserError, match="cannot be written"):
+        write_report(folder, tmp_path / "no" / "such" / "report.html")
+    assert not (tmp_path / "report.html").exists()
+
+
+def test_a_long_run_is_thinned_and_the_page_says_so(folder, monkeypatch):
+    monkeypatch.setattr(page, "_MOST_POINTS", 4)
+    events = [{"step": i, "tokens": i, "seconds": i, "train/loss": float(i)} for i in range(1, 11)]
+    text = render(folder, events)
+    (train,) = Parsed(text).data["groups"]
+    assert train["step"] == [3, 6, 9, 10]
+    assert train["metrics"]["train/loss"] == [2, 5, 8, 10]
+    assert "Each point of training is the mean of 3 reports." in text
+
+
+def test_done_and_how_to_load(folder):
+    assert "There is no model yet" in render(folder, EVENTS)
+    folder.best.mkdir()
+    folder.final.mkdir()
+    text = Parsed(render(folder, EVENTS)).text
+    assert "done: 3 steps" in text
+    assert f"AutoModelForCausalLM.from_pretrained('{folder.best}')" in text

@@ -1,0 +1,175 @@
+"""Reference curves: made of runs, read back, found for a recipe; those that ship are of the recipes that ship."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.reports.metrics import column, read_metrics
+from nanogpt_hf.reports.reference import (
+    SHIPPED,
+    band_of,
+    differences,
+    experiment_of,
+    find_reference,
+    make_reference,
+    read_reference,
+    window_means,
+    write_reference,
+)
+from nanogpt_hf.training.run_folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+REFERENCES = sorted(SHIPPED.glob("*.json"))
+
+
+@pytest.fixture
+def run_of(tmp_path, make_recipe):
+    """Write the folder of a run that need not be trained: its recipe, and losses that fall, a little by the seed."""
+
+    def run_of(seed: int, last: int = 60, shift: float = 0.0, **overrides) -> RunFolder:
+        overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
+        config = load_config(make_recipe(tmp_path / "tiny.yaml", train__seed=seed, **overrides))
+        run = RunFolder(tmp_path / f"run_{seed}_{shift:g}")
+        run.path.mkdir()
+        run.recipe.write_text(config_to_yaml(config))
+        draw = np.random.default_rng(seed)
+        with run.metrics.open("w") as file:
+            for step in range(last + 1):
+                loss = 1 + 3 / (1 + step / 10) + 0.01 * draw.normal() + shift
+                kind = "val/loss" if step % 20 == 0 else "train/loss"
+                file.write(json.dumps({"step": step, "tokens": 128 * step, "seconds": step, kind: loss}) + "\n")
+        return run
+
+    return run_of
+
+
+def test_a_reference_of_five_runs_is_written_and_read_back_whole(run_of, tmp_path):
+    runs = [run_of(seed) for seed in range(5)]
+    reference = make_reference(runs, "tiny")
+    path = tmp_path / "tiny.json"
+    write_reference(reference, path)
+    assert read_reference(path) == reference
+    assert reference.seeds == [0, 1, 2, 3, 4]
+    assert reference.curves["val/loss"].step == [0, 20, 40, 60]
+    assert len(reference.curves["train/loss"].step) == 39  # of 40 windows; one holds nothing but an evaluation
+    losses = np.array([column(read_metrics(run), "val/loss")[1] for run in runs])
+    assert reference.curves["val/loss"].mean == pytest.approx(losses.mean(axis=0), abs=1e-4)
+    assert str(tmp_path) not in path.read_text()  # a text on this machine is nobody else's
+    assert find_reference(load_config(runs[0].recipe), tmp_path) == reference
+    assert [file.name for file in tmp_path.glob("*tiny.json*")] == ["tiny.json"]
+
+
+def test_the_band_is_the_prediction_interval_it_says():
+    # seven equal steps, so that the mean of neighbouring variances is the variance; t and the sum written out
+    losses = np.tile(np.array([[1.0], [2.0], [3.0], [4.0], [5.0]]), 7)
+    curve = band_of(np.arange(7), losses)
+    reach = 4.604 * np.sqrt(2.5) * np.sqrt(1.2)
+    assert curve.mean == [3.0] * 7
+    assert curve.low == pytest.approx([3 - reach] * 7, abs=1e-4)
+    assert curve.high == pytest.approx([3 + reach] * 7, abs=1e-4)
+
+
+def test_one_seed_more_lies_inside_about_as_often_as_the_band_says():
+    draw, inside = np.random.default_rng(0), []
+    for _ in range(400):
+        losses = draw.normal(size=(6, 11))
+        curve = band_of(np.arange(11), losses[:5])
+        inside.append((losses[5] >= curve.low) & (losses[5] <= curve.high))
+    # 99 % where the variance is one step's alone; independent neighbours, as here, make it surer
+    assert 0.985 < np.mean(inside) < 1
+
+
+def test_runs_that_make_no_reference_are_told_why(run_of):
+    first, second, third = run_of(0), run_of(1), run_of(2)
+    with pytest.raises(UserError, match="at least three runs"):
+        make_reference([first, second], "x")
+    with pytest.raises(UserError, match="at least three runs"):
+        make_reference([first, second, first], "x")
+    with pytest.raises(UserError, match=r"differs from .* in optim\.learning_rate; only seeds may differ"):
+        make_reference([first, second, run_of(3, optim__learning_rate=5e-3)], "x")
+    with pytest.raises(UserError, match="not finished: evaluated at step 40 of 60"):
+        make_reference([first, second, run_of(4, last=59)], "x")
+    third.metrics.write_text(third.metrics.read_text().replace('"step": 20,', '"step": 21,'))
+    with pytest.raises(UserError, match="at different steps"):
+        make_reference([first, second, third], "x")
+
+
+def test_files_that_are_no_reference_are_told_so(tmp_path):
+    with pytest.raises(UserError, match="no such reference"):
+        read_reference(tmp_path / "none.json")
+    for text in ("", "[]", '{"name": "x"}', '{"name": "x", "experiment": {}, "curves": {"val/loss": {"a": 1}}}'):
+        (tmp_path / "bad.json").write_text(text)
+        with pytest.raises(UserError, match="not a reference curve"):
+            read_reference(tmp_path / "bad.json")
+
+
+def test_what_differs_is_told_apart_in_what_defines_and_what_moves(run_of, tmp_path):
+    reference = make_reference([run_of(seed) for seed in range(3)], "tiny")
+    same = load_config(run_of(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
+    assert differences(reference, same) == ({}, {})
+    other = load_config(run_of(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe)
+    defining, moving = differences(reference, other)
+    assert defining == {"model.n_layer": "model.n_layer is 3 here, 2 there"}
+    assert list(moving) == ["optim.learning_rate", "train.tokens_per_step"]
+
+
+def test_the_prepared_tokens_tell_what_the_text_is(run_of, tmp_path, text_file):
+    from nanogpt_hf.data.prepare import prepare
+
+    config = load_config(run_of(0).recipe)
+    prepare(config)
+    reference = make_reference([run_of(seed) for seed in (1, 2, 3)], "tiny")
+    assert reference.text["train_tokens"] > 1000
+    copy = tmp_path / "copy.txt"
+    copy.write_text(text_file.read_text())
+    elsewhere = {"data__source": str(copy), "data__dir": str(tmp_path / "elsewhere")}
+    config = load_config(run_of(4, **elsewhere).recipe)
+    prepare(config)
+    assert differences(reference, config) == ({}, {})  # the same text under another name
+    copy.write_text(text_file.read_text() + "one line more\n" * 9)
+    config = load_config(run_of(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
+    prepare(config)
+    defining, _ = differences(reference, config)
+    assert list(defining) == ["text"]
+    assert "tokens" in defining["text"]
+
+
+@pytest.mark.parametrize("path", REFERENCES, ids=lambda path: path.stem)
+def test_a_reference_that_ships_is_of_the_recipe_that_ships(path):
+    reference = read_reference(path)
+    config = load_config(ROOT / "recipes" / f"{path.stem}.yaml")
+    expected = experiment_of(config)
+    if reference.text:  # made of a text that lay elsewhere
+        expected["data.source"] = reference.experiment["data.source"]
+    assert reference.name == path.stem
+    assert reference.experiment == expected
+    assert find_reference(config).name == path.stem
+    assert reference.curves or reference.points
+    assert all(point.source for point in reference.points)
+
+
+def test_published_losses_are_those_of_nanogpts_readme():
+    points = {path.stem: [p.loss for p in read_reference(path).points] for path in REFERENCES}
+    published = {name: losses for name, losses in points.items() if losses}
+    assert published == {
+        "gpt2_124m": [3.12, 2.85],
+        "gpt2_350m": [2.84],
+        "gpt2_774m": [2.67],
+        "gpt2_1558m": [2.54],
+        "shakespeare_char": [1.4697],
+    }
+
+
+def test_windows_average_what_was_reported_in_them(run_of):
+    run = run_of(0)
+    ends, means = window_means(run, 3)
+    steps, losses = column(read_metrics(run), "train/loss")
+    assert ends.tolist() == [1, 2, 3]
+    assert means.tolist() == pytest.approx(losses[:3].tolist())
+    ends, means = window_means(run, 60)
+    chosen = (steps > 58) & (steps <= 60)
+    assert means[-1] == pytest.approx(losses[chosen].mean())

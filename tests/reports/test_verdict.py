@@ -1,0 +1,136 @@
+"""Is my loss normal: each answer, where it is the right one."""
+
+import pytest
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import set_value
+from nanogpt_hf.reports import verdict
+from nanogpt_hf.reports.reference import Curve, Point, Reference, experiment_of
+from nanogpt_hf.reports.verdict import judge
+
+
+@pytest.fixture
+def config(write_recipe):
+    return load_config(write_recipe())
+
+
+@pytest.fixture
+def reference(config):
+    """A band of 0.1 around 4, 3, 2.5 and 2.2 at steps 0, 10, 20 and 30."""
+    means = [4.0, 3.0, 2.5, 2.2]
+    curve = Curve([0, 10, 20, 30], means, [m - 0.1 for m in means], [m + 0.1 for m in means])
+    return Reference("tiny", experiment_of(config), seeds=[1, 2, 3], curves={"val/loss": curve})
+
+
+def run(*losses: float | None) -> list[dict]:
+    return [{"step": 10 * i, "val/loss": loss} for i, loss in enumerate(losses)]
+
+
+def test_inside_the_band_is_normal(reference, config):
+    answer = judge(reference, config, run(4.05, 3.05, 2.45))
+    assert answer.kind == "normal"
+    assert answer.sentence == (
+        "normal: validation loss 2.450 at step 20 is inside the band 2.400 to 2.600 of 3 reference runs of tiny"
+    )
+    assert answer.causes == ()
+
+
+def test_back_in_the_band_is_normal_and_says_where_it_was_not(reference, config):
+    assert judge(reference, config, run(4, 3.2, 2.5)).sentence.endswith("; it was outside at step 10")
+
+
+def test_above_the_band_says_from_where_and_what_differs_first(reference, config):
+    config.optim.learning_rate = 0.5
+    config.train.tokens_per_step = 64
+    answer = judge(reference, config, run(4, 3.2, 2.5, 2.9))
+    assert answer.kind == "above"
+    assert answer.sentence.startswith("above the band of 3 reference runs of tiny from step 30 on: ")
+    assert answer.sentence.endswith("validation loss 2.900 at step 30 against 2.100 to 2.300")
+    assert answer.causes[:2] == (
+        "optim.learning_rate is 0.5 here, 0.01 there: too high shows in a grad norm that grows, too low in a slow fall "
+        "from the start",
+        "train.tokens_per_step is 64 here, 128 there: fewer tokens a step learn less a step",
+    )
+    assert answer.causes[2].startswith("the precision: ")
+    assert "from step 10 on" in judge(reference, config, run(4, 3.2, 2.9, 2.9)).sentence
+
+
+def test_above_with_the_references_own_recipe_looks_beyond_it(reference, config):
+    causes = judge(reference, config, run(4, 3.2)).causes
+    assert len(causes) == 3
+    assert "learning rate, text and tokens per step are the reference's" in causes[0]
+    events = [*run(4, 3.2), {"step": 5, "train/skipped_steps": 3}, {"step": 6, "train/skipped_steps": 1}]
+    assert judge(reference, config, events).causes[0].startswith("4 steps had no finite gradient")
+
+
+def test_a_text_that_cannot_be_looked_at_is_a_cause(reference, config, monkeypatch):
+    monkeypatch.setattr(verdict, "text_facts", lambda config: None)
+    seen = Reference(**{**vars(reference), "text": {"train_tokens": 1}})
+    assert (
+        judge(seen, config, run(4, 3.2)).causes[0].startswith("the text: its prepared tokens (data.dir) are not here")
+    )
+
+
+def test_a_loss_that_is_not_finite_is_never_normal(reference, config):
+    answer = judge(reference, config, run(4, None, 2.5))
+    assert answer.kind == "above"
+    assert answer.sentence == "broken: the validation loss was not finite at step 10"
+
+
+def test_below_the_band_is_no_praise(reference, config):
+    answer = judge(reference, config, run(4, 2.8, 2.3))
+    assert answer.kind == "below"
+    assert "from step 10 on" in answer.sentence
+    assert "no validation text is in training" in answer.sentence
+
+
+def test_too_early_to_say(reference, config):
+    for events in ([], run(4), [{"step": 5, "train/loss": 3}]):
+        answer = judge(reference, config, events)
+        assert answer.kind == "early"
+        assert "first evaluation is at step 10" in answer.sentence
+    elsewhere = [{"step": step, "val/loss": 3} for step in (0, 7, 14)]
+    assert "`--eval.every 10`" in judge(reference, config, elsewhere).sentence
+
+
+def test_another_experiment_is_not_comparable(reference, config):
+    config.model.n_layer = 6
+    config.data.block_size = 8
+    answer = judge(reference, config, run(4, 3, 2.5))
+    assert answer.kind == "other"
+    assert answer.sentence == (
+        "not comparable with reference tiny: model.n_layer is 6 here, 2 there; data.block_size is 8 here, 16 there"
+    )
+
+
+def test_without_a_reference_it_says_how_to_make_one(config):
+    answer = judge(None, config, run(4, 3))
+    assert answer.kind == "none"
+    assert "--make-reference" in answer.sentence
+
+
+def test_normal_with_another_recipe_says_so(reference, config):
+    set_value(config, "optim.weight_decay", 0.2)
+    assert judge(reference, config, run(4, 3)).sentence.endswith("this run's optim.weight_decay is not the reference's")
+
+
+@pytest.mark.parametrize(
+    ("losses", "kind", "said"),
+    [
+        ((), "early", "no evaluation yet; published: 3.12 (theirs); 2.85 at step 30 (ours)"),
+        ((9, 3.3), "early", "best validation loss 3.300 at step 10 of 10; published"),
+        ((9, 3.3, 3.0), "early", "at step 20 of 20, below 3.12 since step 20; published"),
+        (
+            (9, 3.1, 2.9, 2.86),
+            "normal",
+            "normal: best validation loss 2.860 at step 30 of 30, below 3.12 since step 10",
+        ),
+        ((9, 3.1, 2.8, 2.9), "normal", "below 2.85 since step 20"),
+        ((9, 3.1, 2.9, 2.89), "above", "above what was published: best validation loss 2.890"),
+    ],
+)
+def test_published_points(config, losses, kind, said):
+    points = [Point(3.12, "theirs", "a page"), Point(2.85, "ours", "a page", step=30, tolerance=0.03)]
+    answer = judge(Reference("big", experiment_of(config), points=points), config, run(*losses))
+    assert answer.kind == kind
+    assert said in answer.sentence
