@@ -161,6 +161,8 @@ function legend() {
     button.onclick = () => { series.shown = !series.shown || all.every((s) => s === series || !s.shown); show(); };
     return button;
   }));
+  if (get("metric").value === "loss" && get("axis").value === "step" && data.band)
+    get("legend").append("grey: validation of the reference runs");
   if (cursor === null) return void (get("where").textContent = "");
   const { group, index } = nearest(cursor, all);
   get("where").textContent = `step ${format.step(group.step[index])} · ${format.tokens(group.tokens[index])} tokens · ${format.seconds(group.seconds[index])}`;

@@ -1,9 +1,11 @@
-"""The picture."""
+"""The pictures."""
 
 import pytest
 from matplotlib import image
 
-from nanogpt_hf.reports.curves import draw_curves
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.reports.curves import draw_comparison, draw_curves
+from nanogpt_hf.reports.reference import Curve, Reference
 
 
 def events(count: int) -> list[dict]:
@@ -23,3 +25,26 @@ def test_a_picture_with_something_in_it_is_drawn(tmp_path, count):
 def test_no_picture_of_nothing(tmp_path):
     draw_curves([{"step": 0, "val/loss": 4.2}], "a run", tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())
+
+
+def test_a_reference_lies_behind_the_run_it_is_of(tmp_path):
+    band = Curve([0, 150, 300], [4.0, 2.0, 1.0], [3.9, 1.9, 0.9], [4.1, 2.1, 1.1])
+    reference = Reference("a", {}, seeds=[1, 2, 3], curves={"val/loss": band})
+    draw_curves(events(300), "a run", tmp_path / "without.png")
+    draw_curves(events(300), "a run", tmp_path / "with.png", reference)
+    pixels = [image.imread(tmp_path / f"{name}.png") for name in ("without", "with")]
+    assert pixels[0].shape == pixels[1].shape
+    assert (pixels[0] != pixels[1]).any(axis=-1).sum() > 1000
+
+
+def test_many_runs_of_any_name_are_told_apart(tmp_path):
+    runs = {f"run $_{number}^ {'x' * 40}": events(60) for number in range(8)}
+    assert draw_comparison(runs, "val/loss", "step", tmp_path / "compare.png")
+    assert image.imread(tmp_path / "compare.png").shape[:2] == (624, 960)
+    assert not draw_comparison({"none": []}, "val/loss", "step", tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
+
+
+def test_where_it_cannot_be_written_is_one_line(tmp_path):
+    with pytest.raises(UserError, match="cannot be written"):
+        draw_curves(events(5), "a run", tmp_path / "no" / "loss.png")

@@ -11,6 +11,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import page
 from nanogpt_hf.reports.metrics import read_metrics
 from nanogpt_hf.reports.page import render, write_report
+from nanogpt_hf.reports.reference import Curve, Reference, experiment_of
 from nanogpt_hf.training.run_folder import RunFolder
 
 EVENTS = [
@@ -134,3 +135,19 @@ def test_done_and_how_to_load(folder):
     text = Parsed(render(folder, EVENTS)).text
     assert "done: 3 steps" in text
     assert f"AutoModelForCausalLM.from_pretrained('{folder.best}')" in text
+
+
+def test_the_band_is_shown_where_the_run_is_of_the_reference(folder, monkeypatch):
+    assert Parsed(render(folder, EVENTS)).data["band"] is None
+    config = load_config(folder.recipe)
+    band = Curve([0, 3], [4.0, 3.0], [3.9, 2.9], [4.1, 3.1])
+    reference = Reference("tiny", experiment_of(config), seeds=[1, 2, 3], curves={"val/loss": band})
+    monkeypatch.setattr(page, "find_reference", lambda config: reference)
+    parsed = Parsed(render(folder, EVENTS))
+    assert parsed.data["band"] == {"step": [0, 3], "mean": [4.0, 3.0], "low": [3.9, 2.9], "high": [4.1, 3.1]}
+    assert "Above the band of 3 reference runs of tiny from step 3 on" in parsed.text
+    assert [tag for tag, _ in parsed.tags].count("li") == 3  # what to check
+    reference.experiment["model.n_layer"] = 7
+    parsed = Parsed(render(folder, EVENTS))
+    assert parsed.data["band"] is None
+    assert "Not comparable with reference tiny: model.n_layer is 2 here, 7 there." in parsed.text
