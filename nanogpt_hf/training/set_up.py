@@ -43,4 +43,16 @@ def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, mic
         accumulation=accelerator.gradient_accumulation_steps,
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
+        pin_memory=accelerator.device.type == "cuda",
     )
+
+
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Seed what dropout on `device` draws from, and only that.
+
+    torch.manual_seed sees to all kinds of devices, and formats a stack trace for each kind that is not there.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)
