@@ -21,6 +21,7 @@ COMMANDS = {
     "export": "a model as plain GPT-2, GGUF or ONNX",
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "push": "a model to the Hub, with its card, recipe, metrics and curve",
+    "bench": "speed, MFU, where a step's time goes, and how others compare",
     "doctor": "what is wrong with this machine or network",
 }
 
