@@ -17,7 +17,7 @@ from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
 from nanogpt_hf.training.optimizer import build_optimizer
 from nanogpt_hf.training.runtime import prepared_blocks
 from nanogpt_hf.training.schedule import learning_rate_at
-from nanogpt_hf.training.set_up import batches_of
+from nanogpt_hf.training.set_up import batches_of, keep_freed_memory
 
 
 @dataclass
@@ -68,6 +68,8 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
     data = _Tokens(tokens)
     model = start_model(config, vocab_size, None)
     model_config, optimizer = model.config, build_optimizer(model, config.optim, config.finetune.layer_decay)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     with prepared_blocks(model, accelerator):
         model, optimizer = accelerator.prepare(model, optimizer)
     model.train()

@@ -25,7 +25,7 @@ from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_s
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.health import Health
 from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
-from nanogpt_hf.training.optimizer import clip_gradients
+from nanogpt_hf.training.optimizer import clip_gradients, update
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
@@ -183,6 +183,5 @@ def train_step(
             total += loss.detach()
             if accelerator.sync_gradients:
                 grad_norm = clip_gradients(accelerator, model, optimizer, max_grad_norm)
-                optimizer.step()
-                optimizer.zero_grad()
+                update(accelerator, optimizer)
     return total, grad_norm

@@ -1,6 +1,7 @@
 """What a step costs, counted instead of timed: counts are the same on a busy machine."""
 
 import gc
+import platform
 from collections import Counter
 from types import SimpleNamespace
 
@@ -21,7 +22,7 @@ from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.loop import train_step
 from nanogpt_hf.training.optimizer import build_optimizer
 from nanogpt_hf.training.runtime import prepared_blocks
-from nanogpt_hf.training.set_up import batches_of, seed_dropout
+from nanogpt_hf.training.set_up import batches_of, keep_freed_memory, seed_dropout
 
 LAYERS, ACCUMULATION = 2, 3
 STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
@@ -174,3 +175,18 @@ def test_dropout_is_seeded_as_by_torch_itself():
     ours = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(ours, torch.rand(3))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another one")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    import resource
+
+    def pages_from_the_system() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for tensor in [torch.ones(2**20) for _ in range(16)]:  # 4 MiB each: 16,384 pages in all
+            del tensor
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_freed_memory()
+    pages_from_the_system()
+    assert pages_from_the_system() < 1000
