@@ -1,7 +1,6 @@
 """All figures of a bench, gathered once and said in a few lines."""
 
 import dataclasses
-import resource
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -79,7 +78,9 @@ def _peak_memory(device: torch.device) -> int | None:
     """Bytes of the device that tensors held at most; on the CPU, what this process held at most since it began."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated()
-    if device.type == "cpu":
+    if device.type == "cpu" and sys.platform != "win32":
+        import resource  # which Windows has not
+
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     return None
 
