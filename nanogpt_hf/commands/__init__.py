@@ -25,6 +25,7 @@ COMMANDS = {
     "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
     "push": "a model to the Hub, with its card, recipe, metrics and curve",
     "estimate": "memory, time, tokens and disk of a run, before it starts",
+    "bench": "speed, MFU, where a step's time goes, and how others compare",
     "doctor": "what is wrong with this machine or network",
 }
 

@@ -29,10 +29,11 @@ class Batches:
         accumulation: int,
         rank: int = 0,
         num_processes: int = 1,
+        pin_memory: bool = False,
     ):
         self.tokens, self.block_size, self.order, self.seed = tokens, block_size, order, seed
         self.micro_batch_size, self.accumulation = micro_batch_size, accumulation
-        self.rank, self.num_processes = rank, num_processes
+        self.rank, self.num_processes, self.pin_memory = rank, num_processes, pin_memory
         self.sequences_per_step = micro_batch_size * accumulation * num_processes
         self.blocks_per_epoch = tokens.positions // block_size
         self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch_order)  # two: a step may cross an epoch's end
@@ -58,12 +59,18 @@ class Batches:
         """The number within the step of this process's micro-batch `index`, the same on any number of processes."""
         return index * self.num_processes + self.rank
 
+    def counted(self, step: int) -> int:
+        """Targets that count in a step, over all its windows: every process knows them all and need not ask."""
+        return self.tokens.counted(self.starts(step), self.block_size)
+
     def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
         """This process's micro-batches of a step, as keyword arguments of `forward`.
 
         input_ids and shift_labels, the token after each (-100 where it does not count), are int64
-        (micro_batch_size, block_size); packed conversations bring position_ids, too.
+        (micro_batch_size, block_size); packed conversations bring position_ids, too. With `pin_memory` they lie where
+        a GPU can fetch them while the host goes on.
         """
         starts = self.starts(step).reshape(-1, self.micro_batch_size)
         for index in range(self.accumulation):
-            yield self.tokens.batch(starts[self.micro_batch_number(index)], self.block_size)
+            batch = self.tokens.batch(starts[self.micro_batch_number(index)], self.block_size)
+            yield {name: tensor.pin_memory() for name, tensor in batch.items()} if self.pin_memory else batch

@@ -89,6 +89,11 @@ class Examples:
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
+    def counted(self, starts: np.ndarray, block_size: int) -> int:
+        """Targets that count in the blocks at these offsets: the tokens of answers."""
+        numbers = (number for block in (starts // block_size).tolist() for number in self.blocks[block])
+        return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
+
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
     """Which of `lengths`, by number, share blocks of `size`: the longest first, each into the fullest it fits into."""

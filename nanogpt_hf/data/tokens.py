@@ -49,14 +49,18 @@ class TokenStream:
         """
         counts = np.minimum(block_size, self.positions - starts)
         if (counts == block_size).all():
-            windows = torch.from_numpy(self.windows(starts, block_size + 1))
-            return {"input_ids": windows[:, :-1].clone(), "shift_labels": windows[:, 1:].clone()}  # no memory in common
+            inputs, targets = self.windows(starts, block_size), self.windows(starts + 1, block_size)
+            return {"input_ids": torch.from_numpy(inputs), "shift_labels": torch.from_numpy(targets)}
         inputs = torch.zeros(len(starts), block_size, dtype=torch.int64)
         targets = torch.full_like(inputs, -100)
         for row, count in enumerate(counts.tolist()):
             window = torch.from_numpy(self.windows(starts[row : row + 1], count + 1)[0])
             inputs[row, :count], targets[row, :count] = window[:-1], window[1:]
         return {"input_ids": inputs, "shift_labels": targets}
+
+    def counted(self, starts: np.ndarray, block_size: int) -> int:
+        """Targets that count in the windows at these offsets: all but those past the stream's end."""
+        return int(np.minimum(block_size, self.positions - starts).sum())
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each offset in `starts`, as int64 of shape (len(starts), length).

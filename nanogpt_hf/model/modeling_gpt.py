@@ -152,16 +152,16 @@ class GPTModel(GPTPreTrainedModel):
             raise ValueError(f"{inputs_embeds.shape[1]} tokens are more than the model's {most} positions")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
-        if position_ids is None:
-            past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
         mask = create_causal_mask(
             config=self.config,
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,
+            position_ids=position_ids,  # only a caller's: the host would wait to see whether they are packed
         )
+        if position_ids is None:
+            past = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
         x = self.drop(inputs_embeds + self.wpe(position_ids))
         for block in self.h:
             x = block(x, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)

@@ -27,11 +27,11 @@ from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.health import Health
 from nanogpt_hf.training.layers import Layers
 from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
-from nanogpt_hf.training.optimizer import clip_gradients
+from nanogpt_hf.training.optimizer import clip_gradients, update
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
-from nanogpt_hf.training.set_up import batches_of, set_up
+from nanogpt_hf.training.set_up import batches_of, seed_dropout, set_up
 from nanogpt_hf.training.shards import full_weights
 from nanogpt_hf.training.tracking import Tracking
 
@@ -175,13 +175,11 @@ def train_step(
     """
     for group in optimizer.param_groups:
         group["lr"] = learning_rate * group["scale"]
-    micro_batches = list(batches.at(step))
     # Each token weighs the same, however many of them a micro-batch or a process has.
-    counted = torch.stack([(batch["shift_labels"] != -100).sum() for batch in micro_batches]).sum()
-    tokens_in_step = accelerator.reduce(counted.to(accelerator.device), "sum")
+    tokens_in_step = batches.counted(step)
     total = torch.zeros((), device=accelerator.device)
-    for index, batch in enumerate(micro_batches):
-        torch.manual_seed(derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
+    for index, batch in enumerate(batches.at(step)):
+        seed_dropout(accelerator.device, derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
         with accelerator.accumulate(model):
             batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
             loss = model(**batch, num_items_in_batch=tokens_in_step, use_cache=False).loss
@@ -190,6 +188,5 @@ def train_step(
             total += loss.detach()
             if accelerator.sync_gradients:
                 grad_norm = clip_gradients(accelerator, model, optimizer, max_grad_norm)
-            optimizer.step()
-            optimizer.zero_grad()
+                update(accelerator, optimizer)
     return total, grad_norm

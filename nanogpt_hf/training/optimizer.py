@@ -5,6 +5,7 @@ import re
 
 import torch
 from accelerate import Accelerator
+from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import OptimSection
@@ -46,13 +47,29 @@ def clip_gradients(
     Where it is not finite the next step leaves weights and moments alone. DeepSpeed and fp16's scaler, which do their
     step elsewhere, see to that themselves.
     """
-    norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    if sharded or accelerator.scaler is not None:
+        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+    else:  # accelerate would look through all gradients for shards first
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and tells a number
         return torch.tensor(norm, device=accelerator.device)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if accelerator.scaler is None:
         skip_step_unless_finite(optimizer.optimizer, norm)
     return norm
+
+
+def update(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Step, and clear the gradients.
+
+    Where accelerate's wrapper would only call the optimizer it is passed by: at each call it searches Python's path
+    twice for a package (LOMO).
+    """
+    if accelerator.scaler is None and accelerator.distributed_type != DistributedType.DEEPSPEED:
+        optimizer = optimizer.optimizer
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def skip_step_unless_finite(optimizer: torch.optim.AdamW, grad_norm: torch.Tensor) -> None:

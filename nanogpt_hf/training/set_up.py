@@ -1,6 +1,8 @@
 """What a step finds on this machine: the model, its optimizer, and the batches that are this process's."""
 
+import ctypes
 import logging
+import sys
 
 import torch
 from accelerate import Accelerator
@@ -33,6 +35,8 @@ def set_up(
     if config.finetune.model:
         logger.info(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}")
     optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
     with prepared_blocks(model, accelerator):
         return *accelerator.prepare(model, optimizer), model.config
 
@@ -48,5 +52,29 @@ def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, mic
         accumulation=accelerator.gradient_accumulation_steps,
         rank=accelerator.process_index,
         num_processes=accelerator.num_processes,
+        pin_memory=accelerator.device.type == "cuda",
     )
     return TimedBatches(batches)
+
+
+def seed_dropout(device: torch.device, seed: int) -> None:
+    """Seed what dropout on `device` draws from, and only that.
+
+    torch.manual_seed sees to all kinds of devices, and formats a stack trace for each kind that is not there.
+    """
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        torch.get_device_module(device).manual_seed(seed)
+
+
+def keep_freed_memory() -> None:
+    """Let this process keep the memory that tensors free, where the C library is glibc.
+
+    A step takes and frees the same activations as the one before. By default glibc gives them back to the system, which
+    has to zero every page again before the next step may have it. Blocks above 32 MiB still go back at once.
+    """
+    if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
+        trim_threshold, mmap_threshold = -1, -3  # malloc.h
+        mallopt(trim_threshold, 2**31 - 1)
+        mallopt(mmap_threshold, 2**25)

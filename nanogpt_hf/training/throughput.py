@@ -7,9 +7,12 @@ import torch
 from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 
-# Dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets. The first match counts.
+# Dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets (NVIDIA's A100, H100, H200, L4, L40,
+# L40S and HGX B200, an eighth of it; its Ada whitepaper for the 4090, with float32 sums; AMD's MI300X), where a figure
+# "with sparsity" counts half. The first match counts. Apple publishes none for its chips.
 BF16_PEAKS = (
     ("B200", 2250e12),
+    ("H200 NVL", 835e12),
     ("H200", 989e12),
     ("H100 PCIe", 756e12),
     ("H100 NVL", 835e12),

@@ -257,4 +257,23 @@ def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
         assert len(list(part.at(step))) == 4
         costs.append((stream.read, list(drawn)))
     assert costs[0] == costs[1]
-    assert costs[0][0] == 32 * (10**4 + 1)
+    assert costs[0][0] == 32 * 2 * 10**4  # inputs and targets
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_every_process_knows_how_many_targets_a_step_has(processes):
+    parts = [batches(num_processes=processes, rank=rank) for rank in range(processes)]
+    drawn = sum((batch["shift_labels"] != -100).sum().item() for part in parts for batch in part.at(3))
+    assert [part.counted(3) for part in parts] == [drawn] * processes
+
+
+def test_targets_past_the_end_of_the_stream_are_not_counted():
+    assert TokenStream([np.arange(11, dtype=np.uint16)]).counted(np.array([0, 8]), 8) == 8 + 2
+
+
+def test_pinning_is_asked_of_every_tensor(monkeypatch):
+    pinned = []
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
+    drawn = [tensor for batch in batches(pin_memory=True).at(0) for tensor in batch.values()]
+    assert len(pinned) == len(drawn) == 2 * 4
+    assert all(a is b for a, b in zip(pinned, drawn, strict=True))

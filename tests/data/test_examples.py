@@ -97,3 +97,10 @@ def test_a_step_is_the_same_on_any_number_of_processes_and_every_block_comes_onc
     first, second = epoch.starts(0), epoch.starts(1)
     assert sorted(first) == sorted(second) == [16 * i for i in range(blocks)]
     assert first.tolist() != second.tolist()
+
+
+@pytest.mark.parametrize("packing", ["packed", "padded"])
+def test_counted_targets_are_those_of_the_batch(packing):
+    some = examples(LENGTHS, packing=packing)
+    starts = np.arange(0, len(some.blocks), 3) * 16
+    assert some.counted(starts, 16) == (some.batch(starts, 16)["shift_labels"] != -100).sum().item()

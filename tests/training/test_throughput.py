@@ -15,7 +15,10 @@ def test_flops_of_gpt2_small_are_nanogpts():
 @pytest.mark.parametrize(
     ("name", "peak"),
     [
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", None),
         ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H100 PCIe", 756e12),
         ("NVIDIA H100 NVL", 835e12),
@@ -25,6 +28,7 @@ def test_flops_of_gpt2_small_are_nanogpts():
         ("NVIDIA L40S", 362e12),
         ("NVIDIA GeForce RTX 4090", 165e12),
         ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("AMD Instinct MI300X", 1307e12),
         ("Tesla T4", None),
     ],
 )

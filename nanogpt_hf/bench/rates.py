@@ -1,0 +1,125 @@
+"""Tokens a second of what stands beside the step: generation, the loader, the tokenizer."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from nanogpt_hf.bench.clock import Spread, spread, time_of
+from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.tokenizer import build_tokenizer
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.generate import generate_tokens
+
+_CPU = torch.device("cpu")
+_NEW_TOKENS = 128
+_DOCUMENTS = 64  # of Python's own library, for the tokenizer to read: about 2 MB
+
+
+def _rate(device: torch.device, work: Callable[[], int], windows: int) -> Spread:
+    """Tokens a second of `work`, which returns how many it made; the first call warms up."""
+    made = work()
+    return spread([made / time_of(device, work) for _ in range(windows)])
+
+
+@torch.no_grad()
+def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
+    """One greedy sample from one token on, up to 128 or the model's positions, with the cache and without it.
+
+    With it is what `sample` does; without it every token reads all before it. None where several processes hold it.
+    """
+    if work.accelerator.num_processes > 1:
+        return None
+    model = work.model
+    new, device = min(_NEW_TOKENS, model.config.n_positions - 1), work.accelerator.device
+    ends, model.config.eos_token_id = model.config.eos_token_id, None  # an untrained model might end at once
+    model.eval()
+
+    def with_cache() -> int:
+        return sum(1 for _ in generate_tokens(model, [0], max_new_tokens=new, temperature=0.0))
+
+    def without_cache() -> int:
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        for _ in range(new):
+            logits = model(ids, use_cache=False, logits_to_keep=1).logits
+            ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
+        return new
+
+    rates = {"with cache": _rate(device, with_cache, windows), "without": _rate(device, without_cache, windows)}
+    model.train()
+    model.config.eos_token_id = ends
+    return rates
+
+
+def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
+    """Tokens a second that one process draws as batches; and how many times as fast as that is as an open np.memmap.
+
+    The latter reads the same windows from one flat file, inputs and targets each on their own: pair by pair, from a
+    stream of text. Conversations have no such counterpart.
+    """
+    batches = work.batches
+    draws = max(1, 100_000 // (batches.micro_batch_size * batches.accumulation * batches.block_size))
+    tokens = draws * batches.micro_batch_size * batches.accumulation * batches.block_size
+
+    def ours() -> None:
+        for step in range(draws):
+            for _ in batches.at(step):
+                pass
+
+    ours()
+    if not isinstance(batches.tokens, TokenStream):
+        return {"loader": spread([tokens / time_of(_CPU, ours) for _ in range(windows)])}
+    with tempfile.TemporaryDirectory() as folder:
+        flat = _flat_copy(batches.tokens, Path(folder) / "flat.bin")
+
+        def memmap() -> None:
+            for step in range(draws):
+                _draw_from(flat, batches, step)
+
+        memmap()
+        pairs = [(time_of(_CPU, ours), time_of(_CPU, memmap)) for _ in range(windows)]
+        flat._mmap.close()  # Windows cannot delete a file that is open
+    return {
+        "loader": spread([tokens / mine for mine, _ in pairs]),
+        "times an open np.memmap": spread([other / mine for mine, other in pairs]),
+    }
+
+
+def _flat_copy(stream: TokenStream, path: Path) -> np.memmap:
+    flat = np.memmap(path, dtype=stream.chunks[0].dtype, mode="w+", shape=len(stream))
+    np.concatenate(stream.chunks, out=flat)
+    return flat
+
+
+def _draw_from(flat: np.memmap, batches: Batches, step: int) -> None:
+    size = batches.block_size
+    starts = batches.starts(step).reshape(-1, batches.micro_batch_size)
+    for index in range(batches.accumulation):
+        for shift in (0, 1):
+            places = (starts[batches.micro_batch_number(index)] + shift).tolist()
+            torch.stack([torch.from_numpy(flat[at : at + size].astype(np.int64)) for at in places])
+
+
+def tokenizer_rate(data: DataSection, windows: int) -> Spread:
+    """Tokens a second of the recipe's tokenizer in one process, on source files of Python's own library.
+
+    Raises UserError where there is no such tokenizer.
+    """
+    files = sorted(Path(os.__file__).parent.glob("*.py"))[:_DOCUMENTS]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    tokenizer = build_tokenizer(data.tokenizer, texts)
+    return _rate(_CPU, lambda: sum(map(len, tokenizer.encode_batch(texts))), windows)
+
+
+def or_reason(measure: Callable[[], Spread]) -> Spread | str:
+    """What it measures, or why it cannot be."""
+    try:
+        return measure()
+    except UserError as error:
+        return f"n/a: {error}"

@@ -1,0 +1,147 @@
+"""All figures of a bench, gathered once and said in a few lines."""
+
+import dataclasses
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nanogpt_hf.bench import rates, rivals
+from nanogpt_hf.bench.clock import (
+    Spread,
+    communication,
+    phases_of_step,
+    profiler,
+    spread,
+    synchronize,
+    time_of,
+    warm_up,
+)
+from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.training.runtime import describe_machine
+from nanogpt_hf.training.throughput import flops_per_token, peak_flops
+
+_TRACED_STEPS = 5
+
+
+def figures_of(work: Workload, windows: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure everything but the rivals, on all processes. Times are seconds, rates tokens a second, memory bytes."""
+    accelerator, config, batches = work.accelerator, work.config, work.batches
+    device, train = accelerator.device, config.train
+    figures = {
+        "recipe": config.name,
+        "machine": describe_machine(accelerator),
+        "tokens_from": work.tokens_from,
+        "parameters": count_parameters(work.model_config),
+        "tokens_per_step": train.tokens_per_step,
+        "step_is": f"{train.micro_batch_size} sequences × {config.data.block_size} × "
+        f"{accelerator.num_processes} processes × {batches.accumulation} accumulated",
+    }
+    say(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
+    say(f"tokens      {work.tokens_from}")
+    say(f"machine     {figures['machine']}")
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    steps = warm_up(work)
+    step = spread([time_of(device, work.step, steps) for _ in range(windows)])
+    rate = train.tokens_per_step / step.median
+    peak, arithmetic = peak_flops(device), flops_per_token(work.model_config, config.data.block_size)
+    each = rate / accelerator.num_processes
+    figures |= {
+        "windows": windows,
+        "steps_per_window": steps,
+        "step_seconds": step,
+        "tokens_per_second": rate,
+        "tokens_per_second_per_device": each,
+        "mfu": arithmetic * each / peak if peak else None,
+        "flops_per_second_per_device": arithmetic * each,
+        "peak_memory": _peak_memory(device),
+        "phases_seconds": phases_of_step(work, max(5, windows)),
+        "communication_seconds": communication(work),
+        "generation": rates.generation_rates(work, min(windows, 5)),
+        **rates.loader_rates(work, windows),
+        "tokenizer": rates.or_reason(lambda: rates.tokenizer_rate(config.data, min(windows, 5))),
+    }
+    return {name: _plain(value) for name, value in figures.items()}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _plain(part) for name, part in value.items()}
+    return dataclasses.asdict(value) if isinstance(value, Spread) else value
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes of the device that tensors held at most; on the CPU, what this process held at most since it began."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    if device.type == "cpu" and sys.platform != "win32":
+        import resource  # which Windows has not
+
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return None
+
+
+def lines_of(figures: dict[str, Any]) -> list[str]:
+    """The figures for a reader. What could not be measured here says so."""
+    step, phases = figures["step_seconds"], figures["phases_seconds"]
+    lines = [
+        f"step        {_ms(step)} over {figures['windows']} windows of {figures['steps_per_window']} steps",
+        f"throughput  {figures['tokens_per_second']:,.0f} tokens/s, "
+        f"{figures['tokens_per_second_per_device']:,.0f} a device",
+        f"MFU         {figures['mfu']:.1%}"
+        if figures["mfu"] is not None
+        else f"MFU         n/a: no bf16 peak is known of this device; it does "
+        f"{figures['flops_per_second_per_device'] / 1e9:,.1f} GFLOP/s",
+        f"memory      {figures['peak_memory'] / 1e9:,.2f} GB at most"
+        if figures["peak_memory"]
+        else "memory      n/a on this device",
+    ]
+    if phases:
+        whole = sum(phase["median"] for phase in phases.values())
+        lines += [f"  {name:<10}{_ms(phase)}, {phase['median'] / whole:.1%}" for name, phase in phases.items()]
+    alone, generation = figures["communication_seconds"], figures["generation"]
+    lines.append(f"  collectives {alone * 1e3:.2f} ms, within backward for the most part" if alone else "")
+    if generation:
+        both = (f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items())
+        lines.append(f"generation  {', '.join(both)}")
+    times = figures.get("times an open np.memmap")
+    lines.append(
+        f"loader      {figures['loader']['median'] / 1e6:,.1f} M tokens/s"
+        + (f", {times['median']:.2f} times an open np.memmap" if times else "")
+    )
+    tokenizer = figures["tokenizer"]
+    said = tokenizer if isinstance(tokenizer, str) else f"{tokenizer['median'] / 1e6:,.2f} M tokens/s on one process"
+    return [line for line in [*lines, f"tokenizer   {said}"] if line]
+
+
+def _ms(spread: dict[str, float]) -> str:
+    median, low, high = (spread[name] * 1e3 for name in ("median", "low", "high"))
+    return f"{median:,.2f} ms ({low:,.2f} to {high:,.2f})"
+
+
+def compare(work: Workload, rival: str, windows: int) -> tuple[dict[str, Any], str]:
+    """The figures against a rival, and a line that says them. The ratio is ours to theirs: below 1, ours is faster."""
+    steps = warm_up(work)
+    measure = rivals.pairs_with_bare if rival == "bare" else rivals.pairs_with_trainer
+    pairs = measure(work, windows, steps)
+    ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
+    ratio = spread([mine / other for mine, other in pairs])
+    line = (
+        f"against     {rival}: {ratio.median:.3f} of its step ({ratio.low:.3f} to {ratio.high:.3f}); ours "
+        f"{ours.median * 1e3:,.2f} ms, its {theirs.median * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
+    )
+    return _plain({"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs, "steps_per_window": steps}), line
+
+
+def write_trace(work: Workload, path: Path) -> None:
+    """A Chrome trace of a few steps, of the main process; on all processes."""
+    with profiler(work.accelerator.device) as profile:
+        for _ in range(_TRACED_STEPS):
+            work.step()
+        synchronize(work.accelerator.device)
+    if work.accelerator.is_main_process:
+        profile.export_chrome_trace(str(path))

@@ -1,0 +1,141 @@
+"""How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of repeated windows, after
+warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on made-up tokens.
+
+Nothing is trained: no run folder is written. The machine is accelerate's, as ever:
+accelerate launch [--config_file F] cli.py bench RECIPE. With several processes the main one reports.
+"""
+
+import argparse
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.errors import UserError, did_you_mean
+
+RIVALS = ("bare", "trainer")
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters")
+    parser.add_argument("--windows", metavar="N", type=int, default=10, help="measurements of each figure (default 10)")
+    parser.add_argument(
+        "--against",
+        metavar="RIVALS",
+        help="take turns with others in this process: bare (the same model in a loop of plain PyTorch), "
+        "trainer (transformers' Trainer on GPT2LMHeadModel), or bare,trainer",
+    )
+    parser.add_argument("--profile", metavar="FILE", type=Path, help="write a trace of a few steps there, for Perfetto")
+    parser.add_argument(
+        "--scaling",
+        choices=["strong", "weak"],
+        help="on several numbers of processes: the same step shared (strong), or the same work for each (weak)",
+    )
+    parser.add_argument("--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)")
+    parser.add_argument("--picture", metavar="FILE", type=Path, help="of --scaling (default scaling_<kind>.png)")
+    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, too")
+    parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
+
+
+def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    rivals, counts = _check(arguments, overrides)
+    config = load_config(arguments.recipe, overrides) if arguments.recipe else None
+    # The imports below take seconds; mistakes above and --help should not wait for them.
+    from transformers.utils import logging
+
+    from nanogpt_hf.training.doctor import small_config
+
+    logging.disable_progress_bar()
+    if config is None:
+        config = small_config(int(os.environ.get("WORLD_SIZE") or 1))
+        config.name = "bench"
+    if arguments.scaling:
+        _scale(arguments, config, overrides, counts)
+    else:
+        _measure(arguments, config, rivals)
+
+
+def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
+    """The rivals and the numbers of processes that were asked for. Raises UserError for what is no such thing."""
+    if overrides and not arguments.recipe:
+        raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
+    if arguments.windows < 1:
+        raise UserError(f"--windows {arguments.windows}: must be at least 1")
+    for option in ("json", "profile", "picture"):
+        path = getattr(arguments, option)
+        if path and not path.absolute().parent.is_dir():
+            raise UserError(f"--{option} {path}: there is no folder {path.parent}")
+    rivals = arguments.against.split(",") if arguments.against else []
+    for name in rivals:
+        if name not in RIVALS:
+            raise UserError(f"--against: {name!r} is none of {', '.join(RIVALS)}{did_you_mean(name, RIVALS)}")
+    words = arguments.processes.split(",")
+    if not all(word.isdecimal() and int(word) for word in words):
+        raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
+    if arguments.scaling and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+        raise UserError("--scaling launches its processes itself; start it without accelerate launch")
+    if arguments.scaling and not arguments.recipe:
+        raise UserError("--scaling: name a RECIPE, whose step is to be shared")
+    if arguments.scaling and (rivals or arguments.profile):
+        raise UserError("--scaling goes without --against and --profile")
+    return rivals, sorted({1, *map(int, words)})
+
+
+def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
+    if path:
+        try:
+            path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
+
+
+def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
+    from nanogpt_hf.bench.report import compare, figures_of, lines_of, write_trace
+    from nanogpt_hf.bench.rivals import check_comparable
+    from nanogpt_hf.bench.workload import build_workload
+    from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.training.runtime import build_accelerator
+
+    accelerator = build_accelerator(config, RunFolder("runs"))
+    work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
+
+    def say(line: str) -> None:
+        if accelerator.is_main_process:
+            print(line, flush=True)
+
+    if rivals:
+        check_comparable(work)
+    figures = figures_of(work, arguments.windows, say)
+    for line in lines_of(figures):
+        say(line)
+    for rival in rivals:
+        figures[f"against_{rival}"], line = compare(work, rival, arguments.windows)
+        say(line)
+    if arguments.profile:
+        write_trace(work, arguments.profile)
+        say(f"trace       {arguments.profile}: open it at https://ui.perfetto.dev")
+    if accelerator.is_main_process:
+        _write_json(arguments.json, figures)
+
+
+def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str]], counts: list[int]) -> None:
+    import dataclasses
+
+    from nanogpt_hf.bench import scaling
+    from nanogpt_hf.bench.workload import strong, weak
+
+    shared = {count: (strong if arguments.scaling == "strong" else weak)(config, count) for count in counts}
+
+    def words(count: int) -> list[str]:
+        train = shared[count].train
+        ours = [("train.tokens_per_step", train.tokens_per_step), ("train.micro_batch_size", train.micro_batch_size)]
+        knobs = [word for key, value in (*overrides, *ours) for word in (f"--{key}", str(value))]
+        return [arguments.recipe, *knobs, "--windows", str(arguments.windows)]
+
+    points = scaling.measure(counts, words, lambda line: print(line, flush=True))
+    print("\n".join(scaling.table(points)))
+    picture = arguments.picture or Path(f"scaling_{arguments.scaling}.png")
+    scaling.draw(points, f"{config.name}: {arguments.scaling} scaling", picture)
+    print(f"picture: {picture}")
+    _write_json(arguments.json, {"scaling": arguments.scaling, "points": [dataclasses.asdict(p) for p in points]})

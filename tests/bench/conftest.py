@@ -1,0 +1,24 @@
+"""A workload that the files of this room share."""
+
+import pytest
+
+from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSection, TrainSection
+
+
+@pytest.fixture
+def work(forget_accelerate, monkeypatch, tmp_path):
+    """A tiny model on made-up tokens, two micro-batches a step, as `bench` builds it."""
+    from nanogpt_hf.bench.workload import build_workload
+    from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.training.runtime import build_accelerator
+
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    forget_accelerate()
+    config = Config(
+        model=ModelSection(n_layer=1, n_head=2, n_embd=16, n_positions=8),
+        data=DataSection(tokenizer="char", block_size=8, dir=str(tmp_path / "none")),
+        optim=OptimSection(warmup_steps=0),
+        train=TrainSection(micro_batch_size=2, tokens_per_step=32),
+    )
+    yield build_workload(build_accelerator(config, RunFolder(tmp_path)), config, use_prepared=True)
+    forget_accelerate()

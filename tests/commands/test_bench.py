@@ -1,0 +1,96 @@
+"""The command as a user types it, on a tiny recipe."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nanogpt_hf.commands import main
+
+
+@pytest.fixture(scope="module")
+def out(tmp_path_factory, make_recipe):
+    """What it says about a recipe, whose data is not prepared, and the JSON and the trace it writes."""
+    from accelerate.state import AcceleratorState, GradientState, PartialState
+
+    folder = tmp_path_factory.mktemp("bench")
+    recipe = make_recipe(folder / "tiny.yaml")
+    said = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ACCELERATE_USE_CPU", "true")
+        patch.chdir(folder)
+        patch.setattr("builtins.print", lambda line, **_: said.append(line))
+        words = [recipe, "--windows", 3, "--against", "bare", "--json", "found.json", "--profile", "trace.json"]
+        status = main(["bench", *map(str, words)])
+    for state in (AcceleratorState, GradientState, PartialState):
+        state._reset_state()
+    return status, said, folder
+
+
+def test_every_figure_has_its_line(out):
+    status, said, _ = out
+    assert status == 0
+    assert said[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
+    topics = ["tokens", "machine", "step", "throughput", "MFU", "memory", "  data", "  forward", "  backward"]
+    topics += ["  optimizer", "generation", "loader", "tokenizer", "against", "trace"]
+    assert [line[: len(topic)] for line, topic in zip(said[1:], topics, strict=True)] == topics
+    assert "MFU         n/a: no bf16 peak is known of this device" in said[5]
+
+
+def test_json_holds_the_same(out):
+    _, _, folder = out
+    figures = json.loads((folder / "found.json").read_text())
+    assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
+    assert figures["mfu"] is None
+    assert figures["communication_seconds"] is None
+    assert set(figures["phases_seconds"]) == {"data wait", "forward", "backward", "optimizer"}
+    assert set(figures["generation"]) == {"with cache", "without"}
+    assert figures["against_bare"]["ratio"]["median"] > 0
+
+
+def test_the_trace_is_of_our_step_and_nothing_else_was_written(out):
+    _, _, folder = out
+    names = {event.get("name") for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    assert "aten::_fused_adamw_" in names
+    assert sorted(path.name for path in folder.iterdir()) == ["found.json", "tiny.yaml", "trace.json"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--against", "trainr"], "--against: 'trainr' is none of bare, trainer; did you mean trainer?"),
+        (["--windows", "0"], "--windows 0: must be at least 1"),
+        (["--json", "nowhere/x.json"], "--json nowhere/x.json: there is no folder nowhere"),
+        (["--scaling", "strong"], "--scaling: name a RECIPE, whose step is to be shared"),
+        (["--processes", "two"], "--processes two: expected numbers such as 1,2,4"),
+        (["--train.seed", "1"], "cli.py bench: --train.seed: is a recipe's knob, and there is no RECIPE"),
+        (["no.yaml"], "no.yaml"),
+    ],
+)
+def test_mistakes_are_one_line_each(capsys, monkeypatch, tmp_path, arguments, message):
+    monkeypatch.chdir(tmp_path)
+    assert main(["bench", *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert "Traceback" not in said
+    assert not list(Path().iterdir())
+
+
+def test_scaling_launches_a_bench_for_each_number_of_processes(capsys, monkeypatch, tmp_path, make_recipe):
+    from nanogpt_hf.bench import scaling
+
+    asked = {}
+
+    def measure(counts, arguments, say):
+        asked.update({count: arguments(count) for count in counts})
+        return [scaling.Point(count, 100.0, 0.1, 1.0) for count in counts]
+
+    monkeypatch.setattr(scaling, "measure", measure)
+    monkeypatch.chdir(tmp_path)
+    recipe = str(make_recipe(tmp_path / "tiny.yaml"))
+    assert main(["bench", recipe, "--scaling", "strong", "--processes", "2", "--optim.beta1", "0.8"]) == 0
+    knobs = ["--optim.beta1", "0.8", "--train.tokens_per_step", "128", "--train.micro_batch_size", "4"]
+    assert asked[2] == [recipe, *knobs, "--windows", "10"]
+    assert sorted(asked) == [1, 2]
+    assert Path("scaling_strong.png").is_file()
+    assert "picture: scaling_strong.png" in capsys.readouterr().out

@@ -1,0 +1,192 @@
+"""What a step costs, counted instead of timed: counts are the same on a busy machine."""
+
+import gc
+import platform
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nanogpt_hf.config.schema import Config, DataSection, OptimSection
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.training.evaluate import evaluate
+from nanogpt_hf.training.loop import train_step
+from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.runtime import prepared_blocks
+from nanogpt_hf.training.set_up import batches_of, keep_freed_memory, seed_dropout
+
+LAYERS, ACCUMULATION = 2, 3
+STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
+
+
+class Operations(TorchDispatchMode):
+    """Counts what torch dispatches: aten's operations and, as `c10d.*`, collectives."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[str(function.overloadpacket).removeprefix("aten.")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+class Steps:
+    """Steps of a tiny model, each of three micro-batches, as the loop takes them."""
+
+    def __init__(self, data, config):
+        plugin = GradientAccumulationPlugin(num_steps=ACCUMULATION, sync_with_dataloader=False)
+        self.accelerator = Accelerator(gradient_accumulation_plugin=plugin)
+        torch.manual_seed(0)
+        sizes = GPTConfig(vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, dropout=0.1, bias=False)
+        model = GPTForCausalLM(sizes).train()
+        optimizer = build_optimizer(model, OptimSection())
+        with prepared_blocks(model, self.accelerator):
+            self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
+        self.batches = batches_of(self.accelerator, config, data, micro_batch_size=2)
+        self.take(0)
+
+    def take(self, number, learning_rate=1e-3):
+        return train_step(
+            self.accelerator,
+            self.model,
+            self.optimizer,
+            self.batches,
+            number,
+            learning_rate=learning_rate,
+            max_grad_norm=1.0,
+        )
+
+    def evaluate(self):
+        return evaluate(
+            self.accelerator, self.model, STREAM, block_size=8, micro_batch_size=2, tokens="all", bytes_per_token=1.0
+        )
+
+
+@pytest.fixture
+def build_steps(forget_accelerate, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    forget_accelerate()
+    yield lambda: Steps(SimpleNamespace(train=STREAM), Config(data=DataSection(block_size=8)))
+    forget_accelerate()
+
+
+BUCKETS = []  # of gradients, that DDP has given away
+
+
+def _hooked(init):
+    def hook(_, bucket):
+        BUCKETS.append(bucket.index())
+        future = torch.futures.Future()
+        future.set_result(bucket.buffer())
+        return future
+
+    def build(self, *arguments, **options):
+        init(self, *arguments, **options)
+        self.register_comm_hook(None, hook)
+
+    return build
+
+
+def counted(work) -> Counter:
+    with Operations() as operations:
+        work()
+    return operations.count
+
+
+def test_the_host_never_waits_for_a_number_inside_a_step(build_steps):
+    steps = build_steps()
+    count = counted(lambda: steps.take(1))
+    assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
+    assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1  # it would be seen
+
+
+def test_a_step_dispatches_no_more_than_it_did(build_steps):
+    steps = build_steps()
+    count = counted(lambda: steps.take(1))
+    assert count == counted(lambda: steps.take(7))  # and the same at every step
+    assert count["_fused_adamw_"] == len(steps.optimizer.param_groups) == 2
+    assert count["_foreach_norm"] == count["_foreach_mul_"] == 1
+    assert count["mm"] == ACCUMULATION * 3 * (6 * LAYERS + 1)  # forward, and two of backward, for each matrix
+    assert sum(count.values()) <= 1240  # 1,237 with torch 2.13, dropout included
+
+
+def test_nothing_is_kept_from_step_to_step(build_steps):
+    steps = build_steps()
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+
+    steps.take(1)
+    before = tensors()
+    for number in range(2, 5):
+        steps.take(number)
+    assert tensors() == before
+    assert all(parameter.grad is None for parameter in steps.model.parameters())
+
+
+def test_compiled_blocks_share_a_graph_that_evaluation_and_the_learning_rate_leave_alone(build_steps, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    steps = build_steps()
+    steps.evaluate()
+    graphs = counters["stats"]["unique_graphs"]
+    assert graphs == 2  # one to train, one to evaluate
+    for number, learning_rate in enumerate((1e-3, 2e-3, 3e-3), start=1):
+        steps.take(number, learning_rate)
+        steps.evaluate()
+    assert counters["stats"]["unique_graphs"] == graphs
+    assert not counters["graph_break"]
+    torch.compiler.reset()
+
+
+def test_processes_talk_once_a_step_however_many_micro_batches_it_has(build_steps, monkeypatch):
+    # one process that believes to be of two: what it would ask the other is counted, not sent
+    for name, value in {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.setattr(DistributedDataParallel, "__init__", _hooked(DistributedDataParallel.__init__))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        steps = build_steps()
+        assert steps.accelerator.num_processes == 2
+        steps.take(1)  # in its second step DDP tells how it has sorted its buckets
+        BUCKETS.clear()
+        count = counted(lambda: steps.take(2))
+    finally:
+        dist.destroy_process_group()
+    assert len(BUCKETS) == 1  # the gradients, once
+    assert not [name for name in count if name.startswith("c10d")]  # and nothing else
+
+
+def test_dropout_is_seeded_as_by_torch_itself():
+    seed_dropout(torch.device("cpu"), 7)
+    ours = torch.rand(3)
+    torch.manual_seed(7)
+    assert torch.equal(ours, torch.rand(3))
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another one")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    import resource
+
+    def pages_from_the_system() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for tensor in [torch.ones(2**20) for _ in range(16)]:  # 4 MiB each: 16,384 pages in all
+            del tensor
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    keep_freed_memory()
+    pages_from_the_system()
+    assert pages_from_the_system() < 1000
