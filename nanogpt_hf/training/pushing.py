@@ -1,5 +1,6 @@
 """Pushing as a run goes, in a process of its own: whatever the Hub and the network do, training goes on."""
 
+import logging
 import os
 import shlex
 import shutil
@@ -9,7 +10,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +19,8 @@ from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.sharing.hub import stage_of
 from nanogpt_hf.training.run_folder import RunFolder
 
+logger = logging.getLogger(__name__)
+
 _PATIENCE = 600.0  # seconds that a run which is done waits for its last push
 _PATIENCE_STOPPED = 10.0  # and one that was asked to stop: launchers kill after 30
 
@@ -25,8 +28,8 @@ _PATIENCE_STOPPED = 10.0  # and one that was asked to stop: launchers kill after
 class Pushing:
     """`push RUN hub.repo` beside the run, one at a time. Use it on the main process only."""
 
-    def __init__(self, hub: HubSection, run: RunFolder, say: Callable[[str], None]):
-        self.hub, self.say = hub, say
+    def __init__(self, hub: HubSection, run: RunFolder):
+        self.hub = hub
         self.folder = run.best if hub.push == "best" else run.final
         self.command = ["push", str(self.folder), hub.repo, *["--private"] * hub.private]
         self._process: subprocess.Popen | None = None
@@ -58,7 +61,7 @@ class Pushing:
         if done and self.folder.is_dir():
             self.new_model(self.folder)
         if self._process is not None:
-            self.say(f"hub: pushing {self.folder} to {self.hub.repo}; Ctrl-C leaves it")
+            logger.info(f"hub: pushing {self.folder} to {self.hub.repo}; Ctrl-C leaves it")
         deadline = time.monotonic() + (_PATIENCE if done else _PATIENCE_STOPPED)
         try:
             with _signals_interrupt():
@@ -94,13 +97,13 @@ class Pushing:
         if not failed:
             commit = line.partition(" (")[0]
             if commit not in self._said:  # else nothing had changed
-                self.say(f"hub: {line}")
+                logger.info(f"hub: {line}")
             self._said = {commit}
         elif self._ending:
-            self.say(f"hub: {line}; {self._by_hand()}")
+            logger.warning(f"hub: {line}; {self._by_hand()}")
         elif line not in self._said:  # what fails is tried again with the next model, and said once
             self._said.add(line)
-            self.say(f"hub: {line}; training goes on")
+            logger.warning(f"hub: {line}; training goes on")
 
     def _by_hand(self) -> str:
         return f"by hand: python cli.py {shlex.join(self.command)}"
@@ -114,7 +117,7 @@ class Pushing:
             self._process.wait()
         shutil.rmtree(stage_of(self.folder, self._process.pid), ignore_errors=True)
         self._clear()
-        self.say(f"hub: the last push was given up; {self._by_hand()}")
+        logger.warning(f"hub: the last push was given up; {self._by_hand()}")
 
     def _clear(self) -> None:
         self._output.close()

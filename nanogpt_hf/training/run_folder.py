@@ -88,6 +88,13 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
+    def take_back(self) -> None:
+        """Undo `start`, for a run that did not come to its first step; `unlock` then removes the folder."""
+        for folder in (self.checkpoints, self.trackers, self.path / "wandb"):
+            shutil.rmtree(folder, ignore_errors=True)
+        for file in (self.metrics, self.recipe):
+            file.unlink(missing_ok=True)
+
     def go_on(self, recipe_yaml: str) -> None:
         """Write the recipe with what a resumed run changed in it."""
         self.recipe.write_text(recipe_yaml, encoding="utf-8")

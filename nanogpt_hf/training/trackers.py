@@ -32,7 +32,8 @@ def start_trackers(accelerator: Accelerator, config: Config, run: RunFolder, sta
     """Start the recipe's trackers, with the resolved recipe and `start` (see provenance.py) as their configuration.
 
     Which runs of theirs they are is kept in the run folder: where it says, they go on, and steps that were logged
-    beyond `start["step"]` are done again. Only the main process calls it. Raises UserError where one does not start.
+    beyond `start["step"]` are done again. Only the main process calls it. Raises UserError where one does not start; a
+    run that had not begun then leaves nothing behind.
     """
     kept = run.trackers / "runs.json"
     ids = json.loads(kept.read_text(encoding="utf-8")) if kept.exists() else {}
@@ -45,6 +46,8 @@ def start_trackers(accelerator: Accelerator, config: Config, run: RunFolder, sta
             if not (tracker.name == "mlflow" and tracker.name in ids):  # it takes no other value for what it has got
                 tracker.store_init_configuration(_configuration(config, start))
     except Exception as error:  # whatever theirs may raise
+        if not run.checkpoint_folders():
+            run.take_back()
         why = " ".join(str(error).split())
         raise UserError(
             f"tracking.trackers: {', '.join(config.tracking.trackers)} did not start ({type(error).__name__}: {why}); "

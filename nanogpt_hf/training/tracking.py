@@ -48,7 +48,7 @@ class Tracking:
         self.flops_per_token = flops_per_token(model_config, config.data.block_size)
         self.peak = peak_flops(accelerator.device)
         self.events, self.bar = [], None
-        self.pushing = Pushing(config.hub, run, logger.info) if config.hub.push and self.main else None
+        self.pushing = Pushing(config.hub, run) if config.hub.push and self.main else None
         self.rewind(state)
         if self.main:
             start = describe_start(accelerator, state.step)

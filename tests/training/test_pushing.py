@@ -107,13 +107,13 @@ sys.exit(order.startswith("bad"))
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch):
+def stand_in(tmp_path, monkeypatch, caplog):
     """A Pushing whose pushes are CHILD, and the lines it says."""
     (tmp_path / "nanogpt_hf.py").write_text(CHILD)
     (tmp_path / "best").mkdir()
     monkeypatch.setattr(pushing.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py"))
-    said = []
-    return Pushing(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path), said.append), said
+    caplog.set_level("INFO", "nanogpt_hf")
+    return Pushing(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path)), caplog
 
 
 def step(pushing: Pushing, folder, model: str, do: str, until) -> None:
@@ -147,17 +147,23 @@ def test_one_push_at_a_time_and_the_newest_is_the_next(stand_in, tmp_path):
     wait(ours, lambda: len(pushed(tmp_path)) == 2)
     ours.finish(done=False)
     assert pushed(tmp_path) == ["1", "4"]
-    assert said[0] == "hub: well"
+    assert said.messages[0] == "hub: well"
 
 
 def test_an_error_is_said_once_until_it_is_another(stand_in, tmp_path):
     ours, said = stand_in
     for number, do in enumerate(["bad network", "bad network", "bad token", "bad network", "well", "bad network"]):
         step(ours, tmp_path, str(number), do, lambda: ours._process is None)
-    assert said == [
+    assert said.messages == [
         *("hub: bad network; training goes on", "hub: bad token; training goes on"),
         *("hub: well", "hub: bad network; training goes on"),
     ]
+    assert [record.levelname for record in said.records] == [
+        "WARNING",
+        "WARNING",
+        "INFO",
+        "WARNING",
+    ]  # -q says failures
 
 
 def test_the_end_of_a_run_waits_for_a_bounded_time(stand_in, tmp_path, monkeypatch):
@@ -171,7 +177,7 @@ def test_the_end_of_a_run_waits_for_a_bounded_time(stand_in, tmp_path, monkeypat
     assert process.poll() is not None
     assert not stage.exists()
     by_hand = f"by hand: python cli.py push {tmp_path / 'best'} tester/tiny"
-    assert said == [
+    assert said.messages == [
         f"hub: pushing {tmp_path / 'best'} to tester/tiny; Ctrl-C leaves it",
         f"hub: the last push was given up; {by_hand}",
     ]
@@ -186,4 +192,4 @@ def test_ctrl_c_leaves_the_last_push(stand_in, tmp_path):
     timer.start()
     ours.finish(done=True)
     timer.join()
-    assert "the last push was given up" in said[-1]
+    assert "the last push was given up" in said.messages[-1]

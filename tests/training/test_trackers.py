@@ -5,6 +5,7 @@ import logging
 import re
 import sys
 from datetime import datetime
+from pathlib import Path
 
 import pytest
 from accelerate import tracking as accelerate_tracking
@@ -177,6 +178,7 @@ def test_a_tracker_that_does_not_start_is_one_clear_line(pretrain, notebook, mon
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     assert "notebook did not start (ConnectionError: no network at all); see to that, or leave it out" in said
+    assert not Path("other").exists()  # so that the next try needs no --overwrite
 
 
 def test_quiet_says_nothing_and_a_terminal_gets_a_bar_and_a_summary(pretrain, capsys, monkeypatch):
