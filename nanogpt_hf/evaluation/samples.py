@@ -1,5 +1,7 @@
 """What a model writes as it learns: the recipe's `eval.samples`, continued at every evaluation."""
 
+import logging
+
 import torch
 import transformers
 from accelerate import Accelerator
@@ -11,11 +13,14 @@ from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.generate import continue_text
 from nanogpt_hf.sharing.samples import TEMPERATURE, as_question
 
+logger = logging.getLogger(__name__)
+
 
 class TrainingSamples:
     """The prompts of `eval.samples` as token ids, read before the first step, so that a mistake stops the run there.
 
-    Raises UserError where a prompt is empty or the tokenizer cannot express it.
+    One that the tokenizer cannot express is left out and said: a recipe is run on texts that its author did not know.
+    Raises UserError where a prompt is empty.
     """
 
     def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
@@ -25,7 +30,8 @@ class TrainingSamples:
             try:
                 ids = encode_ordinary(tokenizer, text)
             except DataError as error:
-                raise UserError(f"eval.samples: {prompt!r:.80}: {error}") from None
+                logger.info(f"eval.samples: {prompt!r:.80} is left out: {str(error).partition('; ')[0]}")
+                continue
             if not ids:
                 raise UserError("eval.samples: a prompt must not be empty: give the model a text to go on from")
             self.prompts.append((prompt, ids))

@@ -23,6 +23,7 @@ CHINCHILLA = 20  # tokens a parameter that make the best of a given amount of ar
 # GB (10^9 bytes) of the GPUs whose peaks throughput.py knows, as they are sold; the largest where there are several.
 GPU_MEMORY = {
     "B200": 180,
+    "H200 NVL": 141,
     "H200": 141,
     "H100 PCIe": 80,
     "H100 NVL": 94,

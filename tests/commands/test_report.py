@@ -54,7 +54,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(write_recipe, tmp_path, cap
 
     monkeypatch.setattr(tracking, "write_report", fail)
     assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
-    assert "report.html: cannot be written: the disk is full" in capsys.readouterr().out
+    assert "report.html: cannot be written: the disk is full" in capsys.readouterr().err
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 

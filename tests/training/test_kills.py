@@ -44,8 +44,8 @@ def files(folder: Path) -> dict[str, bytes]:
 
 
 def events(folder: Path) -> list[dict]:
-    timed = ("seconds", "train/tokens_per_second")
-    return [{k: v for k, v in event.items() if k not in timed} for event in read_metrics(RunFolder(folder))]
+    measured = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
+    return [{k: v for k, v in event.items() if k not in measured} for event in read_metrics(RunFolder(folder))]
 
 
 def assert_same(killed: Path, whole: Path) -> None:
