@@ -142,7 +142,7 @@ def _tokens(found: "Estimate") -> list[str]:
     lines = [
         f"tokens: {_amount(found.tokens)}, {found.tokens / found.parameters:,.1f} a parameter",
         f"  about 20 make the most of a given amount of arithmetic (Chinchilla, arXiv:2203.15556): {_amount(best)};",
-        f"  this is {found.tokens / best:.2g} times as many",
+        f"  this is {float(f'{found.tokens / best:.2g}'):,g} times as many",
     ]
     if found.epochs:
         lines.append(f"  {found.epochs:,.1f} times through the prepared data")
