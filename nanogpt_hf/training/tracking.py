@@ -28,6 +28,7 @@ from nanogpt_hf.training.trackers import start_trackers
 logger = logging.getLogger(__name__)
 
 _SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
+_SECONDS_BETWEEN_PICTURES = 30.0  # one takes about half a second
 
 
 class Tracking:
@@ -57,7 +58,7 @@ class Tracking:
             add_start(run, start)
         if self.main and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty():
             self.bar = tqdm(total=config.train.max_steps, initial=state.step, unit="step", dynamic_ncols=True)
-        self._last_line = 0.0
+        self._last_line, self._last_picture = 0.0, -math.inf
 
     def rewind(self, state: TrainState) -> None:
         """Forget the events after the state, whose steps are done again. Trackers that have got them keep them."""
@@ -135,7 +136,7 @@ class Tracking:
             logger.info(line)
 
     def evaluation(self, state: TrainState, is_best: bool, facts: dict[str, float]) -> None:
-        """Report the state's evaluation, with what else was measured (tasks, layers), and draw the curves anew."""
+        """Report the state's evaluation, with what else was measured (tasks, layers), and draw the curves now and then."""
         result = state.evaluation
         self._write(
             state,
@@ -155,13 +156,15 @@ class Tracking:
         tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
             self._say(f"  {', '.join(shown)}")
-        self.draw()
+        if time.perf_counter() - self._last_picture >= _SECONDS_BETWEEN_PICTURES:
+            self.draw()
         if self.pushing and is_best:
             self.pushing.new_model(self.run.best)
 
     def draw(self) -> None:
         """Draw the curves. A picture that cannot be drawn must not end a run, nor hide why it ended."""
         if self.main:
+            self._last_picture = time.perf_counter()
             try:
                 draw_run(self.run, self.config, self.events)
             except Exception as error:
