@@ -180,7 +180,8 @@ def describe_device(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
-        return f"CPU with {torch.get_num_threads()} threads"
+        threads = torch.get_num_threads()
+        return f"CPU with {threads} thread{'s' * (threads > 1)}"
     return device.type.upper()
 
 

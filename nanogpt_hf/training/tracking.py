@@ -136,7 +136,7 @@ class Tracking:
             logger.info(line)
 
     def evaluation(self, state: TrainState, is_best: bool, facts: dict[str, float]) -> None:
-        """Report the state's evaluation, with what else was measured (tasks, layers), and draw the curves now and then."""
+        """Report the state's evaluation, with what else was measured (tasks, layers); now and then draw the curves."""
         result = state.evaluation
         self._write(
             state,
