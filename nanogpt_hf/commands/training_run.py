@@ -96,7 +96,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
 def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     """The last words of a run that is done: what it took, what it came to, and what to do next."""
-    from nanogpt_hf.training.tracking import duration
+    from nanogpt_hf.reports.sections import duration
 
     best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
     rate = f" ({state.tokens / state.seconds:,.0f} tokens/s, evaluations included)" if state.seconds else ""

@@ -16,6 +16,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.metrics import read_metrics
 from nanogpt_hf.reports.page import write_report
+from nanogpt_hf.reports.sections import duration
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.health import TimedBatches
 from nanogpt_hf.training.provenance import add_start, describe_start
@@ -198,12 +199,3 @@ class Tracking:
             self.pushing.finish(done=error[0] is None)
         if self.accelerator.log_with:
             self.accelerator.end_training()
-
-
-def duration(seconds: float) -> str:
-    """3725 -> 1h 2m"""
-    hours, rest = divmod(round(seconds), 3600)
-    minutes, rest = divmod(rest, 60)
-    if hours:
-        return f"{hours}h {minutes}m"
-    return f"{minutes}m {rest}s" if minutes else f"{rest}s"
