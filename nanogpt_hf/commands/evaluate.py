@@ -237,10 +237,7 @@ class _bar:  # noqa: N801  (used as a function)
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     """Whole or not at all; an older file of the name is replaced."""
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    from nanogpt_hf.training.run_folder import written_whole
+
+    with written_whole(path) as partial:
         partial.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        partial.unlink(missing_ok=True)
-        raise UserError(f"--output: {path} cannot be written: {error.strerror}") from None

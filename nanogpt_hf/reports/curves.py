@@ -6,10 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.metrics import Event, column, smooth
 from nanogpt_hf.reports.reference import Curve, Reference, differences, find_reference
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.run_folder import RunFolder, written_whole
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -191,9 +190,5 @@ def _title(figure: "Figure", axes: "Axes", title: str, beside: str) -> None:
 
 
 def _save(figure: "Figure", path: Path) -> None:
-    partial = path.with_name(f".{path.name}")
-    try:
+    with written_whole(path) as partial:
         figure.savefig(partial, format="png")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

@@ -18,7 +18,7 @@ from nanogpt_hf.reports.metrics import AXES, Event, column, names, read_metrics
 from nanogpt_hf.reports.reference import Reference, find_reference
 from nanogpt_hf.reports.verdict import Verdict, judge
 from nanogpt_hf.training.provenance import read_starts
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.run_folder import RunFolder, written_whole
 
 _MOST_POINTS = 4000  # of a curve; beyond, several reports become one point: a browser has to draw them
 
@@ -32,12 +32,8 @@ def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) 
     if not (run.recipe.is_file() or run.metrics.is_file()):
         raise UserError(f"{run.path}: holds no run: neither recipe.yaml nor metrics.jsonl is there")
     page = render(run, read_metrics(run) if events is None else events)
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with written_whole(path) as partial:
         partial.write_text(page, encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
 
 
 def render(run: RunFolder, events: list[Event]) -> str:

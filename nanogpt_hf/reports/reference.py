@@ -19,7 +19,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.metrics import column, read_metrics
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.run_folder import RunFolder, written_whole
 
 SHIPPED = Path(nanogpt_hf.__file__).parents[1] / "recipes" / "reference"
 BAND = (
@@ -209,9 +209,5 @@ def write_reference(reference: Reference, path: Path) -> None:
     tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
     text = json.dumps(tree, indent=2, ensure_ascii=False)
     text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)  # a line each
-    partial = path.with_name(f".{path.name}.partial")
-    try:
+    with written_whole(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None

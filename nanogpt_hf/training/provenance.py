@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.sharing.private import without_private_parts
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.run_folder import RunFolder, written_whole
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -47,6 +47,6 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
 
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:
     """Add a start to machine.json, in one move."""
-    partial = run.machine.with_name(f".{run.machine.name}")
-    partial.write_text(json.dumps({"starts": [*read_starts(run), start]}, indent=2) + "\n", encoding="utf-8")
-    partial.replace(run.machine)
+    starts = [*read_starts(run), start]
+    with written_whole(run.machine) as partial:
+        partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")

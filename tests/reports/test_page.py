@@ -12,7 +12,7 @@ from nanogpt_hf.reports import page
 from nanogpt_hf.reports.metrics import read_metrics
 from nanogpt_hf.reports.page import render, write_report
 from nanogpt_hf.reports.reference import Curve, Reference, experiment_of
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.training.run_folder import RunFolder, written_whole
 
 EVENTS = [
     {"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0, "val/perplexity": 54.6, "val/bits_per_byte": 5.77},
@@ -151,3 +151,13 @@ def test_the_band_is_shown_where_the_run_is_of_the_reference(folder, monkeypatch
     parsed = Parsed(render(folder, EVENTS))
     assert parsed.data["band"] is None
     assert "Not comparable with reference tiny: model.n_layer is 2 here, 7 there." in parsed.text
+
+
+def test_what_cannot_take_its_place_leaves_nothing_beside_it(tmp_path):
+    (tmp_path / "report.html").mkdir()
+    with (
+        pytest.raises(UserError, match=r"report\.html: cannot be written"),
+        written_whole(tmp_path / "report.html") as file,
+    ):
+        file.write_text("half of it")
+    assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
