@@ -1,6 +1,6 @@
 """GPTConfig: what a GPT is made of, and how it reads and writes GPT-2's config.json.
 
-Flat and self-contained on purpose (with layout_gpt.py and modeling_gpt.py): it may travel with a model.
+Flat and self-contained on purpose (with its three neighbours): it may travel with a model.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """How a GPT lies on disk: GPT-2's names for our layers, and its matrices the other way round.
 
-Flat and self-contained on purpose (with configuration_gpt.py and modeling_gpt.py): it may travel with a model.
+Flat and self-contained on purpose (with its three neighbours): it may travel with a model.
 """
 
 import torch

@@ -1,7 +1,7 @@
-"""A GPT, the whole of it: attention, MLP, block, model and loss.
+"""A GPT, the whole of it: attention, MLP, block and model; its head and loss are in loss_gpt.py.
 
 In memory it is nn.Linear with q, k and v apart; on disk it is a plain GPT-2 (layout_gpt.py), which any tool opens.
-Flat and self-contained on purpose, with its two neighbours: the three files may travel with a model.
+Flat and self-contained on purpose, with its three neighbours: the four files may travel with a model.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
 """
@@ -12,7 +12,6 @@ import math
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, GPT2LMHeadModel, PreTrainedModel
 from transformers import initialization as init
 from transformers.activations import ACT2FN
@@ -27,9 +26,7 @@ from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
 from .layout_gpt import drop_zero_biases, from_gpt2_state_dict, gpt2_state_dict
-
-# Logits are computed for at most this many (row, vocabulary) pairs at once while training: 256 MiB in float32.
-LOGITS_PER_CHUNK = 2**26
+from .loss_gpt import Head, summed_loss
 
 
 def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
@@ -178,7 +175,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.transformer = GPTModel(config)
-        self.lm_head = nn.Linear(config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False)
+        self.lm_head = Head(config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False)
         self.post_init()
 
     def _logits(self, hidden):
@@ -187,18 +184,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
 
     def summed_loss(self, hidden, targets):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without ever holding all N × V logits."""
-
-        def loss_of(rows, row_targets):
-            return F.cross_entropy(self._logits(rows).float(), row_targets, reduction="sum")
-
-        rows = max(1, LOGITS_PER_CHUNK // self.config.vocab_size)
-        if len(hidden) <= rows:
-            return loss_of(hidden, targets)
-        # Each chunk's logits are computed again in the backward pass instead of being kept for it.
-        return sum(
-            checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
-            for chunk in zip(hidden.split(rows), targets.split(rows), strict=True)
-        )
+        return summed_loss(self.lm_head, hidden, targets, self.config.vocab_size)
 
     @can_return_tuple
     def forward(

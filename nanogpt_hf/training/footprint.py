@@ -1,6 +1,6 @@
 """Bytes that a training step needs on a device: its tensors by name, at the four moments where they may be the most.
 
-Everything follows from model/modeling_gpt.py and training/loop.py: what autograd keeps of a block and of the loss, and
+Everything follows from the model, its loss and training/loop.py: what autograd keeps of a block and of the loss, and
 when gradients come and go. tests/training/test_footprint.py compares it with what the allocator gave out.
 """
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nanogpt_hf.model import modeling_gpt
+from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training.placement import Placement
 
@@ -82,10 +82,7 @@ def footprint(
     gradients = state.pop("gradients")
     standing = gradients * accumulates
     head = n.head * n.head_trains * (value if place.kind == "FSDP2" else 4)  # a gradient of the head, not yet reduced
-    # log-softmax and a gradient on each side of it, for the rows of one chunk; and where chunks add up their gradients
-    # of the head, a sum lies beside both of its terms
-    logit_rows = min(rows, max(1, modeling_gpt.LOGITS_PER_CHUNK // config.vocab_size))
-    logits, chunks = 3 * 4 * logit_rows * config.vocab_size, logit_rows < rows
+    logits, gradient_of_head, gradient_of_rows = _loss(model, n, place, rows)
 
     def in_block(done: int) -> dict[str, float]:
         """In a block's backward pass, with `done` blocks above it: the gradients of its residual and its MLP pass."""
@@ -98,9 +95,10 @@ def footprint(
 
     moments = {
         LOSS: {
-            "gradients": standing + head * chunks,
-            "activations": n.kept_blocks * kept_block + 2 * residual,  # what the last LayerNorm takes in and gives
-            "logits": max(logits, 2 * head * chunks),
+            "gradients": standing + gradient_of_head,
+            # with what the last LayerNorm takes in and gives
+            "activations": n.kept_blocks * kept_block + 2 * residual + gradient_of_rows,
+            "logits": logits,
             "copies": _copies(n, place, blocks=0 if place.checkpointing else n.kept_blocks, backward=False),
         },
         TOP: in_block(0),
@@ -114,6 +112,21 @@ def footprint(
     }
     nothing = dict.fromkeys(PARTS, 0.0)
     return Footprint({name: nothing | state | parts for name, parts in moments.items()}, offloaded)
+
+
+def _loss(model: GPTForCausalLM, n: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
+    """Bytes of the logits and all that is made of them, and of what the loss has of the head's gradient and its rows'.
+
+    Where all logits are there at once, both gradients come when the activations go.
+    """
+    chunk, value = rows_of_a_chunk(rows, model.config.vocab_size), place.compute_bytes
+    logits = chunk * model.config.vocab_size
+    if chunk == rows:  # log-softmax, and a gradient on each side of it
+        return 3 * 4 * logits, 0.0, 0.0
+    # logits, their log-softmax in float32, and where the one's type is another a copy in it: before, or of the gradient
+    made = value + 4 + (value < 4) * (4 if place.on_cpu else value)
+    product = value * logits + n.head * n.head_trains * (value < 4) * value  # a chunk's gradient of the head
+    return max(made * logits, product), 4.0 * n.head * n.head_trains, 4.0 * rows * model.config.n_embd
 
 
 def kept_by_a_block(model: GPTForCausalLM, block_size: int, place: Placement) -> float:

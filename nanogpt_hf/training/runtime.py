@@ -26,6 +26,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.model.loss_gpt import loss_and_gradient
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training import processes
 from nanogpt_hf.training.run_folder import RunFolder
@@ -198,7 +199,7 @@ def describe_machine(accelerator: Accelerator) -> str:
 
 @contextmanager
 def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator[None]:
-    """Compile the blocks and checkpoint their activations, each where the accelerate config asks for it.
+    """Compile blocks and loss, and checkpoint the blocks' activations, where the accelerate config asks for it.
 
     In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
     names and one graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass,
@@ -216,6 +217,7 @@ def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator
         mode = None if plugin.mode == "default" else plugin.mode
         for block in model.transformer.h:
             block.compile(backend=backend.value.lower(), mode=mode)
+        model.lm_head.loss_and_gradient = torch.compile(loss_and_gradient, backend=backend.value.lower(), mode=mode)
     try:
         yield
     finally:  # for the next model of this run: a thaw makes one

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, GPT2LMHea
 from transformers.utils.generic import find_labels
 
 from nanogpt_hf.data.tokenizer import char_tokenizer
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM, modeling_gpt
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.build import count_parameters
 
 TINY = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "dropout": 0.0}
@@ -163,7 +163,7 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, padded_voc
     plain.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(modeling_gpt, "LOGITS_PER_CHUNK", 7 * 61)  # 7 rows: the last chunk is a short one
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 7 * 61)  # 7 rows: the last chunk is a short one
     out = model(tokens, shift_labels=targets)
     assert out.logits is None
     out.loss.backward()
@@ -185,7 +185,7 @@ def test_training_never_keeps_a_tensor_as_large_as_the_logits(monkeypatch):
 
     loss_while_recording()
     assert max(kept) >= full  # with one chunk they are kept: the recording sees them
-    monkeypatch.setattr(modeling_gpt, "LOGITS_PER_CHUNK", full // 8)
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", full // 8)
     loss_while_recording().backward()
     assert kept
     assert max(kept) <= 5000 * 32  # nothing above the embedding itself

@@ -17,6 +17,7 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.training import loop, runtime, shards
 
 save_checkpoint, hand_to_deepspeed = loop.save_checkpoint, runtime._hand_to_deepspeed
@@ -57,6 +58,7 @@ def run(arguments: list[str]) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
     loop.save_checkpoint, runtime._hand_to_deepspeed = recording, sharding_small_parameters
+    loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
         status = main(arguments)
     except BaseException:

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from nanogpt_hf.config.schema import Config, LoraSection
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM, modeling_gpt
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.build import freeze
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.training.doctor import made_up_tokens
@@ -86,6 +86,8 @@ CASES = {
     "checkpointed in bf16": Case(TOP, {"checkpointing": True}, "bf16", accumulation=2),
     "large vocabulary": Case(LOSS, {"vocab_size": 4000, "padded_vocab_size": 4032}, micro_batch_size=4),
     "logits in chunks": Case(LOSS, {"vocab_size": 2000}, logits_per_chunk=2**18),
+    "logits in chunks, in bf16": Case(LOSS, {"vocab_size": 2000}, "bf16", logits_per_chunk=2**19),
+    "logits in chunks, a frozen head": Case(LOSS, {"vocab_size": 2000, "frozen": 1}, logits_per_chunk=2**19),
     "few tokens": Case(EMBEDDING, {"vocab_size": 4000}, micro_batch_size=1, accumulation=2),
     "frozen": Case(LOSS, {"frozen": 1}, "bf16"),
     "LoRA": Case(TOP, {"lora": {"rank": 4}}),
@@ -110,7 +112,7 @@ def estimated(case: Case, *, on_cpu: bool):
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_estimate_is_what_the_cpu_allocator_gave_out(case, monkeypatch):
-    monkeypatch.setattr(modeling_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)
 
     def work():
         take_two_steps(build(**case.model), case.precision, case.micro_batch_size, case.accumulation)

@@ -21,6 +21,8 @@ from nanogpt_hf.training.tracking import read_metrics
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
 ENTRY = Path(__file__).with_name("launched.py")
+# some rows at a time, so that the loss takes its gradients from a head that was gathered
+ENVIRONMENT = {"PYTHONPATH": str(ROOT), "LOGITS_PER_CHUNK": "200"}
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed is not installed, or no g++ is there to build its operation for CPUs",
@@ -60,7 +62,7 @@ def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_op
         command(machine, recipe, "--run-dir", folder, *arguments, machine_options=machine_options),
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | ENVIRONMENT,
         timeout=300,
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -70,7 +72,7 @@ def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_op
 @pytest.fixture(scope="module")
 def launch_warm():
     """`launch`, by a process that has torch imported already: see warm.py."""
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("warm.py")],
         stdin=subprocess.PIPE,
@@ -209,7 +211,7 @@ def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(reci
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | ENVIRONMENT,
     )
     run = RunFolder(folder)
     deadline = time.monotonic() + 120
@@ -234,7 +236,7 @@ def refused(tmp_path: Path, machine: str, recipe: Path, *machine_options: str) -
         [str(ROOT / "cli.py") if word == str(ENTRY) else word for word in words],
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
         timeout=120,
     )
     assert done.returncode != 0

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_hf.config.schema import Config, DataSection, OptimSection
 from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.loop import train_step
 from nanogpt_hf.training.optimizer import build_optimizer
@@ -135,15 +135,16 @@ def test_nothing_is_kept_from_step_to_step(build_steps):
     assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
-def test_compiled_blocks_share_a_graph_that_evaluation_and_the_learning_rate_leave_alone(build_steps, monkeypatch):
+def test_compiled_graphs_serve_all_blocks_chunks_steps_and_learning_rates(build_steps, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * 64)  # two chunks a micro-batch
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     steps = build_steps()
     steps.evaluate()
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 2  # one to train, one to evaluate
+    assert graphs == 3  # the blocks' to train and to evaluate, and the loss's
     for number, learning_rate in enumerate((1e-3, 2e-3, 3e-3), start=1):
         steps.take(number, learning_rate)
         steps.evaluate()
