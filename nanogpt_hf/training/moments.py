@@ -1,0 +1,88 @@
+"""AdamW's moments in 8 bits: torchao's optimizer, its moments as float32, and float32 as its moments.
+
+Each 256 values are a block with a scale, about its largest magnitude, and a code for each value: which of 256 shares of
+the scale is nearest (Dettmers et al. 2022, arXiv:2110.02861). Tensors of fewer than 4096 values, or that blocks do not
+divide, stay float32; of a shard its own size decides.
+"""
+
+import warnings
+
+import torch
+from torch.distributed.tensor import DTensor
+
+BLOCK, LEAST = 256, 4096  # values
+_QMAP = 4 * 256  # bytes of the shares, which each moment holds for itself
+
+
+def moment_bytes(values: int, kind: str) -> int:
+    """Bytes of both moments of a tensor, or of a process's shard of one."""
+    if kind == "float32" or values < LEAST or values % BLOCK:
+        return 2 * 4 * values
+    return 2 * (values + 4 * values // BLOCK + _QMAP)
+
+
+def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """torchao's AdamW. It compiles its step, a kernel for each shape and group, when it is first taken."""
+    from torchao.optim import AdamW8bit
+
+    # what it makes then is found again within a process, and that is all we need
+    warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
+    return AdamW8bit(groups, lr=lr, betas=betas, block_size=BLOCK)
+
+
+def in_8_bits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the optimizer above, not torch's own."""
+    return hasattr(optimizer, "_new_buffer")
+
+
+def as_float32(moment: torch.Tensor) -> torch.Tensor:
+    """A moment of either kind in float32, sharded as it was."""
+    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    if not hasattr(local, "codes"):
+        return moment
+    if not isinstance(moment, DTensor):
+        return local.dequantize()
+    shape = {"shape": moment.shape, "stride": moment.stride()}  # shards may differ in size
+    return DTensor.from_local(local.dequantize(), moment.device_mesh, moment.placements, run_check=False, **shape)
+
+
+def held_by(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """AdamW's state of a parameter as `optimizer` holds it, from float32 moments that are sharded as the parameter."""
+    if not in_8_bits(optimizer):
+        return state
+    held = {"step": state["step"].cpu()}
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        held[key] = optimizer._new_buffer(parameter, signed)  # which of them are quantised only torchao knows
+        inner, values = (t.to_local() if isinstance(t, DTensor) else t for t in (held[key], state[key]))
+        if hasattr(inner, "codes"):
+            _quantize(inner, values)
+        else:
+            inner.copy_(values)
+    return held
+
+
+@torch.no_grad()
+def _quantize(moment: torch.Tensor, values: torch.Tensor) -> None:
+    """Put float32 values into an 8-bit moment: where they came out of one, its very codes and scales.
+
+    torchao takes a block's largest magnitude for its scale. If that one is negative it comes out a little smaller, as
+    the lowest share, -0.993 of the scale: taken for the scale again, the block would shrink with every resume. So there
+    the scale is the one of which it is the lowest share, to the last bit the one that gives back the most values.
+    """
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    moment.copy_(values)
+    blocks = values.reshape(-1, moment.block_size)
+    negative = (blocks.amin(1) < 0) & (blocks.amin(1) == -blocks.abs().amax(1))
+    if not moment.signed or not negative.any():
+        return
+    blocks = blocks[negative]
+    scale = (blocks.amin(1) / moment.qmap[0]).clip(1e-12)  # the least that torchao takes
+    codes = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
+    shares = moment.qmap[codes.int()]
+    near = torch.stack((scale, scale.nextafter(torch.zeros_like(scale)), scale.nextafter(torch.full_like(scale, torch.inf))))
+    kept = torch.stack([(shares * one[:, None] == blocks).sum(1) for one in near])
+    moment.codes.view(-1, moment.block_size)[negative] = codes.to(torch.uint8)
+    moment.scale[negative] = near.gather(0, kept.argmax(0)[None])[0]
