@@ -16,7 +16,7 @@ _LEVELS = ("debug", "info", "warning", "error")
 _OURS = "nanogpt_hf"
 # Libraries that --log-level is for as well; some read a variable when they are imported, which may be later.
 _LIBRARIES = {"accelerate": None, "datasets": "DATASETS_VERBOSITY", "transformers": "TRANSFORMERS_VERBOSITY"}
-# Where torchao is installed transformers imports it, and it warns of kernels for inference that the machine cannot load.
+# Where torchao is installed transformers imports it, and it warns of kernels for inference that cannot be loaded here.
 _UNASKED = ("torchao", "torch.utils._pytree")
 
 

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_gpt_config, outline
-from nanogpt_hf.training.footprint import Counts, kept_by_a_block
+from nanogpt_hf.training.footprint import Counts, kept_by_a_block, moments_of
 from nanogpt_hf.training.placement import Placement
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.shards import forget_moments, scaler_state, set_scaler_state
@@ -149,7 +149,7 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)
-    state = (4 * counts.held + 12 * counts.trained) / 1e9
+    state = (4 * counts.held + 4 * counts.trained + moments_of(model, config.optim.moments)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)

@@ -5,20 +5,42 @@ the scale is nearest (Dettmers et al. 2022, arXiv:2110.02861). Tensors of fewer 
 divide, stay float32; of a shard its own size decides.
 """
 
+import os
+import shutil
+import sys
 import warnings
+from importlib.util import find_spec
 
 import torch
 from torch.distributed.tensor import DTensor
 
-BLOCK, LEAST = 256, 4096  # values
-_QMAP = 4 * 256  # bytes of the shares, which each moment holds for itself
+from nanogpt_hf.errors import UserError
+
+NOT_UNDER_ZERO = (
+    "optim.moments 8bit: DeepSpeed's ZeRO keeps all moments in one float32 buffer; leave it out, or take "
+    "accelerate_configs/fsdp2.yaml"
+)
+
+_BLOCK, _LEAST = 256, 4096  # values
 
 
-def moment_bytes(values: int, kind: str) -> int:
-    """Bytes of both moments of a tensor, or of a process's shard of one."""
-    if kind == "float32" or values < LEAST or values % BLOCK:
+def check_8bit(*, zero: bool) -> None:
+    """Raises UserError where moments in 8 bits are asked for and cannot be had; `zero`: under DeepSpeed's ZeRO."""
+    if zero:
+        raise UserError(NOT_UNDER_ZERO)
+    if find_spec("torchao") is None:
+        raise UserError("optim.moments 8bit: torchao is not installed; run `pip install torchao`")
+    # as torch's inductor looks for it; on a GPU it is for the step's number, which torchao keeps on the CPU
+    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(f"optim.moments 8bit: torchao compiles its step, and {compiler} is not there; install it")
+
+
+def bytes_in_8_bits(values: int) -> int:
+    """Of both moments of a tensor, or of a process's shard of one: codes, scales, and for each the list of shares."""
+    if values < _LEAST or values % _BLOCK:
         return 2 * 4 * values
-    return 2 * (values + 4 * values // BLOCK + _QMAP)
+    return 2 * (values + 4 * (values // _BLOCK) + 4 * 256)
 
 
 def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
@@ -27,7 +49,7 @@ def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) 
 
     # what it makes then is found again within a process, and that is all we need
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
-    return AdamW8bit(groups, lr=lr, betas=betas, block_size=BLOCK)
+    return AdamW8bit(groups, lr=lr, betas=betas, block_size=_BLOCK)
 
 
 def in_8_bits(optimizer: torch.optim.Optimizer) -> bool:
@@ -82,7 +104,8 @@ def _quantize(moment: torch.Tensor, values: torch.Tensor) -> None:
     scale = (blocks.amin(1) / moment.qmap[0]).clip(1e-12)  # the least that torchao takes
     codes = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
     shares = moment.qmap[codes.int()]
-    near = torch.stack((scale, scale.nextafter(torch.zeros_like(scale)), scale.nextafter(torch.full_like(scale, torch.inf))))
+    below, above = (scale.nextafter(torch.full_like(scale, limit)) for limit in (0.0, torch.inf))
+    near = torch.stack((scale, below, above))
     kept = torch.stack([(shares * one[:, None] == blocks).sum(1) for one in near])
     moment.codes.view(-1, moment.block_size)[negative] = codes.to(torch.uint8)
     moment.scale[negative] = near.gather(0, kept.argmax(0)[None])[0]
