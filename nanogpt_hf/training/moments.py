@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from nanogpt_hf.errors import UserError
 
 NOT_UNDER_ZERO = (
-    "optim.moments 8bit: DeepSpeed's ZeRO keeps all moments in one float32 buffer; leave it out, or take "
+    "optim.moments 8bit: DeepSpeed's ZeRO keeps its moments in flat float32 buffers; leave it out, or take "
     "accelerate_configs/fsdp2.yaml"
 )
 
@@ -47,7 +47,7 @@ def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) 
     """torchao's AdamW. It compiles its step, a kernel for each shape and group, when it is first taken."""
     from torchao.optim import AdamW8bit
 
-    # what it makes then is found again within a process, and that is all we need
+    # of a cache between processes, which only saves compiling
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
     return AdamW8bit(groups, lr=lr, betas=betas, block_size=_BLOCK)
 
