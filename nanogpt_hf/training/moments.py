@@ -5,6 +5,7 @@ the scale is nearest (Dettmers et al. 2022, arXiv:2110.02861). Tensors of fewer 
 divide, stay float32; of a shard its own size decides.
 """
 
+import logging
 import os
 import shutil
 import sys
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.errors import UserError
 
+logger = logging.getLogger(__name__)
 NOT_UNDER_ZERO = (
     "optim.moments 8bit: DeepSpeed's ZeRO keeps its moments in flat float32 buffers; leave it out, or take "
     "accelerate_configs/fsdp2.yaml"
@@ -44,9 +46,11 @@ def bytes_in_8_bits(values: int) -> int:
 
 
 def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
-    """torchao's AdamW. It compiles its step, a kernel for each shape and group, when it is first taken."""
+    """torchao's AdamW. It compiles its step when it is first taken, a kernel for each shape in each group."""
     from torchao.optim import AdamW8bit
 
+    kernels = {(group["weight_decay"], p.shape) for group in groups for p in group["params"]}
+    logger.info(f"moments in 8 bits: the first step compiles {len(kernels)} kernels, which may take a while")
     # of a cache between processes, which only saves compiling
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
     return AdamW8bit(groups, lr=lr, betas=betas, block_size=_BLOCK)
