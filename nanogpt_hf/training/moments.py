@@ -91,11 +91,12 @@ def held_by(
 
 @torch.no_grad()
 def _quantize(moment: torch.Tensor, values: torch.Tensor) -> None:
-    """Put float32 values into an 8-bit moment: where they came out of one, its very codes and scales.
+    """Put float32 values into an 8-bit moment, so that those of one come out again bit for bit.
 
     torchao takes a block's largest magnitude for its scale. If that one is negative it comes out a little smaller, as
     the lowest share, -0.993 of the scale: taken for the scale again, the block would shrink with every resume. So there
-    the scale is the one of which it is the lowest share, to the last bit the one that gives back the most values.
+    the scale is the one of which it is the lowest share, to the last bit the one that gives back the most values. (Of
+    a block of zeros but for one, two or three values it may be a neighbour that gives back all of them as well.)
     """
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
