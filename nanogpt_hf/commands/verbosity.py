@@ -66,9 +66,9 @@ def speaking(log_level: str | None) -> Iterator[None]:
     level = max(least, getattr(logging, (log_level or "info").upper()))
     loggers = {_OURS: level, "py.warnings": max(level, logging.WARNING)}
     variables = {}
-    if not log_level:
+    if log_level != "debug":
         loggers |= dict.fromkeys(_UNASKED, logging.ERROR)
-    else:
+    if log_level:
         loggers |= dict.fromkeys(_LIBRARIES, level)
         variables = {name: logging.getLevelName(level).lower() for name in _LIBRARIES.values() if name}
     if level > logging.INFO:

@@ -159,9 +159,12 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
     )
+    moments = (moments_of(model, "float32") - moments_of(model, "8bit")) / 1e9
+    in_8_bits = f"optim.moments 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
+    first = smaller * (micro > 1) + in_8_bits * (config.optim.moments == "float32")
     saved = activations(micro) - activations(micro, checkpointing=True)
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
-        f"about {activations(micro):.1f} GB. {smaller if micro > 1 else ''}an accelerate config that checkpoints "
+        f"about {activations(micro):.1f} GB. {first}an accelerate config that checkpoints "
         f"activations saves about {saved:.1f} GB, one that shards over N devices {state:.1f} × (1 - 1/N) GB"
     )
