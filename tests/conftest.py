@@ -132,7 +132,7 @@ def write_recipe(tmp_path, make_recipe):
     return lambda **overrides: make_recipe(tmp_path / "tiny.yaml", **overrides)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def forget_accelerate():
     """Call it to make the next Accelerator what it would be in a process of its own: accelerate keeps its state."""
 

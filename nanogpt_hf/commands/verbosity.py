@@ -16,6 +16,8 @@ _LEVELS = ("debug", "info", "warning", "error")
 _OURS = "nanogpt_hf"
 # Libraries that --log-level is for as well; some read a variable when they are imported, which may be later.
 _LIBRARIES = {"accelerate": None, "datasets": "DATASETS_VERBOSITY", "transformers": "TRANSFORMERS_VERBOSITY"}
+# Where torchao is installed transformers imports it, and it warns of kernels for inference that cannot be loaded here.
+_UNASKED = ("torchao", "torch.utils._pytree")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,6 +66,8 @@ def speaking(log_level: str | None) -> Iterator[None]:
     level = max(least, getattr(logging, (log_level or "info").upper()))
     loggers = {_OURS: level, "py.warnings": max(level, logging.WARNING)}
     variables = {}
+    if log_level != "debug":
+        loggers |= dict.fromkeys(_UNASKED, logging.ERROR)
     if log_level:
         loggers |= dict.fromkeys(_LIBRARIES, level)
         variables = {name: logging.getLevelName(level).lower() for name in _LIBRARIES.values() if name}

@@ -15,6 +15,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training.footprint import Footprint, footprint
 from nanogpt_hf.training.memory import SHARE
+from nanogpt_hf.training.moments import NOT_UNDER_ZERO
 from nanogpt_hf.training.placement import Placement
 from nanogpt_hf.training.throughput import BF16_PEAKS, flops_per_token
 
@@ -88,8 +89,10 @@ def estimate(
     """The estimate of a run of `config`, from the model that `base` configures where it is fine-tuned.
 
     `memory`: bytes of a device that is asked about beside the GPUs that are known. Raises UserError where the steps do
-    not divide over the processes, and where the vocabulary cannot be known.
+    not divide over the processes, where the vocabulary cannot be known, and for moments in 8 bits under ZeRO.
     """
+    if config.optim.moments == "8bit" and place.zero:
+        raise UserError(NOT_UNDER_ZERO)
     manifest = read_manifest(Path(config.data.dir))
     model, vocabulary = _outline(config, base, manifest)
     try:
@@ -103,7 +106,7 @@ def estimate(
 
     def of(size: int, where: Placement) -> Footprint:
         sizes = {"micro_batch_size": size, "block_size": block_size}
-        return footprint(model, where, **sizes, accumulates=size < sequences)
+        return footprint(model, where, **sizes, accumulates=size < sequences, moments_kind=config.optim.moments)
 
     on_gpu = dataclasses.replace(place, on_cpu=False)
     asked = [("this much memory", memory, place)] if memory else []

@@ -4,12 +4,14 @@ Everything follows from the model, its loss and training/loop.py: what autograd 
 when gradients come and go. tests/training/test_footprint.py compares it with what the allocator gave out.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.training.moments import bytes_in_8_bits
 from nanogpt_hf.training.placement import Placement
 
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
@@ -67,18 +69,25 @@ class Counts:
 
 
 def footprint(
-    model: GPTForCausalLM, place: Placement, *, micro_batch_size: int, block_size: int, accumulates: bool
+    model: GPTForCausalLM,
+    place: Placement,
+    *,
+    micro_batch_size: int,
+    block_size: int,
+    accumulates: bool,
+    moments_kind: str = "float32",
 ) -> Footprint:
     """The footprint of a step whose micro-batches have that many sequences; `model` may be on the meta device.
 
     `accumulates`: whether a step has several of them, so that gradients lie there from the first one on.
+    `moments_kind`: of the recipe's optim.moments.
     """
     config, n, value = model.config, Counts.of(model), place.compute_bytes
     rows = micro_batch_size * block_size
     residual = 4 * rows * config.n_embd  # float32
     whole_block = rows * _whole_block(model, block_size, place)
     kept_block = rows * kept_by_a_block(model, block_size, place)
-    state, offloaded = _state(n, place)
+    state, offloaded = _state(n, place, moments_of(model, moments_kind, place.shards))
     gradients = state.pop("gradients")
     standing = gradients * accumulates
     head = n.head * n.head_trains * (value if place.kind == "FSDP2" else 4)  # a gradient of the head, not yet reduced
@@ -177,12 +186,25 @@ def _mlp_gradients(model: GPTForCausalLM) -> int:
     return proj.in_features * (2 if hasattr(proj, "lora_A") else 1)
 
 
-def _state(n: Counts, place: Placement) -> tuple[dict[str, float], float]:
+def moments_of(model: GPTForCausalLM, kind: str, shards: int = 1) -> float:
+    """Bytes of AdamW's two moments of what trains, on one of the processes that share them.
+
+    What torchao's step holds besides, both moments of one tensor in float32, is less than the gradients that the
+    embedding has at the worst, and then is gone.
+    """
+    trained = [p for p in model.parameters() if p.requires_grad]
+    if kind == "float32":
+        return 8 * sum(p.numel() for p in trained) / shards
+    # cut by rows: the first process's share, which is the largest
+    return sum(bytes_in_8_bits(math.ceil(len(p) / shards) * math.prod(p.shape[1:])) for p in trained)
+
+
+def _state(n: Counts, place: Placement, moments: float) -> tuple[dict[str, float], float]:
     """Bytes of what a step begins with on a device, gradients included, and of what the machine's memory has of it."""
     state = {
         "weights": 4 * n.held / place.shards,
         "gradients": 4 * n.trained / place.shards,
-        "optimizer": 8 * n.trained / place.shards,  # AdamW's two moments
+        "optimizer": moments,
     }
     if place.zero:  # the model in the precision it computes in, and float32 weights beside it
         state["weights"] = place.compute_bytes * n.held / (place.shards if place.kind == "ZeRO-3" else 1)

@@ -27,7 +27,7 @@ from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.health import Health
 from nanogpt_hf.training.layers import Layers
 from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
-from nanogpt_hf.training.optimizer import clip_gradients, update
+from nanogpt_hf.training.optimizer import clip_gradients, set_learning_rate, update
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.runtime import build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
@@ -173,8 +173,7 @@ def train_step(
     Returns this process's share of the loss (the shares sum to the mean over the step's tokens) and the norm of the
     whole gradient before clipping, both still on the device: reading them would make the host wait.
     """
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate * group["scale"]
+    set_learning_rate(optimizer, learning_rate)
     # Each token weighs the same, however many of them a micro-batch or a process has.
     tokens_in_step = batches.counted(step)
     total = torch.zeros((), device=accelerator.device)

@@ -15,7 +15,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_gpt_config, outline
-from nanogpt_hf.training.footprint import Counts, kept_by_a_block
+from nanogpt_hf.training.footprint import Counts, kept_by_a_block, moments_of
 from nanogpt_hf.training.placement import Placement
 from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.shards import forget_moments, scaler_state, set_scaler_state
@@ -149,7 +149,7 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)
-    state = (4 * counts.held + 12 * counts.trained) / 1e9
+    state = (4 * counts.held + 4 * counts.trained + moments_of(model, config.optim.moments)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
@@ -159,9 +159,12 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
     )
+    moments = (moments_of(model, "float32") - moments_of(model, "8bit")) / 1e9
+    in_8_bits = f"optim.moments 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
+    first = smaller * (micro > 1) + in_8_bits * (config.optim.moments == "float32")
     saved = activations(micro) - activations(micro, checkpointing=True)
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
-        f"about {activations(micro):.1f} GB. {smaller if micro > 1 else ''}an accelerate config that checkpoints "
+        f"about {activations(micro):.1f} GB. {first}an accelerate config that checkpoints "
         f"activations saves about {saved:.1f} GB, one that shards over N devices {state:.1f} × (1 - 1/N) GB"
     )

@@ -9,15 +9,16 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.training.moments import build_adamw_8bit, in_8_bits
 
 _BLOCK = re.compile(r"\bh\.(\d+)\.")  # of a parameter's name: the number of its block
 
 
-def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: float = 1.0) -> torch.optim.AdamW:
-    """Fused AdamW over the parameters that train.
+def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: float = 1.0) -> torch.optim.Optimizer:
+    """AdamW over the parameters that train: torch's fused one, or torchao's where the moments are in 8 bits.
 
-    Before every step each group's learning rate is set, from the schedule and the group's `scale`: 1 at the top of the
-    model, and `layer_decay` times that of the layer above for each layer below, the embeddings at the bottom.
+    A group's `scale` is its share of the learning rate: 1 at the top of the model, and `layer_decay` times that of the
+    layer above for each layer below, the embeddings at the bottom.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     blocks = [int(match[1]) for name, _ in model.named_parameters() if (match := _BLOCK.search(name))]
@@ -30,6 +31,8 @@ def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: fl
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
                 groups.setdefault((decays, scale), group)["params"].append(parameter)
     betas = (optim.beta1, optim.beta2)
+    if optim.moments == "8bit":
+        return build_adamw_8bit(list(groups.values()), optim.learning_rate, betas)
     return torch.optim.AdamW(list(groups.values()), lr=optim.learning_rate, betas=betas, fused=True)
 
 
@@ -37,6 +40,15 @@ def _depth(name: str, top: int) -> int:
     if match := _BLOCK.search(name):
         return int(match[1]) + 1
     return 0 if ".wte." in name or ".wpe." in name else top
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
+    """Give each group its share of the step's learning rate."""
+    for group in optimizer.param_groups:
+        if torch.is_tensor(group["lr"]):  # torchao's, whose compiled step would take each number for a new constant
+            group["lr"].fill_(learning_rate * group["scale"])
+        else:
+            group["lr"] = learning_rate * group["scale"]
 
 
 def clip_gradients(
@@ -72,13 +84,14 @@ def update(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-def skip_step_unless_finite(optimizer: torch.optim.AdamW, grad_norm: torch.Tensor) -> None:
+def skip_step_unless_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
     """Make the next step leave weights and moments alone where the gradient's norm is not finite.
 
     The fused kernels of CPU and CUDA look at `found_inf` on the device, so the host need not wait for the norm. That of
-    MPS takes it, too, but is not known to look at it: there the host looks and drops the gradients.
+    MPS takes it, too, but is not known to look at it, and torchao's optimizer does not know it: there the host waits
+    for the norm, once a step, and drops the gradients.
     """
-    if grad_norm.device.type != "mps":
+    if grad_norm.device.type != "mps" and not in_8_bits(optimizer):
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     elif not grad_norm.isfinite():
         optimizer.zero_grad(set_to_none=True)

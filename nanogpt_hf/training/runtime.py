@@ -29,6 +29,7 @@ from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.loss_gpt import loss_and_gradient
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training import processes
+from nanogpt_hf.training.moments import check_8bit
 from nanogpt_hf.training.run_folder import RunFolder
 
 
@@ -36,7 +37,7 @@ def check_launch(config: Config) -> int:
     """The accumulation that the recipe's tokens per step ask of this launch's processes.
 
     Raises UserError where they do not divide, where the accelerate config states another accumulation, and where a
-    tracker or DeepSpeed is asked for and not installed.
+    tracker, DeepSpeed, bitsandbytes or torchao is asked for and not installed.
     """
     if _asked_for("DEEPSPEED") and find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed, which is not installed; run `pip install deepspeed`")
@@ -50,6 +51,8 @@ def check_launch(config: Config) -> int:
             "tracking.layers: DeepSpeed keeps gradients and weights to itself; leave it out, or take "
             "accelerate_configs/fsdp2.yaml"
         )
+    if config.optim.moments == "8bit":
+        check_8bit(zero=_asked_for("DEEPSPEED"))
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"

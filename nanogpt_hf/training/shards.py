@@ -13,6 +13,8 @@ from accelerate.utils import DistributedType, broadcast
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nanogpt_hf.training.moments import as_float32, held_by
+
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
@@ -53,7 +55,8 @@ def full_moments(
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
     if any(states.values()) and not all(states.values()):
         raise RuntimeError("some parameters that train have no optimizer state to save")
-    return _collect(accelerator, ((f"{n}.{k}", _gathered(v)) for n, state in states.items() for k, v in state.items()))
+    moments = ((f"{n}.{k}", _gathered(as_float32(v))) for n, state in states.items() for k, v in state.items())
+    return _collect(accelerator, moments)
 
 
 def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
@@ -90,9 +93,8 @@ def set_moments(
             continue
         keys = [key for key in layout if key.rpartition(".")[0] == name]
         if not _is_zero(accelerator):
-            optimizer.state[parameter] = {
-                key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys
-            } or _no_moments(parameter)
+            state = {key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys}
+            optimizer.state[parameter] = held_by(optimizer.optimizer, parameter, state or _no_moments(parameter))
             continue
         for key in keys:
             value, kind = _broadcast(accelerator, moments.get(key), *layout[key]), key.rpartition(".")[2]

@@ -61,6 +61,20 @@ def test_the_largest_micro_batch_is_the_largest_divisor_that_fits(tmp_path, writ
     assert largest(peak[1] / 0.9 * 0.9999) is None
 
 
+def test_moments_in_8_bits_take_a_quarter(write_recipe):
+    # of each of two processes under FSDP2: matrices of 64 rows of 256 have blocks, those of 16 positions do not
+    sizes = {"model__n_layer": 1, "model__n_embd": 256, "model__pad_vocab_to_multiple_of": 64}
+    place = Placement(kind="FSDP2", processes=2, shards=2)
+
+    def moments(kind):
+        config = load_config(write_recipe(**sizes, optim__moments=kind))
+        return estimate(config, place).memory.moments["the loss"]["optimizer"]
+
+    halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [128 * 256]  # attention, MLP, 256 characters' embedding
+    assert moments("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (8 * 256 + 3 * 128)
+    assert moments("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
+
+
 def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
     recipe = write_recipe(checkpoint__keep=1, model__n_embd=128, train__max_steps=2, eval__every=2)
     run = RunFolder(tmp_path / "run")
@@ -121,11 +135,14 @@ def test_what_thaws_is_counted(tiny_base, text_file, tmp_path):
         (["RECIPE", "--model.n_embd", "ten"], "--model.n_embd: expected an integer, got 'ten'"),
         (["RECIPE", "--finetune.model", "./nowhere"], "nowhere"),
         (["RECIPE", "--data.tokenizer", "./nowhere"], "data.tokenizer: its size is not known yet, run `prepare` first"),
+        (["RECIPE", "--config_file", "ZERO", "--optim.moments", "8bit"], "optim.moments 8bit: DeepSpeed's ZeRO"),
         (["RECIPE", "--config_file", "CPU_DDP", "--train.tokens_per_step", "64"], "× 2 processes = 128; nearest: 128"),
     ],
 )
 def test_mistakes_are_one_line(capsys, write_recipe, options, complaint):
-    names = {"RECIPE": str(write_recipe()), "CPU_DDP": str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")}
+    configs = {"CPU_DDP": "cpu_ddp", "ZERO": "deepspeed_zero2"}
+    names = {name: str(ROOT / "accelerate_configs" / f"{config}.yaml") for name, config in configs.items()}
+    names["RECIPE"] = str(write_recipe())
     assert main(["estimate", *(names.get(option, option) for option in options)]) == 2
     said = capsys.readouterr()
     assert complaint in said.err

@@ -75,6 +75,15 @@ def test_the_libraries_get_the_level_only_when_it_is_given(monkeypatch):
     assert verbosity.os.environ["TRANSFORMERS_VERBOSITY"] == "critical"
 
 
+@pytest.mark.parametrize(("log_level", "said"), [(None, False), ("warning", False), ("debug", True)])
+def test_kernels_of_torchao_that_cannot_be_loaded_are_debugging(log_level, said):
+    torchao = logging.getLogger("torchao")
+    before = torchao.isEnabledFor(logging.WARNING)
+    with verbosity.speaking(log_level):
+        assert torchao.isEnabledFor(logging.WARNING) == said
+    assert torchao.isEnabledFor(logging.WARNING) == before
+
+
 def test_logging_is_left_as_it_was(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     ours, factory, show = logging.getLogger("nanogpt_hf"), logging.getLogRecordFactory(), warnings.showwarning

@@ -34,19 +34,21 @@ def local_size(parameter) -> int:
     return getattr(parameter, "_local_tensor", parameter).numel()
 
 
+def local_bytes(moment) -> int:
+    local = getattr(moment, "_local_tensor", moment)
+    return sum(part.nbytes for part in ((local.codes, local.scale) if hasattr(local, "codes") else (local,)))
+
+
 def recording(accelerator, model, optimizer, state, run, keep):
     states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
+    moments = [value for state in states.values() for key, value in state.items() if key != "step"]
     held = {
         "weights": {
             name: [type(p).__name__, local_size(p), shards.whole_shape(p).numel()]
             for name, p in shards.named_parameters(accelerator, model).items()
         },
-        "moments": sum(
-            getattr(value, "_local_tensor", value).numel()
-            for moments in states.values()
-            for key, value in moments.items()
-            if key != "step"
-        ),
+        "moments": sum(getattr(value, "_local_tensor", value).numel() for value in moments),
+        "moment_bytes": sum(map(local_bytes, moments)),
     }
     Path(f"{run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(held))
     return save_checkpoint(accelerator, model, optimizer, state, run, keep)

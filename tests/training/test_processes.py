@@ -27,6 +27,10 @@ needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed is not installed, or no g++ is there to build its operation for CPUs",
 )
+needs_torchao = pytest.mark.skipif(
+    importlib.util.find_spec("torchao") is None or shutil.which("g++") is None,
+    reason="torchao is not installed, or no g++ is there to compile its step for a CPU",
+)
 ZERO_2, ZERO_3 = (pytest.param(f"deepspeed_zero{stage}", marks=needs_deepspeed) for stage in (2, 3))
 OPTIONS = {
     "model__dropout": 0.1,
@@ -201,6 +205,37 @@ def test_three_processes_resume_bit_for_bit(recipe, launch_warm, tmp_path, machi
     launch_warm(machine, recipe, again.path, "--resume", *options[1], machine_options=options[0])
     assert (again.final / "model.safetensors").read_bytes() == (whole.final / "model.safetensors").read_bytes()
     assert column(again, "train/grad_norm") == column(whole, "train/grad_norm")
+
+
+@needs_torchao
+def test_moments_in_8_bits_resume_bit_for_bit_and_move(recipe, launch_warm, tmp_path):
+    options = ["--optim.moments=8bit", "--optim.learning_rate=1e-3", "--train.max_steps=4", "--model.n_embd=128"]
+    options += [
+        "--model.n_positions=128",
+        "--model.pad_vocab_to_multiple_of=128",
+        "--eval.every=2",
+        "--eval.samples=[]",
+    ]
+    options += ["--checkpoint.every=2"]
+
+    def train(machine: str, name: str, *words: str) -> RunFolder:
+        return launch_warm(machine, recipe, tmp_path / name, *options, *words)
+
+    whole = train("fsdp2", "whole")
+    for name in ("again", "moved"):
+        shutil.copytree(whole.path, tmp_path / name)
+        shutil.rmtree(RunFolder(tmp_path / name).checkpoint(4))
+        shutil.rmtree(RunFolder(tmp_path / name).final)
+    again, moved = train("fsdp2", "again", "--resume"), train("cpu_ddp", "moved", "--resume")
+    for name in ("final/model.safetensors", "checkpoints/step_00000004/optimizer.safetensors"):
+        assert (again.path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert column(again, "train/grad_norm") == column(whole, "train/grad_norm")
+    assert column(moved, "val/loss") == pytest.approx(column(whole, "val/loss"), abs=1e-3)
+    for rank in (0, 1):
+        sharded, copied = held(whole, rank), held(moved, rank)
+        assert 0.48 * copied["moments"] <= sharded["moments"] <= 0.52 * copied["moments"]
+        for run in (sharded, copied):  # a byte each and the blocks' scales; LayerNorms stay float32
+            assert run["moments"] < run["moment_bytes"] < 1.03 * run["moments"]
 
 
 def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(recipe, tmp_path):

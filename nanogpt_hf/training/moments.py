@@ -1,0 +1,116 @@
+"""AdamW's moments in 8 bits: torchao's optimizer, its moments as float32, and float32 as its moments.
+
+Each 256 values are a block with a scale, about its largest magnitude, and a code for each value: which of 256 shares of
+the scale is nearest (Dettmers et al. 2022, arXiv:2110.02861). Tensors of fewer than 4096 values, or that blocks do not
+divide, stay float32; of a shard its own size decides.
+"""
+
+import logging
+import os
+import shutil
+import sys
+import warnings
+from importlib.util import find_spec
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nanogpt_hf.errors import UserError
+
+logger = logging.getLogger(__name__)
+NOT_UNDER_ZERO = (
+    "optim.moments 8bit: DeepSpeed's ZeRO keeps its moments in flat float32 buffers; leave it out, or take "
+    "accelerate_configs/fsdp2.yaml"
+)
+
+_BLOCK, _LEAST = 256, 4096  # values
+
+
+def check_8bit(*, zero: bool) -> None:
+    """Raises UserError where moments in 8 bits are asked for and cannot be had; `zero`: under DeepSpeed's ZeRO."""
+    if zero:
+        raise UserError(NOT_UNDER_ZERO)
+    if find_spec("torchao") is None:
+        raise UserError("optim.moments 8bit: torchao is not installed; run `pip install torchao`")
+    # as torch's inductor looks for it; on a GPU it is for the step's number, which torchao keeps on the CPU
+    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
+    if shutil.which(compiler) is None:
+        raise UserError(f"optim.moments 8bit: torchao compiles its step, and {compiler} is not there; install it")
+
+
+def bytes_in_8_bits(values: int) -> int:
+    """Of both moments of a tensor, or of a process's shard of one: codes, scales, and for each the list of shares."""
+    if values < _LEAST or values % _BLOCK:
+        return 2 * 4 * values
+    return 2 * (values + 4 * (values // _BLOCK) + 4 * 256)
+
+
+def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
+    """torchao's AdamW. It compiles its step when it is first taken, a kernel for each shape in each group."""
+    from torchao.optim import AdamW8bit
+
+    kernels = {(group["weight_decay"], p.shape) for group in groups for p in group["params"]}
+    logger.info(f"moments in 8 bits: the first step compiles {len(kernels)} kernels, which may take a while")
+    # of a cache between processes, which only saves compiling
+    warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
+    return AdamW8bit(groups, lr=lr, betas=betas, block_size=_BLOCK)
+
+
+def in_8_bits(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is the optimizer above, not torch's own."""
+    return hasattr(optimizer, "_new_buffer")
+
+
+def as_float32(moment: torch.Tensor) -> torch.Tensor:
+    """A moment of either kind in float32, sharded as it was."""
+    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    if not hasattr(local, "codes"):
+        return moment
+    if not isinstance(moment, DTensor):
+        return local.dequantize()
+    shape = {"shape": moment.shape, "stride": moment.stride()}  # shards may differ in size
+    return DTensor.from_local(local.dequantize(), moment.device_mesh, moment.placements, run_check=False, **shape)
+
+
+def held_by(
+    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """AdamW's state of a parameter as `optimizer` holds it, from float32 moments that are sharded as the parameter."""
+    if not in_8_bits(optimizer):
+        return state
+    held = {"step": state["step"].cpu()}
+    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
+        held[key] = optimizer._new_buffer(parameter, signed)  # which of them are quantised only torchao knows
+        inner, values = (t.to_local() if isinstance(t, DTensor) else t for t in (held[key], state[key]))
+        if hasattr(inner, "codes"):
+            _quantize(inner, values)
+        else:
+            inner.copy_(values)
+    return held
+
+
+@torch.no_grad()
+def _quantize(moment: torch.Tensor, values: torch.Tensor) -> None:
+    """Put float32 values into an 8-bit moment, so that those of one come out again bit for bit.
+
+    torchao takes a block's largest magnitude for its scale. If that one is negative it comes out a little smaller, as
+    the lowest share, -0.993 of the scale: taken for the scale again, the block would shrink with every resume. So there
+    the scale is the one of which it is the lowest share, to the last bit the one that gives back the most values. (Of
+    a block of zeros but for one, two or three values it may be a neighbour that gives back all of them as well.)
+    """
+    from torchao.optim.quant_utils import quantize_8bit_with_qmap
+
+    moment.copy_(values)
+    blocks = values.reshape(-1, moment.block_size)
+    negative = (blocks.amin(1) < 0) & (blocks.amin(1) == -blocks.abs().amax(1))
+    if not moment.signed or not negative.any():
+        return
+    blocks = blocks[negative]
+    scale = (blocks.amin(1) / moment.qmap[0]).clip(1e-12)  # the least that torchao takes
+    codes = quantize_8bit_with_qmap(blocks / scale[:, None], moment.qmap)
+    shares = moment.qmap[codes.int()]
+    below, above = (scale.nextafter(torch.full_like(scale, limit)) for limit in (0.0, torch.inf))
+    near = torch.stack((scale, below, above))
+    kept = torch.stack([(shares * one[:, None] == blocks).sum(1) for one in near])
+    moment.codes.view(-1, moment.block_size)[negative] = codes.to(torch.uint8)
+    moment.scale[negative] = near.gather(0, kept.argmax(0)[None])[0]
