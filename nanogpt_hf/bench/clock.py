@@ -12,7 +12,7 @@ from nanogpt_hf.bench.workload import Workload
 
 WARM_STEPS = 3  # the first compiles and allocates, the next ones fill caches
 _WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # a window takes about as long, and no more steps
-PHASES = ("data wait", "forward", "backward", "optimizer")
+PHASES = ("data wait", "set-up", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def warm_up(work: Workload) -> int:
 @contextmanager
 def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
     """Between the beginning and the end of a step, note when each phase ends; yields the function that notes it."""
-    device, accelerator = work.accelerator.device, work.accelerator
+    device, accelerator, batches = work.accelerator.device, work.accelerator, work.batches
     moments = []
 
     def mark(phase: str) -> None:
@@ -69,16 +69,24 @@ def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
         type(accelerator).backward(accelerator, loss)
         mark("backward")
 
+    def at(step: int) -> Iterator[dict[str, torch.Tensor]]:
+        micro_batches = type(batches).at(batches, step)
+        mark("set-up")
+        while batch := next(micro_batches, None):
+            mark("data wait")
+            yield batch
+            mark("optimizer")  # clips and steps where the gradients are complete
+
     mark.moments = moments
     hooks = (
-        work.model.register_forward_pre_hook(lambda *_: mark("data wait")),
+        work.model.register_forward_pre_hook(lambda *_: mark("set-up")),
         work.model.register_forward_hook(lambda *_: mark("forward")),
     )
-    accelerator.backward = backward
+    accelerator.backward, batches.at = backward, at
     try:
         yield mark
     finally:
-        del accelerator.backward  # the class has its own
+        del accelerator.backward, batches.at  # their classes have their own
         for hook in hooks:
             hook.remove()
 
@@ -86,9 +94,10 @@ def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
 def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
     """Seconds of each of PHASES in a step, over `steps` of them; None on devices without such a clock.
 
-    What lies before a forward pass is data wait: drawing the micro-batch, seeding its dropout, and on a GPU the time
-    in which the device stands still for it. Clipping and clearing the gradients count to the optimizer. Gradients are
-    reduced in backward; DeepSpeed's engine steps there, too.
+    Data wait is drawing the micro-batch; set-up what else comes before its forward pass: the learning rate, counting
+    the step's targets, seeding dropout, copying to the device. On a GPU both are only the time in which it stands
+    still, or copies. Clipping and clearing the gradients count to the optimizer. Gradients are reduced in backward;
+    DeepSpeed's engine steps there, too.
     """
     device = work.accelerator.device
     if device.type not in ("cpu", "cuda"):

@@ -37,13 +37,14 @@ class Batches:
         self.sequences_per_step = micro_batch_size * accumulation * num_processes
         self.blocks_per_epoch = tokens.positions // block_size
         self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch_order)  # two: a step may cross an epoch's end
+        self.starts = lru_cache(maxsize=1)(self._draw_starts)  # asked for twice a step: to count, and to draw
 
     def _draw_epoch_order(self, epoch: int) -> np.ndarray:
         # Sorting raw bits gives a permutation that no version of NumPy changes.
         bits = np.random.Philox(key=derive_seed(self.seed, "order", epoch)).random_raw(self.blocks_per_epoch)
         return np.argsort(bits, kind="stable")
 
-    def starts(self, step: int) -> np.ndarray:
+    def _draw_starts(self, step: int) -> np.ndarray:
         """Offsets of all windows of a step (0 is the first), in the step's order: int64 (sequences_per_step,)."""
         count = self.sequences_per_step
         if self.order == "random":

@@ -30,10 +30,13 @@ def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: fl
                 scale = layer_decay ** (top - _depth(name, top))
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
                 groups.setdefault((decays, scale), group)["params"].append(parameter)
-    betas = (optim.beta1, optim.beta2)
+    groups, rate, betas = list(groups.values()), optim.learning_rate, (optim.beta1, optim.beta2)
     if optim.moments == "8bit":
-        return build_adamw_8bit(list(groups.values()), optim.learning_rate, betas)
-    return torch.optim.AdamW(list(groups.values()), lr=optim.learning_rate, betas=betas, fused=True)
+        optimizer = build_adamw_8bit(groups, rate, betas)
+    else:
+        optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
+    optimizer.in_model_order = list(trained.values())  # so that clipping need not walk through it at every step
+    return optimizer
 
 
 def _depth(name: str, top: int) -> int:
@@ -63,7 +66,7 @@ def clip_gradients(
     if sharded or accelerator.scaler is not None:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     else:  # accelerate would look through all gradients for shards first
-        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(optimizer.optimizer.in_model_order, max_norm or math.inf)
     if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and tells a number
         return torch.tensor(norm, device=accelerator.device)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm

@@ -4,6 +4,7 @@ import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.bench.clock import PHASES, Spread, collectives, phases_of_step, profiler, spread, time_of
+from nanogpt_hf.training.set_up import seed_dropout
 
 
 def test_spread_is_the_median_and_the_quartiles():
@@ -32,18 +33,20 @@ def test_phases_are_told_apart_and_add_up_to_the_step(work, monkeypatch):
         return slow
 
     monkeypatch.setattr(work.batches.tokens, "batch", later(1, work.batches.tokens.batch))
+    monkeypatch.setattr("nanogpt_hf.training.loop.seed_dropout", later(3, seed_dropout))
     monkeypatch.setattr(work.model.transformer, "forward", later(10, work.model.transformer.forward))
     monkeypatch.setattr(torch.Tensor, "backward", later(100, torch.Tensor.backward))
     monkeypatch.setattr(work.optimizer.optimizer, "step", later(1000, work.optimizer.optimizer.step))
     phases = phases_of_step(work, steps=3)
     assert work.batches.accumulation == 2
     assert tuple(phases) == PHASES
-    assert [phases[name].median for name in PHASES] == [2, 20, 200, 1000]
+    assert [phases[name].median for name in PHASES] == [2, 6, 20, 200, 1000]
 
 
 def test_the_clock_leaves_no_trace(work):
     phases_of_step(work, steps=1)
     assert "backward" not in vars(work.accelerator)
+    assert "at" not in vars(work.batches)
     assert not work.model._forward_hooks
     assert not work.model._forward_pre_hooks
     assert isinstance(work.accelerator, Accelerator)

@@ -31,7 +31,18 @@ def test_every_figure_has_its_line(out):
     status, said, _ = out
     assert status == 0
     assert said[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
-    topics = ["tokens", "machine", "step", "throughput", "MFU", "memory", "  data", "  forward", "  backward"]
+    topics = [
+        "tokens",
+        "machine",
+        "step",
+        "throughput",
+        "MFU",
+        "memory",
+        "  data",
+        "  set-up",
+        "  forward",
+        "  backward",
+    ]
     topics += ["  optimizer", "generation", "loader", "tokenizer", "against", "trace"]
     assert [line[: len(topic)] for line, topic in zip(said[1:], topics, strict=True)] == topics
     assert "MFU         n/a: no bf16 peak is known of this device" in said[5]
@@ -43,7 +54,7 @@ def test_json_holds_the_same(out):
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
-    assert set(figures["phases_seconds"]) == {"data wait", "forward", "backward", "optimizer"}
+    assert set(figures["phases_seconds"]) == {"data wait", "set-up", "forward", "backward", "optimizer"}
     assert set(figures["generation"]) == {"with cache", "without"}
     assert figures["against_bare"]["ratio"]["median"] > 0
 
