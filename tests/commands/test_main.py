@@ -55,6 +55,24 @@ def test_help_and_mistakes_wait_for_no_heavy_import(root, arguments):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_collector_does_not_go_through_the_libraries_over_and_over(root):
+    code = """
+import atexit, gc, sys
+from nanogpt_hf.commands import console
+
+atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count() > 10_000, file=sys.stderr))
+collected = []
+gc.callbacks.append(lambda phase, info: phase == "stop" and collected.append(info["generation"]))
+atexit.register(lambda: print("of everything:", collected.count(2), file=sys.stderr))
+sys.argv = ["cli.py", "estimate", "recipes/quickstart.yaml"]
+console()
+"""
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert done.returncode == 0
+    assert "of everything: 0" in done.stderr
+    assert "frozen at the end: True" in done.stderr
+
+
 def test_the_console_script_is_the_same_program(root):
     expected = subprocess.run([sys.executable, "cli.py", "--help"], capture_output=True, text=True, cwd=root)
     script = "from nanogpt_hf.commands import console; import sys; sys.argv = ['nanogpt-hf', '--help']; console()"
