@@ -265,7 +265,10 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args, **kwargs):
         self.config.padded_vocab_size = None  # whoever asks for a size gets that one
-        return super().resize_token_embeddings(*args, **kwargs)
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        if type(self.lm_head) is nn.Linear:  # transformers has put one in our head's place
+            self.lm_head.__class__ = Head
+        return embeddings
 
     def save_pretrained(self, save_directory, state_dict=None, save_original_format=True, **kwargs):
         """Write a plain GPT-2; with save_original_format=False our own names and layout. `state_dict` has our names."""

@@ -319,3 +319,12 @@ def test_slm4096_has_its_known_perplexity(shared):
     with torch.no_grad():
         losses = [model(rows, labels=rows).loss.item() * len(rows) for rows in windows.split(64)]
     assert math.exp(sum(losses) / len(windows)) == pytest.approx(1.073, abs=0.003)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_resized_model_keeps_the_head_that_takes_its_loss(tied):
+    model = tiny(tie_word_embeddings=tied, padded_vocab_size=64)
+    model.resize_token_embeddings(70)
+    assert type(model.lm_head) is loss_gpt.Head
+    assert (model.lm_head.weight is model.transformer.wte.weight) == tied
+    assert model(ids()).logits.shape[-1] == 70
