@@ -130,7 +130,8 @@ def gpt2_tokenizer() -> Tokenizer:
     hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        return [np.asarray(encoding.encode_ordinary(text), dtype=np.uint32) for text in texts]
+        # as encode_ordinary, which gives a list; an empty set of special tokens is allowed by default
+        return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     return Tokenizer("gpt2", hf, encode_batch)
 
