@@ -1,6 +1,6 @@
 """The one entry: `python cli.py COMMAND ...` or `accelerate launch cli.py COMMAND ...`."""
 
-from nanogpt_hf.commands import console
+from nanogpt_hf.commands import entry_point
 
 if __name__ == "__main__":
-    console()
+    entry_point()

@@ -1,6 +1,6 @@
 """`python -m nanogpt_hf COMMAND ...`, from any folder."""
 
-from nanogpt_hf.commands import console
+from nanogpt_hf.commands import entry_point
 
 if __name__ == "__main__":
-    console()
+    entry_point()

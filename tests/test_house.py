@@ -9,7 +9,7 @@ import pytest
 FLOORS = [
     {"errors", "config"},
     {"model", "data", "generate"},
-    {"training", "sharing", "evaluation", "reports", "bench"},
+    {"training", "runs", "distributed", "export", "evaluation", "reports", "bench", "planning", "doctor"},
     {"commands", "__main__"},
 ]
 PACKAGE = Path(__file__).parents[1] / "nanogpt_hf"

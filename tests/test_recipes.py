@@ -13,7 +13,7 @@ from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, get_value
 from nanogpt_hf.model.build import build_gpt_config, count_parameters
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]

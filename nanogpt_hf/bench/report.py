@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanogpt_hf.bench import rates, rivals
+from nanogpt_hf.bench import baselines, rates
 from nanogpt_hf.bench.clock import (
     Spread,
     communication,
@@ -20,8 +20,8 @@ from nanogpt_hf.bench.clock import (
     warm_up,
 )
 from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.model.build import count_parameters
-from nanogpt_hf.training.runtime import describe_machine
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
 
 _TRACED_STEPS = 5
@@ -126,7 +126,7 @@ def _ms(spread: dict[str, float]) -> str:
 def compare(work: Workload, rival: str, windows: int) -> tuple[dict[str, Any], str]:
     """The figures against a rival, and a line that says them. The ratio is ours to theirs: below 1, ours is faster."""
     steps = warm_up(work)
-    measure = rivals.pairs_with_bare if rival == "bare" else rivals.pairs_with_trainer
+    measure = baselines.pairs_with_bare if rival == "bare" else baselines.pairs_with_trainer
     pairs = measure(work, windows, steps)
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
     ratio = spread([mine / other for mine, other in pairs])

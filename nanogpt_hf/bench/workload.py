@@ -8,16 +8,16 @@ from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.doctor.probes import made_up_tokens, tokens_for, vocab_size_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.training.doctor import made_up_tokens, tokens_for, vocab_size_of
 from nanogpt_hf.training.loop import train_step
-from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
+from nanogpt_hf.training.micro_batch import rehearsal, settle_micro_batch
 from nanogpt_hf.training.optimizer import build_optimizer
-from nanogpt_hf.training.runtime import prepared_blocks
 from nanogpt_hf.training.schedule import learning_rate_at
-from nanogpt_hf.training.set_up import batches_of, keep_freed_memory
+from nanogpt_hf.training.setup import batches_of, keep_freed_memory
 
 
 @dataclass

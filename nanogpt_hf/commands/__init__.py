@@ -9,7 +9,7 @@ import os
 import signal
 import sys
 
-from nanogpt_hf.commands import verbosity
+from nanogpt_hf.commands import console
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
@@ -94,12 +94,12 @@ def main(arguments: list[str]) -> int:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(parser)
-        verbosity.add_arguments(parser)
+        console.add_arguments(parser)
         overrides, rest = _take_overrides(parser.prog, rest)
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        with verbosity.speaking(parsed.log_level):
+        with console.speaking(parsed.log_level):
             return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:
@@ -115,7 +115,7 @@ def main(arguments: list[str]) -> int:
         return EXIT_LOST
 
 
-def console() -> None:
+def entry_point() -> None:
     """The `nanogpt-hf` program, and `python cli.py`."""
     # The libraries make 400,000 objects that stay. Python's collector would look through them again and again while
     # they are imported, and once more at the end: 1.4 s of a command.

@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     # The imports below take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
 
-    from nanogpt_hf.training.doctor import small_config
+    from nanogpt_hf.doctor.probes import small_config
 
     logging.disable_progress_bar()
     if config is None:
@@ -91,11 +91,11 @@ def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
 
 
 def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
+    from nanogpt_hf.bench.baselines import check_comparable
     from nanogpt_hf.bench.report import compare, figures_of, lines_of, write_trace
-    from nanogpt_hf.bench.rivals import check_comparable
     from nanogpt_hf.bench.workload import build_workload
-    from nanogpt_hf.training.run_folder import RunFolder
-    from nanogpt_hf.training.runtime import build_accelerator
+    from nanogpt_hf.distributed.accelerator import build_accelerator
+    from nanogpt_hf.runs.folder import RunFolder
 
     accelerator = build_accelerator(config, RunFolder("runs"))
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)

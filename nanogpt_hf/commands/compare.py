@@ -12,7 +12,7 @@ from nanogpt_hf.errors import RunFolderError, UserError, did_you_mean
 
 if TYPE_CHECKING:
     from nanogpt_hf.config.schema import Config
-    from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.runs.folder import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def find_run(name: str) -> "RunFolder":
     """The run folder of that name. Raises RunFolderError where there is none, with the nearest that is."""
-    from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.runs.folder import RunFolder
 
     run = RunFolder(name)
     if run.recipe.is_file() or run.metrics.is_file():
@@ -58,9 +58,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.config.load import load_config
     from nanogpt_hf.reports.comparison import compare_recipes, compare_runs
     from nanogpt_hf.reports.curves import draw_comparison
-    from nanogpt_hf.reports.metrics import read_metrics
     from nanogpt_hf.reports.reference import find_reference, make_reference, read_reference, write_reference
     from nanogpt_hf.reports.verdict import judge
+    from nanogpt_hf.runs.metrics import read_metrics
 
     if arguments.make_reference:
         reference = make_reference(folders, arguments.make_reference.stem)

@@ -64,7 +64,7 @@ class Report:
 
     def give_up(self, topic: str, what: str, lines: tuple[str, ...] = ()) -> None:
         """A last fault, and the end of this process here and now: taking the group of processes down could hang."""
-        from nanogpt_hf.training.diagnosis import Finding
+        from nanogpt_hf.doctor.findings import Finding
 
         status = 1
         try:
@@ -82,7 +82,7 @@ class Report:
         """
         import torch
 
-        from nanogpt_hf.training.diagnosis import ADVICE
+        from nanogpt_hf.doctor.findings import ADVICE
 
         seconds = seconds or PATIENCE
         alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
@@ -117,42 +117,43 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     import torch
     from transformers.utils import logging
 
+    from nanogpt_hf.distributed.accelerator import build_accelerator
+    from nanogpt_hf.doctor import findings, probes
     from nanogpt_hf.model.build import build_gpt_config, count_parameters
-    from nanogpt_hf.training import diagnosis, doctor, machine
-    from nanogpt_hf.training.estimate import run_bytes
-    from nanogpt_hf.training.run_folder import RunFolder
-    from nanogpt_hf.training.runtime import build_accelerator
+    from nanogpt_hf.planning.estimate import run_bytes
+    from nanogpt_hf.runs import machine
+    from nanogpt_hf.runs.folder import RunFolder
 
     logging.disable_progress_bar()
-    config = recipe or doctor.small_config(int(os.environ.get("WORLD_SIZE") or 1))
+    config = recipe or probes.small_config(int(os.environ.get("WORLD_SIZE") or 1))
     folder = RunFolder(arguments.run_dir or (Path("runs") / config.name if recipe else "runs"))
     report = Report(os.environ.get("RANK", "0") == "0", "nccl" if torch.cuda.is_available() else "gloo", arguments.json)
 
-    report.add(*diagnosis.judge_versions(machine.versions(), machine.outside_ranges()))
-    report.add(diagnosis.Finding("ok", "machine", machine.describe_host()))
+    report.add(*findings.judge_versions(machine.versions(), machine.outside_ranges()))
+    report.add(findings.Finding("ok", "machine", machine.describe_host()))
     places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
-        parameters = count_parameters(build_gpt_config(config.model, doctor.vocab_size_of(config)))
+        parameters = count_parameters(build_gpt_config(config.model, probes.vocab_size_of(config)))
         needed = run_bytes(parameters, parameters, config.checkpoint.keep)
-    report.add(*diagnosis.judge_places(places, needed))
+    report.add(*findings.judge_places(places, needed))
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder)
             if accelerator.num_processes > 1:
                 report.backend = "nccl" if "nccl" in str(accelerator.state.backend) else "gloo"
-            gather = doctor.build_gather(accelerator)
+            gather = probes.build_gather(accelerator)
     except UserError as error:
-        report.add(diagnosis.Finding("fault", "launch", str(error)))
+        report.add(findings.Finding("fault", "launch", str(error)))
         return report.end()
     asked, obtained = machine.asked_and_obtained(accelerator)
     local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    report.add(*diagnosis.judge_launch(asked, obtained, accelerator.num_processes, local, torch.cuda.device_count()))
+    report.add(*findings.judge_launch(asked, obtained, accelerator.num_processes, local, torch.cuda.device_count()))
     with report.together("processes"):
         processes = gather(machine.this_process(accelerator, places))
-    report.add(*diagnosis.judge_processes(processes))
+    report.add(*findings.judge_processes(processes))
     for host, process in {p.host: p for p in reversed(processes)}.items():
         if host != processes[0].host:
-            report.add(*diagnosis.judge_places(process.places, None, host=f"{host}: "))
+            report.add(*findings.judge_places(process.places, None, host=f"{host}: "))
     examine_a_run(report, config, accelerator, gather, processes, use_prepared=recipe is not None)
     status = report.end()
     accelerator.end_training()
@@ -165,27 +166,27 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     from torch.distributed.tensor import DTensor
 
     from nanogpt_hf.data.batches import Batches
+    from nanogpt_hf.distributed.accelerator import prepared_blocks
+    from nanogpt_hf.doctor import findings, probes
     from nanogpt_hf.model.build import build_gpt_config, build_model
-    from nanogpt_hf.training import diagnosis, doctor
     from nanogpt_hf.training.optimizer import build_optimizer
-    from nanogpt_hf.training.runtime import prepared_blocks
 
-    tokens, source, problem = doctor.tokens_for(config, use_prepared)
+    tokens, source, problem = probes.tokens_for(config, use_prepared)
     with report.together("data"):
-        all_sources = gather((source, problem, doctor.vocab_size_of(config)))
+        all_sources = gather((source, problem, probes.vocab_size_of(config)))
     for rank, (_, problem, _) in enumerate(all_sources):
         if problem:
-            report.add(diagnosis.Finding("fault", "data", f"rank {rank}: {problem}" if rank else problem))
+            report.add(findings.Finding("fault", "data", f"rank {rank}: {problem}" if rank else problem))
     vocab_size = max(size for _, _, size in all_sources)
     if tokens is None or len({source for source, _, _ in all_sources}) > 1:
         source = f"made-up tokens ({source})"
-        tokens = doctor.made_up_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
+        tokens = probes.made_up_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
 
     model_config = build_gpt_config(config.model, vocab_size)
     model = build_model(model_config, config.train.seed)
     with report.together("parameters"):
-        digests = gather(doctor.parameter_digests(model))
-    report.add(diagnosis.judge_parameters(digests, f"{model.num_parameters():,} as built"))
+        digests = gather(probes.parameter_digests(model))
+    report.add(findings.judge_parameters(digests, f"{model.num_parameters():,} as built"))
 
     def build_batches(micro_batch_size: int, accumulation: int) -> Batches:
         return Batches(
@@ -203,16 +204,16 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     micro_batch_size = 1 if micro_batch_size == "auto" else micro_batch_size
     batches = build_batches(micro_batch_size, accumulation)
     with report.together("data"):
-        read = gather(doctor.windows_read(batches, 0))
-    report.add(diagnosis.judge_data(read, doctor.windows_of_step(batches, 0), source))
+        read = gather(probes.windows_read(batches, 0))
+    report.add(findings.judge_data(read, probes.windows_of_step(batches, 0), source))
 
     if accelerator.num_processes == 1:
-        report.add(diagnosis.Finding("ok", "all-reduce", "one process: nothing to talk to"))
+        report.add(findings.Finding("ok", "all-reduce", "one process: nothing to talk to"))
     else:
         with report.together("all-reduce"):
-            rows = doctor.all_reduce_times(accelerator.device, gather)
-        link = doctor.find_link(processes, report.backend)
-        report.add(diagnosis.judge_all_reduce(rows, link, report.backend))
+            rows = probes.all_reduce_times(accelerator.device, gather)
+        link = probes.find_link(processes, report.backend)
+        report.add(findings.judge_all_reduce(rows, link, report.backend))
 
     # A whole step may take minutes and would tell nothing more. On a CPU so may one micro-batch.
     timed = micro_batch_size
@@ -223,18 +224,18 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
         with prepared_blocks(model, accelerator):
             model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
         accelerator.gradient_accumulation_steps = 1  # only now: DeepSpeed's engine has put its own there
-        seconds = max(gather(doctor.warm_up(accelerator, model, optimizer, batches)))
+        seconds = max(gather(probes.warm_up(accelerator, model, optimizer, batches)))
         # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.
         deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
         sharded = deepspeed or any(isinstance(parameter, DTensor) for parameter in model.parameters())
         copies = accelerator.num_processes > 1 and not sharded
-        digests = gather(doctor.parameter_digests(model)) if copies else []
+        digests = gather(probes.parameter_digests(model)) if copies else []
     if copies:
-        report.add(diagnosis.judge_parameters(digests, f"after {doctor.WARM_STEPS} steps"))
+        report.add(findings.judge_parameters(digests, f"after {probes.WARM_STEPS} steps"))
     with report.together("step", PATIENCE_COMPILING):
         times = gather(
-            doctor.time_steps(accelerator, model, optimizer, batches, count=max(1, min(5, int(20 / seconds))))
+            probes.time_steps(accelerator, model, optimizer, batches, count=max(1, min(5, int(20 / seconds))))
         )
     size, of_step = f"{timed} × {config.data.block_size} tokens", accumulation * micro_batch_size / timed
     inseparable = "DeepSpeed's engine communicates as it computes" if deepspeed else ""
-    report.add(*diagnosis.judge_step(times, size, of_step, report.backend, sharded, inseparable))
+    report.add(*findings.judge_step(times, size, of_step, report.backend, sharded, inseparable))

@@ -16,8 +16,8 @@ from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.errors import UserError
 
 if TYPE_CHECKING:
-    from nanogpt_hf.training.estimate import Estimate
-    from nanogpt_hf.training.placement import Placement
+    from nanogpt_hf.planning.estimate import Estimate
+    from nanogpt_hf.planning.placement import Placement
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -45,8 +45,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     # The imports below take seconds; mistakes above and --help should not wait for them.
     import torch
 
-    from nanogpt_hf.training.estimate import estimate
-    from nanogpt_hf.training.placement import Placement, read_placement
+    from nanogpt_hf.planning.estimate import estimate
+    from nanogpt_hf.planning.placement import Placement, read_placement
 
     if arguments.config_file:
         place = read_placement(arguments.config_file)

@@ -11,8 +11,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.commands.console import shows_bars
 from nanogpt_hf.commands.sample import find_model
-from nanogpt_hf.commands.verbosity import shows_bars
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.errors import UserError
 
@@ -86,12 +86,12 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from transformers.utils import logging
 
     from nanogpt_hf.data.tokenizer import build_tokenizer
+    from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
+    from nanogpt_hf.distributed.rendezvous import all_ready, one_line_for_a_lost_process
     from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
     from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
     from nanogpt_hf.evaluation.text import evaluate_text
     from nanogpt_hf.model.build import load_model
-    from nanogpt_hf.training.processes import all_ready, one_line_for_a_lost_process
-    from nanogpt_hf.training.runtime import build_evaluation_accelerator, describe_machine
 
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
@@ -203,7 +203,7 @@ def weights_sha256(folder: str) -> str | None:
 def _versions(tasks: bool) -> dict[str, str]:
     from importlib.metadata import version
 
-    from nanogpt_hf.training.machine import versions
+    from nanogpt_hf.runs.machine import versions
 
     return versions() | ({"lm_eval": version("lm_eval")} if tasks else {})
 
@@ -237,7 +237,7 @@ class _bar:  # noqa: N801  (used as a function)
 
 def _write(path: Path, results: dict[str, Any]) -> None:
     """Whole or not at all; an older file of the name is replaced."""
-    from nanogpt_hf.training.run_folder import written_whole
+    from nanogpt_hf.runs.folder import written_whole
 
     with written_whole(path) as partial:
         partial.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

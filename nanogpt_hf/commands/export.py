@@ -46,8 +46,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from transformers.utils import logging
 
     from nanogpt_hf.data.tokenizer import load_tokenizer
+    from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
     from nanogpt_hf.model.build import load_model
-    from nanogpt_hf.sharing.export import export_gpt2, logits_of, new_folder
 
     logging.disable_progress_bar()
     source, out, dtype = find_model(arguments.model), Path(arguments.out), getattr(torch, _DTYPES[arguments.dtype])
@@ -59,11 +59,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         card = card.read_text(encoding="utf-8") if card.is_file() else None
         as_gelu_new = None
         if kind == "gguf":
-            from nanogpt_hf.sharing.gguf_export import export_gguf
+            from nanogpt_hf.export.gguf import export_gguf
 
             difference, as_gelu_new = export_gguf(folder, model, tokenizer, dtype)
         elif kind == "onnx":
-            from nanogpt_hf.sharing.onnx_export import export_onnx
+            from nanogpt_hf.export.onnx import export_onnx
 
             difference = export_onnx(folder, model, tokenizer)
         else:

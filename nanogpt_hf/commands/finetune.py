@@ -52,8 +52,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.prepare import load_prepared
+    from nanogpt_hf.export.samples import as_question, prompts_from, samples_page, write_samples
     from nanogpt_hf.model.build import load_model
-    from nanogpt_hf.sharing.samples import as_question, prompts_from, samples_page, write_samples
 
     disable_progress_bar()
     main_process = os.environ.get("RANK", "0") == "0"

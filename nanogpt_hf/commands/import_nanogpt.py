@@ -7,7 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from nanogpt_hf.commands.verbosity import shows_bars
+from nanogpt_hf.commands.console import shows_bars
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
@@ -43,10 +43,10 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     """A checkpoint -> a model folder, and say what it is."""
     from transformers.utils import logging
 
+    from nanogpt_hf.export.card import imported_card
+    from nanogpt_hf.export.model_folder import new_folder, write_model_folder
+    from nanogpt_hf.export.nanogpt import load_nanogpt
     from nanogpt_hf.model.build import count_parameters
-    from nanogpt_hf.sharing.card import imported_card
-    from nanogpt_hf.sharing.export import new_folder, write_model_folder
-    from nanogpt_hf.sharing.nanogpt import load_nanogpt
 
     logging.disable_progress_bar()
     with new_folder(out) as folder:
@@ -71,8 +71,8 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
 
     import datasets
 
-    from nanogpt_hf.sharing.export import new_folder
-    from nanogpt_hf.sharing.nanogpt_bins import import_bins
+    from nanogpt_hf.export.model_folder import new_folder
+    from nanogpt_hf.export.nanogpt_data import import_bins
 
     if not shows_bars():
         datasets.disable_progress_bars()

@@ -3,7 +3,7 @@
 import argparse
 import logging
 
-from nanogpt_hf.commands.verbosity import shows_bars
+from nanogpt_hf.commands.console import shows_bars
 from nanogpt_hf.config.load import knob_lines, load_config
 
 logger = logging.getLogger(__name__)

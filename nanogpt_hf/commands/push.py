@@ -7,8 +7,8 @@ or HF_TOKEN. Nothing in the repository is ever deleted.
 import argparse
 from pathlib import Path
 
+from nanogpt_hf.commands.console import shows_bars
 from nanogpt_hf.commands.sample import find_model
-from nanogpt_hf.commands.verbosity import shows_bars
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
 
@@ -38,8 +38,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     from huggingface_hub.utils import disable_progress_bars
 
-    from nanogpt_hf.sharing.hub import push
-    from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.export.hub import push
+    from nanogpt_hf.runs.folder import RunFolder
 
     if not shows_bars():
         disable_progress_bars()
@@ -68,8 +68,8 @@ def plain_card_of(folder: Path, repo_id: str) -> str | None:
     """A card for a GPT-2 that came without one; None where there is a card, or another kind of model."""
     if (folder / "README.md").exists() or not (folder / "config.json").is_file():
         return None
+    from nanogpt_hf.export.card import plain_card
     from nanogpt_hf.model.configuration_gpt import GPTConfig
-    from nanogpt_hf.sharing.card import plain_card
 
     try:
         return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder))

@@ -46,7 +46,7 @@ def find_model(name: str) -> str:
 
     Raises RunFolderError for a run folder that has no model yet.
     """
-    from nanogpt_hf.training.run_folder import RunFolder
+    from nanogpt_hf.runs.folder import RunFolder
 
     run = RunFolder(name)
     if not run.recipe.is_file():

@@ -14,8 +14,8 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
 
 if TYPE_CHECKING:
+    from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.training.checkpoint import TrainState
-    from nanogpt_hf.training.run_folder import RunFolder
 
 logger = logging.getLogger(__name__)
 
@@ -40,10 +40,10 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
     from nanogpt_hf.data.manifest import identity
     from nanogpt_hf.data.prepare import load_prepared
+    from nanogpt_hf.distributed.accelerator import check_launch
+    from nanogpt_hf.distributed.rendezvous import all_ready, one_line_for_a_lost_process
+    from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.training.loop import train
-    from nanogpt_hf.training.processes import all_ready, one_line_for_a_lost_process
-    from nanogpt_hf.training.run_folder import RunFolder
-    from nanogpt_hf.training.runtime import check_launch
 
     disable_progress_bar()
     folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
@@ -75,7 +75,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
                         logger.info(f"changed since the run began: {change}")
                 facts["resume"] = resume
                 if config.hub.push:
-                    from nanogpt_hf.sharing.hub import check_login
+                    from nanogpt_hf.export.hub import check_login
 
                     if problem := check_login(config.hub.repo):
                         logger.warning(problem)
@@ -123,7 +123,7 @@ def how_they_open(config: Config) -> str:
 def out_of_memory(config: Config) -> str:
     """What took the memory, and what would save some."""
     from nanogpt_hf.data.manifest import read_manifest
-    from nanogpt_hf.training.memory import out_of_memory_advice
+    from nanogpt_hf.training.micro_batch import out_of_memory_advice
 
     vocab_size = read_manifest(Path(config.data.dir)).vocab_size
     return out_of_memory_advice(config, vocab_size, os.environ.get("ACCELERATE_MIXED_PRECISION", "no"))

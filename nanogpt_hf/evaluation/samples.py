@@ -10,8 +10,8 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.tokenizer import encode_ordinary
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.export.samples import TEMPERATURE, as_question
 from nanogpt_hf.generate import continue_text
-from nanogpt_hf.sharing.samples import TEMPERATURE, as_question
 
 logger = logging.getLogger(__name__)
 

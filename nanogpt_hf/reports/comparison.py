@@ -3,8 +3,8 @@
 import numpy as np
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.reports.metrics import Event, column
 from nanogpt_hf.reports.sections import duration
+from nanogpt_hf.runs.metrics import Event, column
 
 
 def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.reports.metrics import Event, column, smooth
 from nanogpt_hf.reports.reference import Curve, Reference, differences, find_reference
-from nanogpt_hf.training.run_folder import RunFolder, written_whole
+from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.metrics import Event, column, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

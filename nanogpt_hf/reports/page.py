@@ -14,11 +14,11 @@ import nanogpt_hf
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import sections
-from nanogpt_hf.reports.metrics import AXES, Event, column, names, read_metrics
 from nanogpt_hf.reports.reference import Reference, find_reference
 from nanogpt_hf.reports.verdict import Verdict, judge
-from nanogpt_hf.training.provenance import read_starts
-from nanogpt_hf.training.run_folder import RunFolder, written_whole
+from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.metrics import AXES, Event, column, names, read_metrics
+from nanogpt_hf.runs.provenance import read_starts
 
 _MOST_POINTS = 4000  # of a curve; beyond, several reports become one point: a browser has to draw them
 

@@ -6,10 +6,10 @@ from typing import Any
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.reports.metrics import Event, column, is_number, names
 from nanogpt_hf.reports.verdict import Verdict
-from nanogpt_hf.sharing.private import without_private_parts
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import Event, column, is_number, names
+from nanogpt_hf.runs.redact import without_private_parts
 
 
 def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> str:

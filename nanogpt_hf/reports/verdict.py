@@ -6,8 +6,8 @@ from typing import Literal
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.reports.metrics import Event, column, is_number
 from nanogpt_hf.reports.reference import Reference, differences, text_facts
+from nanogpt_hf.runs.metrics import Event, column, is_number
 
 _NONE = (
     "no reference: none ships for a recipe like this one; `compare RUN RUN RUN --make-reference FILE` makes one of "

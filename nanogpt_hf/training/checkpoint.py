@@ -19,10 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from nanogpt_hf.config.schema import EvalSection
-from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.training.evaluate import Evaluation
-from nanogpt_hf.training.run_folder import RunFolder
-from nanogpt_hf.training.shards import (
+from nanogpt_hf.distributed.full_state import (
     full_moments,
     full_weights,
     named_parameters,
@@ -32,6 +29,9 @@ from nanogpt_hf.training.shards import (
     set_weights,
     whole_shape,
 )
+from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.evaluate import Evaluation
 
 logger = logging.getLogger(__name__)
 _MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"

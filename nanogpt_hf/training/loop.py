@@ -18,21 +18,21 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.distributed.accelerator import build_accelerator, describe_machine, stop_on_signals
+from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
-from nanogpt_hf.sharing.trained import save_trained
+from nanogpt_hf.export.save_trained import save_trained
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
-from nanogpt_hf.training.health import Health
-from nanogpt_hf.training.layers import Layers
-from nanogpt_hf.training.memory import rehearsal, settle_micro_batch
+from nanogpt_hf.training.layer_stats import Layers
+from nanogpt_hf.training.micro_batch import rehearsal, settle_micro_batch
+from nanogpt_hf.training.monitor import Health
 from nanogpt_hf.training.optimizer import clip_gradients, set_learning_rate, update
-from nanogpt_hf.training.run_folder import RunFolder
-from nanogpt_hf.training.runtime import build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.training.schedule import learning_rate_at
-from nanogpt_hf.training.set_up import batches_of, seed_dropout, set_up
-from nanogpt_hf.training.shards import full_weights
+from nanogpt_hf.training.setup import batches_of, seed_dropout, set_up
 from nanogpt_hf.training.tracking import Tracking
 
 

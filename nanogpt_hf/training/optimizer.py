@@ -9,7 +9,7 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.training.moments import build_adamw_8bit, in_8_bits
+from nanogpt_hf.training.adamw_8bit import build_adamw_8bit, in_8_bits
 
 _BLOCK = re.compile(r"\bh\.(\d+)\.")  # of a parameter's name: the number of its block
 

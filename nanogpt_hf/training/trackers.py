@@ -13,8 +13,8 @@ from accelerate import Accelerator
 from nanogpt_hf.config.load import config_to_dict
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.sharing.private import without_private_parts
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.redact import without_private_parts
 
 logger = logging.getLogger(__name__)
 

@@ -11,18 +11,18 @@ from accelerate import Accelerator
 from tqdm import tqdm
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.accelerator import describe_machine
+from nanogpt_hf.export.background_push import Pushing
 from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.curves import draw_run
-from nanogpt_hf.reports.metrics import read_metrics
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.reports.sections import duration
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.checkpoint import TrainState
-from nanogpt_hf.training.health import TimedBatches
-from nanogpt_hf.training.provenance import add_start, describe_start
-from nanogpt_hf.training.pushing import Pushing
-from nanogpt_hf.training.run_folder import RunFolder
-from nanogpt_hf.training.runtime import describe_machine
+from nanogpt_hf.training.monitor import TimedBatches
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
 from nanogpt_hf.training.trackers import start_trackers
 

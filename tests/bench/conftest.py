@@ -9,8 +9,8 @@ from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSec
 def work(forget_accelerate, monkeypatch, tmp_path):
     """A tiny model on made-up tokens, two micro-batches a step, as `bench` builds it."""
     from nanogpt_hf.bench.workload import build_workload
-    from nanogpt_hf.training.run_folder import RunFolder
-    from nanogpt_hf.training.runtime import build_accelerator
+    from nanogpt_hf.distributed.accelerator import build_accelerator
+    from nanogpt_hf.runs.folder import RunFolder
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     forget_accelerate()

@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.bench.clock import PHASES, Spread, collectives, phases_of_step, profiler, spread, time_of
-from nanogpt_hf.training.set_up import seed_dropout
+from nanogpt_hf.training.setup import seed_dropout
 
 
 def test_spread_is_the_median_and_the_quartiles():

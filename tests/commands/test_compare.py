@@ -9,7 +9,7 @@ from matplotlib import image
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 
 
 @pytest.fixture

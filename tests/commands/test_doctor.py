@@ -16,8 +16,9 @@ import torch
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.training import diagnosis, doctor, links, machine
-from nanogpt_hf.training.links import Link
+from nanogpt_hf.doctor import findings, interconnect, probes
+from nanogpt_hf.doctor.interconnect import Link
+from nanogpt_hf.runs import machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -109,7 +110,7 @@ def test_parameters_that_differ_on_a_rank(capsys, monkeypatch, tmp_path):
             [value, value | {"transformer.wte.weight": "other"}] if isinstance(value, dict) else [value]
         )
 
-    monkeypatch.setattr(doctor, "build_gather", differ)
+    monkeypatch.setattr(probes, "build_gather", differ)
     status, out = run(capsys)
     assert status == 1
     (fault,) = lines(out, "fault")
@@ -139,7 +140,7 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
     place = machine.look_at("run folder r", tmp_path / "not" / "yet")
     assert place.path == str(tmp_path)
-    (finding,) = diagnosis.judge_places([place], None)
+    (finding,) = findings.judge_places([place], None)
     assert finding.level == "fault"
     assert "cannot write" in finding.text
 
@@ -212,7 +213,7 @@ def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceba
     def fail(*arguments):
         raise error
 
-    monkeypatch.setattr(doctor, "warm_up", fail)
+    monkeypatch.setattr(probes, "warm_up", fail)
     error = torch.OutOfMemoryError("CUDA out of memory")
     with pytest.raises(SystemExit) as ended:
         main(["doctor"])
@@ -258,13 +259,13 @@ def faults(findings: list) -> list[str]:
 
 
 def test_two_processes_on_one_gpu_and_versions_that_differ():
-    assert faults(diagnosis.judge_processes([process(0), process(1)])) == []
-    (same,) = faults(diagnosis.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
+    assert faults(findings.judge_processes([process(0), process(1)])) == []
+    (same,) = faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
     assert same == "2 processes share one GPU of a (one): start one a GPU"
-    assert faults(diagnosis.judge_processes([process(0, gpu="one"), process(1, gpu="one", host="b")])) == []
-    (versions,) = faults(diagnosis.judge_processes([process(0), process(1, versions={"torch": "2.11.0"})]))
+    assert faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one", host="b")])) == []
+    (versions,) = faults(findings.judge_processes([process(0), process(1, versions={"torch": "2.11.0"})]))
     assert versions.startswith("rank 1 on the same host a has torch 2.11.0; rank 0 has torch 2.13.0")
-    (threads,) = faults(diagnosis.judge_processes([process(r, gpu=None, threads=2) for r in range(2)]))
+    (threads,) = faults(findings.judge_processes([process(r, gpu=None, threads=2) for r in range(2)]))
     assert threads == "a: 4 threads on 2 cores: set OMP_NUM_THREADS=1"
 
 
@@ -287,7 +288,7 @@ def test_versions_outside_the_ranges(monkeypatch):
 
 def test_accelerate_gave_something_else_or_left_gpus_alone():
     obtained = {"device": "cuda", "precision": "no", "dynamo": "no"}
-    found = faults(diagnosis.judge_launch({"precision": "bf16", "dynamo": "NO"}, obtained, 2, 2, 8))
+    found = faults(findings.judge_launch({"precision": "bf16", "dynamo": "NO"}, obtained, 2, 2, 8))
     assert found == [
         "the accelerate config asks for precision bf16, this machine gives no",
         "8 GPUs here, 2 in use: set num_processes in the accelerate config",
@@ -295,21 +296,21 @@ def test_accelerate_gave_something_else_or_left_gpus_alone():
 
 
 def batches(rank: int, tokens=None, order="shuffled") -> Batches:
-    stream = doctor.made_up_tokens(256, 4096) if tokens is None else tokens
+    stream = probes.made_up_tokens(256, 4096) if tokens is None else tokens
     sizes = {"block_size": 16, "micro_batch_size": 2, "accumulation": 3, "num_processes": 2}
     return Batches(stream, order=order, seed=1, rank=rank, **sizes)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_data_drawn_twice_or_from_elsewhere_is_a_fault(order):
-    ours, theirs = (doctor.windows_read(batches(rank, order=order), 3) for rank in (0, 1))
-    expected = doctor.windows_of_step(batches(0, order=order), 3)
-    assert diagnosis.judge_data([ours, theirs], expected, "made up").level == "ok"
-    twice = diagnosis.judge_data([ours, ours], expected, "made up")
+    ours, theirs = (probes.windows_read(batches(rank, order=order), 3) for rank in (0, 1))
+    expected = probes.windows_of_step(batches(0, order=order), 3)
+    assert findings.judge_data([ours, theirs], expected, "made up").level == "ok"
+    twice = findings.judge_data([ours, ours], expected, "made up")
     assert twice.level == "fault"
     assert "of the 12 windows of a step 6 are drawn by nobody, and 6 twice or from elsewhere" in twice.text
-    other = batches(1, tokens=doctor.TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
-    assert diagnosis.judge_data([ours, doctor.windows_read(other, 3)], expected, "made up").level == "fault"
+    other = batches(1, tokens=probes.TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
+    assert findings.judge_data([ours, probes.windows_read(other, 3)], expected, "made up").level == "fault"
 
 
 TOPOLOGY = (
@@ -326,46 +327,46 @@ def test_links_are_recognised_by_nvidia_smi(monkeypatch, way, capability, name, 
         out = TOPOLOGY.format(way) if "topo" in command else "GPU-aa, 0, 5, 16\nGPU-bb, 1, 5, 16\nGPU-cc, 2, 3, 8\n"
         return SimpleNamespace(returncode=0, stdout=out)
 
-    monkeypatch.setattr(links.subprocess, "run", smi)
-    link = links.gpu_link(["aa", "bb"], capability)
+    monkeypatch.setattr(interconnect.subprocess, "run", smi)
+    link = interconnect.gpu_link(["aa", "bb"], capability)
     assert (link.name, link.how) == (name, f"nvidia-smi topo -m shows {way}")
     assert link.most == pytest.approx(most, abs=0.1)
-    assert links.gpu_link(["aa", "zz"], capability).most is None
+    assert interconnect.gpu_link(["aa", "zz"], capability).most is None
 
 
 def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
     def missing(*arguments, **options):
         raise FileNotFoundError
 
-    monkeypatch.setattr(links.subprocess, "run", missing)
-    assert links.gpu_link(["aa", "bb"], 9) == Link("not known", "nvidia-smi did not show these GPUs")
+    monkeypatch.setattr(interconnect.subprocess, "run", missing)
+    assert interconnect.gpu_link(["aa", "bb"], 9) == Link("not known", "nvidia-smi did not show these GPUs")
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth7": SimpleNamespace(speed=10_000)})
     pair = [process(0, host="a"), process(1, host="b")]
-    assert doctor.find_link(pair, "gloo").most is None
+    assert probes.find_link(pair, "gloo").most is None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert doctor.find_link(pair, "gloo").most == 1.25
+    assert probes.find_link(pair, "gloo").most == 1.25
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    assert doctor.find_link(pair, "nccl").most is None  # it may be InfiniBand
+    assert probes.find_link(pair, "nccl").most is None  # it may be InfiniBand
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert doctor.find_link(pair, "nccl").most == 1.25
+    assert probes.find_link(pair, "nccl").most == 1.25
 
 
 def test_slow_communication_names_the_settings_to_try():
-    assert doctor.bus_bandwidth(10**9, 1.0, 4) == 1.5
+    assert probes.bus_bandwidth(10**9, 1.0, 4) == 1.5
     rows = [(2**20, 0.001, 1.0), (2**26, 0.7, 100.0)]
-    fast = diagnosis.judge_all_reduce(rows, Link("NVLink", "seen", 300, "12 links × 25 GB/s each way"), "nccl")
-    slow = diagnosis.judge_all_reduce(rows, Link("NVLink", "seen", 450, "18 links × 25 GB/s each way"), "nccl")
+    fast = findings.judge_all_reduce(rows, Link("NVLink", "seen", 300, "12 links × 25 GB/s each way"), "nccl")
+    slow = findings.judge_all_reduce(rows, Link("NVLink", "seen", 450, "18 links × 25 GB/s each way"), "nccl")
     assert (fast.level, slow.level) == ("ok", "warning")
     assert all(any(name in line for line in slow.lines) for name in ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DIS"))
-    times = doctor.StepTimes(step=1.0, data=0.05, compute=0.25)
-    (finding,) = diagnosis.judge_step([times, times], "8 × 128 tokens", 1, "gloo")
+    times = probes.StepTimes(step=1.0, data=0.05, compute=0.25)
+    (finding,) = findings.judge_step([times, times], "8 × 128 tokens", 1, "gloo")
     assert finding.level == "warning"
     assert finding.lines[0] == "communication takes 70% of a step"
     # 0.7 / (0.7 + 20 × 0.3)
-    (finding,) = diagnosis.judge_step([times, times], "8 × 128 tokens", 20, "gloo")
+    (finding,) = findings.judge_step([times, times], "8 × 128 tokens", 20, "gloo")
     assert finding.level == "ok"
     assert "70% of such a step, 10% of the recipe's" in finding.lines[0]
     late = dataclasses.replace(times, compute=0.6)
     assert (
-        "rank 1 computes 2.4 times as long as rank 0" in faults(diagnosis.judge_step([times, late], "", 20, "gloo"))[0]
+        "rank 1 computes 2.4 times as long as rank 0" in faults(findings.judge_step([times, late], "", 20, "gloo"))[0]
     )

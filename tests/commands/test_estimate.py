@@ -8,9 +8,9 @@ import pytest
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.training.estimate import GPU_MEMORY, estimate, run_bytes
-from nanogpt_hf.training.placement import Placement
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.planning.estimate import GPU_MEMORY, estimate, run_bytes
+from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.throughput import BF16_PEAKS
 
 ROOT = Path(__file__).parents[2]

@@ -10,8 +10,8 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.run_folder import RunFolder
 
 
 @pytest.fixture(scope="module")

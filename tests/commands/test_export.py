@@ -11,8 +11,8 @@ from transformers import AutoModelForCausalLM
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import char_tokenizer, encode_ordinary, gpt2_tokenizer, load_tokenizer
+from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.sharing.export import fixed_input, logits_of, write_model_folder
 
 CONFIG = GPTConfig(
     vocab_size=5,

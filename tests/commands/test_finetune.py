@@ -14,10 +14,10 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 from nanogpt_hf.commands import finetune, main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
-from nanogpt_hf.training import runtime
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -212,8 +212,8 @@ def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_
 
 
 def test_bitsandbytes_that_is_missing_is_one_line(tiny_base, monkeypatch, capsys):
-    find = runtime.find_spec
-    monkeypatch.setattr(runtime, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
+    find = accelerator.find_spec
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
     words = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
     assert main(["finetune", *words]) == 2
     assert "bitsandbytes is not installed; run `pip install bitsandbytes`" in capsys.readouterr().err

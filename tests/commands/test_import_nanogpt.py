@@ -100,7 +100,7 @@ def test_an_interrupted_import_leaves_nothing(capsys, nanogpt, monkeypatch):
         (folder / "half").write_text("half")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nanogpt_hf.sharing.export.write_model_folder", interrupted)
+    monkeypatch.setattr("nanogpt_hf.export.model_folder.write_model_folder", interrupted)
     meta = nanogpt / "data" / "meta.pkl"
     with pytest.raises(KeyboardInterrupt):
         run(capsys, "import-nanogpt", nanogpt / "out" / "ckpt.pt", nanogpt / "new" / "model", "--meta", meta)

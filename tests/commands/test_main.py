@@ -9,7 +9,7 @@ import torch
 
 from nanogpt_hf.commands import COMMANDS, main
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 
 
 def run(capsys, *arguments: str) -> tuple[int, str, str]:
@@ -58,14 +58,14 @@ def test_help_and_mistakes_wait_for_no_heavy_import(root, arguments):
 def test_the_collector_does_not_go_through_the_libraries_over_and_over(root):
     code = """
 import atexit, gc, sys
-from nanogpt_hf.commands import console
+from nanogpt_hf.commands import entry_point
 
 atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count() > 10_000, file=sys.stderr))
 collected = []
 gc.callbacks.append(lambda phase, info: phase == "stop" and collected.append(info["generation"]))
 atexit.register(lambda: print("of everything:", collected.count(2), file=sys.stderr))
 sys.argv = ["cli.py", "estimate", "recipes/quickstart.yaml"]
-console()
+entry_point()
 """
     done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
     assert done.returncode == 0
@@ -75,7 +75,9 @@ console()
 
 def test_the_console_script_is_the_same_program(root):
     expected = subprocess.run([sys.executable, "cli.py", "--help"], capture_output=True, text=True, cwd=root)
-    script = "from nanogpt_hf.commands import console; import sys; sys.argv = ['nanogpt-hf', '--help']; console()"
+    script = (
+        "from nanogpt_hf.commands import entry_point; import sys; sys.argv = ['nanogpt-hf', '--help']; entry_point()"
+    )
     installed = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=root)
     assert expected.returncode == installed.returncode == 0
     assert expected.stdout == installed.stdout
@@ -224,7 +226,7 @@ def test_what_is_asked_for_and_not_installed_is_one_line_before_anything_is_writ
     capsys, monkeypatch, tmp_path, write_recipe
 ):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("nanogpt_hf.training.runtime.find_spec", lambda name: None)
+    monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: None)
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
     assert error.startswith("the accelerate config asks for DeepSpeed, which is not installed")
     assert not (tmp_path / "run").exists()

@@ -13,8 +13,8 @@ from huggingface_hub import ModelCard, constants
 from safetensors.torch import load
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.export import hub as hub_module
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.sharing import hub as hub_module
 
 MODEL_FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
 RUN_FILES = {"recipe.yaml", "metrics.jsonl", "loss.png"}

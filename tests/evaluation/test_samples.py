@@ -11,7 +11,7 @@ from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.generate import generate_tokens
 from nanogpt_hf.model.build import load_model
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 PROMPTS = ["A cat ", "The"]

@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -91,8 +91,8 @@ def launcher(tmp_path):
 @pytest.mark.parametrize(
     ("program", "status"),
     [
-        ("from nanogpt_hf.commands import console; console()", 0),  # its help
-        ("import sys; sys.argv.append('pretain'); from nanogpt_hf.commands import console; console()", 2),
+        ("from nanogpt_hf.commands import entry_point; entry_point()", 0),  # its help
+        ("import sys; sys.argv.append('pretain'); from nanogpt_hf.commands import entry_point; entry_point()", 2),
         ("1 / 0", 1),
         ("import os; os.kill(os.getpid(), 9)", 1),
     ],
@@ -110,7 +110,7 @@ def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path, launcher):
     script.write_text(
         "import sys, time; from nanogpt_hf import commands\n"
         "commands.main = lambda words: print('begun', flush=True) or time.sleep(60)\n"
-        "commands.console()"
+        "commands.entry_point()"
     )
     with subprocess.Popen([ROOT / "launch" / "run.sh", script], env=launcher, stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"begun\n"

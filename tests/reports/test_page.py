@@ -9,10 +9,10 @@ import pytest
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import page
-from nanogpt_hf.reports.metrics import read_metrics
 from nanogpt_hf.reports.page import render, write_report
 from nanogpt_hf.reports.reference import Curve, Reference, experiment_of
-from nanogpt_hf.training.run_folder import RunFolder, written_whole
+from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.metrics import read_metrics
 
 EVENTS = [
     {"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0, "val/perplexity": 54.6, "val/bits_per_byte": 5.77},

@@ -10,7 +10,7 @@ import pytest
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.reports.page import write_report
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 
 HOSTILE = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'><!--<script>"
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]

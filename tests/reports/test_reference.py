@@ -8,7 +8,6 @@ import pytest
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.reports.metrics import column, read_metrics
 from nanogpt_hf.reports.reference import (
     SHIPPED,
     band_of,
@@ -20,7 +19,8 @@ from nanogpt_hf.reports.reference import (
     window_means,
     write_reference,
 )
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import column, read_metrics
 
 ROOT = Path(__file__).parents[2]
 REFERENCES = sorted(SHIPPED.glob("*.json"))

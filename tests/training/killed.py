@@ -13,7 +13,7 @@ import time
 import torch
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.sharing import export
+from nanogpt_hf.export import model_folder
 from nanogpt_hf.training import checkpoint, evaluate, loop
 
 torch.set_num_threads(1)
@@ -26,8 +26,8 @@ PLACES = {
     "writing a checkpoint": (checkpoint, "save_file", 3),
     "flushing a checkpoint": (checkpoint, "_flush", 8),
     "dropping an old checkpoint": (checkpoint, "_flush", 12),
-    "writing best": (export.GPTForCausalLM, "save_pretrained", 1),
-    "replacing best": (export.Path, "rename", 4),
+    "writing best": (model_folder.GPTForCausalLM, "save_pretrained", 1),
+    "replacing best": (model_folder.Path, "rename", 4),
 }
 
 

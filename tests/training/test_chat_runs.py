@@ -15,8 +15,8 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.errors import Stopped
 from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 

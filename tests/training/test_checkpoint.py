@@ -10,11 +10,11 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import checkpoint
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import Evaluation
 from nanogpt_hf.training.optimizer import build_optimizer
-from nanogpt_hf.training.run_folder import RunFolder
 
 
 @pytest.fixture

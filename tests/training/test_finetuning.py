@@ -17,12 +17,13 @@ from nanogpt_hf.commands.finetune import finetune_config
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.schema import EvalSection, FinetuneSection, OptimSection
 from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.model.build import freeze, load_model
-from nanogpt_hf.training import loop, runtime
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import loop
 from nanogpt_hf.training.checkpoint import TrainState, read_checkpoint
 from nanogpt_hf.training.optimizer import build_optimizer
-from nanogpt_hf.training.run_folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -226,7 +227,7 @@ def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
 
 def test_thawing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(runtime, "find_spec", lambda name: object())
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"finetune\.unfreeze_every: DeepSpeed counts the optimizer's steps once"):
         start("run", THAWING)
 

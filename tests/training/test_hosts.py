@@ -14,7 +14,7 @@ import pytest
 from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -17,11 +17,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.model.build import build_gpt_config, build_model
-from nanogpt_hf.training import loop, runtime, tracking
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import loop, tracking
 from nanogpt_hf.training.tracking import read_metrics
 
 
@@ -275,7 +276,7 @@ def test_max_time_saves_and_stops(start, monkeypatch):
     whole = start("whole", train__max_steps=8)
     clock = itertools.count()  # a second a look
     with monkeypatch.context() as patch:
-        patch.setattr(runtime.time, "monotonic", lambda: next(clock))
+        patch.setattr(accelerator.time, "monotonic", lambda: next(clock))
         with pytest.raises(Stopped, match=r"stopped at step \d, saved \(train.max_time is up\); go on with --resume"):
             start("timed", train__max_steps=8, train__max_time="5s")
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))

@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_hf.config.schema import Config, DataSection, OptimSection
 from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.loop import train_step
 from nanogpt_hf.training.optimizer import build_optimizer
-from nanogpt_hf.training.runtime import prepared_blocks
-from nanogpt_hf.training.set_up import batches_of, keep_freed_memory, seed_dropout
+from nanogpt_hf.training.setup import batches_of, keep_freed_memory, seed_dropout
 
 LAYERS, ACCUMULATION = 2, 3
 STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])

@@ -15,9 +15,10 @@ from accelerate.tracking import GeneralTracker
 import nanogpt_hf
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.training import machine, tracking
-from nanogpt_hf.training.provenance import read_starts
-from nanogpt_hf.training.run_folder import RunFolder
+from nanogpt_hf.runs import machine
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.training import tracking
 from nanogpt_hf.training.tracking import read_metrics
 
 SECRET = "https://me:pa55word@localhost/x.txt?sig=5ignature"

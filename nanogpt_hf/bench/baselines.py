@@ -1,0 +1,167 @@
+"""Others that take the same steps: bare PyTorch, and transformers' Trainer. Timed in turns with ours, in one process.
+
+A machine that others use is slow and fast by turns; of two that take turns, the ratio still tells.
+"""
+
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+
+import torch
+from transformers import (
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
+
+from nanogpt_hf.bench.clock import WARM_STEPS, synchronize, time_of
+from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.build import start_model
+from nanogpt_hf.training.optimizer import build_optimizer
+
+Pair = tuple[float, float]  # seconds of a step, ours and the rival's
+
+
+def check_comparable(work: Workload) -> None:
+    """Raises UserError where a rival could not do the same work."""
+    accelerator, config = work.accelerator, work.config
+    if accelerator.num_processes > 1:
+        raise UserError("--against compares on one process; start it without accelerate launch, or with one")
+    if accelerator.mixed_precision not in ("no", "bf16"):
+        raise UserError(f"--against: float32 or bf16 only, and the machine has {accelerator.mixed_precision}")
+    if config.finetune.model or config.data.format != "text":
+        raise UserError("--against compares pretraining on text; take a recipe without finetune.model")
+
+
+def bare_step(work: Workload) -> Callable[[], None]:
+    """Our model and AdamW in the loop that one would write without Accelerate: draw, forward, backward, clip, step."""
+    accelerator, batches, optim = work.accelerator, work.batches, work.config.optim
+    device = accelerator.device
+    model = start_model(work.config, work.model_config.vocab_size, None).to(device).train()
+    optimizer = build_optimizer(model, optim)
+    with prepared_blocks(model, accelerator):  # compiled, where ours is
+        pass
+    bf16 = accelerator.mixed_precision == "bf16"
+    step = 0
+
+    def take() -> None:
+        nonlocal step
+        for batch in batches.at(step):
+            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
+                loss = model(**batch, use_cache=False).loss
+            (loss / batches.accumulation).backward()
+        if optim.max_grad_norm:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        step += 1
+
+    return take
+
+
+def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
+    """Both in turns, `steps` of each a window; who begins changes."""
+    device, theirs = work.accelerator.device, bare_step(work)
+    for _ in range(WARM_STEPS):
+        theirs()
+        work.step()
+    pairs = []
+    for window in range(windows):
+        if window % 2:
+            ours = time_of(device, work.step, steps)
+            pairs.append((ours, time_of(device, theirs, steps)))
+        else:
+            other = time_of(device, theirs, steps)
+            pairs.append((time_of(device, work.step, steps), other))
+    return pairs
+
+
+class _Rows(torch.utils.data.IterableDataset):
+    """The sequences of our batches, one by one, without an end."""
+
+    def __init__(self, work: Workload):
+        self.batches = work.batches
+
+    def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
+        step = 0
+        while True:
+            for batch in self.batches.at(step):
+                yield from ({"input_ids": row, "labels": row} for row in batch["input_ids"])
+            step += 1
+
+
+class _InTurns(TrainerCallback):
+    """After each window of the Trainer's steps takes one of ours, and stops the Trainer after enough of them."""
+
+    def __init__(self, work: Workload, windows: int, steps: int):
+        self.work, self.windows, self.steps = work, windows, steps
+        self.pairs: list[Pair] = []
+        self.started = self.taken = 0
+
+    def on_step_end(self, args, state, control, **kwargs):
+        self.taken += 1
+        if self.taken < (self.steps if self.started else WARM_STEPS):
+            return
+        device = self.work.accelerator.device
+        synchronize(device)
+        if self.started:
+            theirs = (time.perf_counter() - self.started) / self.steps
+            self.pairs.append((self._ours(), theirs))
+        control.should_training_stop = len(self.pairs) == self.windows
+        self.taken, self.started = 0, time.perf_counter()
+
+    def _ours(self) -> float:
+        # Accelerators share what they say about accumulation, and the Trainer's, which does its own, has said 1.
+        accelerator = self.work.accelerator
+        before = accelerator.gradient_accumulation_steps
+        accelerator.gradient_accumulation_steps = self.work.batches.accumulation
+        seconds = time_of(accelerator.device, self.work.step, self.steps)
+        accelerator.gradient_accumulation_steps = before
+        return seconds
+
+
+def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
+    """transformers' Trainer at its fastest, on GPT2LMHeadModel with sdpa, and ours in turns.
+
+    Its time is all that passes from one of its steps' end to the next: its DataLoader's work, the step, its callbacks.
+    It logs, saves and evaluates nothing.
+    """
+    config, accelerator = work.config, work.accelerator
+    gpt2 = work.model_config.to_gpt2()
+    gpt2._attn_implementation = "sdpa"
+    model = GPT2LMHeadModel(gpt2)
+    model.loss_type = "ForCausalLM"  # what it takes by default, after a warning
+    in_turns = _InTurns(work, windows, steps)
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = TrainingArguments(
+            output_dir=folder,
+            max_steps=WARM_STEPS + windows * steps + 1,
+            per_device_train_batch_size=config.train.micro_batch_size,
+            gradient_accumulation_steps=work.batches.accumulation,
+            optim="adamw_torch_8bit" if config.optim.moments == "8bit" else "adamw_torch_fused",
+            learning_rate=config.optim.learning_rate,
+            weight_decay=config.optim.weight_decay,
+            max_grad_norm=config.optim.max_grad_norm,
+            bf16=accelerator.mixed_precision == "bf16",
+            use_cpu=accelerator.device.type == "cpu",
+            torch_compile=any(
+                block._compiled_call_impl for block in accelerator.unwrap_model(work.model).transformer.h
+            ),
+            logging_strategy="no",
+            save_strategy="no",
+            logging_nan_inf_filter=False,  # it would read the loss of every step
+            report_to="none",
+            disable_tqdm=True,
+            accelerator_config={"use_configured_state": True},  # else it takes down the state that our step needs
+        )
+        trainer = Trainer(model, arguments, train_dataset=_Rows(work), callbacks=[in_turns])
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+    accelerator.gradient_accumulation_steps = work.batches.accumulation
+    return in_turns.pairs

@@ -1,0 +1,271 @@
+"""The machine: the Accelerator as accelerate's config asks for it, compiled blocks, and signals that end a run."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+
+import torch
+from accelerate import Accelerator
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import (
+    DistributedType,
+    DynamoBackend,
+    GradientAccumulationPlugin,
+    InitProcessGroupKwargs,
+    LoggerType,
+    ProjectConfiguration,
+)
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed import rendezvous
+from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.model.loss_gpt import loss_and_gradient
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.adamw_8bit import check_8bit
+
+
+def check_launch(config: Config) -> int:
+    """The accumulation that the recipe's tokens per step ask of this launch's processes.
+
+    Raises UserError where they do not divide, where the accelerate config states another accumulation, and where a
+    tracker, DeepSpeed, bitsandbytes or torchao is asked for and not installed.
+    """
+    if _asked_for("DEEPSPEED") and find_spec("deepspeed") is None:
+        raise UserError("the accelerate config asks for DeepSpeed, which is not installed; run `pip install deepspeed`")
+    if _asked_for("DEEPSPEED") and config.finetune.unfreeze_every:
+        raise UserError(
+            "finetune.unfreeze_every: DeepSpeed counts the optimizer's steps once for all parameters, but what thaws "
+            "later starts at 0; leave it out, or take accelerate_configs/fsdp2.yaml"
+        )
+    if _asked_for("DEEPSPEED") and config.tracking.layers:
+        raise UserError(
+            "tracking.layers: DeepSpeed keeps gradients and weights to itself; leave it out, or take "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    if config.optim.moments == "8bit":
+        check_8bit(zero=_asked_for("DEEPSPEED"))
+    if config.lora.quantize and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
+        )
+    if config.lora.quantize and (_asked_for("DEEPSPEED") or _asked_for("FSDP")):
+        raise UserError("lora.quantize: weights in 8 or 4 bits are not sharded here; take accelerate_configs/ddp.yaml")
+    for tracker in config.tracking.trackers:
+        if tracker not in LOGGER_TYPE_TO_CLASS:
+            near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
+            raise UserError(f"tracking.trackers: accelerate knows no tracker {tracker!r}{near}")
+        if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
+            raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
+    try:
+        accumulation = accumulation_steps(config, int(os.environ.get("WORLD_SIZE") or 1))
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if stated not in ("auto", str(accumulation)):
+        raise UserError(_stated_elsewhere("gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"))
+    return accumulation
+
+
+def _asked_for(kind: str) -> bool:
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
+
+
+def _stated_elsewhere(key: str, stated: object, ours: object, knob: str) -> str:
+    return (
+        f"the accelerate config (or a DeepSpeed config it names) states {key} {stated}, but {knob} of the recipe asks "
+        f"for {ours}: write auto there"
+    )
+
+
+def _world_size() -> int:
+    return int(os.environ.get("WORLD_SIZE") or 1)
+
+
+def _take_the_cpu_where_there_is_nothing_else() -> None:
+    if _world_size() > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
+        # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def _check_processes(accelerator: Accelerator) -> None:
+    if accelerator.num_processes != _world_size():
+        raise UserError(
+            f"the launcher started {_world_size()} processes, but accelerate sees {accelerator.num_processes}: each "
+            "would work alone; check distributed_type and use_cpu in the accelerate config"
+        )
+
+
+def build_evaluation_accelerator() -> Accelerator:
+    """The Accelerator of a process that only measures: the device, the precision and the other processes.
+
+    Raises UserError where the launch did not give as many processes as it started.
+    """
+    _take_the_cpu_where_there_is_nothing_else()
+    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
+    _check_processes(accelerator)
+    return accelerator
+
+
+def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
+    """The Accelerator of this process, with the accumulation that the recipe's tokens per step ask for.
+
+    Raises UserError where `check_launch` does, and where the launch did not give what the accelerate config asks for.
+    """
+    accumulation = check_launch(config)
+    _take_the_cpu_where_there_is_nothing_else()
+    # sync_with_dataloader: no dataloader is prepared, so none may cut an accumulation short.
+    plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    accelerator = Accelerator(
+        gradient_accumulation_plugin=plugin,
+        log_with=config.tracking.trackers or None,
+        project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
+        kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
+    )
+    _check_processes(accelerator)
+    for kind in ("FSDP", "DEEPSPEED"):
+        if _asked_for(kind) and accelerator.distributed_type != kind:
+            raise UserError(
+                f"the accelerate config asks for {kind}, but this machine gives {accelerator.distributed_type.value} "
+                f"on {accelerator.device.type}; choose a config without it, such as accelerate_configs/cpu_ddp.yaml"
+            )
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if fsdp is not None:
+        if fsdp.fsdp_version != 2:
+            raise UserError("the accelerate config asks for FSDP 1; set fsdp_version: 2 in its fsdp_config")
+        if accelerator.mixed_precision == "bf16":
+            # accelerate's own policy also adds up gradients in bf16, and loses their small parts
+            fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        _hand_to_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accumulation)
+    if accelerator.device.type == "cuda":
+        torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
+    return accelerator
+
+
+def _hand_to_deepspeed(deepspeed_config: dict, config: Config, accumulation: int) -> None:
+    """What DeepSpeed does by itself, it has to be told: it accumulates, clips and reduces in its own engine."""
+    # it calls torch by names that torch 2.13 has renamed, and torch says so at every call
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
+    stage = deepspeed_config["zero_optimization"]["stage"]
+    if stage not in (2, 3):
+        raise UserError(f"DeepSpeed's ZeRO stage {stage} is not supported: take 2 or 3, or accelerate_configs/ddp.yaml")
+    for name in ("offload_optimizer", "offload_param"):
+        if (deepspeed_config["zero_optimization"].get(name) or {}).get("device") == "nvme":
+            raise UserError(f"DeepSpeed's {name} to nvme is not supported, since its state cannot be saved: take cpu")
+    ours = {
+        "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
+        "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
+    }
+    if config.train.micro_batch_size == "auto":
+        deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # until it is found
+    else:
+        ours["train_micro_batch_size_per_gpu"] = (config.train.micro_batch_size, "train.micro_batch_size")
+    for key, (value, knob) in ours.items():
+        stated = deepspeed_config.get(key, "auto")
+        if stated not in ("auto", value):
+            raise UserError(_stated_elsewhere(key, stated, value, knob))
+        deepspeed_config[key] = value
+    # without these gradients of a bf16 model are added up in bf16, and lose their small parts
+    deepspeed_config.setdefault("communication_data_type", "fp32")
+    deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def describe_device(device: torch.device) -> str:
+    """Its name, such as `NVIDIA H200`."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    if device.type == "cpu":
+        threads = torch.get_num_threads()
+        return f"CPU with {threads} thread{'s' * (threads > 1)}"
+    return device.type.upper()
+
+
+def precision_of(accelerator: Accelerator) -> str:
+    """fp32, bf16, fp16 or fp8."""
+    return "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
+
+
+def describe_machine(accelerator: Accelerator) -> str:
+    """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
+    kind = "" if accelerator.distributed_type == DistributedType.NO else f", {accelerator.distributed_type.value}"
+    return f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, {precision_of(accelerator)}"
+
+
+@contextmanager
+def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator[None]:
+    """Compile blocks and loss, and checkpoint the blocks' activations, where the accelerate config asks for it.
+
+    In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
+    names and one graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass,
+    which makes the gradient wrong; transformers' draws the same ones again.
+    """
+    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if checkpointing := fsdp is not None and fsdp.activation_checkpointing:
+        fsdp.activation_checkpointing = False
+        # the name until transformers 5.2x
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable()
+    plugin = accelerator.state.dynamo_plugin
+    backend, plugin.backend = plugin.backend, DynamoBackend.NO
+    if backend != DynamoBackend.NO:
+        mode = None if plugin.mode == "default" else plugin.mode
+        for block in model.transformer.h:
+            block.compile(backend=backend.value.lower(), mode=mode)
+        model.lm_head.loss_and_gradient = torch.compile(loss_and_gradient, backend=backend.value.lower(), mode=mode)
+    try:
+        yield
+    finally:  # for the next model of this run: a thaw makes one
+        plugin.backend = backend
+        if checkpointing:
+            fsdp.activation_checkpointing = True
+
+
+class StopRequest:
+    """Whether this run should end after the step it is in: a signal asked for it, or its time is up."""
+
+    def __init__(self, max_seconds: float | None = None):
+        self.reason: str | None = None
+        self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
+
+    def on_any_process(self, accelerator: Accelerator) -> bool:
+        """True on all processes as soon as one of them should end. With several processes, all must call this."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.reason = self.reason or "train.max_time is up"
+        if accelerator.num_processes == 1:
+            return self.reason is not None
+        if self.reason is not None:
+            accelerator.set_trigger()
+        return accelerator.check_trigger()
+
+
+@contextmanager
+def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
+    """SIGTERM, SIGINT and SIGUSR1 request a stop, and so does the clock; a second SIGINT interrupts at once."""
+    request = StopRequest(max_seconds)
+
+    def handle(number, frame):
+        if request.reason is None:  # a cluster may send several
+            request.reason = f"{signal.Signals(number).name} came"
+            with contextlib.suppress(OSError):  # print() might be in the middle of a line
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # Python allows handlers in the main thread only
+        return
+    names = ("SIGTERM", "SIGINT", "SIGUSR1")  # the last is SLURM's warning; Windows has none
+    before = {n: signal.signal(n, handle) for n in (getattr(signal, name, None) for name in names) if n is not None}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,212 @@
+"""Whole tensors out of a prepared model and its optimizer, and back into them, whatever shards them.
+
+They lie whole on every process (one process, DDP), as DTensors (FSDP2), or as stretches of DeepSpeed's flat buffers
+(ZeRO), which also hold the float32 weights when the model's own are bf16 or fp16. What comes out has our names and is
+float32, so a run may go on under another of them. All processes call all of these functions.
+"""
+
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from nanogpt_hf.training.adamw_8bit import as_float32, held_by
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def named_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """Parameters by name, as this process holds them; a tied head is left out.
+
+    Under FSDP2 they are the shards, which are what the optimizer knows: an evaluation leaves some layers gathered.
+    """
+    model = accelerator.unwrap_model(model)
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+    return dict(model.named_parameters())
+
+
+def whole_shape(parameter: torch.nn.Parameter) -> torch.Size:
+    """The shape without sharding; ZeRO-3 leaves an empty tensor where the parameter was."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The model's weights, whole, on the main process's CPU; {} elsewhere."""
+    parameters = named_parameters(accelerator, model)
+    return _collect(accelerator, ((name, _whole_weight(parameter)) for name, parameter in parameters.items()))
+
+
+def full_moments(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, torch.Tensor]:
+    """The optimizer's state, whole, on the main process's CPU, as `<parameter>.<key>`; {} elsewhere."""
+    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    if _is_zero(accelerator):
+        from deepspeed.utils import safe_get_full_optimizer_state
+
+        steps = torch.as_tensor(next(_zero_states(optimizer))["step"], dtype=torch.float32)
+        moments = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in _MOMENTS)
+        return _collect(accelerator, moments) | ({f"{n}.step": steps.cpu().clone() for n in trained})
+    states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
+    if any(states.values()) and not all(states.values()):
+        raise RuntimeError("some parameters that train have no optimizer state to save")
+    moments = ((f"{n}.{k}", _gathered(as_float32(v))) for n, state in states.items() for k, v in state.items())
+    return _collect(accelerator, moments)
+
+
+def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
+    """Put the main process's whole weights into the model on all processes. `weights` is {} on the others."""
+    for name, parameter in named_parameters(accelerator, model).items():
+        with torch.no_grad():
+            if not _is_zero(accelerator):
+                value = _placed(parameter, weights.get(name), parameter.shape, parameter.dtype)
+                parameter.copy_(value)
+                continue
+            import deepspeed
+
+            value = _broadcast(accelerator, weights.get(name), whole_shape(parameter), torch.float32)
+            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+                parameter.data.copy_(value)
+            if parameter.requires_grad:
+                _set_zero(accelerator, parameter, value)
+
+
+def set_moments(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    moments: dict[str, torch.Tensor],
+    layout: dict[str, tuple[torch.Size, torch.dtype]],
+) -> None:
+    """Put the main process's whole optimizer state into the optimizer on all processes.
+
+    `moments` is {} on the others; `layout` tells them what it has: name -> (shape, dtype). A parameter that trains and
+    is not in it has just thawed: it starts from nothing.
+    """
+    for name, parameter in named_parameters(accelerator, model).items():
+        if not parameter.requires_grad:
+            continue
+        keys = [key for key in layout if key.rpartition(".")[0] == name]
+        if not _is_zero(accelerator):
+            state = {key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys}
+            optimizer.state[parameter] = held_by(optimizer.optimizer, parameter, state or _no_moments(parameter))
+            continue
+        for key in keys:
+            value, kind = _broadcast(accelerator, moments.get(key), *layout[key]), key.rpartition(".")[2]
+            if kind in _MOMENTS:
+                _set_zero(accelerator, parameter, value, kind)
+            else:
+                for state in _zero_states(optimizer):
+                    state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
+
+
+def _no_moments(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+    """What AdamW itself makes before a parameter's first step."""
+    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
+
+
+def scaler_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
+    """Where fp16's loss scaling stands, accelerate's or DeepSpeed's; None in other precisions."""
+    if accelerator.scaler is not None:
+        return accelerator.scaler.state_dict()
+    if _is_zero(accelerator) and accelerator.mixed_precision == "fp16":
+        return {
+            key: value for key, value in vars(optimizer.optimizer.loss_scaler).items() if type(value) in (int, float)
+        }
+    return None
+
+
+def set_scaler_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer, state: dict[str, float]) -> None:
+    """Go on with a loss scale, where this machine keeps it as the one before did; else it is found anew."""
+    if accelerator.scaler is not None and "scale" in state:
+        accelerator.scaler.load_state_dict(state)
+    elif accelerator.scaler is None and scaler_state(accelerator, optimizer) and "cur_scale" in state:
+        vars(optimizer.optimizer.loss_scaler).update(state)
+
+
+def forget_moments(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+    """Put the optimizer where it stood before its first step."""
+    if not _is_zero(accelerator):
+        optimizer.state.clear()
+        return
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    zero = optimizer.optimizer
+    for flat in _zero_flats(optimizer):  # made, not zeroed: a step that overflowed in fp16 has left none
+        step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
+        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in _MOMENTS}
+    if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's moments accessible
+        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
+
+
+def _is_zero(accelerator: Accelerator) -> bool:
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def _set_zero(
+    accelerator: Accelerator, parameter: torch.nn.Parameter, value: torch.Tensor, moment: str | None = None
+) -> None:
+    """Put this process's part of a whole float32 weight, or of one of its moments, into DeepSpeed's flat buffers."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.set_full_hp_param(value, moment)
+        return
+    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this forgets the padding
+    size = parameter.ds_tensor.numel()
+    padded = torch.nn.functional.pad(value.flatten(), (0, size * accelerator.num_processes - value.numel()))
+    part = padded.narrow(0, size * accelerator.process_index, size)
+    parameter._z3_optimizer.set_local_hp_param(part, parameter, moment)
+
+
+def _zero_flats(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    zero = optimizer.optimizer
+    by_stage = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    return next(getattr(zero, name) for name in by_stage if hasattr(zero, name))
+
+
+def _zero_states(optimizer: torch.optim.Optimizer) -> Iterator[dict]:
+    return (optimizer.optimizer.optimizer.state[flat] for flat in _zero_flats(optimizer))
+
+
+def _gathered(tensor: torch.Tensor) -> torch.Tensor:
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
+
+
+def _whole_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
+    in_zero_3, in_zero_2 = hasattr(parameter, "ds_id"), hasattr(parameter, "_hp_mapping")
+    if parameter.requires_grad and (in_zero_3 or in_zero_2):
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return safe_get_full_fp32_param(parameter).detach()
+    if in_zero_3:
+        import deepspeed
+
+        with deepspeed.zero.GatheredParameters([parameter]):
+            return parameter.detach().float().clone()
+    return _gathered(parameter)
+
+
+def _collect(accelerator: Accelerator, tensors: Iterator[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    # one at a time is whole on the device
+    return {name: tensor.cpu() for name, tensor in tensors if accelerator.is_main_process}
+
+
+def _broadcast(
+    accelerator: Accelerator, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    whole = torch.empty(shape, dtype=dtype) if whole is None else whole
+    return broadcast(whole.to(accelerator.device), from_process=0)
+
+
+def _placed(parameter: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """The main process's tensor, on this process's device and sharded as the parameter is."""
+    whole = (torch.empty(shape, dtype=dtype) if whole is None else whole).to(parameter.device)
+    if isinstance(parameter, DTensor) and whole.dim():
+        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # rank 0's data, scattered
+    return broadcast(whole, from_process=0)

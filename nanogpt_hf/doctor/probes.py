@@ -1,0 +1,196 @@
+"""What `doctor` measures beyond the machine: whether all processes agree, and how fast they talk and step.
+
+Nothing here prints or judges. What is named "on all processes" is a collective: every process has to call it.
+"""
+
+import contextlib
+import hashlib
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+
+from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.doctor.interconnect import Link, gpu_link, network_link
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.runs.machine import Process
+from nanogpt_hf.training.loop import train_step
+
+Gather = Callable[[Any], list[Any]]  # one value a process -> all of them by rank, on all processes
+WARM_STEPS = 2
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Seconds of one step with one micro-batch, medians; what is neither data nor compute is communication."""
+
+    step: float
+    data: float
+    compute: float
+
+
+def small_config(world_size: int) -> Config:
+    """The recipe of a doctor without one: 0.8 M parameters, one micro-batch a process and step."""
+    return Config(
+        model=ModelSection(n_layer=4, n_head=4, n_embd=128, n_positions=128),
+        data=DataSection(tokenizer="char", block_size=128, dir="data"),
+        train=TrainSection(micro_batch_size=8, tokens_per_step=8 * 128 * world_size),
+        name="doctor",
+    )
+
+
+def build_gather(accelerator: Accelerator) -> Gather:
+    """Collects one value a process. Always over gloo: it answers where NCCL is what is wrong."""
+    if accelerator.num_processes == 1:
+        return lambda value: [value]
+    group = dist.new_group(backend="gloo")
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * accelerator.num_processes
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return gather
+
+
+def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
+    """A checksum of each parameter by its name."""
+    tensors = ((name, p.detach().cpu().contiguous().view(torch.uint8)) for name, p in model.named_parameters())
+    return {name: hashlib.sha256(tensor.numpy()).hexdigest()[:16] for name, tensor in tensors}
+
+
+def vocab_size_of(config: Config) -> int:
+    """Of the prepared data; where there is none, the recipe's, GPT-2's, or 256 as for characters."""
+    with contextlib.suppress(DataError):  # said where the data is opened
+        if manifest := read_manifest(Path(config.data.dir)):
+            return manifest.vocab_size
+    return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
+
+
+def tokens_for(config: Config, use_prepared: bool) -> tuple[TokenStream | Examples | None, str, str | None]:
+    """The recipe's training tokens or None, where they are or why there are none, and what is wrong with them."""
+    if not use_prepared:
+        return None, "no recipe", None
+    try:
+        if read_manifest(Path(config.data.dir)) is None:
+            return None, f"{config.data.dir} is not prepared yet", None
+        return load_prepared(config).train, config.data.dir, None
+    except DataError as error:
+        return None, f"{config.data.dir} cannot be used", str(error)
+
+
+def made_up_tokens(vocab_size: int, count: int) -> TokenStream:
+    """Random tokens, the same on every process, for a model without prepared data."""
+    return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
+
+
+def _digests(batch: dict[str, torch.Tensor]) -> list[str]:
+    rows = torch.cat([batch["input_ids"], batch["shift_labels"]], dim=1).numpy()
+    return [hashlib.sha256(row.tobytes()).hexdigest()[:16] for row in rows]
+
+
+def windows_read(batches: Batches, step: int) -> list[str]:
+    """Checksums of the windows that this process draws for a step."""
+    return [digest for batch in batches.at(step) for digest in _digests(batch)]
+
+
+def windows_of_step(batches: Batches, step: int) -> list[str]:
+    """Checksums of the windows that all processes together should draw for a step."""
+    return _digests(batches.tokens.batch(batches.starts(step), batches.block_size))
+
+
+def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    started = time.perf_counter()
+    work()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
+    return time.perf_counter() - started
+
+
+def all_reduce_times(device: torch.device, gather: Gather) -> list[tuple[int, float, float]]:
+    """Bytes, seconds (median of 5, the slowest process's) and bus GB/s by size, on all processes.
+
+    Sizes grow until one takes a second.
+    """
+    rows = []
+    for size in (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26, *([1 << 28, 1 << 30] if device.type == "cuda" else [])):
+        tensor = torch.zeros(size // 4, device=device)
+        dist.all_reduce(tensor)  # the first opens connections
+        times = [_seconds(device, lambda tensor=tensor: dist.all_reduce(tensor)) for _ in range(5)]
+        slowest = max(gather(statistics.median(times)))
+        rows.append((size, slowest, bus_bandwidth(size, slowest, dist.get_world_size())))
+        if slowest > 1:
+            break
+    return rows
+
+
+def bus_bandwidth(size: int, seconds: float, processes: int) -> float:
+    """GB/s of an all-reduce as nccl-tests counts it (doc/PERFORMANCE.md): size / time × 2(n - 1) / n.
+
+    That is what each process's link carries, whatever the number of processes, so it compares with the hardware.
+    """
+    return size / seconds * 2 * (processes - 1) / processes / 1e9
+
+
+def find_link(processes: list[Process], backend: str) -> Link:
+    """What an all-reduce between these processes runs over."""
+    if len({process.host for process in processes}) > 1:
+        return network_link(backend)
+    if backend != "nccl":
+        return Link("loopback", f"one host, {backend}: TCP inside the machine, as fast as its CPU")
+    return gpu_link([process.gpu for process in processes], torch.cuda.get_device_capability()[0])
+
+
+def warm_up(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches) -> float:
+    """WARM_STEPS steps, on all processes: the first compiles and allocates. Seconds of the last."""
+    for step in range(WARM_STEPS):
+        seconds = _seconds(accelerator.device, lambda step=step: _step(accelerator, model, optimizer, batches, step))
+    return seconds
+
+
+def _step(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches, step: int) -> None:
+    train_step(accelerator, model, optimizer, batches, step, learning_rate=1e-4, max_grad_norm=1.0)
+
+
+def _compute(accelerator: Accelerator, model: Any, optimizer: Any, batches: list) -> None:
+    """The arithmetic of a step without its gradients' way to other processes."""
+    with accelerator.no_sync(model):
+        for batch in batches:
+            batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+            accelerator.backward(model(**batch, use_cache=False).loss)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.optimizer.step()
+    optimizer.optimizer.zero_grad()
+
+
+def time_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches, count: int) -> StepTimes:
+    """Medians over `count` whole steps and, with several processes, over as many drawn and computed alone.
+
+    DeepSpeed cannot compute without communicating: there both count as compute.
+
+    On all processes. Afterwards they hold different parameters: the model is of no more use.
+    """
+    device, steps = accelerator.device, range(WARM_STEPS, WARM_STEPS + count)
+    whole = [_seconds(device, lambda s=s: _step(accelerator, model, optimizer, batches, s)) for s in steps]
+    data = [_seconds(device, lambda s=s: list(batches.at(s))) for s in steps]
+    step, drawing = statistics.median(whole), statistics.median(data)
+    if accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+        return StepTimes(step, drawing, step - drawing)
+    drawn = [list(batches.at(s)) for s in (1, *steps)]
+    alone = [_seconds(device, lambda d=d: _compute(accelerator, model, optimizer, d)) for d in drawn][1:]
+    return StepTimes(step, drawing, statistics.median(alone))

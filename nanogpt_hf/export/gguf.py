@@ -1,0 +1,118 @@
+"""A model as one GGUF file, for llama.cpp and what is built on it. Needs the package `gguf`.
+
+GGUF's gpt2 has one activation, the tanh form of GELU; a model with the exact one is written and the gap told.
+"""
+
+import json
+from pathlib import Path
+
+import gguf
+import torch
+import transformers
+from transformers.activations import ACT2FN
+
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.export.model_folder import largest_difference, logits_of, weights_as
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+
+FILE = "model.gguf"
+_TYPES = {
+    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
+    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+}
+_LINEAR = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
+
+
+def export_gguf(
+    folder: Path, model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase | None, dtype: torch.dtype
+) -> tuple[float, float | None]:
+    """Write `model` as GGUF, with config.json and tokenizer beside it, and open it again with transformers.
+
+    Returns how far its logits lie from the original's: with the model's own activation, and with the tanh GELU that
+    readers of GGUF compute where that is another one. Raises UserError where GGUF cannot hold the model or tokenizer.
+    """
+    config = model.config
+    if config.activation_function not in ("gelu", "gelu_new"):
+        raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
+    weights_as(model, dtype)  # raises where a weight is too large
+    writer = gguf.GGUFWriter(folder / FILE, "gpt2")
+    _write_facts(writer, config, _TYPES[dtype][1])
+    _write_tokenizer(writer, config, tokenizer)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
+    for name, weight in gpt2_state_dict(config, model.state_dict()).items():
+        array = (weight.T if name.endswith(_LINEAR) else weight).contiguous().numpy()
+        # llama.cpp wants biases, LayerNorms and positions in float32.
+        small = array.ndim == 1 or name == "transformer.wpe.weight"
+        kind = _TYPES[torch.float32 if small else dtype][0]
+        stored = gguf.quants.quantize(array, kind)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    plain = config.to_gpt2()
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+
+    # With its config: transformers 5.23 reads neither the number of positions nor an activation from GGUF.
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, gguf_file=FILE, config=plain, dtype=torch.float32
+    )
+    original = logits_of(model)
+    difference = largest_difference(logits_of(opened), original, exact=dtype == torch.float32)
+    if config.activation_function == "gelu_new":
+        return difference, None
+    for block in opened.transformer.h:
+        block.mlp.act = ACT2FN["gelu_new"]
+    return difference, largest_difference(logits_of(opened), original, exact=False)
+
+
+def _write_facts(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.LlamaFileType) -> None:
+    writer.add_block_count(config.n_layer)
+    writer.add_context_length(config.n_positions)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_file_type(file_type)
+
+
+def _write_tokenizer(
+    writer: gguf.GGUFWriter, config: GPTConfig, tokenizer: transformers.PreTrainedTokenizerBase | None
+) -> None:
+    """GPT-2's tokens and merges, or characters. Raises UserError for any other tokenizer."""
+    if tokenizer is None:
+        raise UserError("--format gguf: the file holds the tokenizer too, and this model has none")
+    if len(tokenizer) > config.vocab_size:
+        raise UserError(f"--format gguf: {len(tokenizer)} tokens in the tokenizer, {config.vocab_size} in the model")
+    names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
+    special = set(tokenizer.all_special_ids)
+    kinds = [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(names))]
+    if isinstance(tokenizer, transformers.GPT2Tokenizer):
+        merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    elif not special and all(len(name) == 1 for name in names):
+        # llama.cpp's reader of RWKV's vocabulary takes the longest token that fits, and knows no special ones:
+        # with a token a character that is exactly our tokenizer. Its tokens are written with escapes.
+        writer.add_tokenizer_model("rwkv")
+        # For a character that it does not know it needs a token, or the program ends; ours raises there.
+        writer.add_unk_token_id(names.index(" ") if " " in names else 0)
+        names = [_ESCAPES.get(name, name) for name in names]
+    else:
+        raise UserError("--format gguf: written with GPT-2's tokenizer or one of characters, and this is another")
+    unused = config.vocab_size - len(names)
+    writer.add_token_list([*names, *(f"[PAD{len(names) + i}]" for i in range(unused))])
+    writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * unused])
+    if tokenizer.eos_token_id is not None:
+        writer.add_bos_token_id(tokenizer.eos_token_id)
+        writer.add_eos_token_id(tokenizer.eos_token_id)
+    writer.add_add_bos_token(False)
+
+
+_ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\\": r"\\"}

@@ -1,0 +1,278 @@
+"""A model folder to the Hub, in one commit: all of it arrives or nothing does."""
+
+import contextlib
+import fnmatch
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import huggingface_hub
+from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
+from huggingface_hub.utils import get_session
+
+from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.runs.redact import holds_token, without_private_parts
+
+PLACE = "path/to/this/folder"  # where a card's example loads from; a push puts the repository's name there
+CARD = "README.md"
+_WEIGHTS = ("*.safetensors", "*.gguf", "*.onnx", "*.onnx.data")
+_ANY_WEIGHTS = (*_WEIGHTS, "*.bin", "*.index.json")
+# Only what is known to belong to a model goes: a folder may hold anything else, secrets and pickles too.
+_FILES = (
+    *_WEIGHTS,
+    CARD,
+    "config.json",
+    "generation_config.json",
+    "adapter_config.json",
+    "*.safetensors.index.json",
+    "tokenizer*.json",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "LICENSE*",
+)
+_PATIENCE = 120.0  # seconds of silence before a connection is given up; huggingface_hub itself would wait for ever
+
+
+@dataclass(frozen=True)
+class Pushed:
+    """What went to the Hub."""
+
+    url: str  # of the commit
+    files: list[str]
+    size: int  # bytes
+    left_out: list[str]  # files of the folder that are none of a model's
+    left_there: list[str]  # weights in the repository that are not of this push
+    made: bool  # whether the repository was made
+    changed: bool  # whether there was anything to commit
+
+
+def check_login(repo_id: str, patience: float = 10.0) -> str | None:
+    """Whether a push to `repo_id` may work, before a run counts on it.
+
+    Raises UserError where it cannot: no token, a wrong one, somebody else's repository. Returns a line where the Hub
+    does not answer, which need not last.
+    """
+    session = get_session()
+    before, session.timeout = session.timeout, patience
+    try:
+        _login(repo_id)
+    except Exception as error:
+        if isinstance(error, UserError) or _status(error) in (401, 403):
+            raise UserError(f"hub.repo: {repo_id}: {_reason(error)}; nothing was started") from error
+        return f"hub.repo: {repo_id}: {_reason(error)}; training goes on, and each push tries again"
+    finally:
+        session.timeout = before
+    return None
+
+
+def push(
+    folder: Path,
+    repo_id: str,
+    *,
+    extra: tuple[Path, ...] = (),
+    plain_card: str | None = None,
+    private: bool = False,
+    revision: str | None = None,
+    message: str | None = None,
+) -> Pushed:
+    """Push a model folder, and `extra` files beside it, to the model repository `repo_id` (user/name).
+
+    `plain_card` is the model card of a folder that has none. The repository is made where it does not exist, and so is
+    the branch `revision`; nothing is ever deleted. Raises UserError, in one line, where there is no login, no right, no
+    network or no model.
+    """
+    made, sending = "", False  # what a failure leaves on the Hub
+    huggingface_hub.utils.logging.set_verbosity_error()  # it would tell of every retry
+    try:
+        get_session().timeout = _PATIENCE
+        token = _login(repo_id)
+        with _staged(folder, extra, plain_card, repo_id, revision) as (stage, left_out):
+            files = sorted(path.name for path in stage.iterdir())
+            _check_no_token(stage, token, message or "")
+            api = HfApi(token=token)
+            if not _exists(api, repo_id, private):
+                api.create_repo(repo_id, private=private or None)
+                made = f"; the repository {repo_id} was made and is empty"
+            if revision and not revision.startswith("refs/"):
+                api.create_branch(repo_id, branch=revision, exist_ok=True)
+            before = api.repo_info(repo_id, revision=revision)
+            sending = True
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # the Hub's remarks on a card's metadata
+                commit = api.create_commit(
+                    repo_id,
+                    [CommitOperationAdd(name, stage / name) for name in files],
+                    commit_message=message or f"Push {folder.resolve().name} with nanogpt_hf",
+                    revision=revision,
+                )
+            size = sum((stage / name).stat().st_size for name in files)
+    except RunFolderError as error:
+        raise RunFolderError(f"{error}; nothing was pushed") from error
+    except Exception as error:  # of the network, the Hub, the storage behind it, ...
+        state = f"nothing was pushed{made}"
+        if sending and _is_network(error):
+            state = f"a push is one commit, so all of it arrived or nothing: see {constants.ENDPOINT}/{repo_id}"
+        raise UserError(f"{repo_id}: {_reason(error)}; {state}") from error
+    names_before = [file.rfilename for file in before.siblings or ()]
+    return Pushed(
+        url=commit.commit_url,
+        files=files,
+        size=size,
+        left_out=left_out,
+        left_there=[name for name in names_before if _matches(name, _ANY_WEIGHTS) and name not in files],
+        made=bool(made),
+        changed=commit.oid != before.sha,
+    )
+
+
+def _login(repo_id: str) -> str:
+    """The token of who is logged in. Raises UserError where nobody is, or `repo_id` is not theirs to write."""
+    token = get_token()
+    if token is None:
+        raise UserError("not logged in to the Hub; run `hf auth login`, or set HF_TOKEN to a token with write access")
+    account = HfApi(token=token).whoami()
+    name = account["name"]
+    if account.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise UserError(f"the token of {name} may only read; make one with write access and log in with it")
+    owner = repo_id.partition("/")[0]
+    theirs = [name, *(organization["name"] for organization in account.get("orgs", []))]
+    if owner.lower() not in map(str.lower, theirs):
+        may = ", ".join(f"{one}/..." for one in theirs)
+        raise UserError(f"{owner} is somebody else's name; you are logged in as {name} and may push to {may}")
+    return token
+
+
+def _exists(api: HfApi, repo_id: str, private: bool) -> bool:
+    """Whether the repository is there. Raises UserError where it is public and must not be."""
+    try:
+        info = api.repo_info(repo_id)
+    except RepositoryNotFoundError:
+        return False
+    if private and not info.private:
+        raise UserError("it exists and is public; make it private in its settings, or do not ask for a private one")
+    return True
+
+
+@contextlib.contextmanager
+def _staged(
+    folder: Path, extra: tuple[Path, ...], plain_card: str | None, repo_id: str, revision: str | None
+) -> Iterator[tuple[Path, list[str]]]:
+    """A hidden folder with the files as they go, and what of `folder` does not.
+
+    A training run may replace its model folder at any moment; what was gathered stays as it is.
+    """
+    stage = stage_of(folder, os.getpid())
+    try:
+        try:
+            stage.mkdir()
+        except OSError:  # the model lies where nothing may be written
+            stage = Path(tempfile.mkdtemp(prefix="push-"))
+        try:
+            left_out = _gather(stage, folder, extra)
+            _address(stage, plain_card, repo_id, revision)
+        except OSError as error:
+            raise RunFolderError(f"{folder}: cannot be read or copied: {error.strerror or error}") from error
+        yield stage, left_out
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+
+
+def stage_of(folder: Path, process: int) -> Path:
+    """Where the push of process number `process` gathers what it sends."""
+    return folder.parent / f".push-{process}"
+
+
+def _gather(stage: Path, folder: Path, extra: tuple[Path, ...]) -> list[str]:
+    """Link or copy what is pushed into `stage`; return the names in `folder` that are not."""
+    for _ in range(10):
+        with contextlib.suppress(FileNotFoundError):  # replaced by a newer one just now: once more
+            before = folder.stat().st_ino
+            everything = sorted(path.name for path in folder.iterdir())
+            names = [name for name in everything if _matches(name, _FILES) and (folder / name).is_file()]
+            if not any(_matches(name, _WEIGHTS) for name in names):
+                raise RunFolderError(f"{folder}: holds no weights as safetensors, GGUF or ONNX")
+            for path in [*(folder / name for name in names), *(path for path in extra if path.is_file())]:
+                _link_or_copy(path, stage / path.name)
+            if folder.stat().st_ino == before:
+                return [name for name in everything if name not in names]
+        for file in stage.iterdir():
+            file.unlink()
+    raise RunFolderError(f"{folder}: changes while it is read")
+
+
+def _link_or_copy(path: Path, target: Path) -> None:
+    if _matches(path.name, _WEIGHTS):
+        with contextlib.suppress(OSError):  # another disk, or one that knows no links
+            os.link(path.resolve(), target)  # costs nothing, and keeps the bytes when the name is gone
+            return
+    shutil.copyfile(path, target)
+
+
+def _address(stage: Path, plain_card: str | None, repo_id: str, revision: str | None) -> None:
+    """Make the copies what others should see: a card that loads from the repository, no private parts."""
+    card = stage / CARD
+    if not card.exists() and plain_card:
+        card.write_text(plain_card, encoding="utf-8")
+    if card.exists():
+        place = f'"{repo_id}", revision="{revision}"' if revision else f'"{repo_id}"'
+        text = card.read_text(encoding="utf-8", errors="replace").replace(f'"{PLACE}"', place)
+        card.write_text(text, encoding="utf-8")
+    recipe, metrics = stage / "recipe.yaml", stage / "metrics.jsonl"
+    if recipe.exists():
+        recipe.write_text(without_private_parts(recipe.read_text(encoding="utf-8")), encoding="utf-8")
+    if metrics.exists():  # a run may be writing its next line
+        whole = metrics.read_bytes()
+        metrics.write_bytes(whole[: whole.rfind(b"\n") + 1])
+
+
+def _check_no_token(stage: Path, token: str, message: str) -> None:
+    for path in sorted(stage.iterdir()):
+        if not _matches(path.name, _WEIGHTS) and holds_token(path.read_bytes(), token):
+            raise UserError(f"{path.name}: holds a token of the Hub; take it out first")
+    if holds_token(message.encode(), token):
+        raise UserError("--message: holds a token of the Hub; take it out first")
+
+
+def _matches(name: str, patterns: tuple[str, ...]) -> bool:
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def _status(error: Exception) -> int | None:
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def _is_network(error: Exception | None) -> bool:
+    """Whether it is about the connection; huggingface_hub 1 talks through httpx, 2 through httpx2."""
+    if error is None or isinstance(error, HfHubHTTPError):
+        return False
+    of_http = type(error).__module__.partition(".")[0] in ("httpx", "httpx2", "httpcore", "httpcore2")
+    return of_http or isinstance(error, ConnectionError | TimeoutError) or _is_network(error.__cause__)
+
+
+def _reason(error: Exception) -> str:
+    """What went wrong, and what to do about it, without what may hold a secret."""
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set, so the Hub is not asked; unset it to push"
+    if _is_network(error):
+        why = " ".join(str(error).split()) or type(error).__name__
+        return f"the Hub ({constants.ENDPOINT}) does not answer: {why}; check the network"
+    status = _status(error)
+    if isinstance(error, RuntimeError) and isinstance(error.__cause__, HfHubHTTPError):  # of an upload in a thread
+        error, status = error.__cause__, _status(error.__cause__)
+    if status == 401:
+        return "the Hub does not accept your token (HF_TOKEN, else the one that `hf auth login` stored); log in anew"
+    said = " ".join((getattr(error, "server_message", None) or str(error)).split())[:300]
+    if status == 403:
+        return f"your token may not write there: {said}"
+    return f"the Hub said {status}: {said}" if status else said or type(error).__name__

@@ -1,0 +1,128 @@
+"""nanoGPT's train.bin and val.bin -> prepared data: what `prepare` writes, from tokens that are there already."""
+
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow as pa
+from datasets.arrow_writer import ArrowWriter
+from tqdm import tqdm
+
+from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions, write_manifest
+from nanogpt_hf.data.prepare import TOKENIZER, save_split
+from nanogpt_hf.data.tokenizer import Tokenizer, gpt2_tokenizer, vocabulary_hash
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.export.nanogpt import load_meta
+
+BINS = {"train": "train.bin", "validation": "val.bin"}
+_PIECE = 2**22  # tokens looked at together
+_LONGEST_ROW = 2**30  # tokens; arrow counts those of a batch of rows in 31 bits
+_FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("uint16"))})
+
+
+def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifest:
+    """Write the tokens in `source` to `folder` as prepared data: a document a row, where the vocabulary marks its end.
+
+    The vocabulary is `meta`'s, else that of the meta.pkl in `source`, else GPT-2's, as in nanoGPT. The files are read
+    in pieces. Raises DataError where they are no such files, or not of this vocabulary.
+    """
+    bins = {split: _open(source / name) for split, name in BINS.items()}
+    if meta is None and (source / "meta.pkl").is_file():
+        meta = source / "meta.pkl"
+    tokenizer = load_meta(meta) if meta else gpt2_tokenizer()
+    end_of_text_id = tokenizer.hf.eos_token_id
+    counts, digest = {}, hashlib.sha256()
+    for split, tokens in bins.items():  # all of it, before anything is written
+        counts[split] = _count(tokens, source / BINS[split], tokenizer, digest)
+    facts, lengths = {}, _bytes_of_tokens(tokenizer)
+    for split, tokens in bins.items():
+        scratch = folder / f"{split}.scratch"
+        documents = _write_rows(tokens, end_of_text_id, scratch, f"writing {split}")
+        save_split(datasets.Dataset.from_file(str(scratch)), len(tokens), folder / split)
+        scratch.unlink()
+        facts[split] = SplitFacts(documents, len(tokens), int(counts[split] @ lengths))
+    tokenizer.hf.save_pretrained(folder / TOKENIZER)
+    marked = end_of_text_id is not None and any(count[end_of_text_id] for count in counts.values())
+    manifest = Manifest(
+        format=FORMAT,
+        recipe={"source": str(source), "tokenizer": tokenizer.name},
+        revision=f"sha256:{digest.hexdigest()}",
+        file_state=None,  # the folder holds no text to look at again
+        tokenizer_hash=vocabulary_hash(tokenizer.hf),
+        vocab_size=tokenizer.vocab_size,
+        end_of_text_id=end_of_text_id if marked else None,
+        **facts,
+        versions=tool_versions(),
+    )
+    write_manifest(folder, manifest)
+    return manifest
+
+
+def _open(path: Path) -> np.ndarray:
+    try:
+        size = path.stat().st_size
+        if size == 0 or size % 2:
+            raise DataError(f"{path}: {size:,} bytes are no tokens of two bytes each; it is empty or cut short")
+        return np.memmap(path, dtype=np.uint16, mode="r")
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}; nanoGPT's data is train.bin and val.bin") from None
+
+
+def _count(tokens: np.ndarray, path: Path, tokenizer: Tokenizer, digest) -> np.ndarray:
+    """How often each token occurs; the bytes go into `digest`. Raises DataError at a token beyond the vocabulary."""
+    counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
+    with tqdm(total=len(tokens), desc=f"reading {path.name}", unit=" tokens", unit_scale=True, disable=None) as bar:
+        for start in range(0, len(tokens), _PIECE):
+            piece = tokens[start : start + _PIECE]
+            if piece.max() >= tokenizer.vocab_size:
+                where = int(np.argmax(piece >= tokenizer.vocab_size))
+                raise DataError(
+                    f"{path}: token {piece[where]} at {start + where:,} is beyond the vocabulary ({tokenizer.name}, "
+                    f"{tokenizer.vocab_size:,} tokens); give the meta.pkl that belongs to it with --meta"
+                )
+            counts += np.bincount(piece, minlength=tokenizer.vocab_size)
+            digest.update(piece)
+            bar.update(len(piece))
+    return counts
+
+
+def _bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
+    """How many bytes of text each token stands for: characters in UTF-8, GPT-2's tokens a byte a letter of theirs."""
+    names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
+    special = tokenizer.hf.all_special_tokens
+    char = tokenizer.name == "char"
+    return np.array([0 if name in special else len(name.encode() if char else name) for name in names])
+
+
+def _write_rows(tokens: np.ndarray, end_of_text_id: int | None, file: Path, description: str) -> int:
+    """Write an arrow file of rows that end with their end-of-text token; return how many there are."""
+    rows = 0
+    bar = tqdm(total=len(tokens), desc=description, unit=" tokens", unit_scale=True, disable=None)
+    with bar, ArrowWriter(features=_FEATURES, path=str(file)) as writer:
+        for start, ends in _pieces(tokens, end_of_text_id):
+            offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
+            values = pa.array(tokens[start : start + ends[-1]])
+            writer.write_table(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, values)}))
+            rows += len(ends)
+            bar.update(int(ends[-1]))
+        writer.finalize()
+    return rows
+
+
+def _pieces(tokens: np.ndarray, end_of_text_id: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """(first token, ends of rows counted from it) of one piece after another, each of whole rows."""
+    shortest = _LONGEST_ROW if end_of_text_id is None else min(_PIECE, _LONGEST_ROW)
+    start, size = 0, shortest
+    while start < len(tokens):
+        piece = tokens[start : start + size]
+        ends = np.flatnonzero(piece == end_of_text_id) + 1 if end_of_text_id is not None else np.zeros(0, np.int64)
+        if start + len(piece) == len(tokens) or size == _LONGEST_ROW:  # nothing follows, or nothing more would fit
+            if not len(ends) or ends[-1] < len(piece):
+                ends = np.append(ends, len(piece))
+        elif not len(ends):
+            size = min(2 * size, _LONGEST_ROW)
+            continue
+        yield start, ends
+        start, size = start + int(ends[-1]), shortest

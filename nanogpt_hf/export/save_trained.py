@@ -1,0 +1,47 @@
+"""What a run leaves in best/ and final/: a model folder, or an adapter for the model that it started from."""
+
+from pathlib import Path
+
+import torch
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.export.card import model_card
+from nanogpt_hf.export.model_folder import replaced_folder, save_model_folder, write_model_folder
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.training.checkpoint import TrainState
+
+
+def save_trained(
+    folder: Path,
+    config: Config,
+    model_config: GPTConfig,
+    weights: dict[str, torch.Tensor],
+    data: PreparedData,
+    state: TrainState,
+    machine: str,
+) -> None:
+    """Write what was trained (`weights`, our names), replacing what may be in `folder` in one move.
+
+    That is a plain GPT-2; after LoRA the adapter in peft's format, or with `lora.merge` a plain GPT-2 with the adapter
+    added in, and the adapter itself in `folder`/adapter.
+    """
+    base = config.finetune.model and without_private_parts(config.finetune.model)
+    adapts = config.lora.rank is not None and not config.lora.merge
+    card = model_card(config, model_config, data.manifest, state, machine, base, adapts)
+    if config.lora.rank is None:
+        save_model_folder(folder, model_config, weights, data.tokenizer, card)
+        return
+    from nanogpt_hf.model.lora import merged_weights, save_adapter
+
+    adapter = (model_config.n_layer, config.lora, config.finetune, weights)
+    with replaced_folder(folder) as partial:
+        if config.lora.merge:
+            write_model_folder(partial, model_config, merged_weights(weights, config.lora), data.tokenizer, card)
+            save_adapter(partial / "adapter", *adapter)
+        else:
+            save_adapter(partial, *adapter)
+            data.tokenizer.model_max_length = model_config.n_positions
+            data.tokenizer.save_pretrained(partial)
+            (partial / "README.md").write_text(card, encoding="utf-8")

@@ -1,0 +1,52 @@
+"""Where a run was started, with what and how: machine.json, an entry for each start."""
+
+import contextlib
+import json
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.redact import without_private_parts
+
+if TYPE_CHECKING:
+    from accelerate import Accelerator
+
+
+def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
+    """This start of a run, that goes on from `step`, as the main process sees it.
+
+    Nothing of the environment is in it, and no password that a URL on the command line may hold.
+    """
+    # These bring torch and accelerate; `report` only reads.
+    from nanogpt_hf.distributed.accelerator import describe_device, precision_of
+    from nanogpt_hf.runs.machine import code_version, describe_host, versions
+
+    return {
+        "step": step,
+        "time": datetime.now(UTC).isoformat(timespec="seconds"),
+        "machine": describe_host(),
+        "processes": accelerator.num_processes,
+        "precision": precision_of(accelerator),
+        "device": describe_device(accelerator.device),
+        "versions": versions(),
+        "code": code_version(),
+        "command": without_private_parts(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
+    }
+
+
+def read_starts(run: RunFolder) -> list[dict[str, Any]]:
+    """The starts of a run, oldest first; none where machine.json is missing or is no such file."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+        return [start for start in starts if isinstance(start, dict)]
+    return []
+
+
+def add_start(run: RunFolder, start: dict[str, Any]) -> None:
+    """Add a start to machine.json, in one move."""
+    starts = [*read_starts(run), start]
+    with written_whole(run.machine) as partial:
+        partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")

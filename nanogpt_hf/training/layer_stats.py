@@ -1,0 +1,161 @@
+"""The network layer by layer, on request (`tracking.layers`): nothing here changes a number of the run.
+
+Layers are the blocks by their index, `embedding` (wte, which is mostly the head as well, and wpe) and `head` (the last
+LayerNorm, and a head of its own). Norms are over what trains: of a layer that is frozen there are none.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from torch.distributed.tensor import DTensor
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.distributed.full_state import named_parameters
+from nanogpt_hf.model.modeling_gpt import Attention, GPTForCausalLM
+from nanogpt_hf.training.evaluate import evaluation_windows
+
+_LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
+
+
+class Layers:
+    """Looks at the reported steps and at each evaluation. All processes call it and get the same numbers."""
+
+    def __init__(self, accelerator: Accelerator, config: Config, validation: TokenStream | Examples):
+        self.accelerator, self.on = accelerator, config.tracking.layers
+        self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
+        self._norms: dict[str, dict[str, torch.Tensor]] = {}
+        if self.on:  # the same sequences at every evaluation, as many as a micro-batch, spread over the split
+            block, rows = config.data.block_size, config.train.micro_batch_size
+            windows = evaluation_windows(validation.positions // block * block + 1, block, rows * block)
+            batch = validation.batch(np.array([start for start, _ in windows] or [0]), block)
+            self._batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+
+    @contextmanager
+    def watched(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, step: int) -> Iterator[None]:
+        """Keep the norms of the step taken in here, if it will be reported. Costs a copy of the weights meanwhile."""
+        if not self.on or step % self.every:
+            yield
+            return
+        layers = self._trained(model)
+        before = {name: [p.detach().clone() for p in parameters] for name, parameters in layers.items()}
+        gradients: dict[str, torch.Tensor] = {}
+
+        def look(*_) -> None:
+            for name, parameters in layers.items():
+                if all(p.grad is not None for p in parameters):
+                    gradients[name] = _norm([p.grad for p in parameters])
+
+        handle = optimizer.optimizer.register_step_pre_hook(look)
+        try:
+            yield
+        finally:
+            handle.remove()
+        with torch.no_grad():
+            weights = {name: _norm(old) for name, old in before.items()}
+            updates = {
+                name: _norm([p.detach() - old for p, old in zip(parameters, before[name], strict=True)])
+                for name, parameters in layers.items()
+            }
+        self._norms = {"grad": gradients, "weight": weights, "update": updates}
+
+    def report(self, grad_norm: float) -> dict[str, float]:
+        """The norms that `watched` has kept. `grad_norm` is the whole gradient's before clipping."""
+        if not self.on:
+            return {}
+        # as torch.nn.utils.clip_grad_norm_ has scaled them
+        scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
+        norms = {kind: dict(zip(of, _numbers(of.values()), strict=True)) for kind, of in self._norms.items()}
+        values = {f"layers/{name}/grad_norm": norm / scale for name, norm in norms["grad"].items()}
+        for name, norm in norms["weight"].items():
+            values[f"layers/{name}/weight_norm"] = norm
+            if norm:
+                values[f"layers/{name}/update_ratio"] = norms["update"][name] / norm
+        return values
+
+    @torch.no_grad()
+    def look(self, model: torch.nn.Module) -> dict[str, float]:
+        """Attention logits and activations of one fixed validation micro-batch, by layer."""
+        if not self.on:
+            return {}
+        found: dict[str, torch.Tensor] = {}
+        was_training = model.training
+        model.eval()
+        with torch.compiler.set_stance("force_eager"), self._hooks(model, found):  # a compiled block runs no new hooks
+            model(**self._batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
+        model.train(was_training)
+        return dict(zip(found, _numbers(found.values()), strict=True))
+
+    @contextmanager
+    def _hooks(self, model: torch.nn.Module, found: dict[str, torch.Tensor]) -> Iterator[None]:
+        gpt: GPTForCausalLM = self.accelerator.unwrap_model(model)
+        blocks = gpt.transformer.h
+        positions = self._batch.get("position_ids")
+        segments = None if positions is None else (positions == 0).cumsum(-1)  # packed conversations begin at 0
+
+        def note_std(name: str, tensor: torch.Tensor) -> None:
+            found[f"layers/{name}/activation_std"] = tensor.float().std(correction=0)
+
+        def note_logits(name: str, attention: Attention, x: torch.Tensor) -> None:
+            found[f"layers/{name}/attention_logit_max"] = attention_logit_max(attention, x, segments)
+
+        with ExitStack() as handles:
+            handles.callback(blocks[0].register_forward_pre_hook(lambda m, xs: note_std("embedding", xs[0])).remove)
+            for i, block in enumerate(blocks):
+                look = block.attn.register_forward_pre_hook(lambda m, xs, i=i: note_logits(str(i), m, xs[0]))
+                handles.callback(look.remove)
+                handles.callback(block.register_forward_hook(lambda m, xs, out, i=i: note_std(str(i), out)).remove)
+            handles.callback(
+                gpt.transformer.ln_f.register_forward_hook(lambda m, xs, out: note_std("head", out)).remove
+            )
+            yield
+
+    def _trained(self, model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
+        """What trains, by layer."""
+        trained = [p for p in named_parameters(self.accelerator, model).values() if p.requires_grad]
+        transformer = self.accelerator.unwrap_model(model).transformer
+        modules = {"embedding": [transformer.wte, transformer.wpe]}
+        modules |= {str(i): [block] for i, block in enumerate(transformer.h)}
+        layers = {name: [p for m in of for p in m.parameters() if p.requires_grad] for name, of in modules.items()}
+        inside = {id(parameter) for parameters in layers.values() for parameter in parameters}
+        layers["head"] = [p for p in trained if id(p) not in inside]
+        return {name: parameters for name, parameters in layers.items() if parameters}
+
+
+@torch.no_grad()
+def attention_logit_max(attention: Attention, x: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+    """The largest q·k / sqrt(D) of a layer, over heads and all pairs of positions of which the first sees the second.
+
+    x is what attention gets, (B, T, C). Positions see those before them; where `segments` (B, T) is given, only those
+    of their own. Computed in float32, some rows at a time.
+    """
+    heads = (*x.shape[:-1], -1, attention.head_dim)
+    query, key = (p(x).view(heads).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))  # (B, H, T, D)
+    length, place = x.shape[1], torch.arange(x.shape[1], device=x.device)
+    rows = max(1, _LOGITS_AT_ONCE // (query[..., 0].numel()))
+    largest = torch.full((), -torch.inf, device=x.device)
+    with torch.autocast(x.device.type, enabled=False):
+        query, key = query.float(), key.float().transpose(-1, -2)
+        for first in range(0, length, rows):
+            some = slice(first, first + rows)
+            seen = place[some, None] >= place
+            if segments is not None:
+                seen = seen & (segments[:, some, None] == segments[:, None])[:, None]
+            logits = query[:, :, some] @ key * attention.scaling
+            largest = torch.maximum(largest, logits.masked_fill(~seen, -torch.inf).max())
+    return largest
+
+
+def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all of them as one vector, a scalar on the device; of shards that of the whole."""
+    norm = torch.nn.utils.get_total_norm(tensors)
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+
+def _numbers(scalars) -> list[float]:
+    scalars = list(scalars)
+    return torch.stack(scalars).tolist() if scalars else []

@@ -1,0 +1,170 @@
+"""Memory of a step: rehearsing one, the largest micro-batch that fits, and what would save some."""
+
+import dataclasses
+import gc
+import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, broadcast_object_list
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.full_state import forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.build import build_gpt_config, outline
+from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, moments_of
+from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.runs.folder import RunFolder
+
+SHARE = 0.9  # of the memory; the rest is for fragments and for what the network keeps
+
+
+@contextmanager
+def rehearsal(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """One micro-batch's step at learning rate 0, taken in here, leaves no trace in the run.
+
+    It shows that a step fits before anything is written. And it lets DDP settle: after its first backward pass DDP
+    sorts its buckets anew, which changes how sums over three or more processes are rounded, so that the first step
+    after a resume would differ from the one that it repeats.
+    """
+    accumulation, scaler = accelerator.gradient_accumulation_steps, scaler_state(accelerator, optimizer)
+    accelerator.gradient_accumulation_steps = 1
+    yield
+    accelerator.gradient_accumulation_steps = accumulation
+    accelerator.step = 0  # it counts micro-batches, and steps at multiples of the accumulation
+    forget_moments(accelerator, optimizer)
+    if scaler is not None:
+        set_scaler_state(accelerator, optimizer, scaler)
+
+
+def settle_micro_batch(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    config: Config,
+    resumed: RunFolder | None,
+    rehearse: Callable[[int], None],
+) -> Config:
+    """`config` with a number for the micro-batch, and the accumulation that follows from it; one step is rehearsed.
+
+    A resumed run keeps the number that was found for it, as long as that divides the step, so that it goes on bit for
+    bit even where more memory is free now.
+    """
+    size = config.train.micro_batch_size
+    if size != "auto":
+        rehearse(size)
+        return config
+    sequences = config.train.tokens_per_step // (config.data.block_size * accelerator.num_processes)
+    found = [resumed.micro_batch_size() if resumed and accelerator.is_main_process else None]
+    size = broadcast_object_list(found, from_process=0)[0]
+    if size is not None and sequences % size == 0:
+        rehearse(size)
+    else:
+        size = largest_micro_batch(accelerator, sequences, rehearse)
+    accelerator.gradient_accumulation_steps = sequences // size
+    if accelerator.distributed_type == DistributedType.DEEPSPEED:
+        model.set_train_micro_batch_size(size)
+        model.set_train_batch_size(sequences * accelerator.num_processes)
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
+
+
+def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Callable[[int], None]) -> int:
+    """The largest divisor of `sequences`, those of a process in a step, for which `rehearse` finds memory.
+
+    All processes call it and get the same answer: the one with the least room decides. Memory grows in a straight line
+    with the micro-batch, so a few rehearsals tell. One that does not fit after all is survived where there is one
+    process; several might be left waiting for each other, so there it ends the run. Raises UserError on machines that
+    do not tell how much memory was needed.
+    """
+    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    needed: dict[int, int] = {}
+    size = 1
+    while size is not None:
+        room = min(_of_all(accelerator, _room(accelerator)))
+        _forget_peak(accelerator)
+        try:
+            rehearse(size)
+            needed[size] = max(_of_all(accelerator, _peak(accelerator)))
+        except RuntimeError as error:  # torch.OutOfMemoryError is one
+            if accelerator.num_processes > 1 or not needed or "memory" not in str(error):
+                raise
+            sizes = [smaller for smaller in sizes if smaller < size]
+        gc.collect()
+        if accelerator.device.type == "cuda":
+            torch.cuda.empty_cache()
+        torch.compiler.reset()  # else one graph would be made for all sizes, which is slower than one for the last
+        size = next_size(sizes, needed, room)
+    return max(needed)
+
+
+def next_size(sizes: list[int], needed: dict[int, int], room: int) -> int | None:
+    """The micro-batch to try next, after those that `needed` so many bytes; None where no larger one would fit."""
+    larger = [size for size in sizes if size > max(needed)]
+    if len(needed) > 1:
+        (low, low_bytes), (high, high_bytes) = sorted(needed.items())[-2:]
+        each = max(0, high_bytes - low_bytes) / (high - low)
+        return max((size for size in larger if high_bytes + each * (size - high) <= room), default=None)
+    return larger[0] if larger and max(needed.values()) < room else None
+
+
+def _of_all(accelerator: Accelerator, count: int) -> list[int]:
+    return accelerator.gather(torch.tensor([count], device=accelerator.device)).tolist()
+
+
+def _room(accelerator: Accelerator) -> int:
+    """Bytes that this process may take in all, with what it has."""
+    if accelerator.device.type == "cuda":
+        return int(SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
+    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return int(SHARE * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
+
+
+def _forget_peak(accelerator: Accelerator) -> None:
+    if accelerator.device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        return
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        where = accelerator.device.type
+        raise UserError(
+            f"train.micro_batch_size: auto cannot measure memory on this machine's {where}; state a number"
+        ) from None
+
+
+def _peak(accelerator: Accelerator) -> int:
+    """Bytes that this process held at most since `_forget_peak`."""
+    if accelerator.device.type == "cuda":
+        return torch.cuda.max_memory_allocated()
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
+    """What took the memory of a GPU, and about what would save some: footprint.py's arithmetic."""
+    model = outline(config, build_gpt_config(config.model, vocab_size))
+    block_size, micro = config.data.block_size, config.train.micro_batch_size
+    micro = 1 if micro == "auto" else micro
+    counts = Counts.of(model)
+    state = (4 * counts.held + 4 * counts.trained + moments_of(model, config.optim.moments)) / 1e9
+
+    def activations(sequences: int, checkpointing: bool = False) -> float:
+        place = Placement(precision=precision, checkpointing=checkpointing)
+        return sequences * block_size * counts.kept_blocks * kept_by_a_block(model, block_size, place) / 1e9
+
+    smaller = (
+        f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
+        "tokens, by more accumulation); "
+    )
+    moments = (moments_of(model, "float32") - moments_of(model, "8bit")) / 1e9
+    in_8_bits = f"optim.moments 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
+    first = smaller * (micro > 1) + in_8_bits * (config.optim.moments == "float32")
+    saved = activations(micro) - activations(micro, checkpointing=True)
+    return (
+        f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
+        f"about {activations(micro):.1f} GB. {first}an accelerate config that checkpoints "
+        f"activations saves about {saved:.1f} GB, one that shards over N devices {state:.1f} × (1 - 1/N) GB"
+    )

@@ -1,0 +1,132 @@
+"""How a run's steps went: clipped, waiting for data, short of memory, without a finite gradient, or far off in loss."""
+
+import logging
+import math
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from accelerate import Accelerator
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.checkpoint import TrainState
+
+BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
+ROLLBACKS_IN_A_ROW = 3  # to the same checkpoint: other data does not help
+_MEMORY = 0.9  # of the running average, a report
+
+logger = logging.getLogger(__name__)
+
+
+class TimedBatches:
+    """Batches, and for how long the host has waited for them: as long as they take to be made, where nothing else is
+    done meanwhile."""
+
+    def __init__(self, batches: Batches):
+        self._batches, self.waited = batches, 0.0  # seconds
+
+    def __getattr__(self, name: str):
+        return getattr(self._batches, name)
+
+    def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
+        micro_batches = self._batches.at(step)
+        while True:
+            started = time.perf_counter()
+            batch = next(micro_batches, None)
+            self.waited += time.perf_counter() - started
+            if batch is None:
+                return
+            yield batch
+
+
+def memory_peak(device: torch.device) -> int | None:
+    """Bytes that this process has held at most: of the GPU by tensors, else of RAM; of MPS what it holds now."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+class Health:
+    """Looks at a run's steps where they are reported, so that the host waits for the device no more often."""
+
+    def __init__(self, accelerator: Accelerator, config: Config, run: RunFolder):
+        self.run, self.device = run, accelerator.device
+        self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG  # all know, one says so
+        self.every, self.ratio = config.tracking.every, config.train.rollback_ratio
+        self.max_grad_norm = config.optim.max_grad_norm
+        self._norms = deque(maxlen=max(self.every, BAD_STEPS_IN_A_ROW))  # on the device until a report
+        self._rolled_back = []  # the steps gone back to since this process began
+
+    def add(self, grad_norm: torch.Tensor) -> None:
+        """Remember a step by its gradient's norm, a scalar on the device."""
+        self._norms.append(grad_norm)
+
+    def report(self, state: TrainState) -> dict[str, float]:
+        """What there is to report of the steps since the last report, those that this process has done.
+
+        Raises UserError where none of the last ones had a finite gradient.
+        """
+        norms = torch.stack(list(self._norms)).tolist()  # the one wait for the device
+        bad = [not math.isfinite(norm) for norm in norms]
+        if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
+            raise UserError(
+                f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
+                f"optim.learning_rate and go on with --resume from {self.run.newest_checkpoint()}"
+            )
+        recent = norms[-self.every :]
+        values = {"train/grad_norm": norms[-1]}
+        if self.max_grad_norm:
+            # clipping scales by max / (norm + 1e-6) where that is below 1
+            clipped = [math.isfinite(norm) and norm + 1e-6 > self.max_grad_norm for norm in recent]
+            values["train/clipped_share"] = round(sum(clipped) / len(recent), 4)
+        if skipped := sum(bad[-self.every :]):
+            values["train/skipped_steps"] = skipped
+            logger.log(self._warning, f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped")
+        if (peak := memory_peak(self.device)) is not None:
+            values["train/memory_peak_bytes"] = peak
+        return values
+
+    def spiked(self, state: TrainState, loss: float) -> bool:
+        """Whether the reported loss is `rollback_ratio` times the running average; else it enters the average.
+
+        The average is in the state, so that a resumed run comes to the same answer.
+        """
+        if self.ratio is None or not math.isfinite(loss):  # such a step was skipped
+            return False
+        if state.loss_average is not None and loss > self.ratio * state.loss_average:
+            return self.run.newest_checkpoint() is not None
+        before = loss if state.loss_average is None else state.loss_average
+        state.loss_average = _MEMORY * before + (1 - _MEMORY) * loss
+        return False
+
+    def rolled_back(self, before: TrainState, state: TrainState) -> None:
+        """Let `state`, which was just loaded, leave out the data since.
+
+        Raises UserError where that has been tried a few times.
+        """
+        steps = before.step - state.step
+        state.skipped_steps = before.skipped_steps + steps
+        state.seconds = before.seconds
+        self._norms.clear()
+        self._rolled_back.append(state.step)
+        if self._rolled_back[-ROLLBACKS_IN_A_ROW - 1 :] == [state.step] * (ROLLBACKS_IN_A_ROW + 1):
+            raise UserError(
+                f"the loss rose above {self.ratio:g} times its average again after going back to step {state.step:,} "
+                f"{ROLLBACKS_IN_A_ROW} times; lower optim.learning_rate and go on with --resume"
+            )
+        logger.log(
+            self._warning,
+            f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; going back to step "
+            f"{state.step:,} and past the data of {steps:,} steps",
+        )

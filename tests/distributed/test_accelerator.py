@@ -1,0 +1,122 @@
+"""The machine's side: signals, the clock, and the time knob."""
+
+import json
+import os
+import signal
+from types import SimpleNamespace
+
+import pytest
+import torch
+from accelerate import Accelerator
+
+from nanogpt_hf.config.checks import seconds_of
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.accelerator import _hand_to_deepspeed, stop_on_signals
+from nanogpt_hf.distributed.full_state import forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
+from nanogpt_hf.errors import LostProcess, UserError
+from nanogpt_hf.runs.folder import RunFolder
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
+    before = signal.getsignal(signal.SIGINT)
+    accelerator = Accelerator()
+    with stop_on_signals() as stop:
+        assert not stop.on_any_process(accelerator)
+        os.kill(os.getpid(), getattr(signal, name))
+        assert stop.on_any_process(accelerator)
+        assert stop.reason == f"{name} came"
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) is before
+
+
+@pytest.mark.parametrize(
+    ("time", "seconds"), [("11h30m", 41400), ("45m", 2700), ("90s", 90), ("1h1m1s", 3661), ("ten", None), ("30", None)]
+)
+def test_times(time, seconds):
+    assert seconds_of(time) == seconds
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (
+            RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:9"),
+            "lost another process: Connection closed by peer [10.0.0.2]:9; --resume goes on from {}",
+        ),
+        (torch.distributed.DistNetworkError("reset"), "lost another process: reset; --resume goes on from {}"),
+        (torch.distributed.DistBackendError("NCCL error: invalid usage"), None),
+        (RuntimeError("shapes do not fit"), None),
+    ],
+)
+def test_only_a_lost_process_becomes_the_line_that_says_so(tmp_path, error, line):
+    run = RunFolder(tmp_path)
+    run.checkpoint(3).mkdir(parents=True)
+    expected = type(error) if line is None else LostProcess
+    with pytest.raises(expected) as raised, one_line_for_a_lost_process(run):
+        raise error
+    assert str(raised.value) == (str(error) if line is None else line.format(run.checkpoint(3)))
+
+
+def deepspeed_config(**changes) -> dict:
+    return {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", **changes}
+
+
+def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
+    config, told = Config(), deepspeed_config()
+    _hand_to_deepspeed(told, config, 5)
+    assert told["gradient_accumulation_steps"] == 5
+    assert told["gradient_clipping"] == config.optim.max_grad_norm
+    assert told["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
+    assert told["communication_data_type"] == "fp32"
+    assert told["data_types"] == {"grad_accum_dtype": "fp32"}
+
+
+@pytest.mark.parametrize(
+    ("stated", "complaint"),
+    [
+        ({"gradient_accumulation_steps": 4}, "states gradient_accumulation_steps 4, but train.tokens_per_step"),
+        (
+            {"gradient_clipping": 0.5},
+            "states gradient_clipping 0.5, but optim.max_grad_norm of the recipe asks for 1.0",
+        ),
+        ({"train_micro_batch_size_per_gpu": 7}, "states train_micro_batch_size_per_gpu 7, but train.micro_batch_size"),
+        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1 is not supported: take 2 or 3"),
+        ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param to nvme"),
+    ],
+)
+def test_a_deepspeed_config_that_says_otherwise_is_refused(stated, complaint):
+    with pytest.raises(UserError, match=complaint):
+        _hand_to_deepspeed(deepspeed_config(**stated), Config(), 5)
+
+
+def test_deepspeeds_moments_start_anew_also_where_a_step_that_overflowed_made_none():
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    flat = torch.ones(6)
+    adamw = torch.optim.AdamW([flat])
+    zero = SimpleNamespace(optimizer=adamw, single_partition_of_fp32_groups=[flat])
+    accelerator = SimpleNamespace(distributed_type="DEEPSPEED")
+    for left in ({}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}):
+        adamw.state[flat] = left
+        forget_moments(accelerator, SimpleNamespace(optimizer=zero))
+        state = adamw.state[flat]
+        assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
+        assert not any(value.any() for value in state.values())
+
+
+def test_deepspeeds_loss_scale_is_kept_and_restored():
+    scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="DeepSpeed is not installed")
+    accelerator = SimpleNamespace(scaler=None, distributed_type="DEEPSPEED", mixed_precision="fp16")
+
+    def optimizer():
+        scaler = scalers.DynamicLossScaler(2.0**16, 10, 1, 2, False)
+        return SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler))
+
+    before, after = optimizer(), optimizer()
+    vars(before.optimizer.loss_scaler).update(cur_scale=2.0**12, cur_iter=9, last_overflow_iter=7, cur_hysteresis=1)
+    kept = json.loads(json.dumps(scaler_state(accelerator, before)))
+    set_scaler_state(accelerator, after, kept)
+    assert after.optimizer.loss_scaler.cur_scale == 2.0**12
+    assert vars(after.optimizer.loss_scaler) == vars(before.optimizer.loss_scaler)

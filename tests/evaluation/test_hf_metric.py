@@ -1,0 +1,24 @@
+"""The metric, as a user of the `evaluate` library loads it: by its path, offline."""
+
+import evaluate
+import pytest
+from accelerate import Accelerator
+
+from nanogpt_hf.data.tokenizer import build_tokenizer
+from nanogpt_hf.evaluation.corpus import corpus_of
+from nanogpt_hf.evaluation.text import evaluate_text
+from nanogpt_hf.model.build import load_model
+
+
+def test_it_loads_by_path_and_measures_as_the_command_does(root, letter_model, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
+    metric = evaluate.load(str(root / "nanogpt_hf" / "evaluation" / "hf_metric.py"), cache_dir=str(tmp_path))
+    assert isinstance(metric, evaluate.Metric)
+    texts = ["abc fed hag bed?" * 4, "cab"]
+    given = metric.compute(predictions=texts, model=str(letter_model), stride=8)
+    corpus = corpus_of(texts, build_tokenizer(str(letter_model), ()), "texts", "given")
+    model = load_model(str(letter_model))
+    expected = evaluate_text(Accelerator(), model, corpus, block_size=32, stride=8, batch_size=8)
+    assert given == pytest.approx(expected.figures())
+    assert given["perplexity"] > 1
+    assert given["tokens_predicted"] == 66

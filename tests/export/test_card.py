@@ -1,0 +1,139 @@
+"""The model card: true, complete, and read by the Hub's own library."""
+
+import dataclasses
+import os
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.manifest import Manifest, SplitFacts
+from nanogpt_hf.errors import ConfigError
+from nanogpt_hf.export.card import imported_card, model_card, plain_card
+from nanogpt_hf.model import GPTConfig
+from nanogpt_hf.runs.redact import holds_token, without_private_parts
+from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.evaluate import Evaluation
+
+MODEL = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bias=False)
+MANIFEST = Manifest(
+    format=1,
+    recipe={"validation_fraction": 0.1},
+    revision="sha256:abc",
+    file_state="x",
+    tokenizer_hash="",
+    vocab_size=4,
+    end_of_text_id=None,
+    train=SplitFacts(1, 9000, 9000),
+    validation=SplitFacts(1, 1000, 2000),
+    versions={},
+)
+STATE = TrainState(
+    step=12, tokens=18_000, seconds=3725.4, evaluation=Evaluation(2.0, 900, 2.0), evaluated_step=12, best_step=12
+)
+
+
+def card_of(config, manifest=MANIFEST, state=STATE, **options) -> ModelCard:
+    return ModelCard(model_card(config, MODEL, manifest, state, "2 × Abacus, fp32", **options))
+
+
+def test_it_says_how_the_model_was_made_and_measured_and_holds_its_recipe(write_recipe):
+    card = card_of(load_config(write_recipe()))
+    for row in (
+        "| data revision | sha256:abc |",
+        "| tokens seen | 18,000 (2.00 times the training split) |",
+        "| steps | 12 of 6 |",
+        "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1 |",
+        "| learning rate | 0.01, cosine to 0.001, after 2 steps of warm-up |",
+        "| trained on | 2 × Abacus, fp32 (where this was saved; a run may move) |",
+        "| time | 1:02:05 (h:mm:ss) of training and evaluation |",
+        "| validation loss | 2.0000 nats a token |",
+        "| perplexity | 7.39 a token |",
+        "| bits per byte | 1.4427 |",
+    ):
+        assert row in card.text.splitlines()
+    quantised = card_of(load_config(write_recipe(optim__moments="8bit"))).text
+    assert "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1, moments in 8 bits (torchao) |" in quantised
+    assert "over 900 of the 1,000 tokens of the\nvalidation split, in windows of 16 tokens" in card.text
+    assert "held out before training" in card.text
+    assert "It sees 8 tokens at most." in card.text
+    assert "trained from scratch" in card.text
+    recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
+    assert recipe["train"]["max_steps"] == 6
+
+
+def test_the_hubs_library_reads_its_metadata(write_recipe):
+    recipe = write_recipe(data__source="ada/stories", data__config="plain", data__validation_split="dev")
+    manifest = dataclasses.replace(MANIFEST, revision="f" * 40)
+    data = card_of(load_config(recipe), manifest, base_model="gpt2").data
+    assert (data.library_name, data.pipeline_tag, data.base_model) == ("transformers", "text-generation", "gpt2")
+    assert data.datasets == ["ada/stories"]
+    assert {result.metric_type: result.metric_value for result in data.eval_results} == {
+        "loss": 2.0,
+        "perplexity": 7.3891,
+        "bits_per_byte": 1.4427,
+    }
+    for result in data.eval_results:
+        assert (result.task_type, result.dataset_type, result.dataset_name) == ("text-generation", *["ada/stories"] * 2)
+        assert (result.dataset_config, result.dataset_split, result.dataset_revision) == ("plain", "dev", "f" * 40)
+
+
+def test_what_is_unknown_is_left_out_of_the_metadata_and_said_to_be_unknown(write_recipe):
+    config = load_config(write_recipe())
+    cards = [
+        card_of(config, state=TrainState()),
+        card_of(config, state=dataclasses.replace(STATE, evaluation=Evaluation(float("nan"), 900, 2.0))),
+        ModelCard(imported_card("name", MODEL, {"trained with": "nanoGPT"})),
+        ModelCard(plain_card("name", MODEL)),
+    ]
+    for card in cards:
+        assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
+        assert "Not stated by who trained it." in card.text
+    assert "Not measured." in cards[0].text
+    assert "not recorded here" in cards[-1].text
+
+
+def test_a_licence_is_what_the_user_states(write_recipe):
+    card = card_of(load_config(write_recipe(hub__license="apache-2.0")))
+    assert card.data.license == "apache-2.0"
+    assert "`apache-2.0`, as stated by who trained it." in card.text
+    assert "gpt2" in card_of(load_config(write_recipe()), base_model="gpt2").text.partition("## Licence")[2]
+
+
+@pytest.mark.parametrize(
+    ("knobs", "problem"),
+    [
+        ({"hub__push": "best"}, "hub.push: needs hub.repo: user/name"),
+        ({"hub__push": "always"}, "hub.push: expected best, final, got 'always'"),
+        ({"hub__repo": "name"}, "hub.repo: expected user/name, got 'name'"),
+        ({"hub__repo": "a/b/c"}, "hub.repo: expected user/name"),
+        ({"hub__repo": "a/b--c"}, "hub.repo: expected user/name"),
+        ({"hub__license": "My own!"}, "hub.license: expected the Hub's name of a licence"),
+    ],
+)
+def test_knobs_that_cannot_be_are_refused_with_the_recipe(write_recipe, knobs, problem):
+    with pytest.raises(ConfigError, match="1 problem;") as refused:
+        load_config(write_recipe(**knobs))
+    assert problem in str(refused.value)
+
+
+def test_private_parts_stay_at_home(write_recipe, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    text = "a: /home/ada/x\nb: /home/ada\nc: /home/adam/x /mnt/home/ada/x\nd: https://me:pass@host/y http://host/z@1\n"
+    text += "e: https://host/z?v=1&X-Amz-Signature=0a1&sig=%2b&page=2 'https://host/z?access_token=a?b'\n"
+    assert without_private_parts(text) == (
+        "a: ~/x\nb: ~\nc: /home/adam/x /mnt/home/ada/x\nd: https://host/y http://host/z@1\n"
+        "e: https://host/z?v=1&X-Amz-Signature=...&sig=...&page=2 'https://host/z?access_token=...'\n"
+    )
+    config = load_config(write_recipe(data__source="/home/ada/my|text.txt"))
+    card = card_of(config).text
+    assert "ada" not in card
+    assert r"| data | ~/my\|text.txt |" in card
+    assert os.environ["HOME"] == "/home/ada"
+
+
+def test_a_token_is_seen_by_its_name_and_by_its_looks():
+    assert holds_token(b"x: my-odd-token", "my-odd-token")
+    assert holds_token(b"x: hf_" + b"aB3" * 11, "another")
+    assert not holds_token(b"x: hf_short and nothing else", "another")

@@ -1,0 +1,52 @@
+"""Model folders."""
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.export.model_folder import save_model_folder
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+CONFIG = GPTConfig(
+    vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bias=False, bos_token_id=None, eos_token_id=None
+)
+
+
+def save(folder, seed: int = 0) -> GPTForCausalLM:
+    torch.manual_seed(seed)
+    model = GPTForCausalLM(CONFIG)
+    tokenizer = char_tokenizer(list("abcd")).hf
+    save_model_folder(folder, CONFIG, dict(model.named_parameters()), tokenizer, f"card {seed}")
+    return model.eval()
+
+
+def test_the_folder_opens_as_plain_gpt2_with_its_tokenizer(tmp_path):
+    model = save(tmp_path / "best")
+    opened, tokenizer = (auto.from_pretrained(tmp_path / "best") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    tokens = torch.tensor([tokenizer("badcab")["input_ids"]])
+    assert tokens.tolist() == [[1, 0, 3, 2, 0, 1]]
+    torch.testing.assert_close(opened.eval()(tokens).logits, model(tokens).logits, atol=1e-6, rtol=0)
+    assert (tmp_path / "best" / "README.md").read_text() == "card 0"
+
+
+def test_a_second_save_replaces_the_first_whole(tmp_path):
+    save(tmp_path / "best")
+    (tmp_path / "best" / "left-over.txt").write_text("of the first")
+    second = save(tmp_path / "best", seed=1)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    assert not (tmp_path / "best" / "left-over.txt").exists()
+    back = GPTForCausalLM.from_pretrained(tmp_path / "best")
+    assert torch.equal(back.transformer.wte.weight, second.transformer.wte.weight)
+
+
+def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, monkeypatch):
+    first = save(tmp_path / "best")
+    monkeypatch.setattr(GPTForCausalLM, "save_pretrained", lambda *a, **k: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        save(tmp_path / "best", seed=1)
+    monkeypatch.undo()
+    back = GPTForCausalLM.from_pretrained(tmp_path / "best")
+    assert torch.equal(back.transformer.wte.weight, first.transformer.wte.weight)
+    save(tmp_path / "best", seed=1)  # what the failed one left is in nobody's way
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]

@@ -1,0 +1,141 @@
+"""nanoGPT's train.bin and val.bin as prepared data."""
+
+import pickle
+
+import datasets
+import numpy as np
+import pytest
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.tokenizer import gpt2_tokenizer
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.export import nanogpt_data as module
+from nanogpt_hf.export.nanogpt_data import import_bins
+
+TEXT = "the cat sat on a mat, née Zoë.\n" * 40
+END = 50256
+
+
+def write_bins(folder, train, validation):
+    folder.mkdir()
+    for name, ids in (("train", train), ("val", validation)):
+        np.asarray(ids, dtype=np.uint16).tofile(folder / f"{name}.bin")
+    return folder
+
+
+@pytest.fixture
+def characters(tmp_path):
+    """A folder as nanoGPT's data/shakespeare_char/prepare.py makes it, of TEXT."""
+    known = sorted(set(TEXT))
+    ids = [known.index(character) for character in TEXT]
+    cut = int(len(ids) * 0.9)
+    folder = write_bins(tmp_path / "letters", ids[:cut], ids[cut:])
+    numbered = {character: i for i, character in enumerate(known)}
+    meta = {"vocab_size": len(known), "itos": dict(enumerate(known)), "stoi": numbered}
+    (folder / "meta.pkl").write_bytes(pickle.dumps(meta))
+    return folder
+
+
+def config_for(data_dir, source, tokenizer, **knobs) -> Config:
+    config = Config()
+    for name, value in {"dir": str(data_dir), "source": str(source), "tokenizer": tokenizer, **knobs}.items():
+        setattr(config.data, name, value)
+    config.data.block_size = 8
+    return config
+
+
+def flat(stream) -> list[int]:
+    return stream.windows(np.array([0]), len(stream))[0].tolist()
+
+
+def test_characters_are_what_prepare_would_have_written(tmp_path, characters):
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    ours = config_for(tmp_path / "ours", tmp_path / "text.txt", "char", validation_fraction=0.1)
+    prepare(ours)
+    (tmp_path / "out").mkdir()
+    import_bins(characters, tmp_path / "out")
+    prepared, imported = load_prepared(ours), load_prepared(config_for(tmp_path / "out", characters, "char"))
+    for split in ("train", "validation"):
+        assert flat(getattr(imported, split)) == flat(getattr(prepared, split))
+        assert getattr(imported.manifest, split) == getattr(prepared.manifest, split)
+    for fact in ("format", "tokenizer_hash", "vocab_size", "end_of_text_id", "versions"):
+        assert getattr(imported.manifest, fact) == getattr(prepared.manifest, fact)
+    names = [
+        sorted(str(path.relative_to(tmp_path / at)) for path in (tmp_path / at).rglob("*")) for at in ("ours", "out")
+    ]
+    assert names[0] == names[1]
+
+
+def test_a_document_is_a_row_wherever_the_pieces_end(tmp_path, monkeypatch):
+    tokenizer = gpt2_tokenizer()
+    texts = ["Hello world, naïve 日本", "a", "<|endoftext|> is text here", "the cat " * 30, "end\n"]
+    rows = [[*ids.tolist(), END] for ids in tokenizer.encode_batch(texts)]
+    source = write_bins(tmp_path / "bins", np.concatenate(rows), rows[0])
+    monkeypatch.setattr(module, "_PIECE", 16)
+    (tmp_path / "out").mkdir()
+    manifest = import_bins(source, tmp_path / "out")
+    assert manifest.train.documents == 5
+    assert manifest.train.tokens == sum(map(len, rows))
+    assert manifest.train.bytes == sum(len(text.encode()) for text in texts)
+    assert manifest.end_of_text_id == END
+    written = datasets.load_from_disk(str(tmp_path / "out" / "train"))
+    assert written.features["input_ids"].feature.dtype == "uint16"
+    assert written["input_ids"][:] == rows
+
+
+def test_gpt2s_tokens_without_an_end_mark_are_one_row(tmp_path):
+    (tmp_path / "out").mkdir()
+    manifest = import_bins(write_bins(tmp_path / "bins", range(100), range(20)), tmp_path / "out")
+    assert manifest.train.documents == manifest.validation.documents == 1
+    assert manifest.end_of_text_id is None
+    assert len(load_prepared(config_for(tmp_path / "out", tmp_path / "bins", "gpt2")).train) == 100
+
+
+@pytest.mark.parametrize("longest", [8, 1000])
+@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
+def test_rows_are_all_the_tokens_in_order(monkeypatch, piece, longest):
+    monkeypatch.setattr(module, "_PIECE", piece)
+    monkeypatch.setattr(module, "_LONGEST_ROW", longest)
+    for seed in range(20):
+        tokens = np.random.default_rng(seed).integers(0, 3 + seed % 5, size=1 + seed).astype(np.uint16)
+        for end in (0, None):
+            rows = []
+            for start, ends in module._pieces(tokens, end):
+                rows += np.split(tokens[start : start + ends[-1]], ends[:-1])
+            assert np.concatenate(rows).tolist() == tokens.tolist()
+            assert all(0 < len(row) <= longest for row in rows)
+            if longest > len(tokens):
+                assert len(rows) == (1 if end is None else (tokens == 0).sum() + (tokens[-1] != 0))
+
+
+def test_a_recipe_of_other_data_is_refused_and_the_split_is_not_asked_about(tmp_path, characters):
+    (tmp_path / "out").mkdir()
+    import_bins(characters, tmp_path / "out")
+    load_prepared(config_for(tmp_path / "out", characters, "char", validation_fraction=0.4))
+    for source, tokenizer, knob in ((tmp_path, "char", "source"), (characters, "gpt2", "tokenizer")):
+        with pytest.raises(DataError, match=rf"prepared with data\.{knob} "):
+            load_prepared(config_for(tmp_path / "out", source, tokenizer))
+
+
+def test_tokens_beyond_the_vocabulary_and_files_that_are_none_are_one_clear_line(tmp_path, characters, monkeypatch):
+    monkeypatch.setattr(module, "_PIECE", 100)
+    out = tmp_path / "out"
+    out.mkdir()
+
+    def refused(content: bytes | None, message: str) -> None:
+        (characters / "val.bin").unlink(missing_ok=True)
+        if content is not None:
+            (characters / "val.bin").write_bytes(content)
+        with pytest.raises(DataError, match=message):
+            import_bins(characters, out)
+        assert not list(out.iterdir())
+
+    ids = np.zeros(500, dtype=np.uint16)
+    ids[321] = 999
+    refused(
+        ids.tobytes(), r"val\.bin: token 999 at 321 is beyond the vocabulary \(char, 16 tokens\); give the meta\.pkl"
+    )
+    refused(b"abc", r"val\.bin: 3 bytes are no tokens of two bytes each")
+    refused(b"", r"val\.bin: 0 bytes are no tokens")
+    refused(None, r"val\.bin: cannot be read: No such file or directory; nanoGPT's data is train\.bin and val\.bin")

@@ -1,0 +1,207 @@
+"""The footprint of a step against what the allocator gave out during real ones."""
+
+import dataclasses
+import gc
+import math
+import shutil
+
+import pytest
+import torch
+from accelerate import Accelerator
+from accelerate.utils import GradientAccumulationPlugin
+from torch.profiler import ProfilerActivity, profile
+
+from nanogpt_hf.config.schema import LoraSection, OptimSection
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.doctor.probes import made_up_tokens
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
+from nanogpt_hf.model.build import freeze
+from nanogpt_hf.model.lora import add_adapters
+from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, kept_by_a_block
+from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.training.loop import train_step
+from nanogpt_hf.training.optimizer import build_optimizer
+
+SIZE = {"vocab_size": 99, "n_positions": 64, "n_embd": 128, "n_layer": 3, "n_head": 4, "bias": False, "dropout": 0.0}
+NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
+
+
+def build(lora=None, frozen=-1, checkpointing=False, **size) -> GPTForCausalLM:
+    model = GPTForCausalLM(GPTConfig(**SIZE | NAMES | size))
+    freeze(model, frozen)
+    if lora:
+        add_adapters(model, LoraSection(**lora), seed=0)
+    if checkpointing:
+        (getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable)()
+    return model
+
+
+def take_two_steps(case: "Case", cpu: bool = True) -> None:
+    """Two, because the moments are made at the end of the first."""
+    plugin = GradientAccumulationPlugin(num_steps=case.accumulation, sync_with_dataloader=False)
+    accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, gradient_accumulation_plugin=plugin)
+    model = build(**case.model)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(moments=case.moments)))
+    model.train()
+    batches = Batches(
+        made_up_tokens(model.config.vocab_size, 4096),
+        block_size=model.config.n_positions,
+        order="random",
+        seed=0,
+        micro_batch_size=case.micro_batch_size,
+        accumulation=case.accumulation,
+    )
+    for step in range(2):
+        train_step(accelerator, model, optimizer, batches, step, learning_rate=1e-4, max_grad_norm=1.0)
+
+
+def allocated_at_most(work) -> int:
+    """The most bytes that torch's CPU allocator had given out at once while `work` ran, of those it asked for."""
+    gc.collect()  # what is freed in there should have been made there
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+    events = profiler.profiler.kineto_results.events()
+    held = peak = 0
+    for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
+        held += size
+        peak = max(peak, held)
+    return peak
+
+
+@dataclasses.dataclass
+class Case:
+    fullest: str  # which of the four moments it is about
+    model: dict = dataclasses.field(default_factory=dict)
+    precision: str = "no"
+    micro_batch_size: int = 8
+    accumulation: int = 1
+    logits_per_chunk: int = 2**26
+    moments: str = "float32"
+
+
+CASES = {
+    "float32": Case(TOP),
+    "bf16": Case(LOSS, {"vocab_size": 500, "bias": True}, "bf16"),
+    "accumulating": Case(LOSS, {"vocab_size": 500, "activation_function": "gelu_new"}, accumulation=2),
+    "dropout": Case(LOSS, {"vocab_size": 500, "dropout": 0.1}),
+    "dropout in bf16": Case(LOSS, {"vocab_size": 500, "dropout": 0.1}, "bf16"),
+    "checkpointed": Case(BOTTOM, {"n_layer": 6, "checkpointing": True}),
+    "checkpointed in bf16": Case(TOP, {"checkpointing": True}, "bf16", accumulation=2),
+    "large vocabulary": Case(LOSS, {"vocab_size": 4000, "padded_vocab_size": 4032}, micro_batch_size=4),
+    "logits in chunks": Case(LOSS, {"vocab_size": 2000}, logits_per_chunk=2**18),
+    "logits in chunks, in bf16": Case(LOSS, {"vocab_size": 2000}, "bf16", logits_per_chunk=2**19),
+    "logits in chunks, a frozen head": Case(LOSS, {"vocab_size": 2000, "frozen": 1}, logits_per_chunk=2**19),
+    "few tokens": Case(EMBEDDING, {"vocab_size": 4000}, micro_batch_size=1, accumulation=2),
+    "frozen": Case(LOSS, {"frozen": 1}, "bf16"),
+    "LoRA": Case(TOP, {"lora": {"rank": 4}}),
+    "LoRA with dropout in bf16": Case(LOSS, {"lora": {"rank": 4, "dropout": 0.1}, "vocab_size": 500}, "bf16"),
+    "LoRA on q and v": Case(TOP, {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}, accumulation=2),
+    "moments in 8 bits": Case(  # as much of what there is as may be, and few shapes to compile a step for
+        TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, moments="8bit"
+    ),
+}
+
+
+def estimated(case: Case, *, on_cpu: bool):
+    place = Placement(precision=case.precision, on_cpu=on_cpu, checkpointing=case.model.get("checkpointing", False))
+    with torch.device("meta"):
+        model = build(**case.model)
+    return footprint(
+        model,
+        place,
+        micro_batch_size=case.micro_batch_size,
+        block_size=model.config.n_positions,
+        accumulates=case.accumulation > 1,
+        moments_kind=case.moments,
+    )
+
+
+@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_the_estimate_is_what_the_cpu_allocator_gave_out(case, monkeypatch):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)
+
+    if case.moments == "8bit":
+        pytest.importorskip("torchao", reason="torchao is not installed")
+        if shutil.which("g++") is None:
+            pytest.skip("no g++ is there to compile the step for a CPU")
+    found = estimated(case, on_cpu=True)
+    assert found.peak == pytest.approx(allocated_at_most(lambda: take_two_steps(case)), rel=0.1)
+    assert found.fullest == case.fullest
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here, whose allocator could be asked")
+@pytest.mark.parametrize("name", ["bf16", "accumulating", "dropout in bf16", "large vocabulary"])
+def test_the_estimate_is_what_a_gpu_gave_out(name):
+    # larger, so that what cuBLAS keeps for itself, tens of MB, does not count
+    larger = {"n_embd": 768, "n_layer": 8, "n_head": 12}
+    case = dataclasses.replace(CASES[name], model=CASES[name].model | larger, micro_batch_size=64)
+    gc.collect()
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    take_two_steps(case, cpu=False)
+    assert estimated(case, on_cpu=False).peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("place", "bytes_each"),
+    [
+        (Placement(), 64),
+        (Placement(precision="bf16"), 40),
+        (Placement(precision="bf16", checkpointing=True), 4),
+        (Placement(precision="bf16", kind="ZeRO-2", processes=2, shards=2), 32),
+    ],
+)
+def test_what_a_block_keeps_for_each_value_of_the_residual_stream(place, bytes_each):
+    with torch.device("meta"):
+        assert kept_by_a_block(build(), 64, place) == bytes_each * SIZE["n_embd"]
+        on_cpu = dataclasses.replace(place, on_cpu=True)
+        assert kept_by_a_block(build(), 64, on_cpu) == bytes_each * SIZE["n_embd"]
+
+
+def test_dropout_costs_a_gpu_its_masks_and_a_cpu_attention_s_matrices():
+    with torch.device("meta"):
+        model = build(dropout=0.1)
+    bool_masks = 2 * SIZE["n_embd"]
+    assert kept_by_a_block(model, 64, Placement()) == 64 * SIZE["n_embd"] + bool_masks
+    factors, matrices = 2 * 4 * SIZE["n_embd"], 3 * 4 * SIZE["n_head"] * 64
+    assert kept_by_a_block(model, 64, Placement(on_cpu=True)) == 64 * SIZE["n_embd"] + factors + matrices
+
+
+def state(place: Placement) -> dict[str, float]:
+    with torch.device("meta"):
+        model = build()
+    found = footprint(model, place, micro_batch_size=1, block_size=64, accumulates=True)
+    parts = found.moments[LOSS] | {"offloaded": found.offloaded}
+    return {part: parts[part] / model.num_parameters() for part in ("weights", "gradients", "optimizer", "offloaded")}
+
+
+@pytest.mark.parametrize(
+    ("place", "bytes_each"),
+    [
+        (Placement(), (4, 4, 8, 0)),
+        (Placement(kind="DDP", processes=4), (4, 4, 8, 0)),
+        (Placement(kind="FSDP2", processes=4, shards=4), (1, 1, 2, 0)),
+        (Placement(kind="FSDP2", processes=4, shards=2), (2, 2, 4, 0)),
+        (Placement(kind="FSDP2", processes=4, shards=4, offloads_weights=True), (0, 0, 0, 4)),
+        # ZeRO's float32 weights lie beside the moments
+        (Placement(kind="ZeRO-2", processes=4, shards=4, precision="bf16"), (2, 1, 3, 0)),
+        (Placement(kind="ZeRO-3", processes=4, shards=4, precision="bf16"), (0.5, 1, 3, 0)),
+        (Placement(kind="ZeRO-2", processes=4, shards=4, precision="bf16", offloads_optimizer=True), (2, 0, 0, 4)),
+    ],
+)
+def test_bytes_a_parameter(place, bytes_each):
+    assert tuple(map(pytest.approx, bytes_each)) == tuple(state(place).values())
+
+
+def test_more_sequences_need_more_and_shards_less():
+    with torch.device("meta"):
+        model = build()
+
+    def peak(size, **place):
+        return footprint(model, Placement(**place), micro_batch_size=size, block_size=64, accumulates=False).peak
+
+    assert peak(1) < peak(2) < peak(3)
+    assert peak(8, kind="FSDP2", processes=8, shards=8) < peak(8, kind="DDP", processes=8)
+    assert math.isfinite(peak(8, kind="FSDP2", processes=8, shards=8, reshard=False))

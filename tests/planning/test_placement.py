@@ -1,0 +1,74 @@
+"""What an accelerate config asks for, and those that are none."""
+
+from pathlib import Path
+
+import pytest
+
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.planning.placement import Placement, read_placement
+
+CONFIGS = Path(__file__).parents[2] / "accelerate_configs"
+ON_8 = {"processes": 8, "precision": "bf16"}
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("cpu", Placement(on_cpu=True)),
+        ("cpu_ddp", Placement(kind="DDP", processes=2, on_cpu=True)),
+        ("mps", Placement()),
+        ("single_gpu", Placement(precision="bf16", compiles=True)),
+        ("ddp", Placement(kind="DDP", compiles=True, **ON_8)),
+        ("multi_node_ddp", Placement(kind="DDP", processes=16, precision="bf16", compiles=True)),
+        ("fsdp2", Placement(kind="FSDP2", shards=8, compiles=True, **ON_8)),
+        ("fsdp2_checkpointing", Placement(kind="FSDP2", shards=8, checkpointing=True, compiles=True, **ON_8)),
+        ("hsdp", Placement(kind="FSDP2", processes=16, shards=8, precision="bf16", compiles=True)),
+        ("multi_node_fsdp2", Placement(kind="FSDP2", processes=16, shards=16, precision="bf16", compiles=True)),
+        ("deepspeed_zero2", Placement(kind="ZeRO-2", shards=8, compiles=True, **ON_8)),
+        ("deepspeed_zero3", Placement(kind="ZeRO-3", shards=8, **ON_8)),
+    ],
+)
+def test_every_config_that_ships(name, expected):
+    assert read_placement(str(CONFIGS / f"{name}.yaml")) == expected
+
+
+def test_all_of_them_were_read():
+    told = next(mark for mark in test_every_config_that_ships.pytestmark if mark.name == "parametrize").args[1]
+    assert {name for name, _ in told} == {path.stem for path in CONFIGS.glob("*.yaml")}
+
+
+@pytest.mark.parametrize(
+    ("edit", "complaint"),
+    [
+        (("fsdp_version: 2", "fsdp_version: 1"), "asks for FSDP 1"),
+        (("mixed_precision: bf16", "mixed_precision: fp8"), "mixed_precision fp8 is not estimated"),
+        (("dp_replicate_size: 2", "dp_replicate_size: 3"), "16 processes are no multiple of dp_replicate_size 3"),
+        (("tp_size: 1", "tp_size: 2"), "tp_size 2 is not supported"),
+        (("num_machines", "numb_machines"), "not an accelerate config"),
+        (("num_processes: 16", "num_processes: many"), "not an accelerate config"),
+        (("num_processes: 16", "num_processes: [1"), "not an accelerate config"),
+        (("compute_environment: LOCAL_MACHINE", "compute_environment: MOON"), "not an accelerate config"),
+    ],
+)
+def test_what_cannot_be_estimated_is_one_line(tmp_path, edit, complaint):
+    text = (CONFIGS / "hsdp.yaml").read_text()
+    assert edit[0] in text
+    path = tmp_path / "config.yaml"
+    path.write_text(text.replace(*edit))
+    with pytest.raises(UserError, match=complaint) as caught:
+        read_placement(str(path))
+    assert str(path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_file_and_a_recipe_are_no_configs(tmp_path):
+    with pytest.raises(UserError, match="no such file"):
+        read_placement(str(tmp_path / "none.yaml"))
+    with pytest.raises(UserError, match="not an accelerate config"):
+        read_placement(str(CONFIGS.parent / "recipes" / "quickstart.yaml"))
+
+
+def test_it_says_itself_in_a_line():
+    hsdp = read_placement(str(CONFIGS / "hsdp.yaml"))
+    assert str(hsdp) == "16 processes, FSDP2, 2 copies over 8 each, bf16 with float32 weights, on GPUs"
+    assert str(Placement(on_cpu=True)) == "1 process, float32, on the CPU"

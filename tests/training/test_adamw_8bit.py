@@ -1,0 +1,260 @@
+"""AdamW's moments in 8 bits: torchao's own steps, bytes as counted, and a stop anywhere changes nothing."""
+
+import math
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.build import start_model
+from nanogpt_hf.planning.footprint import moments_of
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import adamw_8bit
+from nanogpt_hf.training.checkpoint import read_checkpoint
+from nanogpt_hf.training.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
+from nanogpt_hf.training.schedule import learning_rate_at
+from nanogpt_hf.training.tracking import read_metrics
+
+torchao = pytest.importorskip("torchao", reason="torchao is not installed")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ is there to compile the step for a CPU")
+# Each shape is compiled once: here those of (128, 128), (512, 128), (128, 512) and of a LayerNorm.
+OPTIONS = {
+    "model__n_embd": 128,
+    "model__n_positions": 128,
+    "model__pad_vocab_to_multiple_of": 128,
+    "optim__learning_rate": 1e-3,
+    "optim__moments": "8bit",
+    "train__micro_batch_size": 8,  # the whole step
+    "checkpoint__every": 3,
+    "tracking__layers": True,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("moments")
+
+
+@pytest.fixture(scope="module")
+def recipe(folder, make_recipe):
+    return make_recipe(folder / "eight.yaml", **OPTIONS)
+
+
+@pytest.fixture(scope="module")
+def train(folder, forget_accelerate):
+    def train(name: str, *words: object) -> RunFolder:
+        forget_accelerate()
+        assert main([*map(str, words), "--run-dir", str(folder / name), "--quiet"]) == 0
+        return RunFolder(folder / name)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def whole(train, recipe) -> RunFolder:
+    return train("whole", "pretrain", recipe)
+
+
+@pytest.fixture
+def half(whole, folder):
+    """A copy of the run as it stood at its step 3."""
+
+    def copy(name: str, of: RunFolder = whole) -> RunFolder:
+        shutil.copytree(of.path, folder / name)
+        run = RunFolder(folder / name)
+        shutil.rmtree(run.checkpoint(6))
+        shutil.rmtree(run.final)
+        return run
+
+    return copy
+
+
+def column(run: RunFolder, name: str) -> dict[int, float]:
+    return {event["step"]: event[name] for event in read_metrics(run) if name in event}
+
+
+def assert_same_bits(a: RunFolder, b: RunFolder) -> None:
+    assert (a.final / "model.safetensors").read_bytes() == (b.final / "model.safetensors").read_bytes()
+    moments = [(run.checkpoint(6) / "optimizer.safetensors").read_bytes() for run in (a, b)]
+    assert moments[0] == moments[1]
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert len(column(a, name)) >= 3
+        assert column(a, name) == column(b, name)
+
+
+def test_the_steps_are_those_of_bare_torchao(whole, recipe):
+    config = load_config(recipe)
+    optim, data = config.optim, load_prepared(config)
+    model = start_model(config, data.manifest.vocab_size, None).train()
+    decayed = [p for p in model.parameters() if p.dim() >= 2]
+    plain = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
+    adamw = torchao.optim.AdamW8bit(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2))
+    batches = Batches(data.train, block_size=16, order="shuffled", seed=1337, micro_batch_size=8, accumulation=1)
+    losses = {}
+    for step in range(6):
+        (batch,) = batches.at(step)
+        loss = model(**batch, num_items_in_batch=batches.counted(step), use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
+        for group in adamw.param_groups:
+            group["lr"].fill_(learning_rate_at(step, optim, 6))
+        adamw.step()
+        adamw.zero_grad()
+        losses[step + 1] = loss.item()
+    assert column(whole, "train/loss") == losses
+    trained, _, _ = read_checkpoint(whole.checkpoint(6))
+    assert trained.keys() == dict(model.named_parameters()).keys()
+    assert all(torch.equal(trained[name], parameter) for name, parameter in model.named_parameters())
+
+
+def test_the_losses_are_near_those_with_float32_moments_and_not_the_same(whole, train, recipe):
+    exact = column(train("float32", "pretrain", recipe, "--optim.moments", "float32"), "val/loss")
+    assert column(whole, "val/loss") == pytest.approx(exact, abs=2e-3)
+    assert column(whole, "val/loss") != exact
+    assert exact[6] < exact[0] - 0.2
+
+
+def test_a_run_resumes_bit_for_bit(whole, half, train, recipe):
+    assert_same_bits(train(half("again").path.name, "pretrain", recipe, "--resume"), whole)
+
+
+def test_a_run_goes_on_with_the_other_kind_and_back(whole, half, train, recipe):
+    switched = train(half("switched").path.name, "pretrain", recipe, "--resume", "--optim.moments", "float32")
+    assert column(switched, "val/loss") == pytest.approx(column(whole, "val/loss"), abs=2e-3)
+    back = train(half("back", of=switched).path.name, "pretrain", recipe, "--resume")
+    assert_same_bits(back, whole)
+
+
+def test_a_run_that_thaws_ends_where_it_would_have(whole, train, folder, recipe, text_file):
+    words = ["finetune", "--from", whole.best, "--freeze-layers", 2, "--unfreeze-every", 3, "--data", text_file]
+    words += ["--optim.moments", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
+    words += ["--data.block_size", 16, "--checkpoint.keep", 5, "--finetune.sample_tokens", 0]
+    thawed = train("thawed", *words)
+    assert sorted(path.name for path in thawed.checkpoint_folders()) == ["step_00000003", "step_00000006"]
+    shutil.copytree(thawed.path, folder / "thawed again")
+    again = RunFolder(folder / "thawed again")
+    shutil.rmtree(again.checkpoint(6))
+    train(again.path.name, *words, "--resume")
+    first, second = (load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (thawed, again))
+    steps = [first[f"transformer.{name}.weight.step"].item() for name in ("ln_f", "h.1.mlp.fc")]
+    assert steps == [6.0, 3.0]
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+@pytest.fixture(scope="module")
+def stepped():
+    """A model, its optimizer, and a step of them on made-up gradients."""
+    sizes = GPTConfig(vocab_size=128, n_positions=128, n_embd=128, n_layer=1, n_head=2, bias=False)
+    torch.manual_seed(0)
+    model = GPTForCausalLM(sizes)
+    optimizer = build_optimizer(model, OptimSection(moments="8bit"))
+
+    def step(scale: float = 1.0, learning_rate: float = 1e-3) -> None:
+        for parameter in model.parameters():
+            parameter.grad = scale * torch.randn_like(parameter)
+        set_learning_rate(optimizer, learning_rate)
+        skip_step_unless_finite(optimizer, torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    return model, optimizer, step
+
+
+def parts(moment: torch.Tensor) -> list[torch.Tensor]:
+    return [moment.codes, moment.scale, moment.qmap] if hasattr(moment, "codes") else [moment]
+
+
+def test_the_bytes_are_those_that_are_counted(stepped):
+    model, optimizer, _ = stepped
+    held = {
+        name: sum(
+            part.untyped_storage().nbytes()
+            for key in ("exp_avg", "exp_avg_sq")
+            for part in parts(optimizer.state[parameter][key])
+        )
+        for name, parameter in model.named_parameters()
+    }
+    assert sum(held.values()) == moments_of(model, "8bit")
+    for name, parameter in model.named_parameters():
+        assert held[name] / parameter.numel() == (8 if parameter.dim() == 1 else 2 + 8 / 256 + 2048 / parameter.numel())
+    assert sum(held.values()) < 0.28 * moments_of(model, "float32")
+
+
+def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(stepped):
+    model, optimizer, step = stepped
+
+    def bits() -> list[torch.Tensor]:
+        moments = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+        return [part.clone() for tensor in [*model.parameters(), *moments] for part in parts(tensor.detach())]
+
+    before = bits()
+    step(scale=math.inf)
+    assert all(torch.equal(a, b) for a, b in zip(bits(), before, strict=True))
+    step()
+    assert not any(torch.equal(a, b) for a, b in zip(bits()[:5], before[:5], strict=True))
+
+
+def test_another_learning_rate_compiles_nothing_and_counts(stepped):
+    model, _, step = stepped
+    graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    assert graphs
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    step(learning_rate=0.0)
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), before, strict=True))
+    step(learning_rate=0.5)
+    assert all((a - b).abs().max() > 0.1 for a, b in zip(model.parameters(), before, strict=True))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == graphs
+
+
+@pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
+def test_float32_gives_back_the_very_values_codes_and_scales(stepped, kind):
+    _, optimizer, _ = stepped
+    torch.manual_seed(0)
+    parameter = torch.nn.Parameter(torch.zeros(4096, 256))
+    values = torch.randn(4096, 256) * 10 ** torch.empty(4096, 1).uniform_(-15, 3)
+    values[::3] *= torch.rand(1366, 256) < 0.01  # mostly zeros, and some nothing else
+    values = values if kind == "exp_avg" else values.square()
+    moment = optimizer._new_buffer(parameter, kind == "exp_avg")
+    moment.copy_(values)
+    dequantised = adamw_8bit.as_float32(moment)
+    state = {"step": torch.tensor(1.0)} | dict.fromkeys(("exp_avg", "exp_avg_sq"), dequantised)
+    again = adamw_8bit.held_by(optimizer, parameter, state)[kind]
+    assert torch.equal(again.codes, moment.codes)
+    assert torch.equal(again.dequantize(), dequantised)
+    full = (values != 0).sum(1) > 3  # the others may have another scale with the same values
+    assert 2800 < full.sum() < 4096
+    assert torch.equal(again.scale[full], moment.scale[full])
+    if kind == "exp_avg":  # torchao's own way back shrinks every block whose largest value is negative
+        assert 0.4 < (again.copy_(dequantised).scale != moment.scale).float().mean() < 0.6
+
+
+@pytest.mark.parametrize(
+    ("lack", "line"),
+    [
+        ("torchao", "optim.moments 8bit: torchao is not installed; run `pip install torchao`"),
+        ("compiler", "optim.moments 8bit: torchao compiles its step, and c-plus-plus is not there; install it"),
+        ("ZeRO", "optim.moments 8bit: DeepSpeed's ZeRO keeps its moments in flat float32 buffers; leave it out"),
+    ],
+)
+def test_what_cannot_be_is_one_line_before_anything_is_written(recipe, tmp_path, monkeypatch, capsys, lack, line):
+    if lack == "torchao":
+        monkeypatch.setattr(adamw_8bit, "find_spec", lambda name: None)
+    elif lack == "compiler":
+        monkeypatch.setenv("CXX", "c-plus-plus")
+    else:
+        monkeypatch.setattr(accelerator, "find_spec", lambda name: "found")
+        monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    words = ["pretrain", str(recipe), "--tracking.layers", "false", "--run-dir", str(tmp_path / "never")]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(line)
+    assert not (tmp_path / "never").exists()

@@ -1,0 +1,219 @@
+"""The network layer by layer: equal to what bare PyTorch says, and nothing of the run changes."""
+
+import math
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from torch.nn import functional as F
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.distributed.accelerator import check_launch
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import layer_stats, loop, tracking
+from nanogpt_hf.training.layer_stats import Layers, attention_logit_max
+from nanogpt_hf.training.tracking import read_metrics
+
+NAMES = ["embedding", "0", "1", "head"]
+
+
+@pytest.fixture
+def start(write_recipe, tmp_path, forget_accelerate, monkeypatch):
+    monkeypatch.setattr(tracking, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
+
+    def start(name: str, **overrides) -> RunFolder:
+        config = load_config(write_recipe(**overrides))
+        prepare(config)
+        forget_accelerate()
+        loop.train(config, RunFolder(tmp_path / name))
+        return RunFolder(tmp_path / name)
+
+    return start
+
+
+def layer_of(name: str) -> str:
+    return name.split(".")[2] if ".h." in name else "embedding" if ".wte." in name or ".wpe." in name else "head"
+
+
+def norm(tensors) -> float:
+    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
+def test_norms_of_a_step_are_those_of_bare_pytorch(start, write_recipe, max_grad_norm):
+    # two micro-batches a step; where it is clipped, the norm before that
+    overrides = {"train__max_steps": 2, "optim__max_grad_norm": max_grad_norm, "tracking__layers": True}
+    overrides |= {"tracking__every": 2, "checkpoint__every": 9, "eval__every": 9}
+    events = [event for event in read_metrics(start("run", **overrides)) if "train/loss" in event]
+    assert [event["step"] for event in events] == [2]
+
+    config = load_config(write_recipe(**overrides))
+    data = load_prepared(config)
+    model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), config.train.seed)
+    options = {"block_size": 16, "order": "shuffled", "seed": 1337, "micro_batch_size": 8, "accumulation": 1}
+    batches = Batches(data.train, **options)
+    decays = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() == 1]
+    groups = [{"params": decays[0], "weight_decay": 0.1}, {"params": decays[1], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
+    for step, learning_rate in enumerate([1e-2 / 3, 2e-2 / 3]):
+        (batch,) = batches.at(step)
+        optimizer.zero_grad()
+        logits = model(batch["input_ids"]).logits
+        F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten()).backward()
+        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+        before = {name: p.detach().clone() for name, p in model.named_parameters()}
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        optimizer.step()
+    for layer in NAMES:
+        mine = {name: p.detach() for name, p in model.named_parameters() if layer_of(name) == layer}
+        assert mine
+        weight = norm(before[name] for name in mine)
+        expected = {
+            "grad_norm": norm(gradients[name] for name in mine),
+            "weight_norm": weight,
+            "update_ratio": norm(p - before[name] for name, p in mine.items()) / weight,
+        }
+        for kind, value in expected.items():
+            assert events[0][f"layers/{layer}/{kind}"] == pytest.approx(value, rel=1e-4), (layer, kind)
+    total = math.sqrt(sum(events[0][f"layers/{layer}/grad_norm"] ** 2 for layer in NAMES))
+    assert total == pytest.approx(events[0]["train/grad_norm"], rel=1e-5)
+
+
+def test_looking_changes_no_number(start):
+    options = {"model__dropout": 0.2, "train__max_steps": 5, "tracking__every": 2, "eval__every": 3}
+    options["checkpoint__every"] = 9
+    plain, looked = start("plain", **options), start("looked", tracking__layers=True, **options)
+    first, second = (load_file(run.final / "model.safetensors") for run in (plain, looked))
+    assert first.keys() == second.keys()
+    assert all(torch.equal(first[name], second[name]) for name in first)
+    kept = ("step", "train/loss", "train/grad_norm", "val/loss")
+    rows = [[{k: event.get(k) for k in kept} for event in read_metrics(run)] for run in (plain, looked)]
+    assert len(rows[0]) == 2 + 3
+    assert rows[0] == rows[1]
+    shown = [{key for key in event if key.startswith("layers/")} for event in read_metrics(looked)]
+    trained = {f"layers/{n}/{kind}" for n in NAMES for kind in ("grad_norm", "weight_norm", "update_ratio")}
+    evaluated = {f"layers/{n}/activation_std" for n in NAMES} | {f"layers/{n}/attention_logit_max" for n in "01"}
+    assert sorted(map(len, shown)) == [6, 6, 6, 12, 12]
+    assert all(keys in (trained, evaluated) for keys in shown)
+    assert not [key for event in read_metrics(plain) for key in event if key.startswith("layers/")]
+
+
+def test_what_is_frozen_has_no_norms(start, tiny_base, text_file):
+    run = start(
+        "tuned",
+        model__n_layer=4,
+        model__bias=True,
+        model__activation_function="gelu_new",
+        data__tokenizer=str(tiny_base),
+        finetune__model=str(tiny_base),
+        finetune__freeze_layers=2,
+        tracking__layers=True,
+        train__max_steps=2,
+    )
+    last, evaluation = read_metrics(run)[-2:]
+    norms = {key.split("/")[1] for key in last if key.startswith("layers/")}
+    assert norms == {"2", "3", "head"}
+    assert {key.split("/")[1] for key in evaluation if key.endswith("activation_std")} == {"embedding", *"0123", "head"}
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTForCausalLM:
+    torch.manual_seed(0)
+    config = GPTConfig(
+        vocab_size=11, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+    )
+    model = GPTForCausalLM(config)
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.5)
+    return model
+
+
+@pytest.mark.parametrize("rows", [1, 5, 1000])
+@pytest.mark.parametrize("packed", [False, True])
+def test_the_largest_logit_is_that_of_attention_written_out(model, monkeypatch, rows, packed):
+    attention = model.transformer.h[1].attn
+    x = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(1))
+    segments = torch.arange(24)[None].expand(3, -1) // 7 if packed else None
+    monkeypatch.setattr(layer_stats, "_LOGITS_AT_ONCE", rows * 3 * 2 * 24)
+    query, key = (
+        F.linear(x, p.weight, p.bias).reshape(3, 24, 2, 8).permute(0, 2, 1, 3)
+        for p in (attention.q_proj, attention.k_proj)
+    )
+    largest = -math.inf
+    for i in range(24):
+        for j in range(i + 1):
+            if not packed or i // 7 == j // 7:
+                largest = max(largest, ((query[:, :, i] * key[:, :, j]).sum(-1) / math.sqrt(8)).max().item())
+    assert attention_logit_max(attention, x, segments).item() == pytest.approx(largest, rel=1e-5)
+    everywhere = (query @ key.transpose(-1, -2)).max().item() / math.sqrt(8)
+    assert everywhere > largest  # so the mask was needed
+
+
+def hooks_of(model) -> list[list]:
+    return [[*m._forward_hooks.values(), *m._forward_pre_hooks.values()] for m in model.modules()]
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation(model, compiled):
+    stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
+    config = Config()
+    config.data.block_size, config.train.micro_batch_size, config.tracking.layers = 24, 3, True
+    looks = Layers(Accelerator(), config, stream)
+    tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64))
+    hidden = model.eval()(tokens, output_hidden_states=True).hidden_states
+    model.train()
+    if compiled:
+        for block in model.transformer.h:
+            block.compile(backend="eager")
+    hooks = hooks_of(model)
+    found = looks.look(model)
+    assert model.training
+    expected = {"embedding": hidden[0], "0": hidden[1], "head": hidden[-1]}
+    for name, value in expected.items():
+        assert found[f"layers/{name}/activation_std"] == pytest.approx(value.std(correction=0).item(), rel=1e-5)
+    # attention weights are a softmax of the logits: log w_ij - log w_i0 = l_ij - l_i0
+    assert found["layers/0/attention_logit_max"] == pytest.approx(
+        attention_logit_max(model.transformer.h[0].attn, model.transformer.h[0].ln_1(hidden[0])).item(), rel=1e-5
+    )
+    assert looks.look(model) == found
+    assert hooks_of(model) == hooks
+    for block in model.transformer.h:
+        block._compiled_call_impl = None
+    torch.compiler.reset()
+
+
+def test_under_autocast_logits_are_not_rounded_to_bf16(model):
+    attention = model.transformer.h[0].attn
+    x = torch.randn(1, 24, 16, generator=torch.Generator().manual_seed(2))
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        found = attention_logit_max(attention, x)
+        query, key = (p(x).float().view(24, 2, 8).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
+    logits = (query @ key.transpose(-1, -2) / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
+    assert found.dtype == torch.float32
+    assert found.item() == pytest.approx(logits.max().item(), rel=1e-6)
+
+
+def test_off_it_looks_at_nothing():
+    off = Layers(SimpleNamespace(), Config(), None)
+    with off.watched(None, None, 10):
+        pass
+    assert off.report(1.0) == off.look(None) == {}
+
+
+def test_deepspeed_is_refused_in_one_line(monkeypatch, write_recipe):
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: True)
+    with pytest.raises(UserError, match=r"tracking\.layers: DeepSpeed keeps gradients and weights to itself; leave"):
+        check_launch(load_config(write_recipe(tracking__layers=True)))

@@ -1,0 +1,180 @@
+"""The largest micro-batch that fits, the rehearsal that finds it, and what a user is told when memory is out."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import micro_batch
+from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_of_memory_advice, rehearsal
+from nanogpt_hf.training.optimizer import build_optimizer
+
+
+@pytest.mark.parametrize(
+    ("needed", "room", "size"),
+    [
+        ({1: 110}, 1000, 2),  # the second tells what one more costs
+        ({1: 110}, 100, None),
+        ({1: 110, 2: 120}, 220, 12),  # 100 + 10 each
+        ({1: 110, 2: 120}, 219, 8),
+        ({1: 110, 2: 120}, 125, None),
+        ({1: 110, 2: 120, 12: 180}, 220, None),  # 108 + 6 each: 24 would need 252
+        ({1: 110, 2: 120, 12: 180}, 260, 24),
+        ({1: 110, 2: 110}, 200, 24),  # too small to be seen
+        ({24: 340}, 1000, None),
+    ],
+)
+def test_memory_grows_in_a_straight_line(needed, room, size):
+    assert next_size([1, 2, 3, 4, 6, 8, 12, 24], needed, room) == size
+
+
+class Machine:
+    """Memory that rehearsals fill: 100 bytes, and 10 a sequence, of `room`."""
+
+    def __init__(self, monkeypatch, room: int, most: int | None = None):
+        self.tried, self.most = [], most
+        monkeypatch.setattr(micro_batch, "_room", lambda accelerator: room)
+        monkeypatch.setattr(micro_batch, "_forget_peak", lambda accelerator: None)
+        monkeypatch.setattr(micro_batch, "_peak", lambda accelerator: 100 + 10 * self.tried[-1])
+
+    def rehearse(self, size: int) -> None:
+        self.tried.append(size)
+        if self.most is not None and size > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_a_few_rehearsals_find_the_largest_that_fits(monkeypatch):
+    machine = Machine(monkeypatch, room=5000)
+    assert largest_micro_batch(Accelerator(), 480, machine.rehearse) == 480
+    assert machine.tried == [1, 2, 480]
+    machine = Machine(monkeypatch, room=1000)
+    assert largest_micro_batch(Accelerator(), 480, machine.rehearse) == 80
+    assert machine.tried == [1, 2, 80]
+
+
+def test_one_that_does_not_fit_after_all_is_survived(monkeypatch):
+    machine = Machine(monkeypatch, room=1000, most=50)
+    assert largest_micro_batch(Accelerator(), 480, machine.rehearse) == 48
+    assert machine.tried == [1, 2, 80, 60, 48]
+
+
+def test_where_not_even_one_sequence_fits_the_error_comes_through(monkeypatch):
+    with pytest.raises(torch.OutOfMemoryError):
+        largest_micro_batch(Accelerator(), 480, Machine(monkeypatch, room=1000, most=0).rehearse)
+
+
+def test_an_error_that_is_not_about_memory_comes_through(monkeypatch):
+    machine = Machine(monkeypatch, room=1000)
+
+    def rehearse(size):
+        machine.rehearse(size)
+        if size > 1:
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes"):
+        largest_micro_batch(Accelerator(), 480, rehearse)
+
+
+def test_a_machine_that_does_not_tell_is_one_line(monkeypatch):
+    monkeypatch.setattr(micro_batch.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
+    with pytest.raises(UserError, match="auto cannot measure memory on this machine's cpu; state a number"):
+        largest_micro_batch(Accelerator(), 8, lambda size: None)
+
+
+MEASURE = """
+import torch
+from accelerate import Accelerator
+from nanogpt_hf.training import micro_batch
+accelerator, size = Accelerator(), 64 * 2**20
+memory._forget_peak(accelerator)
+before = memory._peak(accelerator)
+held = torch.ones(size // 4)
+assert 0.9 * size < memory._peak(accelerator) - before < 1.1 * size
+del held
+assert memory._peak(accelerator) - before > 0.9 * size
+memory._forget_peak(accelerator)
+assert memory._peak(accelerator) - before < 0.5 * size
+assert before < memory._room(accelerator)
+"""
+
+
+def test_the_peak_is_measured_for_real(root):
+    # in a process of its own: in one that has run hundreds of tests, memory is given back at any moment
+    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_rehearsal_leaves_no_trace():
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
+    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
+    tokens = torch.arange(8)[None]
+    with rehearsal(accelerator, optimizer), accelerator.accumulate(model):
+        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
+        accelerator.backward(model(tokens, labels=tokens).loss)
+        assert accelerator.sync_gradients
+        optimizer.step()
+        assert len(optimizer.state) == len(before)
+        optimizer.zero_grad()
+    assert not optimizer.state
+    assert (accelerator.gradient_accumulation_steps, accelerator.step) == (3, 0)
+    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def trained(folder, recipe, *arguments: str) -> RunFolder:
+    assert main(["pretrain", str(recipe), "--run-dir", str(folder), *arguments]) == 0
+    return RunFolder(folder)
+
+
+def test_auto_is_the_run_with_the_number_that_it_finds_and_a_resumed_run_keeps_it(
+    tmp_path, write_recipe, monkeypatch, forget_accelerate
+):
+    recipe = write_recipe(model__dropout=0.1)  # 8 sequences a step
+    monkeypatch.setattr(micro_batch, "_peak", lambda accelerator: 0)
+    monkeypatch.setattr(micro_batch, "next_size", lambda sizes, needed, room: None if 4 in needed else 4)
+    auto = trained(tmp_path / "auto", recipe, "--train.micro_batch_size", "auto")
+    assert "micro_batch_size: 4\n" in auto.recipe.read_text()
+    forget_accelerate()
+    four = trained(tmp_path / "four", recipe, "--train.micro_batch_size", "4")
+    weights = [load_file(run.final / "model.safetensors") for run in (auto, four)]
+    assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
+    # more memory is free now, but the run goes on as it was
+    monkeypatch.setattr(micro_batch, "next_size", lambda sizes, needed, room: None if 8 in needed else 8)
+    forget_accelerate()
+    options = ("--train.micro_batch_size", "auto", "--resume", "--train.max_steps", "8")
+    auto = trained(tmp_path / "auto", recipe, *options)
+    assert "micro_batch_size: 4\n" in auto.recipe.read_text()
+
+
+def test_auto_measures_this_machine(tmp_path, write_recipe):
+    run = trained(tmp_path / "run", write_recipe(), "--train.micro_batch_size", "auto", "--train.max_steps", "2")
+    assert "micro_batch_size: 8\n" in run.recipe.read_text()  # the whole step: any machine has room for it
+
+
+def test_the_advice_names_the_knobs_and_what_they_save():
+    config = Config()
+    config.train.micro_batch_size = 64
+    advice = out_of_memory_advice(config, 50257, "bf16")
+    # 40 · 12 layers · 1,024 tokens · 768 wide · 64 sequences = 24.2 GB; 16 bytes · 124 M = 2.0 GB
+    assert "optimizer state take 2.0 GB, activations of 64 sequences about 24.2 GB" in advice
+    assert "train.micro_batch_size 32 saves 12.1 GB" in advice
+    assert "checkpoints activations saves about 21.7 GB" in advice
+    assert "optim.moments 8bit saves 0.7 GB" in advice  # 8 - 2.03 bytes · 124 M
+    assert "\n" not in advice
+    config.optim.moments = "8bit"
+    advice = out_of_memory_advice(config, 50257, "bf16")
+    assert "optimizer state take 1.2 GB" in advice
+    assert "optim.moments" not in advice
+    config.train.micro_batch_size = 1
+    assert "micro_batch_size 0" not in out_of_memory_advice(config, 50257, "no")
