@@ -29,8 +29,8 @@ Pair = tuple[float, float]  # seconds of a step, ours and the rival's
 
 def check_comparable(work: Workload) -> None:
     """Raises UserError where a rival could not do the same work."""
-    accelerator, config = work.accelerator, work.config
-    if accelerator.num_processes > 1:
+    accelerator, config = work.run.accelerator, work.run.config
+    if work.run.mesh.world_size > 1:
         raise UserError("--against compares on one process; start it without accelerate launch, or with one")
     if accelerator.mixed_precision not in ("no", "bf16"):
         raise UserError(f"--against: float32 or bf16 only, and the machine has {accelerator.mixed_precision}")
@@ -40,9 +40,9 @@ def check_comparable(work: Workload) -> None:
 
 def bare_step(work: Workload) -> Callable[[], None]:
     """Our model and AdamW in the loop that one would write without Accelerate: draw, forward, backward, clip, step."""
-    accelerator, batches, optim = work.accelerator, work.batches, work.config.optim
+    accelerator, batches, optim = work.run.accelerator, work.run.batches, work.run.config.optim
     device = accelerator.device
-    model = start_model(work.config, work.model_config.vocab_size, None).to(device).train()
+    model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
     optimizer = build_optimizer(model, optim)
     with prepared_blocks(model, accelerator):  # compiled, where ours is
         pass
@@ -51,7 +51,7 @@ def bare_step(work: Workload) -> Callable[[], None]:
 
     def take() -> None:
         nonlocal step
-        for batch in batches.at(step):
+        for batch in batches.micro_batches(step):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
             with torch.autocast(device.type, torch.bfloat16) if bf16 else nullcontext():
                 loss = model(**batch, use_cache=False).loss
@@ -67,7 +67,7 @@ def bare_step(work: Workload) -> Callable[[], None]:
 
 def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
     """Both in turns, `steps` of each a window; who begins changes."""
-    device, theirs = work.accelerator.device, bare_step(work)
+    device, theirs = work.run.accelerator.device, bare_step(work)
     for _ in range(WARM_STEPS):
         theirs()
         work.step()
@@ -86,12 +86,12 @@ class _Rows(torch.utils.data.IterableDataset):
     """The sequences of our batches, one by one, without an end."""
 
     def __init__(self, work: Workload):
-        self.batches = work.batches
+        self.batches = work.run.batches
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
         step = 0
         while True:
-            for batch in self.batches.at(step):
+            for batch in self.batches.micro_batches(step):
                 yield from ({"input_ids": row, "labels": row} for row in batch["input_ids"])
             step += 1
 
@@ -108,7 +108,7 @@ class _InTurns(TrainerCallback):
         self.taken += 1
         if self.taken < (self.steps if self.started else WARM_STEPS):
             return
-        device = self.work.accelerator.device
+        device = self.work.run.accelerator.device
         synchronize(device)
         if self.started:
             theirs = (time.perf_counter() - self.started) / self.steps
@@ -118,9 +118,9 @@ class _InTurns(TrainerCallback):
 
     def _ours(self) -> float:
         # Accelerators share what they say about accumulation, and the Trainer's, which does its own, has said 1.
-        accelerator = self.work.accelerator
+        accelerator = self.work.run.accelerator
         before = accelerator.gradient_accumulation_steps
-        accelerator.gradient_accumulation_steps = self.work.batches.accumulation
+        accelerator.gradient_accumulation_steps = self.work.run.batches.accumulation
         seconds = time_of(accelerator.device, self.work.step, self.steps)
         accelerator.gradient_accumulation_steps = before
         return seconds
@@ -132,8 +132,8 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     Its time is all that passes from one of its steps' end to the next: its DataLoader's work, the step, its callbacks.
     It logs, saves and evaluates nothing.
     """
-    config, accelerator = work.config, work.accelerator
-    gpt2 = work.model_config.to_gpt2()
+    config, accelerator = work.run.config, work.run.accelerator
+    gpt2 = work.run.model_config.to_gpt2()
     gpt2._attn_implementation = "sdpa"
     model = GPT2LMHeadModel(gpt2)
     model.loss_type = "ForCausalLM"  # what it takes by default, after a warning
@@ -143,7 +143,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             output_dir=folder,
             max_steps=WARM_STEPS + windows * steps + 1,
             per_device_train_batch_size=config.train.micro_batch_size,
-            gradient_accumulation_steps=work.batches.accumulation,
+            gradient_accumulation_steps=work.run.batches.accumulation,
             optim="adamw_torch_8bit" if config.optim.moments == "8bit" else "adamw_torch_fused",
             learning_rate=config.optim.learning_rate,
             weight_decay=config.optim.weight_decay,
@@ -151,7 +151,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             bf16=accelerator.mixed_precision == "bf16",
             use_cpu=accelerator.device.type == "cpu",
             torch_compile=any(
-                block._compiled_call_impl for block in accelerator.unwrap_model(work.model).transformer.h
+                block._compiled_call_impl for block in accelerator.unwrap_model(work.run.model).transformer.h
             ),
             logging_strategy="no",
             save_strategy="no",
@@ -163,5 +163,5 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
         trainer = Trainer(model, arguments, train_dataset=_Rows(work), callbacks=[in_turns])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
-    accelerator.gradient_accumulation_steps = work.batches.accumulation
+    accelerator.gradient_accumulation_steps = work.run.batches.accumulation
     return in_turns.pairs

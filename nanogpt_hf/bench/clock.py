@@ -46,16 +46,16 @@ def time_of(device: torch.device, work: Callable[[], object], times: int = 1) ->
 
 def warm_up(work: Workload) -> int:
     """Take the first steps, on all processes; how many steps make a window, the same for all of them."""
-    device = work.accelerator.device
+    device = work.run.accelerator.device
     seconds = min(time_of(device, work.step) for _ in range(WARM_STEPS))
-    slowest = work.accelerator.gather(torch.tensor([seconds], device=device)).max().item()
+    slowest = work.run.accelerator.gather(torch.tensor([seconds], device=device)).max().item()
     return max(1, min(_WINDOW_STEPS, round(_WINDOW_SECONDS / slowest)))
 
 
 @contextmanager
 def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
     """Between the beginning and the end of a step, note when each phase ends; yields the function that notes it."""
-    device, accelerator, batches = work.accelerator.device, work.accelerator, work.batches
+    device, accelerator, batches = work.run.accelerator.device, work.run.accelerator, work.run.batches
     moments = []
 
     def mark(phase: str) -> None:
@@ -69,24 +69,24 @@ def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
         type(accelerator).backward(accelerator, loss)
         mark("backward")
 
-    def at(step: int) -> Iterator[dict[str, torch.Tensor]]:
-        micro_batches = type(batches).at(batches, step)
+    def micro_batches(step: int) -> Iterator[dict[str, torch.Tensor]]:
+        drawn = type(batches).micro_batches(batches, step)
         mark("set-up")
-        while batch := next(micro_batches, None):
+        while batch := next(drawn, None):
             mark("data wait")
             yield batch
             mark("optimizer")  # clips and steps where the gradients are complete
 
     mark.moments = moments
     hooks = (
-        work.model.register_forward_pre_hook(lambda *_: mark("set-up")),
-        work.model.register_forward_hook(lambda *_: mark("forward")),
+        work.run.model.register_forward_pre_hook(lambda *_: mark("set-up")),
+        work.run.model.register_forward_hook(lambda *_: mark("forward")),
     )
-    accelerator.backward, batches.at = backward, at
+    accelerator.backward, batches.micro_batches = backward, micro_batches
     try:
         yield mark
     finally:
-        del accelerator.backward, batches.at  # their classes have their own
+        del accelerator.backward, batches.micro_batches  # their classes have their own
         for hook in hooks:
             hook.remove()
 
@@ -99,7 +99,7 @@ def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
     still, or copies. Clipping and clearing the gradients count to the optimizer. Gradients are reduced in backward;
     DeepSpeed's engine steps there, too.
     """
-    device = work.accelerator.device
+    device = work.run.accelerator.device
     if device.type not in ("cpu", "cuda"):
         return None
     rows = []
@@ -121,12 +121,12 @@ def communication(work: Workload, steps: int = 3) -> float | None:
 
     They overlap with the backward pass, so they are no part of the sum of the phases.
     """
-    if work.accelerator.num_processes == 1:
+    if work.run.mesh.world_size == 1:
         return None
-    with profiler(work.accelerator.device) as profile:
+    with profiler(work.run.accelerator.device) as profile:
         for _ in range(steps):
             work.step()
-        synchronize(work.accelerator.device)
+        synchronize(work.run.accelerator.device)
     return collective_seconds(profile) / steps
 
 

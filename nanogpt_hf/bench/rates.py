@@ -12,6 +12,7 @@ from nanogpt_hf.bench.clock import Spread, spread, time_of
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import UserError
@@ -34,10 +35,10 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
 
     With it is what `sample` does; without it every token reads all before it. None where several processes hold it.
     """
-    if work.accelerator.num_processes > 1:
+    if work.run.mesh.world_size > 1:
         return None
-    model = work.model
-    new, device = min(_NEW_TOKENS, model.config.n_positions - 1), work.accelerator.device
+    model = work.run.model
+    new, device = min(_NEW_TOKENS, model.config.n_positions - 1), work.run.accelerator.device
     ends, model.config.eos_token_id = model.config.eos_token_id, None  # an untrained model might end at once
     model.eval()
 
@@ -63,24 +64,24 @@ def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
     The latter reads the same windows from one flat file, inputs and targets each on their own: pair by pair, from a
     stream of text. Conversations have no such counterpart.
     """
-    batches = work.batches
-    draws = max(1, 100_000 // (batches.micro_batch_size * batches.accumulation * batches.block_size))
-    tokens = draws * batches.micro_batch_size * batches.accumulation * batches.block_size
+    batches, blocks = work.run.batches, work.run.batches.blocks
+    draws = max(1, 100_000 // (batches.micro_batch_size * batches.accumulation * blocks.block_size))
+    tokens = draws * batches.micro_batch_size * batches.accumulation * blocks.block_size
 
     def ours() -> None:
         for step in range(draws):
-            for _ in batches.at(step):
+            for _ in batches.micro_batches(step):
                 pass
 
     ours()
-    if not isinstance(batches.tokens, TokenStream):
+    if not isinstance(blocks, TokenBlocks):
         return {"loader": spread([tokens / time_of(_CPU, ours) for _ in range(windows)])}
     with tempfile.TemporaryDirectory() as folder:
-        flat = _flat_copy(batches.tokens, Path(folder) / "flat.bin")
+        flat = _flat_copy(blocks.stream, Path(folder) / "flat.bin")
 
         def memmap() -> None:
             for step in range(draws):
-                _draw_from(flat, batches, step)
+                _draw_from(flat, batches, blocks, step)
 
         memmap()
         pairs = [(time_of(_CPU, ours), time_of(_CPU, memmap)) for _ in range(windows)]
@@ -97,9 +98,9 @@ def _flat_copy(stream: TokenStream, path: Path) -> np.memmap:
     return flat
 
 
-def _draw_from(flat: np.memmap, batches: Batches, step: int) -> None:
-    size = batches.block_size
-    starts = batches.starts(step).reshape(-1, batches.micro_batch_size)
+def _draw_from(flat: np.memmap, batches: Batches, blocks: TokenBlocks, step: int) -> None:
+    size = blocks.block_size
+    starts = (batches.indices(step) * blocks.stride).reshape(-1, batches.micro_batch_size)
     for index in range(batches.accumulation):
         for shift in (0, 1):
             places = (starts[batches.micro_batch_number(index)] + shift).tolist()

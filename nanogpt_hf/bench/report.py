@@ -29,16 +29,16 @@ _TRACED_STEPS = 5
 
 def figures_of(work: Workload, windows: int, say: Callable[[str], None]) -> dict[str, Any]:
     """Measure everything but the rivals, on all processes. Times are seconds, rates tokens a second, memory bytes."""
-    accelerator, config, batches = work.accelerator, work.config, work.batches
+    accelerator, config, batches = work.run.accelerator, work.run.config, work.run.batches
     device, train = accelerator.device, config.train
     figures = {
         "recipe": config.name,
         "machine": describe_machine(accelerator),
         "tokens_from": work.tokens_from,
-        "parameters": count_parameters(work.model_config),
+        "parameters": count_parameters(work.run.model_config),
         "tokens_per_step": train.tokens_per_step,
         "step_is": f"{train.micro_batch_size} sequences × {config.data.block_size} × "
-        f"{accelerator.num_processes} processes × {batches.accumulation} accumulated",
+        f"{work.run.mesh.dp_size} processes × {batches.accumulation} accumulated",
     }
     say(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
     say(f"tokens      {work.tokens_from}")
@@ -48,8 +48,8 @@ def figures_of(work: Workload, windows: int, say: Callable[[str], None]) -> dict
     steps = warm_up(work)
     step = spread([time_of(device, work.step, steps) for _ in range(windows)])
     rate = train.tokens_per_step / step.median
-    peak, arithmetic = peak_flops(device), flops_per_token(work.model_config, config.data.block_size)
-    each = rate / accelerator.num_processes
+    peak, arithmetic = peak_flops(device), flops_per_token(work.run.model_config, config.data.block_size)
+    each = rate / work.run.mesh.world_size
     figures |= {
         "windows": windows,
         "steps_per_window": steps,
@@ -139,9 +139,9 @@ def compare(work: Workload, rival: str, windows: int) -> tuple[dict[str, Any], s
 
 def write_trace(work: Workload, path: Path) -> None:
     """A Chrome trace of a few steps, of the main process; on all processes."""
-    with profiler(work.accelerator.device) as profile:
+    with profiler(work.run.accelerator.device) as profile:
         for _ in range(_TRACED_STEPS):
             work.step()
-        synchronize(work.accelerator.device)
-    if work.accelerator.is_main_process:
+        synchronize(work.run.accelerator.device)
+    if work.run.accelerator.is_main_process:
         profile.export_chrome_trace(str(path))

@@ -7,11 +7,11 @@ accelerate launch [--config_file F] cli.py bench RECIPE. With several processes 
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 
 RIVALS = ("bare", "trainer")
@@ -48,7 +48,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     logging.disable_progress_bar()
     if config is None:
-        config = small_config(int(os.environ.get("WORLD_SIZE") or 1))
+        config = small_config(Mesh.from_environment().world_size)
         config.name = "bench"
     if arguments.scaling:
         _scale(arguments, config, overrides, counts)
@@ -73,7 +73,7 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     words = arguments.processes.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
-    if arguments.scaling and int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if arguments.scaling and Mesh.from_environment().world_size > 1:
         raise UserError("--scaling launches its processes itself; start it without accelerate launch")
     if arguments.scaling and not arguments.recipe:
         raise UserError("--scaling: name a RECIPE, whose step is to be shared")

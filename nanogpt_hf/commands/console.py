@@ -12,6 +12,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from nanogpt_hf.distributed.mesh import Mesh
+
 _LEVELS = ("debug", "info", "warning", "error")
 _OURS = "nanogpt_hf"
 # Libraries that --log-level is for as well; some read a variable when they are imported, which may be later.
@@ -61,8 +63,8 @@ def speaking(log_level: str | None) -> Iterator[None]:
     Processes other than the first say warnings and errors only, each with its rank in front, whoever says them: this
     package, a library, or Python's `warnings`.
     """
-    rank = os.environ.get("RANK", "0")
-    least = logging.WARNING if rank != "0" else logging.DEBUG
+    rank = Mesh.from_environment().rank
+    least = logging.WARNING if rank else logging.DEBUG
     level = max(least, getattr(logging, (log_level or "info").upper()))
     loggers = {_OURS: level, "py.warnings": max(level, logging.WARNING)}
     variables = {}
@@ -88,7 +90,7 @@ def speaking(log_level: str | None) -> Iterator[None]:
         logging.getLogger(name).setLevel(least_of_it)
     for logger in spoken:
         logger.addHandler(handler)
-    if rank != "0":
+    if rank:
         logging.setLogRecordFactory(with_rank)
     logging.captureWarnings(True)
     try:

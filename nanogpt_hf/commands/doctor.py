@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 
 PATIENCE = 60  # seconds that processes wait for each other
@@ -85,7 +86,7 @@ class Report:
         from nanogpt_hf.doctor.findings import ADVICE
 
         seconds = seconds or PATIENCE
-        alone = int(os.environ.get("WORLD_SIZE") or 1) == 1
+        alone = Mesh.from_environment().world_size == 1
         late = f"no answer from the other processes within {seconds:g} s"
         limit = seconds if self.speaks else 2 * seconds
         clock = threading.Timer(limit, self.give_up, (topic, late, ADVICE[self.backend]))
@@ -113,6 +114,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     recipe = load_config(arguments.recipe, overrides) if arguments.recipe else None
+    mesh = Mesh.from_environment()
     # The imports below take seconds; mistakes above and --help should not wait for them.
     import torch
     from transformers.utils import logging
@@ -125,9 +127,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from nanogpt_hf.runs.folder import RunFolder
 
     logging.disable_progress_bar()
-    config = recipe or probes.small_config(int(os.environ.get("WORLD_SIZE") or 1))
+    config = recipe or probes.small_config(mesh.world_size)
     folder = RunFolder(arguments.run_dir or (Path("runs") / config.name if recipe else "runs"))
-    report = Report(os.environ.get("RANK", "0") == "0", "nccl" if torch.cuda.is_available() else "gloo", arguments.json)
+    report = Report(mesh.is_main, "nccl" if torch.cuda.is_available() else "gloo", arguments.json)
 
     report.add(*findings.judge_versions(machine.versions(), machine.outside_ranges()))
     report.add(findings.Finding("ok", "machine", machine.describe_host()))
@@ -139,15 +141,16 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder)
-            if accelerator.num_processes > 1:
+            if mesh.world_size > 1:
                 report.backend = "nccl" if "nccl" in str(accelerator.state.backend) else "gloo"
-            gather = probes.build_gather(accelerator)
+            gather = probes.build_gather()
     except UserError as error:
         report.add(findings.Finding("fault", "launch", str(error)))
         return report.end()
     asked, obtained = machine.asked_and_obtained(accelerator)
-    local = int(os.environ.get("LOCAL_WORLD_SIZE") or 1)
-    report.add(*findings.judge_launch(asked, obtained, accelerator.num_processes, local, torch.cuda.device_count()))
+    report.add(
+        *findings.judge_launch(asked, obtained, mesh.world_size, mesh.local_world_size, torch.cuda.device_count())
+    )
     with report.together("processes"):
         processes = gather(machine.this_process(accelerator, places))
     report.add(*findings.judge_processes(processes))
@@ -162,80 +165,98 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
 def examine_a_run(report: Report, config, accelerator, gather, processes, *, use_prepared: bool) -> None:
     """Build what a run of `config` builds, and report whether all processes agree on it and how fast they are."""
-    from accelerate.utils import DistributedType
-    from torch.distributed.tensor import DTensor
+    data, source = _agree_on_data(report, config, gather, use_prepared=use_prepared)
+    _check_initial_weights(report, config, data, gather)
+    _check_batches(report, config, accelerator, data, source, gather)
+    _measure_all_reduce(report, accelerator, gather, processes)
+    _measure_steps(report, config, accelerator, data, gather)
 
-    from nanogpt_hf.data.batches import Batches
-    from nanogpt_hf.distributed.accelerator import prepared_blocks
+
+def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):
+    """The prepared data if all processes have the same, else made-up tokens; and a name for it."""
     from nanogpt_hf.doctor import findings, probes
-    from nanogpt_hf.model.build import build_gpt_config, build_model
-    from nanogpt_hf.training.optimizer import build_optimizer
 
-    tokens, source, problem = probes.tokens_for(config, use_prepared)
+    data, source, problem = probes.data_for(config, use_prepared)
     with report.together("data"):
         all_sources = gather((source, problem, probes.vocab_size_of(config)))
     for rank, (_, problem, _) in enumerate(all_sources):
         if problem:
             report.add(findings.Finding("fault", "data", f"rank {rank}: {problem}" if rank else problem))
-    vocab_size = max(size for _, _, size in all_sources)
-    if tokens is None or len({source for source, _, _ in all_sources}) > 1:
+    if data is None or len({source for source, _, _ in all_sources}) > 1:
         source = f"made-up tokens ({source})"
-        tokens = probes.made_up_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
+        data = probes.made_up_data(config, vocab_size=max(size for _, _, size in all_sources))
+    return data, source
 
-    model_config = build_gpt_config(config.model, vocab_size)
-    model = build_model(model_config, config.train.seed)
+
+def _check_initial_weights(report: Report, config, data, gather) -> None:
+    from nanogpt_hf.doctor import findings, probes
+    from nanogpt_hf.model.build import build_gpt_config, build_model
+
+    model = build_model(build_gpt_config(config.model, data.vocab_size), config.train.seed)
     with report.together("parameters"):
         digests = gather(probes.parameter_digests(model))
     report.add(findings.judge_parameters(digests, f"{model.num_parameters():,} as built"))
 
-    def build_batches(micro_batch_size: int, accumulation: int) -> Batches:
-        return Batches(
-            tokens,
-            block_size=config.data.block_size,
-            order=config.data.order,
-            seed=config.train.seed,
-            micro_batch_size=micro_batch_size,
-            accumulation=accumulation,
-            rank=accelerator.process_index,
-            num_processes=accelerator.num_processes,
-        )
 
-    micro_batch_size, accumulation = config.train.micro_batch_size, accelerator.gradient_accumulation_steps
-    micro_batch_size = 1 if micro_batch_size == "auto" else micro_batch_size
-    batches = build_batches(micro_batch_size, accumulation)
+def _micro_batch_size(config) -> int:
+    """The recipe's, or 1 for `auto`."""
+    size = config.train.micro_batch_size
+    return 1 if size == "auto" else size
+
+
+def _check_batches(report: Report, config, accelerator, data, source: str, gather) -> None:
+    from nanogpt_hf.distributed.mesh import Mesh
+    from nanogpt_hf.doctor import findings, probes
+    from nanogpt_hf.training.micro_batch import build_batches
+
+    batches = build_batches(config, accelerator, Mesh.from_environment(), data.train, _micro_batch_size(config))
     with report.together("data"):
         read = gather(probes.windows_read(batches, 0))
     report.add(findings.judge_data(read, probes.windows_of_step(batches, 0), source))
 
-    if accelerator.num_processes == 1:
-        report.add(findings.Finding("ok", "all-reduce", "one process: nothing to talk to"))
-    else:
-        with report.together("all-reduce"):
-            rows = probes.all_reduce_times(accelerator.device, gather)
-        link = probes.find_link(processes, report.backend)
-        report.add(findings.judge_all_reduce(rows, link, report.backend))
 
-    # A whole step may take minutes and would tell nothing more. On a CPU so may one micro-batch.
-    timed = micro_batch_size
+def _measure_all_reduce(report: Report, accelerator, gather, processes) -> None:
+    from nanogpt_hf.doctor import findings, probes
+
+    if len(processes) == 1:
+        report.add(findings.Finding("ok", "all-reduce", "n/a with one process"))
+        return
+    with report.together("all-reduce"):
+        rows = probes.all_reduce_times(accelerator.device, gather)
+    link = probes.find_link(processes, report.backend)
+    report.add(findings.judge_all_reduce(rows, link, report.backend))
+
+
+def _measure_steps(report: Report, config, accelerator, data, gather) -> None:
+    import dataclasses
+
+    from accelerate.utils import DistributedType
+    from torch.distributed.tensor import DTensor
+
+    from nanogpt_hf.doctor import findings, probes
+    from nanogpt_hf.training.micro_batch import build_batches
+    from nanogpt_hf.training.setup import build_run
+
+    # A whole step may take minutes and would show nothing more. On a CPU so may one micro-batch.
+    timed, accumulation = _micro_batch_size(config), accelerator.gradient_accumulation_steps
+    of_step = accumulation * timed
     if accelerator.device.type == "cpu":
-        timed = max(1, min(micro_batch_size, _CPU_TOKENS // config.data.block_size))
-    batches = build_batches(timed, 1)
+        timed = max(1, min(timed, _CPU_TOKENS // config.data.block_size))
+    train = dataclasses.replace(config.train, micro_batch_size=timed)
     with report.together("step", PATIENCE_COMPILING):
-        with prepared_blocks(model, accelerator):
-            model, optimizer = accelerator.prepare(model, build_optimizer(model, config.optim))
-        accelerator.gradient_accumulation_steps = 1  # only now: DeepSpeed's engine has put its own there
-        seconds = max(gather(probes.warm_up(accelerator, model, optimizer, batches)))
+        run = build_run(dataclasses.replace(config, train=train), accelerator, data)
+        accelerator.gradient_accumulation_steps = 1  # only now: DeepSpeed's engine has set its own
+        run.batches = build_batches(run.config, accelerator, run.mesh, data.train, timed)
+        seconds = max(gather(probes.warm_up(run)))
         # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.
         deepspeed = accelerator.distributed_type == DistributedType.DEEPSPEED
-        sharded = deepspeed or any(isinstance(parameter, DTensor) for parameter in model.parameters())
-        copies = accelerator.num_processes > 1 and not sharded
-        digests = gather(probes.parameter_digests(model)) if copies else []
+        sharded = deepspeed or any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
+        copies = run.mesh.world_size > 1 and not sharded
+        digests = gather(probes.parameter_digests(run.model)) if copies else []
     if copies:
         report.add(findings.judge_parameters(digests, f"after {probes.WARM_STEPS} steps"))
     with report.together("step", PATIENCE_COMPILING):
-        times = gather(
-            probes.time_steps(accelerator, model, optimizer, batches, count=max(1, min(5, int(20 / seconds))))
-        )
-    size, of_step = f"{timed} × {config.data.block_size} tokens", accumulation * micro_batch_size / timed
+        times = gather(probes.time_steps(run, count=max(1, min(5, int(20 / seconds)))))
+    size = f"{timed} × {config.data.block_size} tokens"
     inseparable = "DeepSpeed's engine communicates as it computes" if deepspeed else ""
-    report.add(*findings.judge_step(times, size, of_step, report.backend, sharded, inseparable))
+    report.add(*findings.judge_step(times, size, of_step / timed, report.backend, sharded, inseparable))

@@ -7,12 +7,12 @@ how far it has been checked.
 import argparse
 import dataclasses
 import json
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if int(os.environ.get("WORLD_SIZE") or 1) > 1:
+    if Mesh.from_environment().world_size > 1:
         raise UserError("estimate needs no launch: python cli.py estimate RECIPE --config_file F")
     if arguments.json and not arguments.json.absolute().parent.is_dir():
         raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")

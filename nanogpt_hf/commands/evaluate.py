@@ -87,6 +87,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
+    from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.distributed.rendezvous import all_ready, one_line_for_a_lost_process
     from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
     from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
@@ -144,6 +145,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             with _bar(accelerator.is_main_process) as bar:
                 measured = evaluate_text(
                     accelerator,
+                    Mesh.from_environment(),
                     model,
                     corpus,
                     block_size=got["block_size"],

@@ -5,7 +5,6 @@ No recipe is needed: cli.py finetune --from gpt2 --data my.txt
 
 import argparse
 import logging
-import os
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_r
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
 from nanogpt_hf.config.load import convert, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.model.build import load_model
 
     disable_progress_bar()
-    main_process = os.environ.get("RANK", "0") == "0"
+    main_process = Mesh.from_environment().is_main
     options = {"tokens": config.finetune.sample_tokens, "seed": config.train.seed}
     prompts, before = list(config.finetune.prompts), []
 

@@ -45,8 +45,8 @@ def chat_line(facts, examples) -> str:
     """What there is of a split of conversations, and what a block is too short for."""
     line = (
         f"{facts.documents:,} conversations, {facts.tokens:,} tokens, {facts.answered:,} of them in answers; "
-        f"{len(examples.blocks):,} blocks of {examples.block_size} ({examples.packing}), "
-        f"{examples.filled / examples.positions:.0%} full"
+        f"{len(examples):,} blocks of {examples.block_size} ({examples.packing}), "
+        f"{examples.filled / (len(examples) * examples.block_size):.0%} full"
     )
     if examples.cut:
         line += f"; {examples.cut:,} conversations are longer than a block and are cut at their end"

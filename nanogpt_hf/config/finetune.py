@@ -48,3 +48,10 @@ def frozen_layers_at(step: int, finetune: FinetuneSection) -> int:
         return -1
     thawed = step // finetune.unfreeze_every if finetune.unfreeze_every else 0
     return max(-1, finetune.freeze_layers - thawed)
+
+
+def next_unfreezing(step: int, finetune: FinetuneSection) -> int | None:
+    """The first step after `step` at which fewer layers are frozen, or None."""
+    if finetune.unfreeze_every is None or frozen_layers_at(step, finetune) < 0:
+        return None
+    return (step // finetune.unfreeze_every + 1) * finetune.unfreeze_every

@@ -1,7 +1,4 @@
-"""Conversations as examples -> blocks of one length, seen as a stream of positions in which they lie end to end.
-
-Block b stands at offset b · block_size, so (seed, step, rank) -> batch is the same arithmetic as for plain text.
-"""
+"""Blocks of conversations: several examples packed into each block, or one and padding."""
 
 from bisect import bisect_left, insort
 from collections import defaultdict
@@ -46,10 +43,8 @@ class Examples:
         )
         return cls(*streams, lengths, block_size=block_size, packing=packing)
 
-    @property
-    def positions(self) -> int:
-        """Positions in all blocks, those that nothing fills included."""
-        return len(self.blocks) * self.block_size
+    def __len__(self) -> int:
+        return len(self.blocks)
 
     def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
         """The tokens of an example, those that a block has room for, and whether each after the first is a target."""
@@ -65,17 +60,17 @@ class Examples:
             questions.append(tokens[: int(is_target.argmax()) + 1].tolist())
         return questions
 
-    def batch(self, starts: np.ndarray, block_size: int) -> dict[str, torch.Tensor]:
-        """The blocks at these offsets as `forward` takes them, int64 (len(starts), block_size).
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices), block_size).
 
-        shift_labels is -100 where the next token is not part of an answer. In packed blocks position_ids begin anew
-        with each example, which also tells attention where to end.
+        shift_labels is -100 if the next token is not part of an answer. In packed blocks position_ids restart at 0
+        with each example; transformers infers from that which tokens attend to each other.
         """
-        assert block_size == self.block_size
-        inputs = np.zeros((len(starts), block_size), dtype=np.int64)
+        block_size = self.block_size
+        inputs = np.zeros((len(indices), block_size), dtype=np.int64)
         targets = np.full_like(inputs, -100)
         positions = np.zeros_like(inputs)
-        for row, block in enumerate((starts // block_size).tolist()):
+        for row, block in enumerate(indices.tolist()):
             filled = 0
             for number in self.blocks[block]:
                 tokens, is_target = self._targets_of(number)
@@ -89,9 +84,9 @@ class Examples:
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
 
-    def counted(self, starts: np.ndarray, block_size: int) -> int:
-        """Targets that count in the blocks at these offsets: the tokens of answers."""
-        numbers = (number for block in (starts // block_size).tolist() for number in self.blocks[block])
+    def num_targets(self, indices: np.ndarray) -> int:
+        """The tokens of answers in the blocks at `indices`."""
+        numbers = (number for block in indices.tolist() for number in self.blocks[block])
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
 
 

@@ -15,6 +15,7 @@ import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.conversations import encode_conversations, teach_chat
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import (
@@ -42,10 +43,18 @@ _PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than t
 class PreparedData:
     """Prepared tokens, ready to train on."""
 
-    train: TokenStream | Examples
-    validation: TokenStream | Examples
+    train: TokenBlocks | Examples
+    validation: TokenBlocks | Examples
     tokenizer: transformers.PreTrainedTokenizerBase
     manifest: Manifest
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.vocab_size
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        return self.tokenizer.eos_token_id
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
@@ -108,7 +117,7 @@ def load_prepared(config: Config) -> PreparedData:
             Examples.open(folder / split, block_size=block_size, packing=packing) for split in ("train", "validation")
         )
         for split, examples in (("train", train), ("validation", validation)):
-            if not examples.positions:
+            if not len(examples):
                 raise DataError(
                     f"data.block_size: {block_size} tokens are too few for every conversation of {folder / split}: "
                     "none has an answer within them"
@@ -122,7 +131,8 @@ def load_prepared(config: Config) -> PreparedData:
         )
     if len(validation) < 2:
         raise DataError(f"{folder}: {len(validation)} validation tokens; raise data.validation_fraction")
-    return PreparedData(train, validation, tokenizer, manifest)
+    blocks = TokenBlocks(train, block_size, stride=1 if config.data.order == "random" else None)
+    return PreparedData(blocks, TokenBlocks(validation, block_size, partial=True), tokenizer, manifest)
 
 
 def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset, datasets.Dataset]:

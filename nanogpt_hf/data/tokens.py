@@ -1,11 +1,10 @@
-"""Arrow shards -> one flat stream of tokens, read where it lies: no copy of the data is ever made."""
+"""TokenStream: memory-mapped arrow shards as one flat array of tokens, without a copy."""
 
 from pathlib import Path
 
 import datasets
 import numpy as np
 import pyarrow
-import torch
 
 from nanogpt_hf.errors import DataError
 
@@ -36,31 +35,6 @@ class TokenStream:
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
-
-    @property
-    def positions(self) -> int:
-        """Tokens that have a next one to predict."""
-        return max(0, len(self) - 1)
-
-    def batch(self, starts: np.ndarray, block_size: int) -> dict[str, torch.Tensor]:
-        """The windows at these offsets as `forward` takes them: input_ids and, as shift_labels, the token after each.
-
-        Both are int64 (len(starts), block_size). Past the stream's end the input is 0 and the target -100.
-        """
-        counts = np.minimum(block_size, self.positions - starts)
-        if (counts == block_size).all():
-            inputs, targets = self.windows(starts, block_size), self.windows(starts + 1, block_size)
-            return {"input_ids": torch.from_numpy(inputs), "shift_labels": torch.from_numpy(targets)}
-        inputs = torch.zeros(len(starts), block_size, dtype=torch.int64)
-        targets = torch.full_like(inputs, -100)
-        for row, count in enumerate(counts.tolist()):
-            window = torch.from_numpy(self.windows(starts[row : row + 1], count + 1)[0])
-            inputs[row, :count], targets[row, :count] = window[:-1], window[1:]
-        return {"input_ids": inputs, "shift_labels": targets}
-
-    def counted(self, starts: np.ndarray, block_size: int) -> int:
-        """Targets that count in the windows at these offsets: all but those past the stream's end."""
-        return int(np.minimum(block_size, self.positions - starts).sum())
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each offset in `starts`, as int64 of shape (len(starts), length).

@@ -13,6 +13,7 @@ from accelerate.utils import DistributedType, broadcast
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.training.adamw_8bit import as_float32, held_by
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -159,8 +160,9 @@ def _set_zero(
         return
     # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this forgets the padding
     size = parameter.ds_tensor.numel()
-    padded = torch.nn.functional.pad(value.flatten(), (0, size * accelerator.num_processes - value.numel()))
-    part = padded.narrow(0, size * accelerator.process_index, size)
+    mesh = Mesh.from_environment()
+    padded = torch.nn.functional.pad(value.flatten(), (0, size * mesh.dp_size - value.numel()))
+    part = padded.narrow(0, size * mesh.dp_rank, size)
     parameter._z3_optimizer.set_local_hp_param(part, parameter, moment)
 
 

@@ -15,22 +15,24 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.data.prepare import PreparedData, load_prepared
 from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.interconnect import Link, gpu_link, network_link
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.machine import Process
-from nanogpt_hf.training.loop import train_step
+from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.step import train_step
 
 Gather = Callable[[Any], list[Any]]  # one value a process -> all of them by rank, on all processes
 WARM_STEPS = 2
+_LEARNING_RATE = 1e-4  # of the steps that are timed
 
 
 @dataclass(frozen=True)
@@ -52,14 +54,15 @@ def small_config(world_size: int) -> Config:
     )
 
 
-def build_gather(accelerator: Accelerator) -> Gather:
+def build_gather() -> Gather:
     """Collects one value a process. Always over gloo: it answers where NCCL is what is wrong."""
-    if accelerator.num_processes == 1:
+    world_size = Mesh.from_environment().world_size
+    if world_size == 1:
         return lambda value: [value]
     group = dist.new_group(backend="gloo")
 
     def gather(value: Any) -> list[Any]:
-        values = [None] * accelerator.num_processes
+        values = [None] * world_size
         dist.all_gather_object(values, value, group=group)
         return values
 
@@ -80,21 +83,34 @@ def vocab_size_of(config: Config) -> int:
     return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
 
 
-def tokens_for(config: Config, use_prepared: bool) -> tuple[TokenStream | Examples | None, str, str | None]:
-    """The recipe's training tokens or None, where they are or why there are none, and what is wrong with them."""
+@dataclass(frozen=True)
+class MadeUpData:
+    """Random tokens, the same on every process, in place of prepared data."""
+
+    train: TokenBlocks
+    vocab_size: int
+    end_of_text_id: None = None
+
+
+def data_for(config: Config, use_prepared: bool) -> tuple[PreparedData | None, str, str | None]:
+    """The recipe's prepared data or None, its folder or why there is none, and what is wrong with it."""
     if not use_prepared:
         return None, "no recipe", None
     try:
         if read_manifest(Path(config.data.dir)) is None:
             return None, f"{config.data.dir} is not prepared yet", None
-        return load_prepared(config).train, config.data.dir, None
+        return load_prepared(config), config.data.dir, None
     except DataError as error:
         return None, f"{config.data.dir} cannot be used", str(error)
 
 
-def made_up_tokens(vocab_size: int, count: int) -> TokenStream:
-    """Random tokens, the same on every process, for a model without prepared data."""
-    return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
+def made_up_data(config: Config, vocab_size: int | None = None) -> MadeUpData:
+    """Enough random tokens for a few steps of `config`."""
+    vocab_size = vocab_size or vocab_size_of(config)
+    count = 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
+    stream = TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
+    stride = 1 if config.data.order == "random" else None
+    return MadeUpData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
 
 
 def _digests(batch: dict[str, torch.Tensor]) -> list[str]:
@@ -104,12 +120,12 @@ def _digests(batch: dict[str, torch.Tensor]) -> list[str]:
 
 def windows_read(batches: Batches, step: int) -> list[str]:
     """Checksums of the windows that this process draws for a step."""
-    return [digest for batch in batches.at(step) for digest in _digests(batch)]
+    return [digest for batch in batches.micro_batches(step) for digest in _digests(batch)]
 
 
 def windows_of_step(batches: Batches, step: int) -> list[str]:
     """Checksums of the windows that all processes together should draw for a step."""
-    return _digests(batches.tokens.batch(batches.starts(step), batches.block_size))
+    return _digests(batches.blocks.batch(batches.indices(step)))
 
 
 def _seconds(device: torch.device, work: Callable[[], Any]) -> float:
@@ -156,41 +172,37 @@ def find_link(processes: list[Process], backend: str) -> Link:
     return gpu_link([process.gpu for process in processes], torch.cuda.get_device_capability()[0])
 
 
-def warm_up(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches) -> float:
+def warm_up(run: Run) -> float:
     """WARM_STEPS steps, on all processes: the first compiles and allocates. Seconds of the last."""
     for step in range(WARM_STEPS):
-        seconds = _seconds(accelerator.device, lambda step=step: _step(accelerator, model, optimizer, batches, step))
+        seconds = _seconds(run.accelerator.device, lambda step=step: train_step(run, step, _LEARNING_RATE))
     return seconds
 
 
-def _step(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches, step: int) -> None:
-    train_step(accelerator, model, optimizer, batches, step, learning_rate=1e-4, max_grad_norm=1.0)
-
-
-def _compute(accelerator: Accelerator, model: Any, optimizer: Any, batches: list) -> None:
-    """The arithmetic of a step without its gradients' way to other processes."""
-    with accelerator.no_sync(model):
+def _compute(run: Run, batches: list) -> None:
+    """The arithmetic of a step without the communication of its gradients."""
+    with run.accelerator.no_sync(run.model):
         for batch in batches:
-            batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-            accelerator.backward(model(**batch, use_cache=False).loss)
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.optimizer.step()
-    optimizer.optimizer.zero_grad()
+            batch = {name: tensor.to(run.accelerator.device) for name, tensor in batch.items()}
+            run.accelerator.backward(run.model(**batch, use_cache=False).loss)
+        torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)
+    run.optimizer.optimizer.step()
+    run.optimizer.optimizer.zero_grad()
 
 
-def time_steps(accelerator: Accelerator, model: Any, optimizer: Any, batches: Batches, count: int) -> StepTimes:
+def time_steps(run: Run, count: int) -> StepTimes:
     """Medians over `count` whole steps and, with several processes, over as many drawn and computed alone.
 
     DeepSpeed cannot compute without communicating: there both count as compute.
 
-    On all processes. Afterwards they hold different parameters: the model is of no more use.
+    On all processes. Afterwards their parameters differ, so the model is not usable.
     """
-    device, steps = accelerator.device, range(WARM_STEPS, WARM_STEPS + count)
-    whole = [_seconds(device, lambda s=s: _step(accelerator, model, optimizer, batches, s)) for s in steps]
-    data = [_seconds(device, lambda s=s: list(batches.at(s))) for s in steps]
+    device, batches, steps = run.accelerator.device, run.batches, range(WARM_STEPS, WARM_STEPS + count)
+    whole = [_seconds(device, lambda s=s: train_step(run, s, _LEARNING_RATE)) for s in steps]
+    data = [_seconds(device, lambda s=s: list(batches.micro_batches(s))) for s in steps]
     step, drawing = statistics.median(whole), statistics.median(data)
-    if accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if run.mesh.world_size == 1 or run.accelerator.distributed_type == DistributedType.DEEPSPEED:
         return StepTimes(step, drawing, step - drawing)
-    drawn = [list(batches.at(s)) for s in (1, *steps)]
-    alone = [_seconds(device, lambda d=d: _compute(accelerator, model, optimizer, d)) for d in drawn][1:]
+    drawn = [list(batches.micro_batches(s)) for s in (1, *steps)]
+    alone = [_seconds(device, lambda d=d: _compute(run, d)) for d in drawn][1:]
     return StepTimes(step, drawing, statistics.median(alone))

@@ -11,6 +11,7 @@ import evaluate
 from accelerate import Accelerator
 
 from nanogpt_hf.data.tokenizer import build_tokenizer
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import corpus_of
 from nanogpt_hf.evaluation.text import evaluate_text
 from nanogpt_hf.model.build import load_model
@@ -47,6 +48,7 @@ class Perplexity(evaluate.Metric):
         block_size = block_size or gpt.config.n_positions
         result = evaluate_text(
             accelerator,
+            Mesh.from_environment(),
             gpt,
             corpus_of(predictions, build_tokenizer(model, ()), "predictions", "given"),
             block_size=block_size,

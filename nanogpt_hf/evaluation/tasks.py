@@ -25,6 +25,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 
 _SECONDS_FOR_THE_HUB = 5
@@ -137,8 +138,9 @@ def run_tasks(
         lm._device = accelerator.device  # a sharded model's own may be another
         fewest = min(min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values())
         sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-        if not sharded and fewest >= accelerator.num_processes:
-            lm._rank, lm._world_size, lm.accelerator = accelerator.process_index, accelerator.num_processes, accelerator
+        mesh = Mesh.from_environment()
+        if not sharded and fewest >= mesh.world_size:
+            lm._rank, lm._world_size, lm.accelerator = mesh.rank, mesh.world_size, accelerator
         try:
             model.eval()
             with torch.no_grad(), accelerator.autocast():
@@ -150,7 +152,7 @@ def run_tasks(
         finally:
             model.train(was_training)
     results = [None if answer is None else _plain(answer["results"])]
-    if accelerator.num_processes > 1:
+    if Mesh.from_environment().world_size > 1:
         broadcast_object_list(results, from_process=0)
     return results[0]
 

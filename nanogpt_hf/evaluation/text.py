@@ -8,7 +8,8 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.training.evaluate import Evaluation
@@ -47,36 +48,10 @@ class TextEvaluation(Evaluation):
         return self.loss_error / math.log(2) / self.bytes_per_token
 
 
-def sliding_windows(length: int, block_size: int, stride: int) -> list[tuple[int, int, int]]:
-    """(start, tokens read, predictions left out) of windows that predict all but the first of `length` tokens once.
-
-    A window starts `stride` tokens after the one before it and predicts what that one has not: a token has at least
-    block_size - stride + 1 tokens of context, or all there are. With stride = block_size the windows lie end to end, as
-    at an evaluation during training.
-    """
-    windows, predicted = [], 0
-    for start in range(0, max(0, length - 1), stride):
-        end = min(start + block_size, length - 1)
-        windows.append((start, end - start, predicted - start))
-        predicted = end
-        if end == length - 1:
-            break
-    return windows
-
-
-def window_batch(
-    stream: TokenStream, windows: list[tuple[int, int, int]], block_size: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """input_ids and targets, int64 (windows, block_size); target -100 is not counted."""
-    inputs, targets = stream.batch(np.array([start for start, _, _ in windows]), block_size).values()
-    for row, (_, _, left_out) in enumerate(windows):
-        targets[row, :left_out] = -100
-    return inputs, targets
-
-
 @torch.no_grad()
 def evaluate_text(
     accelerator: Accelerator,
+    mesh: Mesh,
     model: GPTForCausalLM,
     corpus: Corpus,
     *,
@@ -87,26 +62,32 @@ def evaluate_text(
 ) -> TextEvaluation:
     """Measure `model`, whole on every process, on `corpus`. All processes call it and get the same answer.
 
-    They take the batches in turn, and windows are added up in float64 at the end, so their number does not matter.
-    `progress` is told how many windows were done.
+    A window starts `stride` tokens after the one before it and predicts only tokens that the one before did not: a
+    token has at least block_size - stride + 1 tokens of context, or all there are. With stride = block_size the windows
+    lie end to end, as in an evaluation during training. Processes take the batches in turn, and windows are added up in
+    float64 at the end, so their number does not matter. `progress` is called with the number of windows done.
     """
-    windows = sliding_windows(len(corpus.stream), block_size, stride)
+    blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
+    windows = np.arange(len(blocks))
+    already_predicted = np.where(windows > 0, block_size - stride, 0)
     nats = torch.zeros(len(windows), dtype=torch.float64)
     was_training = model.training
     model.eval()
-    step = batch_size * accelerator.num_processes
-    for first in range(accelerator.process_index * batch_size, len(windows), step):
-        batch = windows[first : first + batch_size]
-        inputs, targets = (x.to(accelerator.device) for x in window_batch(corpus.stream, batch, block_size))
+    step = batch_size * mesh.dp_size
+    for first in range(mesh.dp_rank * batch_size, len(windows), step):
+        some = windows[first : first + batch_size]
+        inputs, targets = (tensor.to(accelerator.device) for tensor in blocks.batch(some).values())
+        for row, count in enumerate(already_predicted[some].tolist()):
+            targets[row, :count] = -100
         with accelerator.autocast():
             hidden = model.transformer(inputs, use_cache=False).last_hidden_state
             sums = torch.stack([model.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
-        nats[first : first + len(batch)] = sums.cpu()
+        nats[some] = sums.cpu().double()
         progress(min(step, len(windows) - first))
     model.train(was_training)
-    if accelerator.num_processes > 1:
+    if mesh.world_size > 1:
         nats = accelerator.reduce(nats.to(accelerator.device), "sum").cpu()
-    counts = np.array([count - left_out for _, count, left_out in windows])
+    counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
     error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
     return TextEvaluation(nats.sum().item() / total, total, corpus.bytes / len(corpus.stream), error, len(windows))

@@ -25,13 +25,13 @@ _PATIENCE = 600.0  # seconds that a run which is done waits for its last push
 _PATIENCE_STOPPED = 10.0  # and one that was asked to stop: launchers kill after 30
 
 
-class Pushing:
-    """`push RUN hub.repo` beside the run, one at a time. Use it on the main process only."""
+class BackgroundPush:
+    """Runs `push FOLDER hub.repo` beside training, one push at a time; does nothing unless the recipe asks for it."""
 
-    def __init__(self, hub: HubSection, run: RunFolder):
-        self.hub = hub
-        self.folder = run.best if hub.push == "best" else run.final
-        self.command = ["push", str(self.folder), hub.repo, *["--private"] * hub.private]
+    def __init__(self, hub: HubSection, folder: RunFolder, *, is_main: bool = True):
+        self.hub, self.active = hub, is_main and hub.push is not None
+        self.folder = folder.best if hub.push == "best" else folder.final
+        self.command = ["push", str(self.folder), str(hub.repo), *["--private"] * hub.private]
         self._process: subprocess.Popen | None = None
         self._output = None
         self._waiting = False  # something newer than what is being pushed
@@ -40,11 +40,11 @@ class Pushing:
 
     def new_model(self, folder: Path) -> None:
         """`folder` was written anew. A push that is under way ends first; the newest model is the next."""
-        if folder == self.folder:
+        if self.active and folder == self.folder:
             self._waiting = True
-            self.look()
+            self.poll()
 
-    def look(self) -> None:
+    def poll(self) -> None:
         """Report a push that has ended and start one that waits. Takes no time."""
         if self._process is not None and self._process.poll() is not None:
             self._report()
@@ -57,6 +57,8 @@ class Pushing:
 
         A run that is done pushes once more: weights that the Hub has do not travel again, metrics and curve do.
         """
+        if not self.active:
+            return
         self._ending = True
         if done and self.folder.is_dir():
             self.new_model(self.folder)
@@ -67,7 +69,7 @@ class Pushing:
             with _signals_interrupt():
                 while self._process is not None and time.monotonic() < deadline:
                     time.sleep(0.1)
-                    self.look()
+                    self.poll()
         except KeyboardInterrupt:
             pass
         if self._process is not None:

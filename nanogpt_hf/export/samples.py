@@ -4,9 +4,9 @@ import numpy as np
 import torch
 import transformers
 
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.tokenizer import encode_ordinary
-from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.generate import continue_text
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -14,13 +14,14 @@ _PROMPTS, _PROMPT_LENGTH = 3, 40  # the latter in characters
 TEMPERATURE = 0.8
 
 
-def prompts_from(stream: TokenStream | Examples, tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
-    """A few beginnings from `stream`, evenly spread, each from the start of a line where there is one.
+def prompts_from(blocks: TokenBlocks | Examples, tokenizer: transformers.PreTrainedTokenizerBase) -> list[str]:
+    """A few evenly spread beginnings of text from `blocks`, each from the start of a line if there is one.
 
-    Of conversations they are the questions.
+    From conversations they are the questions.
     """
-    if isinstance(stream, Examples):
-        return [tokenizer.decode(ids) for ids in stream.first_questions(_PROMPTS)]
+    if isinstance(blocks, Examples):
+        return [tokenizer.decode(ids) for ids in blocks.first_questions(_PROMPTS)]
+    stream = blocks.stream
     length = min(len(stream), 4 * _PROMPT_LENGTH)
     starts = np.linspace(0, len(stream) - length, _PROMPTS).astype(int)
     prompts = []

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 import nanogpt_hf
 from nanogpt_hf import __version__
+from nanogpt_hf.distributed.mesh import Mesh
 
 _SHOWN = ("transformers", "accelerate", "datasets")
 
@@ -160,7 +161,7 @@ def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
     on_gpu = device.type == "cuda"
     free, memory = torch.cuda.mem_get_info(device) if on_gpu else (ram.available, ram.total)
     return Process(
-        rank=accelerator.process_index,
+        rank=Mesh.from_environment().rank,
         host=socket.gethostname(),
         pid=os.getpid(),
         device=f"{device} {torch.cuda.get_device_name(device)}" if on_gpu else str(device),

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.runs.folder import RunFolder, written_whole
 from nanogpt_hf.runs.redact import without_private_parts
 
@@ -28,7 +29,7 @@ def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_host(),
-        "processes": accelerator.num_processes,
+        "processes": Mesh.from_environment().world_size,
         "precision": precision_of(accelerator),
         "device": describe_device(accelerator.device),
         "versions": versions(),

@@ -9,8 +9,9 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
-from nanogpt_hf.data.examples import Examples
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.training.objective import Objective
 
 
 @dataclass(frozen=True)
@@ -29,19 +30,14 @@ class Evaluation:
         return self.loss / math.log(2) / self.bytes_per_token
 
 
-def evaluation_windows(length: int, block_size: int, tokens: int | str) -> list[tuple[int, int]]:
-    """(start, predicted tokens) of the windows that predict `tokens` of a stream of `length`, or all of it.
-
-    Windows lie end to end; where not all are wanted, they are spread evenly over the stream.
-    """
-    starts = np.arange(0, length - 1, block_size)
-    wanted = len(starts) if tokens == "all" else min(len(starts), max(1, tokens // block_size))
-    chosen = starts[np.linspace(0, len(starts) - 1, wanted).round().astype(int)]
-    return [(int(start), min(block_size, length - 1 - int(start))) for start in chosen]
+def evaluation_indices(blocks: Blocks, tokens: int | str) -> np.ndarray:
+    """Indices of the blocks that an evaluation on `tokens` tokens, or "all", reads: spread evenly, at least one."""
+    wanted = len(blocks) if tokens == "all" else min(len(blocks), max(1, tokens // blocks.block_size))
+    return np.linspace(0, len(blocks) - 1, wanted).round().astype(np.int64)
 
 
-def fill_up(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
-    """The batch with `rows` rows; in those that are added nothing is counted."""
+def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
+    """The batch with `rows` rows; the added ones have no targets."""
     return {
         name: F.pad(tensor, (0, 0, 0, rows - len(tensor)), value=-100 if name == "shift_labels" else 0)
         for name, tensor in batch.items()
@@ -51,33 +47,33 @@ def fill_up(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor
 @torch.no_grad()
 def evaluate(
     accelerator: Accelerator,
+    mesh: Mesh,
     model: torch.nn.Module,
-    stream: TokenStream | Examples,
+    objective: Objective,
+    blocks: Blocks,
     *,
-    block_size: int,
     micro_batch_size: int,
     tokens: int | str,
     bytes_per_token: float,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
-    """The token-weighted loss of `model` on `stream`; of conversations, on their answers.
+    """The token-weighted loss of `model` on `blocks`; of conversations, on their answers.
 
-    All processes call it and get the same number. `stopping` is asked after every batch; where it says yes (on all
-    processes), there is no answer but None.
+    All processes call it and get the same number. `stopping` is called after every batch; if it returns true (on all
+    processes), the evaluation ends and returns None.
     """
-    windows = evaluation_windows(stream.positions + 1, block_size, tokens)
-    starts = np.array([start for start, _ in windows], dtype=np.int64)
-    per_round = micro_batch_size * accelerator.num_processes
+    indices = evaluation_indices(blocks, tokens)
+    per_round = micro_batch_size * mesh.dp_size
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64  # MPS has no float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
     counted = torch.zeros((), dtype=torch.int64, device=accelerator.device)
     was_training = model.training
     model.eval()
-    for first in range(0, len(starts), per_round):  # every process runs every round, if only on padding
-        mine = starts[first + accelerator.process_index * micro_batch_size :][:micro_batch_size]
-        batch = fill_up(stream.batch(mine, block_size), micro_batch_size)
+    for first in range(0, len(indices), per_round):  # every process runs every round, if only on padding
+        mine = indices[first + mesh.dp_rank * micro_batch_size :][:micro_batch_size]
+        batch = pad_batch(blocks.batch(mine), micro_batch_size)
         batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
-        total += model(**batch, num_items_in_batch=1, skip_logits=True, use_cache=False).loss.to(exact)
+        total += objective(model, batch)[0].to(exact)
         counted += (batch["shift_labels"] != -100).sum()
         if stopping():
             model.train(was_training)

@@ -13,26 +13,26 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.examples import Examples
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.full_state import named_parameters
 from nanogpt_hf.model.modeling_gpt import Attention, GPTForCausalLM
-from nanogpt_hf.training.evaluate import evaluation_windows
+from nanogpt_hf.training.evaluate import evaluation_indices
 
 _LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
 
 
-class Layers:
+class LayerStats:
     """Looks at the reported steps and at each evaluation. All processes call it and get the same numbers."""
 
-    def __init__(self, accelerator: Accelerator, config: Config, validation: TokenStream | Examples):
+    def __init__(self, accelerator: Accelerator, config: Config, validation: Blocks):
         self.accelerator, self.on = accelerator, config.tracking.layers
         self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
         self._norms: dict[str, dict[str, torch.Tensor]] = {}
         if self.on:  # the same sequences at every evaluation, as many as a micro-batch, spread over the split
-            block, rows = config.data.block_size, config.train.micro_batch_size
-            windows = evaluation_windows(validation.positions // block * block + 1, block, rows * block)
-            batch = validation.batch(np.array([start for start, _ in windows] or [0]), block)
+            if isinstance(validation, TokenBlocks):  # without the last, shorter block, if there is another
+                validation = TokenBlocks(validation.stream, validation.block_size)
+            indices = evaluation_indices(validation, config.train.micro_batch_size * validation.block_size)
+            batch = validation.batch(indices if len(indices) else np.array([0]))
             self._batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
 
     @contextmanager

@@ -1,8 +1,7 @@
-"""Memory of a step: rehearsing one, the largest micro-batch that fits, and what would save some."""
+"""Micro-batch size: a dry-run step, the largest size that fits, and advice when memory runs out."""
 
 import dataclasses
 import gc
-import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,24 +12,39 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.full_state import forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_gpt_config, outline
 from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, moments_of
 from nanogpt_hf.planning.placement import Placement
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.step import train_step
 
 SHARE = 0.9  # of the memory; the rest is for fragments and for what the network keeps
 
 
-@contextmanager
-def rehearsal(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """One micro-batch's step at learning rate 0, taken in here, leaves no trace in the run.
+def build_batches(
+    config: Config, accelerator: Accelerator, mesh: Mesh, blocks: Blocks, micro_batch_size: int
+) -> Batches:
+    """This rank's batches, with the accumulation that the accelerator has now."""
+    return Batches(
+        blocks,
+        order=config.data.order,
+        seed=config.train.seed,
+        micro_batch_size=micro_batch_size,
+        accumulation=accelerator.gradient_accumulation_steps,
+        dp_rank=mesh.dp_rank,
+        dp_size=mesh.dp_size,
+        pin_memory=accelerator.device.type == "cuda",
+    )
 
-    It shows that a step fits before anything is written. And it lets DDP settle: after its first backward pass DDP
-    sorts its buckets anew, which changes how sums over three or more processes are rounded, so that the first step
-    after a resume would differ from the one that it repeats.
-    """
+
+@contextmanager
+def state_restored(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Context for a dry-run step of one micro-batch; optimizer state and counters are restored on exit."""
     accumulation, scaler = accelerator.gradient_accumulation_steps, scaler_state(accelerator, optimizer)
     accelerator.gradient_accumulation_steps = 1
     yield
@@ -41,34 +55,43 @@ def rehearsal(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Ite
         set_scaler_state(accelerator, optimizer, scaler)
 
 
-def settle_micro_batch(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    config: Config,
-    resumed: RunFolder | None,
-    rehearse: Callable[[int], None],
-) -> Config:
-    """`config` with a number for the micro-batch, and the accumulation that follows from it; one step is rehearsed.
+def dry_run_step(run: Run, micro_batch_size: int) -> None:
+    """Take one step of one micro-batch at learning rate 0, which changes nothing in the run.
 
-    A resumed run keeps the number that was found for it, as long as that divides the step, so that it goes on bit for
-    bit even where more memory is free now.
+    It shows that a step fits before anything is written. It also lets DDP settle: after its first backward pass DDP
+    rebuilds its buckets, which changes how sums over three or more processes are rounded, so that the first step after
+    a resume would differ from the one that it repeats.
     """
+    accelerator = run.accelerator
+    with state_restored(accelerator, run.optimizer):
+        batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
+        train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
+
+
+def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
+    """Take a dry-run step; turn `auto` into the largest micro-batch size that fits, with the accumulation it implies.
+
+    A resumed run keeps the size that was found before if that divides the step, so that it continues bit for bit even
+    if more memory is free now.
+    """
+    config, accelerator = run.config, run.accelerator
     size = config.train.micro_batch_size
     if size != "auto":
-        rehearse(size)
-        return config
-    sequences = config.train.tokens_per_step // (config.data.block_size * accelerator.num_processes)
-    found = [resumed.micro_batch_size() if resumed and accelerator.is_main_process else None]
+        dry_run_step(run, size)
+        return
+    sequences = config.train.tokens_per_step // (config.data.block_size * run.mesh.dp_size)
+    found = [run.folder.micro_batch_size() if resume and run.mesh.is_main else None]
     size = broadcast_object_list(found, from_process=0)[0]
     if size is not None and sequences % size == 0:
-        rehearse(size)
+        dry_run_step(run, size)
     else:
-        size = largest_micro_batch(accelerator, sequences, rehearse)
+        size = largest_micro_batch(accelerator, sequences, lambda size: dry_run_step(run, size))
     accelerator.gradient_accumulation_steps = sequences // size
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        model.set_train_micro_batch_size(size)
-        model.set_train_batch_size(sequences * accelerator.num_processes)
-    return dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
+        run.model.set_train_micro_batch_size(size)
+        run.model.set_train_batch_size(sequences * run.mesh.dp_size)
+    run.config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
+    run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 
 
 def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Callable[[int], None]) -> int:
@@ -89,7 +112,7 @@ def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Call
             rehearse(size)
             needed[size] = max(_of_all(accelerator, _peak(accelerator)))
         except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if accelerator.num_processes > 1 or not needed or "memory" not in str(error):
+            if Mesh.from_environment().world_size > 1 or not needed or "memory" not in str(error):
                 raise
             sizes = [smaller for smaller in sizes if smaller < size]
         gc.collect()
@@ -118,7 +141,7 @@ def _room(accelerator: Accelerator) -> int:
     """Bytes that this process may take in all, with what it has."""
     if accelerator.device.type == "cuda":
         return int(SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
-    sharing = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    sharing = Mesh.from_environment().local_world_size
     return int(SHARE * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
 
 

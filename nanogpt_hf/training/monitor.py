@@ -1,17 +1,14 @@
-"""How a run's steps went: clipped, waiting for data, short of memory, without a finite gradient, or far off in loss."""
+"""Step monitoring: clipped gradients, peak memory, non-finite gradients, loss spikes."""
 
 import logging
 import math
 import sys
-import time
 from collections import deque
-from collections.abc import Iterator
 
 import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import TrainState
@@ -21,27 +18,6 @@ ROLLBACKS_IN_A_ROW = 3  # to the same checkpoint: other data does not help
 _MEMORY = 0.9  # of the running average, a report
 
 logger = logging.getLogger(__name__)
-
-
-class TimedBatches:
-    """Batches, and for how long the host has waited for them: as long as they take to be made, where nothing else is
-    done meanwhile."""
-
-    def __init__(self, batches: Batches):
-        self._batches, self.waited = batches, 0.0  # seconds
-
-    def __getattr__(self, name: str):
-        return getattr(self._batches, name)
-
-    def at(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        micro_batches = self._batches.at(step)
-        while True:
-            started = time.perf_counter()
-            batch = next(micro_batches, None)
-            self.waited += time.perf_counter() - started
-            if batch is None:
-                return
-            yield batch
 
 
 def memory_peak(device: torch.device) -> int | None:
@@ -57,8 +33,8 @@ def memory_peak(device: torch.device) -> int | None:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
 
 
-class Health:
-    """Looks at a run's steps where they are reported, so that the host waits for the device no more often."""
+class Monitor:
+    """Reads gradient norms at the steps that are reported, so that the host waits for the device no more often."""
 
     def __init__(self, accelerator: Accelerator, config: Config, run: RunFolder):
         self.run, self.device = run, accelerator.device

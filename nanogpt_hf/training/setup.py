@@ -1,78 +1,91 @@
-"""What a step finds on this machine: the model, its optimizer, and the batches that are this process's."""
+"""Build a run: model, optimizer and this rank's batches, prepared for the machine."""
 
 import ctypes
 import logging
 import sys
 
-import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import start_model, what_trains
-from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.training.monitor import TimedBatches
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.micro_batch import build_batches, settle_micro_batch
+from nanogpt_hf.training.objective import next_token_loss
 from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
 
 
-def set_up(
-    accelerator: Accelerator, config: Config, data: PreparedData, step: int
-) -> tuple[torch.nn.Module, torch.optim.Optimizer, GPTConfig]:
-    """A prepared model with the weights that the run began with, an optimizer of what trains at `step`, the config.
+def build_run(
+    config: Config,
+    accelerator: Accelerator,
+    data: PreparedData,
+    folder: RunFolder | None = None,
+    *,
+    step: int = 0,
+    resume: bool = False,
+) -> Run:
+    """A run with its initial weights and the parameters that train at `step`; a dry-run step shows that it fits.
 
-    Raises UserError where recipe, tokenizer and model do not fit.
+    A resumed run keeps the micro-batch size that `auto` found before. Raises UserError if recipe, tokenizer, model and
+    machine do not fit each other.
     """
     if config.lora.quantize == "4bit" and accelerator.device.type == "cpu":
         raise UserError(  # it packs them for inference at the first evaluation, and cannot go back
             "lora.quantize: 4-bit weights cannot be trained on a CPU by bitsandbytes 0.50; take 8bit, or a GPU"
         )
-    model = start_model(config, data.manifest.vocab_size, data.tokenizer.eos_token_id, step)
+    if accelerator.device.type == "cpu":
+        keep_freed_memory()
+    mesh = Mesh.from_environment()
+    micro = config.train.micro_batch_size
+    run = Run(
+        config=config,
+        accelerator=accelerator,
+        mesh=mesh,
+        **_build_model(config, accelerator, data, step),
+        data=data,
+        batches=build_batches(config, accelerator, mesh, data.train, 1 if micro == "auto" else micro),
+        objective=next_token_loss,
+        state=TrainState(),
+        folder=folder,
+    )
+    settle_micro_batch(run, resume=resume)
+    return run
+
+
+def rebuild_model(run: Run) -> None:
+    """Replace model and optimizer by new ones for the parameters that train from the run's step on.
+
+    They have the run's initial weights and are to be loaded from a checkpoint.
+    """
+    run.model, run.optimizer = run.accelerator.free_memory(run.model, run.optimizer)
+    for name, part in _build_model(run.config, run.accelerator, run.data, run.state.step).items():
+        setattr(run, name, part)
+    settle_micro_batch(run)
+
+
+def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, step: int) -> dict:
+    model = start_model(config, data.vocab_size, data.end_of_text_id, step)
     if config.finetune.model:
         logger.info(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}")
     optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay)
-    if accelerator.device.type == "cpu":
-        keep_freed_memory()
     with prepared_blocks(model, accelerator):
-        return *accelerator.prepare(model, optimizer), model.config
-
-
-def batches_of(accelerator: Accelerator, config: Config, data: PreparedData, micro_batch_size: int) -> TimedBatches:
-    """This process's micro-batches of each step, as many as the accelerator accumulates now."""
-    batches = Batches(
-        data.train,
-        block_size=config.data.block_size,
-        order=config.data.order,
-        seed=config.train.seed,
-        micro_batch_size=micro_batch_size,
-        accumulation=accelerator.gradient_accumulation_steps,
-        rank=accelerator.process_index,
-        num_processes=accelerator.num_processes,
-        pin_memory=accelerator.device.type == "cuda",
-    )
-    return TimedBatches(batches)
-
-
-def seed_dropout(device: torch.device, seed: int) -> None:
-    """Seed what dropout on `device` draws from, and only that.
-
-    torch.manual_seed sees to all kinds of devices, and formats a stack trace for each kind that is not there.
-    """
-    if device.type == "cpu":
-        torch.default_generator.manual_seed(seed)
-    else:
-        torch.get_device_module(device).manual_seed(seed)
+        prepared, optimizer = accelerator.prepare(model, optimizer)
+    prepared.train()
+    return {"model": prepared, "model_config": model.config, "optimizer": optimizer}
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that tensors free, where the C library is glibc.
+    """Let this process keep the memory that tensors free, if the C library is glibc.
 
     A step takes and frees the same activations as the one before. By default glibc gives them back to the system, which
-    has to zero every page again before the next step may have it. Blocks above 32 MiB still go back at once.
+    has to zero every page again before the next step gets it. Blocks above 32 MiB still go back at once.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         trim_threshold, mmap_threshold = -1, -3  # malloc.h

@@ -17,12 +17,12 @@ def test_the_bare_loop_ends_at_our_weights(work, monkeypatch):
         return build_optimizer(model, optim)
 
     monkeypatch.setattr(baselines, "build_optimizer", build)
-    monkeypatch.setattr("nanogpt_hf.bench.workload.learning_rate_at", lambda *_: work.config.optim.learning_rate)
+    monkeypatch.setattr("nanogpt_hf.bench.workload.learning_rate_at", lambda *_: work.run.config.optim.learning_rate)
     bare = bare_step(work)
     for _ in range(3):
         work.step()
         bare()
-    for ours, theirs in zip(work.model.parameters(), built[0].parameters(), strict=True):
+    for ours, theirs in zip(work.run.model.parameters(), built[0].parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
@@ -37,15 +37,15 @@ def test_who_begins_changes_and_all_take_as_many_steps(work, monkeypatch):
 
 def test_the_trainer_takes_turns_and_our_steps_stay_whole(work):
     calls = []
-    work.optimizer.optimizer.register_step_post_hook(lambda *_: calls.append("ours"))
+    work.run.optimizer.optimizer.register_step_post_hook(lambda *_: calls.append("ours"))
     pairs = pairs_with_trainer(work, windows=3, steps=2)
     assert len(pairs) == 3
     assert all(ours > 0 and theirs > 0 for ours, theirs in pairs)
     assert calls == ["ours"] * 6  # an optimizer step for every two micro-batches, in the Trainer's company, too
-    assert work.accelerator.gradient_accumulation_steps == 2
+    assert work.run.accelerator.gradient_accumulation_steps == 2
 
 
 def test_what_cannot_be_compared_is_refused(work):
-    work.config.finetune.model = "gpt2"
+    work.run.config.finetune.model = "gpt2"
     with pytest.raises(UserError, match="compares pretraining on text"):
         check_comparable(work)

@@ -32,24 +32,24 @@ def test_phases_are_told_apart_and_add_up_to_the_step(work, monkeypatch):
 
         return slow
 
-    monkeypatch.setattr(work.batches.tokens, "batch", later(1, work.batches.tokens.batch))
+    monkeypatch.setattr(work.run.batches.tokens, "batch", later(1, work.run.batches.tokens.batch))
     monkeypatch.setattr("nanogpt_hf.training.loop.seed_dropout", later(3, seed_dropout))
-    monkeypatch.setattr(work.model.transformer, "forward", later(10, work.model.transformer.forward))
+    monkeypatch.setattr(work.run.model.transformer, "forward", later(10, work.run.model.transformer.forward))
     monkeypatch.setattr(torch.Tensor, "backward", later(100, torch.Tensor.backward))
-    monkeypatch.setattr(work.optimizer.optimizer, "step", later(1000, work.optimizer.optimizer.step))
+    monkeypatch.setattr(work.run.optimizer.optimizer, "step", later(1000, work.run.optimizer.optimizer.step))
     phases = phases_of_step(work, steps=3)
-    assert work.batches.accumulation == 2
+    assert work.run.batches.accumulation == 2
     assert tuple(phases) == PHASES
     assert [phases[name].median for name in PHASES] == [2, 6, 20, 200, 1000]
 
 
 def test_the_clock_leaves_no_trace(work):
     phases_of_step(work, steps=1)
-    assert "backward" not in vars(work.accelerator)
-    assert "at" not in vars(work.batches)
-    assert not work.model._forward_hooks
-    assert not work.model._forward_pre_hooks
-    assert isinstance(work.accelerator, Accelerator)
+    assert "backward" not in vars(work.run.accelerator)
+    assert "at" not in vars(work.run.batches)
+    assert not work.run.model._forward_hooks
+    assert not work.run.model._forward_pre_hooks
+    assert isinstance(work.run.accelerator, Accelerator)
 
 
 def test_one_process_has_no_collectives(work):

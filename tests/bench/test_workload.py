@@ -17,14 +17,14 @@ def test_the_step_is_the_loops_own(work, monkeypatch):
     monkeypatch.setattr(workload, "train_step", lambda *a, **k: taken.append((a[4], k["learning_rate"])))
     work.step()
     work.step()
-    optim = work.config.optim
+    optim = work.run.config.optim
     assert [number for number, _ in taken] == [0, 1]
     assert taken[0][1] == optim.learning_rate > taken[1][1]  # the recipe's schedule
 
 
 def test_made_up_tokens_are_said_to_be(work, tmp_path):
     assert work.tokens_from == f"made-up tokens ({tmp_path / 'none'} is not prepared yet)"
-    assert work.model_config.vocab_size == 256
+    assert work.run.model_config.vocab_size == 256
 
 
 def config(tokens: int, micro: int | str) -> Config:

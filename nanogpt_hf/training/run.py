@@ -1,0 +1,32 @@
+"""Run: what a training run is made of, as one object for the loop, bench and doctor."""
+
+from dataclasses import dataclass
+
+import torch
+from accelerate import Accelerator
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.objective import Objective
+
+
+@dataclass
+class Run:
+    """Built by setup.build_run. `model` and `optimizer` are prepared by Accelerate; `folder` is None in a bench."""
+
+    config: Config
+    accelerator: Accelerator
+    mesh: Mesh
+    model: torch.nn.Module
+    model_config: GPTConfig
+    optimizer: torch.optim.Optimizer
+    data: PreparedData
+    batches: Batches
+    objective: Objective
+    state: TrainState
+    folder: RunFolder | None = None
