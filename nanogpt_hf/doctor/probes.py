@@ -104,11 +104,15 @@ def data_for(config: Config, use_prepared: bool) -> tuple[PreparedData | None, s
         return None, f"{config.data.dir} cannot be used", str(error)
 
 
+def made_up_tokens(vocab_size: int, count: int) -> TokenStream:
+    """Random tokens, the same on every process."""
+    return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
+
+
 def made_up_data(config: Config, vocab_size: int | None = None) -> MadeUpData:
     """Enough random tokens for a few steps of `config`."""
     vocab_size = vocab_size or vocab_size_of(config)
-    count = 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
-    stream = TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
+    stream = made_up_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
     stride = 1 if config.data.order == "random" else None
     return MadeUpData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
 

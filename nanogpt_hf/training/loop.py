@@ -125,7 +125,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             tracking.restart_clock()
         if stopping:
             reason = stop.reason or "another process asked for it"
-            raise Stopped(f"stopped at step {state.step:,}, saved ({reason}); continue with --resume")
+            raise Stopped(f"stopped at step {state.step:,}, saved ({reason}); go on with --resume")
         if done:
             save_model(run, run.folder.final)
             return SegmentEnd.DONE

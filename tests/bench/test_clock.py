@@ -4,7 +4,7 @@ import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.bench.clock import PHASES, Spread, collectives, phases_of_step, profiler, spread, time_of
-from nanogpt_hf.training.setup import seed_dropout
+from nanogpt_hf.training.step import seed_dropout
 
 
 def test_spread_is_the_median_and_the_quartiles():
@@ -32,8 +32,8 @@ def test_phases_are_told_apart_and_add_up_to_the_step(work, monkeypatch):
 
         return slow
 
-    monkeypatch.setattr(work.run.batches.tokens, "batch", later(1, work.run.batches.tokens.batch))
-    monkeypatch.setattr("nanogpt_hf.training.loop.seed_dropout", later(3, seed_dropout))
+    monkeypatch.setattr(work.run.batches.blocks, "batch", later(1, work.run.batches.blocks.batch))
+    monkeypatch.setattr("nanogpt_hf.training.step.seed_dropout", later(3, seed_dropout))
     monkeypatch.setattr(work.run.model.transformer, "forward", later(10, work.run.model.transformer.forward))
     monkeypatch.setattr(torch.Tensor, "backward", later(100, torch.Tensor.backward))
     monkeypatch.setattr(work.run.optimizer.optimizer, "step", later(1000, work.run.optimizer.optimizer.step))
@@ -46,7 +46,7 @@ def test_phases_are_told_apart_and_add_up_to_the_step(work, monkeypatch):
 def test_the_clock_leaves_no_trace(work):
     phases_of_step(work, steps=1)
     assert "backward" not in vars(work.run.accelerator)
-    assert "at" not in vars(work.run.batches)
+    assert "micro_batches" not in vars(work.run.batches)
     assert not work.run.model._forward_hooks
     assert not work.run.model._forward_pre_hooks
     assert isinstance(work.run.accelerator, Accelerator)

@@ -14,7 +14,7 @@ from nanogpt_hf.training import loop
 def test_the_step_is_the_loops_own(work, monkeypatch):
     assert workload.train_step is loop.train_step
     taken = []
-    monkeypatch.setattr(workload, "train_step", lambda *a, **k: taken.append((a[4], k["learning_rate"])))
+    monkeypatch.setattr(workload, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate)))
     work.step()
     work.step()
     optim = work.run.config.optim

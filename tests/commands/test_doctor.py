@@ -16,6 +16,7 @@ import torch
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.doctor import findings, interconnect, probes
 from nanogpt_hf.doctor.interconnect import Link
 from nanogpt_hf.runs import machine
@@ -297,8 +298,8 @@ def test_accelerate_gave_something_else_or_left_gpus_alone():
 
 def batches(rank: int, tokens=None, order="shuffled") -> Batches:
     stream = probes.made_up_tokens(256, 4096) if tokens is None else tokens
-    sizes = {"block_size": 16, "micro_batch_size": 2, "accumulation": 3, "num_processes": 2}
-    return Batches(stream, order=order, seed=1, rank=rank, **sizes)
+    blocks = TokenBlocks(stream, 16, stride=1 if order == "random" else None)
+    return Batches(blocks, order=order, seed=1, micro_batch_size=2, accumulation=3, dp_rank=rank, dp_size=2)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])

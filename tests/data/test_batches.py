@@ -1,10 +1,9 @@
-import copy
-
 import numpy as np
 import pytest
 import torch
 
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
 
 
@@ -12,8 +11,7 @@ def batches(tokens=1001, block_size=8, order="shuffled", seed=0, micro_batch_siz
     """Batches over the stream 0, 1, 2, ...: every token says where it stands."""
     stream = tokens if isinstance(tokens, TokenStream) else TokenStream([np.arange(tokens, dtype=np.uint16)])
     return Batches(
-        stream,
-        block_size=block_size,
+        TokenBlocks(stream, block_size, stride=1 if order == "random" else None),
         order=order,
         seed=seed,
         micro_batch_size=micro_batch_size,
@@ -34,11 +32,11 @@ def whole_step(step, num_processes, sequences=16, micro_batch_size=2, **argument
         part = batches(
             micro_batch_size=micro_batch_size,
             accumulation=accumulation,
-            rank=rank,
-            num_processes=num_processes,
+            dp_rank=rank,
+            dp_size=num_processes,
             **arguments,
         )
-        for index, batch in enumerate(part.at(step)):
+        for index, batch in enumerate(part.micro_batches(step)):
             micro_batches[part.micro_batch_number(index)] = batch["input_ids"]
     assert sorted(micro_batches) == list(range(sequences // micro_batch_size))
     return torch.cat([micro_batches[number] for number in sorted(micro_batches)])
@@ -46,7 +44,7 @@ def whole_step(step, num_processes, sequences=16, micro_batch_size=2, **argument
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_a_batch_has_the_asked_for_shape_and_type(order):
-    found = list(batches(order=order, micro_batch_size=3, accumulation=5).at(0))
+    found = list(batches(order=order, micro_batch_size=3, accumulation=5).micro_batches(0))
     assert len(found) == 5
     for batch in found:
         assert list(batch) == ["input_ids", "shift_labels"]
@@ -57,7 +55,7 @@ def test_a_batch_has_the_asked_for_shape_and_type(order):
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_targets_are_the_tokens_that_follow(order):
     for step in range(20):
-        for input_ids, targets in (batch.values() for batch in batches(order=order).at(step)):
+        for input_ids, targets in (batch.values() for batch in batches(order=order).micro_batches(step)):
             assert torch.equal(targets, input_ids + 1)  # the stream counts up
             assert torch.equal(input_ids[:, 1:], targets[:, :-1])
 
@@ -65,7 +63,7 @@ def test_targets_are_the_tokens_that_follow(order):
 def test_batches_run_across_chunks():
     chunks = [np.arange(1001, dtype=np.uint16)[i : i + 5] for i in range(0, 1001, 5)]
     whole, pieces = batches(), batches(TokenStream(chunks))
-    for one, other in zip(whole.at(3), pieces.at(3), strict=True):
+    for one, other in zip(whole.micro_batches(3), pieces.micro_batches(3), strict=True):
         assert equal(one, other)
 
 
@@ -74,7 +72,7 @@ def test_batches_run_across_chunks():
     [(1001, 125), (1000, 124), (1008, 125), (1009, 126), (9, 1), (16, 1), (17, 2)],  # a block needs the token after it
 )
 def test_an_epoch_is_every_block_that_has_a_next_token(tokens, blocks):
-    assert batches(tokens).blocks_per_epoch == blocks
+    assert len(batches(tokens).blocks) == blocks
 
 
 @pytest.mark.parametrize(
@@ -90,24 +88,24 @@ def test_an_epoch_is_every_block_that_has_a_next_token(tokens, blocks):
 )
 def test_every_block_comes_once_an_epoch(tokens, sequences):
     part = batches(tokens, micro_batch_size=1, accumulation=sequences)
-    blocks, epochs = part.blocks_per_epoch, 6
+    blocks, epochs = len(part.blocks), 6
     steps = -(-blocks * epochs // sequences)
-    starts = np.concatenate([part.starts(step) for step in range(steps)])[: blocks * epochs]
-    assert len(starts) == blocks * epochs
-    for epoch in starts.reshape(epochs, blocks):
-        np.testing.assert_array_equal(np.sort(epoch), np.arange(blocks) * 8)
+    indices = np.concatenate([part.indices(step) for step in range(steps)])[: blocks * epochs]
+    assert len(indices) == blocks * epochs
+    for epoch in indices.reshape(epochs, blocks):
+        np.testing.assert_array_equal(np.sort(epoch), np.arange(blocks))
 
 
 def test_every_epoch_has_an_order_of_its_own():
     part = batches(micro_batch_size=5, accumulation=25)  # a step is an epoch
-    epochs = [tuple(part.starts(step)) for step in range(20)]
+    epochs = [tuple(part.indices(step)) for step in range(20)]
     assert len(set(epochs)) == 20
-    assert tuple(np.arange(125) * 8) not in epochs, "shuffled"
+    assert tuple(np.arange(125)) not in epochs, "shuffled"
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_every_seed_has_an_order_of_its_own(order):
-    assert len({tuple(batches(order=order, seed=seed).starts(0)) for seed in range(50)}) == 50
+    assert len({tuple(batches(order=order, seed=seed).indices(0)) for seed in range(50)}) == 50
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
@@ -118,7 +116,7 @@ def test_the_order_is_pinned(order):
         "random": [[437, 283, 400, 38, 305, 470, 244, 705], [67, 473, 633, 633, 393, 506, 331, 187]],
     }[order]
     part = batches(order=order, seed=1337)
-    assert [part.starts(step).tolist() for step in (0, 100)] == pinned
+    assert [(part.indices(step) * part.blocks.stride).tolist() for step in (0, 100)] == pinned
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
@@ -139,7 +137,7 @@ def test_a_step_sees_the_same_tokens_whatever_the_micro_batch(order):
 
 def test_processes_take_turns_over_the_micro_batches_of_a_step():
     numbers = [
-        batches(accumulation=3, rank=rank, num_processes=4).micro_batch_number(index)
+        batches(accumulation=3, dp_rank=rank, dp_size=4).micro_batch_number(index)
         for index in range(3)
         for rank in range(4)
     ]
@@ -151,7 +149,7 @@ def test_processes_share_no_block_of_an_epoch():
         tuple(batch["input_ids"][:, 0].tolist())
         for rank in range(4)
         for step in range(7)  # 7 steps of 16 sequences are less than an epoch of 125
-        for batch in batches(accumulation=2, rank=rank, num_processes=4).at(step)
+        for batch in batches(accumulation=2, dp_rank=rank, dp_size=4).micro_batches(step)
     ]
     starts = [start for some in seen for start in some]
     assert len(starts) == len(set(starts)) == 7 * 16
@@ -160,48 +158,49 @@ def test_processes_share_no_block_of_an_epoch():
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_a_step_is_the_same_whatever_was_asked_before(order):
     used = batches(order=order)
-    walked = {step: list(used.at(step)) for step in (0, 1, 2, 40, 3, 999, 15, 16, 17)}
-    before = copy.copy(vars(used))
+    walked = {step: list(used.micro_batches(step)) for step in (0, 1, 2, 40, 3, 999, 15, 16, 17)}
+    before = {name: value for name, value in vars(used).items() if name != "seconds_waited"}
     for step in reversed(walked):
         for fresh_or_used in (batches(order=order), used):
-            for one, other in zip(walked[step], fresh_or_used.at(step), strict=True):
+            for one, other in zip(walked[step], fresh_or_used.micro_batches(step), strict=True):
                 assert equal(one, other)
-    assert vars(used) == before
+    assert {name: value for name, value in vars(used).items() if name != "seconds_waited"} == before
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_any_step_can_be_asked_for_directly(order):
     far = batches(order=order)
-    first, *_ = far.at(1_000_000)
-    assert first["input_ids"].tolist() == far.tokens.windows(far.starts(1_000_000)[:2], 8).tolist()
+    starts = far.indices(1_000_000)[:2] * far.blocks.stride
+    first, *_ = far.micro_batches(1_000_000)
+    assert first["input_ids"].tolist() == far.blocks.stream.windows(starts, 8).tolist()
     if order == "shuffled":  # the step's place in its epoch follows from arithmetic alone
         epoch, place = divmod(1_000_000 * 8, 125)
-        whole_epoch = batches(micro_batch_size=1, accumulation=125).starts(epoch)
-        assert far.starts(1_000_000).tolist() == np.roll(whole_epoch, -place)[:8].tolist()
+        whole_epoch = batches(micro_batch_size=1, accumulation=125).indices(epoch)
+        assert far.indices(1_000_000).tolist() == np.roll(whole_epoch, -place)[:8].tolist()
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 def test_numbers_drawn_elsewhere_change_nothing(order):
-    expected = batches(order=order).starts(5)
+    expected = batches(order=order).indices(5)
     torch.manual_seed(7)
     np.random.seed(7)
-    np.testing.assert_array_equal(batches(order=order).starts(5), expected)
+    np.testing.assert_array_equal(batches(order=order).indices(5), expected)
 
 
 @pytest.mark.parametrize("tokens", [9, 10, 24, 1001])
 def test_random_windows_reach_every_offset_and_stay_inside(tokens):
     part = batches(tokens, order="random", micro_batch_size=100, accumulation=100)
-    starts = np.concatenate([part.starts(step) for step in range(2)])
+    starts = np.concatenate([part.indices(step) for step in range(2)])
     last = tokens - 8 - 1  # the last offset whose window and next token fit, as nanoGPT draws them
     assert set(starts) == set(range(last + 1))
-    for batch in part.at(0):
+    for batch in part.micro_batches(0):
         assert batch["input_ids"].min() >= 0
         assert batch["shift_labels"].max() <= tokens - 1
 
 
 def test_random_windows_are_spread_evenly():
     part = batches(1001, order="random", micro_batch_size=100, accumulation=1000)
-    counts = np.bincount(part.starts(0), minlength=993)
+    counts = np.bincount(part.indices(0), minlength=993)
     expected = 100_000 / 993
     chi_square = ((counts - expected) ** 2 / expected).sum()
     # For even draws it is about 992, give or take 45.
@@ -210,7 +209,7 @@ def test_random_windows_are_spread_evenly():
 
 def test_random_windows_of_a_step_are_its_own():
     part = batches(60_000, order="random", accumulation=50)
-    steps = [part.starts(step) for step in range(20)]
+    steps = [part.indices(step) for step in range(20)]
     assert len({tuple(starts) for starts in steps}) == 20
     assert np.corrcoef(steps).max(where=~np.eye(20, dtype=bool), initial=-1) < 0.5
 
@@ -218,7 +217,7 @@ def test_random_windows_of_a_step_are_its_own():
 def test_shuffled_blocks_are_spread_evenly():
     # Were the shuffle uneven, a block's place in the epoch would lean on its place in the text.
     part = batches(1001, micro_batch_size=1, accumulation=125)
-    mean_place = np.mean([np.argsort(part.starts(step)) for step in range(400)], axis=0)
+    mean_place = np.mean([np.argsort(part.indices(step)) for step in range(400)], axis=0)
     assert np.abs(mean_place - 62).max() < 5 * 36 / np.sqrt(400)
 
 
@@ -253,8 +252,9 @@ def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
     for step in (10, 1_000_000):
         stream = Counting()
         drawn.clear()
-        part = Batches(stream, block_size=10**4, order=order, seed=0, micro_batch_size=8, accumulation=4)
-        assert len(list(part.at(step))) == 4
+        blocks = TokenBlocks(stream, 10**4, stride=1 if order == "random" else None)
+        part = Batches(blocks, order=order, seed=0, micro_batch_size=8, accumulation=4)
+        assert len(list(part.micro_batches(step))) == 4
         costs.append((stream.read, list(drawn)))
     assert costs[0] == costs[1]
     assert costs[0][0] == 32 * 2 * 10**4  # inputs and targets
@@ -262,18 +262,35 @@ def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_every_process_knows_how_many_targets_a_step_has(processes):
-    parts = [batches(num_processes=processes, rank=rank) for rank in range(processes)]
-    drawn = sum((batch["shift_labels"] != -100).sum().item() for part in parts for batch in part.at(3))
-    assert [part.counted(3) for part in parts] == [drawn] * processes
+    parts = [batches(dp_size=processes, dp_rank=rank) for rank in range(processes)]
+    drawn = sum((batch["shift_labels"] != -100).sum().item() for part in parts for batch in part.micro_batches(3))
+    assert [part.num_targets(3) for part in parts] == [drawn] * processes
 
 
 def test_targets_past_the_end_of_the_stream_are_not_counted():
-    assert TokenStream([np.arange(11, dtype=np.uint16)]).counted(np.array([0, 8]), 8) == 8 + 2
+    blocks = TokenBlocks(TokenStream([np.arange(11, dtype=np.uint16)]), 8, partial=True)
+    assert len(blocks) == 2
+    assert blocks.num_targets(np.array([0, 1])) == 8 + 2
 
 
 def test_pinning_is_asked_of_every_tensor(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    drawn = [tensor for batch in batches(pin_memory=True).at(0) for tensor in batch.values()]
+    drawn = [tensor for batch in batches(pin_memory=True).micro_batches(0) for tensor in batch.values()]
     assert len(pinned) == len(drawn) == 2 * 4
     assert all(a is b for a, b in zip(pinned, drawn, strict=True))
+
+
+def test_batches_are_timed_while_they_are_made_and_not_while_they_are_used(monkeypatch):
+    clock, part = [0.0], batches(accumulation=3)
+    monkeypatch.setattr("nanogpt_hf.data.batches.time.perf_counter", lambda: clock[0])
+    made = part.blocks.batch
+
+    def slow(indices):
+        clock[0] += 2.0
+        return made(indices)
+
+    monkeypatch.setattr(part.blocks, "batch", slow)
+    for _ in part.micro_batches(10):
+        clock[0] += 100.0
+    assert part.seconds_waited == 6.0

@@ -35,23 +35,23 @@ def test_packing_puts_every_example_into_one_block_and_leaves_little_room():
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_every_target_is_there_exactly_once(packing):
     some = examples(LENGTHS, packing=packing)
-    batch = some.batch(np.arange(len(some.blocks)) * 16, 16)
+    batch = some.batch(np.arange(len(some)))
     targets = batch["shift_labels"][batch["shift_labels"] != -100]
     ends = np.cumsum(LENGTHS)
     wanted = [i for end, n in zip(ends, LENGTHS, strict=True) for i in range(end - n, end) if i - (end - n) >= n / 2]
     assert sorted(targets.tolist()) == wanted
     assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)  # the stream counts up
     assert (some.cut, some.left_out) == (0, 0)
-    assert some.positions == 16 * len(some.blocks)
+    assert len(some) == len(some.blocks)
 
 
 def test_positions_begin_anew_with_each_example_and_padding_needs_none():
     some = examples([5, 9, 3, 17])  # 4, 8, 2 and 16 positions
-    batch = some.batch(np.arange(len(some.blocks)) * 16, 16)
+    batch = some.batch(np.arange(len(some)))
     assert [some.blocks[0], some.blocks[1]] == [[3], [1, 0, 2]]
     assert batch["position_ids"][0].tolist() == list(range(16))
     assert batch["position_ids"][1].tolist() == [*range(8), *range(4), *range(2), *range(2)]
-    padded = examples([5, 9, 3, 17], packing="padded").batch(np.array([0]), 16)
+    padded = examples([5, 9, 3, 17], packing="padded").batch(np.array([0]))
     assert list(padded) == ["input_ids", "shift_labels"]
     assert padded["input_ids"].tolist() == [[0, 1, 2, 3] + [0] * 12]
     assert padded["shift_labels"].tolist() == [[-100, -100, 3, 4] + [-100] * 12]
@@ -68,9 +68,9 @@ def test_what_is_longer_than_a_block_is_cut_and_what_has_no_answer_left_goes():
     some = examples([20, 20, 2], answered=answered)
     assert (some.cut, some.left_out) == (1, 1)
     assert sorted(number for block in some.blocks for number in block) == [0, 2]
-    batch = some.batch(np.arange(len(some.blocks)) * 16, 16)
+    batch = some.batch(np.arange(len(some)))
     assert batch["shift_labels"][batch["shift_labels"] != -100].tolist() == [16, 41]  # the 17th token, and the last
-    assert examples([20], answered=answered[20:40]).positions == 0
+    assert len(examples([20], answered=answered[20:40])) == 0
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
@@ -81,9 +81,9 @@ def test_a_step_is_the_same_on_any_number_of_processes_and_every_block_comes_onc
         parts = {}
         for rank in range(processes):
             accumulation = 8 // (2 * processes)
-            options = {"block_size": 16, "order": "shuffled", "seed": 3, "micro_batch_size": 2}
-            ours = Batches(some, accumulation=accumulation, rank=rank, num_processes=processes, **options)
-            for index, batch in enumerate(ours.at(number)):
+            options = {"order": "shuffled", "seed": 3, "micro_batch_size": 2}
+            ours = Batches(some, accumulation=accumulation, dp_rank=rank, dp_size=processes, **options)
+            for index, batch in enumerate(ours.micro_batches(number)):
                 parts[ours.micro_batch_number(index)] = batch
         return {name: torch.cat([parts[i][name] for i in sorted(parts)]) for name in parts[0]}
 
@@ -93,14 +93,14 @@ def test_a_step_is_the_same_on_any_number_of_processes_and_every_block_comes_onc
             shared = step(number, processes)
             assert all(torch.equal(shared[name], alone[name]) for name in alone)
     blocks = len(some.blocks)
-    epoch = Batches(some, block_size=16, order="shuffled", seed=3, micro_batch_size=1, accumulation=blocks)
-    first, second = epoch.starts(0), epoch.starts(1)
-    assert sorted(first) == sorted(second) == [16 * i for i in range(blocks)]
+    epoch = Batches(some, order="shuffled", seed=3, micro_batch_size=1, accumulation=blocks)
+    first, second = epoch.indices(0), epoch.indices(1)
+    assert sorted(first) == sorted(second) == list(range(blocks))
     assert first.tolist() != second.tolist()
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_counted_targets_are_those_of_the_batch(packing):
     some = examples(LENGTHS, packing=packing)
-    starts = np.arange(0, len(some.blocks), 3) * 16
-    assert some.counted(starts, 16) == (some.batch(starts, 16)["shift_labels"] != -100).sum().item()
+    indices = np.arange(0, len(some), 3)
+    assert some.num_targets(indices) == (some.batch(indices)["shift_labels"] != -100).sum().item()

@@ -74,7 +74,8 @@ def nothing_left(folder):
     return left in ([], [f".{folder.name}.lock"])
 
 
-def flat(stream):
+def flat(blocks):
+    stream = blocks.stream
     return stream.windows(np.array([0]), len(stream))[0].tolist()
 
 
@@ -343,7 +344,7 @@ def test_many_tokens_are_written_in_several_shards(monkeypatch, rows, tmp_path):
     assert shards == [f"data-{i:05}-of-{count:05}.arrow" for i in range(count)]
     assert len(shards) > 3
     data = load_prepared(config)
-    assert len(data.train) == manifest.train.tokens
+    assert len(data.train.stream) == manifest.train.tokens
     assert data.tokenizer.decode(flat(data.train)).count("document") == 90
 
 
@@ -810,7 +811,7 @@ def test_what_is_opened_has_the_prepared_tokens_and_their_tokenizer(text, tmp_pa
     manifest, _ = prepare(config)
     data = load_prepared(config)
     assert data.manifest == manifest
-    assert (len(data.train), len(data.validation)) == (manifest.train.tokens, manifest.validation.tokens)
+    assert (len(data.train.stream), len(data.validation.stream)) == (manifest.train.tokens, manifest.validation.tokens)
     assert encode_ordinary(data.tokenizer, content) == flat(data.train) + flat(data.validation)
 
 

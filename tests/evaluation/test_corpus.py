@@ -43,9 +43,9 @@ def test_prepared_data_gives_the_split_that_training_evaluates_on(read, write_re
     prepared = load_prepared(config)
     tokenizer = build_tokenizer(f"{config.data.dir}/tokenizer", ())
     corpus = read(config.data.dir, tokenizer)
-    assert tokens(corpus) == np.concatenate(prepared.validation.chunks).tolist()
+    assert tokens(corpus) == np.concatenate(prepared.validation.stream.chunks).tolist()
     assert corpus.bytes == prepared.manifest.validation.bytes
-    assert len(read(config.data.dir, tokenizer, "train").stream) == len(prepared.train)
+    assert len(read(config.data.dir, tokenizer, "train").stream) == len(prepared.train.stream)
     # the same text under the same tokenizer has the same hash, wherever it came from
     text = prepared.tokenizer.decode(tokens(corpus))
     config.data.source = "text.txt"

@@ -5,6 +5,7 @@ import pytest
 from accelerate import Accelerator
 
 from nanogpt_hf.data.tokenizer import build_tokenizer
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import corpus_of
 from nanogpt_hf.evaluation.text import evaluate_text
 from nanogpt_hf.model.build import load_model
@@ -18,7 +19,7 @@ def test_it_loads_by_path_and_measures_as_the_command_does(root, letter_model, m
     given = metric.compute(predictions=texts, model=str(letter_model), stride=8)
     corpus = corpus_of(texts, build_tokenizer(str(letter_model), ()), "texts", "given")
     model = load_model(str(letter_model))
-    expected = evaluate_text(Accelerator(), model, corpus, block_size=32, stride=8, batch_size=8)
+    expected = evaluate_text(Accelerator(), Mesh(), model, corpus, block_size=32, stride=8, batch_size=8)
     assert given == pytest.approx(expected.figures())
     assert given["perplexity"] > 1
     assert given["tokens_predicted"] == 66

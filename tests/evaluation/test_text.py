@@ -9,30 +9,14 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.evaluation.text import bootstrap_error, evaluate_text, sliding_windows
+from nanogpt_hf.evaluation.text import bootstrap_error, evaluate_text
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.training.evaluate import evaluate, evaluation_windows
-
-
-@pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 100, 1001])
-@pytest.mark.parametrize(("block_size", "stride"), [(16, 16), (16, 5), (16, 1), (64, 32), (1, 1)])
-def test_every_token_but_the_first_is_predicted_once_with_the_promised_context(length, block_size, stride):
-    predicted = []
-    for start, count, left_out in sliding_windows(length, block_size, stride):
-        assert 0 <= left_out < count <= block_size
-        targets = range(start + 1 + left_out, start + 1 + count)
-        predicted += targets
-        for target in targets:
-            assert target - start >= min(target, block_size - stride + 1)
-    assert predicted == list(range(1, length))
-
-
-@pytest.mark.parametrize("length", [2, 17, 1001])
-def test_windows_end_to_end_are_those_of_an_evaluation_during_training(length):
-    ours = [(start, count) for start, count, left_out in sliding_windows(length, 16, 16) if left_out == 0]
-    assert ours == evaluation_windows(length, 16, "all")
+from nanogpt_hf.training.evaluate import evaluate
+from nanogpt_hf.training.objective import next_token_loss
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +36,9 @@ def corpus():
 
 
 def measure(model, corpus, **options):
-    return evaluate_text(Accelerator(), model, corpus, **{"block_size": 16, "stride": 16, "batch_size": 4} | options)
+    return evaluate_text(
+        Accelerator(), Mesh(), model, corpus, **{"block_size": 16, "stride": 16, "batch_size": 4} | options
+    )
 
 
 @pytest.mark.parametrize(("block_size", "stride", "batch_size"), [(16, 16, 4), (16, 5, 64), (16, 1, 7), (9, 4, 1)])
@@ -101,9 +87,10 @@ def test_windows_with_stride_are_those_of_the_perplexity_guide(tmp_path, model, 
 def test_end_to_end_it_is_the_validation_loss_of_training(model, corpus):
     during_training = evaluate(
         Accelerator(),
+        Mesh(),
         model,
-        corpus.stream,
-        block_size=16,
+        next_token_loss,
+        TokenBlocks(corpus.stream, 16, partial=True),
         micro_batch_size=3,
         tokens="all",
         bytes_per_token=2.0,

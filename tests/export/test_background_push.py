@@ -11,7 +11,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.export import background_push
 from nanogpt_hf.export import hub as hub_module
-from nanogpt_hf.export.background_push import Pushing
+from nanogpt_hf.export.background_push import BackgroundPush
 from nanogpt_hf.runs.folder import RunFolder
 
 HUB = ["--hub.push", "best", "--hub.repo", "tester/tiny"]
@@ -108,15 +108,15 @@ sys.exit(order.startswith("bad"))
 
 @pytest.fixture
 def stand_in(tmp_path, monkeypatch, caplog):
-    """A Pushing whose pushes are CHILD, and the lines it says."""
+    """A BackgroundPush whose pushes are CHILD, and the lines it says."""
     (tmp_path / "nanogpt_hf.py").write_text(CHILD)
     (tmp_path / "best").mkdir()
     monkeypatch.setattr(background_push.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py"))
     caplog.set_level("INFO", "nanogpt_hf")
-    return Pushing(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path)), caplog
+    return BackgroundPush(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path)), caplog
 
 
-def step(pushing: Pushing, folder, model: str, do: str, until) -> None:
+def step(pushing: BackgroundPush, folder, model: str, do: str, until) -> None:
     """A new best model, and reports until something is so."""
     (folder / "do").write_text(do)
     (folder / "best" / "model").write_text(model)
@@ -124,11 +124,11 @@ def step(pushing: Pushing, folder, model: str, do: str, until) -> None:
     wait(pushing, until)
 
 
-def wait(pushing: Pushing, until) -> None:
+def wait(pushing: BackgroundPush, until) -> None:
     deadline = time.monotonic() + 30
     while not until():
         assert time.monotonic() < deadline
-        pushing.look()
+        pushing.poll()
         time.sleep(0.02)
 
 

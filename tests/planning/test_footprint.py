@@ -11,16 +11,21 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch.profiler import ProfilerActivity, profile
 
-from nanogpt_hf.config.schema import LoraSection, OptimSection
+from nanogpt_hf.config.schema import Config, LoraSection, OptimSection
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.probes import made_up_tokens
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.build import freeze
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, kept_by_a_block
 from nanogpt_hf.planning.placement import Placement
-from nanogpt_hf.training.loop import train_step
+from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.objective import next_token_loss
 from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.step import train_step
 
 SIZE = {"vocab_size": 99, "n_positions": 64, "n_embd": 128, "n_layer": 3, "n_head": 4, "bias": False, "dropout": 0.0}
 NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
@@ -43,16 +48,28 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
     model = build(**case.model)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(moments=case.moments)))
     model.train()
+    sizes = accelerator.unwrap_model(model).config
     batches = Batches(
-        made_up_tokens(model.config.vocab_size, 4096),
-        block_size=model.config.n_positions,
+        TokenBlocks(made_up_tokens(sizes.vocab_size, 4096), sizes.n_positions, stride=1),
         order="random",
         seed=0,
         micro_batch_size=case.micro_batch_size,
         accumulation=case.accumulation,
     )
+    run = Run(
+        config=Config(),
+        accelerator=accelerator,
+        mesh=Mesh(),
+        model=model,
+        model_config=sizes,
+        optimizer=optimizer,
+        data=None,
+        batches=batches,
+        objective=next_token_loss,
+        state=TrainState(),
+    )
     for step in range(2):
-        train_step(accelerator, model, optimizer, batches, step, learning_rate=1e-4, max_grad_norm=1.0)
+        train_step(run, step, learning_rate=1e-4)
 
 
 def allocated_at_most(work) -> int:

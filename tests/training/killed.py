@@ -22,7 +22,7 @@ where, seed, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 # place -> (object, function, number of its calls before the one that dies)
 PLACES = {
     "training": (loop, "train_step", 3),
-    "evaluating": (evaluate, "fill_up", 12),
+    "evaluating": (evaluate, "pad_batch", 12),
     "writing a checkpoint": (checkpoint, "save_file", 3),
     "flushing a checkpoint": (checkpoint, "_flush", 8),
     "dropping an old checkpoint": (checkpoint, "_flush", 12),

@@ -98,11 +98,11 @@ def test_the_steps_are_those_of_bare_torchao(whole, recipe):
     plain = [p for p in model.parameters() if p.dim() < 2]
     groups = [{"params": decayed, "weight_decay": optim.weight_decay}, {"params": plain, "weight_decay": 0.0}]
     adamw = torchao.optim.AdamW8bit(groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2))
-    batches = Batches(data.train, block_size=16, order="shuffled", seed=1337, micro_batch_size=8, accumulation=1)
+    batches = Batches(data.train, order="shuffled", seed=1337, micro_batch_size=8, accumulation=1)
     losses = {}
     for step in range(6):
-        (batch,) = batches.at(step)
-        loss = model(**batch, num_items_in_batch=batches.counted(step), use_cache=False).loss
+        (batch,) = batches.micro_batches(step)
+        loss = model(**batch, num_items_in_batch=batches.num_targets(step), use_cache=False).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
         for group in adamw.param_groups:

@@ -8,29 +8,35 @@ import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
 
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.training.evaluate import Evaluation, evaluate, evaluation_windows
+from nanogpt_hf.training.evaluate import Evaluation, evaluate, evaluation_indices
+from nanogpt_hf.training.objective import next_token_loss
+
+
+def blocks(length: int, block_size: int) -> TokenBlocks:
+    return TokenBlocks(TokenStream([np.arange(length, dtype=np.uint16)]), block_size, partial=True)
 
 
 @pytest.mark.parametrize("length", [2, 16, 17, 18, 100, 1000])
 @pytest.mark.parametrize("block_size", [1, 16, 64])
 def test_all_predicts_every_token_but_the_first_exactly_once(length, block_size):
-    windows = evaluation_windows(length, block_size, "all")
-    predicted = [start + 1 + i for start, count in windows for i in range(count)]
-    assert predicted == list(range(1, length))
+    some = blocks(length, block_size)
+    targets = some.batch(evaluation_indices(some, "all"))["shift_labels"].flatten()
+    assert targets[targets != -100].tolist() == list(range(1, length))
 
 
 def test_fewer_tokens_are_spread_over_the_stream():
-    windows = evaluation_windows(10_001, 10, 500)
-    assert len(windows) == 50
-    starts = [start for start, _ in windows]
-    assert len(set(starts)) == 50
-    assert (starts[0], starts[-1]) == (0, 9990)
-    gaps = np.diff(starts)
-    assert gaps.max() - gaps.min() <= 10
-    assert evaluation_windows(10_001, 10, 10**9) == evaluation_windows(10_001, 10, "all")
-    assert len(evaluation_windows(10_001, 10, 1)) == 1
+    some = blocks(10_001, 10)
+    indices = evaluation_indices(some, 500)
+    assert len(set(indices)) == len(indices) == 50
+    assert (indices[0], indices[-1]) == (0, 999)
+    gaps = np.diff(indices)
+    assert gaps.max() - gaps.min() <= 1
+    assert np.array_equal(evaluation_indices(some, 10**9), evaluation_indices(some, "all"))
+    assert len(evaluation_indices(some, 1)) == 1
 
 
 @pytest.fixture
@@ -46,9 +52,10 @@ def test_loss_is_the_token_weighted_mean_whatever_the_batches(model, micro_batch
     model.train()
     result = evaluate(
         Accelerator(),
+        Mesh(),
         model,
-        TokenStream([tokens[:200], tokens[200:]]),
-        block_size=16,
+        next_token_loss,
+        TokenBlocks(TokenStream([tokens[:200], tokens[200:]]), 16, partial=True),
         micro_batch_size=micro_batch_size,
         tokens="all",
         bytes_per_token=2.0,

@@ -13,15 +13,17 @@ from torch.nn import functional as F
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.accelerator import check_launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.reports import live
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import layer_stats, loop, tracking
-from nanogpt_hf.training.layer_stats import Layers, attention_logit_max
+from nanogpt_hf.training import layer_stats, loop
+from nanogpt_hf.training.layer_stats import LayerStats, attention_logit_max
 from nanogpt_hf.training.tracking import read_metrics
 
 NAMES = ["embedding", "0", "1", "head"]
@@ -29,7 +31,7 @@ NAMES = ["embedding", "0", "1", "head"]
 
 @pytest.fixture
 def start(write_recipe, tmp_path, forget_accelerate, monkeypatch):
-    monkeypatch.setattr(tracking, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
+    monkeypatch.setattr(live, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
 
     def start(name: str, **overrides) -> RunFolder:
         config = load_config(write_recipe(**overrides))
@@ -60,13 +62,13 @@ def test_norms_of_a_step_are_those_of_bare_pytorch(start, write_recipe, max_grad
     config = load_config(write_recipe(**overrides))
     data = load_prepared(config)
     model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), config.train.seed)
-    options = {"block_size": 16, "order": "shuffled", "seed": 1337, "micro_batch_size": 8, "accumulation": 1}
+    options = {"order": "shuffled", "seed": 1337, "micro_batch_size": 8, "accumulation": 1}
     batches = Batches(data.train, **options)
     decays = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() == 1]
     groups = [{"params": decays[0], "weight_decay": 0.1}, {"params": decays[1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     for step, learning_rate in enumerate([1e-2 / 3, 2e-2 / 3]):
-        (batch,) = batches.at(step)
+        (batch,) = batches.micro_batches(step)
         optimizer.zero_grad()
         logits = model(batch["input_ids"]).logits
         F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten()).backward()
@@ -170,7 +172,7 @@ def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation
     stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
     config = Config()
     config.data.block_size, config.train.micro_batch_size, config.tracking.layers = 24, 3, True
-    looks = Layers(Accelerator(), config, stream)
+    looks = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True))
     tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64))
     hidden = model.eval()(tokens, output_hidden_states=True).hidden_states
     model.train()
@@ -206,7 +208,7 @@ def test_under_autocast_logits_are_not_rounded_to_bf16(model):
 
 
 def test_off_it_looks_at_nothing():
-    off = Layers(SimpleNamespace(), Config(), None)
+    off = LayerStats(SimpleNamespace(), Config(), None)
     with off.watched(None, None, 10):
         pass
     assert off.report(1.0) == off.look(None) == {}

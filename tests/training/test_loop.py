@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import Stopped, UserError
@@ -69,7 +69,7 @@ def test_two_steps_equal_a_few_lines_of_bare_pytorch(start, write_recipe, max_gr
     config = load_config(write_recipe(**overrides))
     data = load_prepared(config)
     model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), config.train.seed)
-    stream = np.concatenate(data.train.chunks).astype(np.int64)
+    stream = np.concatenate(data.train.stream.chunks).astype(np.int64)
     blocks = np.random.Philox(key=np.random.SeedSequence([1337, 1, 0]).generate_state(1, np.uint64)[0])
     order = np.argsort(blocks.random_raw((len(stream) - 1) // 16), kind="stable")
     matrices = [p for p in model.parameters() if p.dim() == 2]
@@ -123,7 +123,7 @@ def test_a_run_learns_and_writes_everything_it_promises(start):
 def test_the_exported_model_has_the_validation_loss_that_was_reported(start, write_recipe):
     run = start(train__max_steps=20, eval__every=10, eval__tokens="all")
     data = load_prepared(load_config(write_recipe()))
-    stream = torch.from_numpy(np.concatenate(data.validation.chunks).astype(np.int64))
+    stream = torch.from_numpy(np.concatenate(data.validation.stream.chunks).astype(np.int64))
     model = AutoModelForCausalLM.from_pretrained(run.final).eval()
     total = 0.0
     with torch.no_grad():
@@ -149,12 +149,11 @@ class StopAfter:
     def __init__(self, monkeypatch, step: int):
         train_step, seen = loop.train_step, []
 
-        def counting(*arguments, **options):
-            if options["learning_rate"]:  # 0 in the rehearsal
-                seen.append(1)
+        def counting(*arguments):
+            seen.append(1)
             if len(seen) == step:
                 os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(*arguments, **options)
+            return train_step(*arguments)
 
         monkeypatch.setattr(loop, "train_step", counting)
 
@@ -170,7 +169,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(start, write_recipe, monkeypatch, ord
         "train__micro_batch_size": 16,
     }
     whole = start("whole", **options)
-    blocks = (len(load_prepared(load_config(write_recipe(**options))).train) - 1) // 16
+    blocks = (len(load_prepared(load_config(write_recipe(**options))).train.stream) - 1) // 16
     assert 6 * 128 < blocks < 9 * 128  # the epoch ends after every stop, so the order of the next is drawn anew
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
@@ -224,14 +223,13 @@ def poison(monkeypatch, steps: range) -> None:
     """Make the loss of these steps (0 is the first) not a number, in the middle of the backward pass."""
     train_step, calls = loop.train_step, itertools.count()
 
-    def poisoned(accelerator, model, *arguments, **options):
-        if not options["learning_rate"] or next(calls) not in steps:  # it is 0 in the rehearsal
-            return train_step(accelerator, model, *arguments, **options)
-        handle = (
-            accelerator.unwrap_model(model).transformer.h[0].register_forward_hook(lambda m, i, out: out * math.nan)
-        )
+    def poisoned(run, *arguments):
+        if next(calls) not in steps:
+            return train_step(run, *arguments)
+        block = run.accelerator.unwrap_model(run.model).transformer.h[0]
+        handle = block.register_forward_hook(lambda m, i, out: out * math.nan)
         try:
-            return train_step(accelerator, model, *arguments, **options)
+            return train_step(run, *arguments)
         finally:
             handle.remove()
 
@@ -364,19 +362,19 @@ def test_a_loss_that_is_not_a_number_is_nobodys_best(start, monkeypatch):
 
 
 def test_tokens_per_second_and_data_wait_count_all_steps_since_the_last_report(start, monkeypatch):
-    clock, train_step, at = [0.0], loop.train_step, Batches.at
+    clock, train_step, batch = [0.0], loop.train_step, TokenBlocks.batch
 
-    def two_seconds(*arguments, **options):
+    def two_seconds(*arguments):
         clock[0] += 1.5
-        return train_step(*arguments, **options)
+        return train_step(*arguments)
 
-    def of_them_half_a_second(batches, step):
-        clock[0] += 0.5
-        yield from at(batches, step)
+    def of_them_half_a_second(blocks, indices):
+        clock[0] += 0.25  # two micro-batches a step
+        return batch(blocks, indices)
 
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
     monkeypatch.setattr(loop, "train_step", two_seconds)
-    monkeypatch.setattr(Batches, "at", of_them_half_a_second)
+    monkeypatch.setattr(TokenBlocks, "batch", of_them_half_a_second)
     run = start(train__max_steps=40, tracking__every=10, eval__every=1000, checkpoint__every=1000)
     assert column(run, "train/tokens_per_second") == dict.fromkeys((10, 20, 30, 40), 64.0)
     assert column(run, "train/data_wait") == dict.fromkeys((10, 20, 30, 40), 0.25)

@@ -14,7 +14,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import micro_batch
-from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_of_memory_advice, rehearsal
+from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_of_memory_advice, state_restored
 from nanogpt_hf.training.optimizer import build_optimizer
 
 
@@ -94,15 +94,15 @@ import torch
 from accelerate import Accelerator
 from nanogpt_hf.training import micro_batch
 accelerator, size = Accelerator(), 64 * 2**20
-memory._forget_peak(accelerator)
-before = memory._peak(accelerator)
+micro_batch._forget_peak(accelerator)
+before = micro_batch._peak(accelerator)
 held = torch.ones(size // 4)
-assert 0.9 * size < memory._peak(accelerator) - before < 1.1 * size
+assert 0.9 * size < micro_batch._peak(accelerator) - before < 1.1 * size
 del held
-assert memory._peak(accelerator) - before > 0.9 * size
-memory._forget_peak(accelerator)
-assert memory._peak(accelerator) - before < 0.5 * size
-assert before < memory._room(accelerator)
+assert micro_batch._peak(accelerator) - before > 0.9 * size
+micro_batch._forget_peak(accelerator)
+assert micro_batch._peak(accelerator) - before < 0.5 * size
+assert before < micro_batch._room(accelerator)
 """
 
 
@@ -112,14 +112,14 @@ def test_the_peak_is_measured_for_real(root):
     assert done.returncode == 0, done.stderr
 
 
-def test_a_rehearsal_leaves_no_trace():
+def test_a_dry_run_step_leaves_no_trace():
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     accelerator = Accelerator(gradient_accumulation_steps=3)
     model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     tokens = torch.arange(8)[None]
-    with rehearsal(accelerator, optimizer), accelerator.accumulate(model):
+    with state_restored(accelerator, optimizer), accelerator.accumulate(model):
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
         accelerator.backward(model(tokens, labels=tokens).loss)
         assert accelerator.sync_gradients

@@ -13,7 +13,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.checkpoint import TrainState
-from nanogpt_hf.training.monitor import Health, TimedBatches, memory_peak
+from nanogpt_hf.training.monitor import Monitor, memory_peak
 from nanogpt_hf.training.tracking import read_metrics
 
 RECIPE = {
@@ -33,14 +33,13 @@ def data_seen(monkeypatch):
     """
     seen, spikes, crashes, train_step = [], set(), set(), loop.train_step
 
-    def spiking(*arguments, **options):
-        if arguments[4] in crashes:
-            crashes.remove(arguments[4])
+    def spiking(run, step, learning_rate):
+        if step in crashes:
+            crashes.remove(step)
             raise SystemError("crash")
-        loss, norm = train_step(*arguments, **options)
-        if options["learning_rate"]:  # 0 in the rehearsal
-            seen.append(arguments[4])
-        return (loss * 10 if arguments[4] in spikes else loss), norm
+        result = train_step(run, step, learning_rate)
+        seen.append(step)
+        return result._replace(loss=result.loss * 10) if step in spikes else result
 
     monkeypatch.setattr(loop, "train_step", spiking)
     return seen, spikes, crashes
@@ -107,39 +106,39 @@ def test_by_default_a_spike_is_only_a_spike(pretrain, data_seen):
 
 
 @pytest.fixture
-def health(tmp_path):
-    """A Health of a run without a checkpoint, with knobs such as tracking__every=5."""
+def monitor(tmp_path):
+    """A Monitor of a run without a checkpoint, with knobs such as tracking__every=5."""
 
-    def build(**knobs) -> Health:
+    def build(**knobs) -> Monitor:
         config = Config()
         for key, value in knobs.items():
             set_value(config, key.replace("__", "."), value)
-        return Health(Accelerator(), config, RunFolder(tmp_path / "none"))
+        return Monitor(Accelerator(), config, RunFolder(tmp_path / "none"))
 
     return build
 
 
-def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_number(health):
-    health, state = health(train__rollback_ratio=1.5), TrainState()
-    assert not health.spiked(state, 4.0)
+def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_number(monitor):
+    monitor, state = monitor(train__rollback_ratio=1.5), TrainState()
+    assert not monitor.spiked(state, 4.0)
     assert state.loss_average == pytest.approx(4.0)
-    assert not health.spiked(state, 2.0)
+    assert not monitor.spiked(state, 2.0)
     assert state.loss_average == pytest.approx(3.8)
-    assert not health.spiked(state, float("nan"))
-    assert not health.spiked(state, 100.0)  # there is no checkpoint to go back to
+    assert not monitor.spiked(state, float("nan"))
+    assert not monitor.spiked(state, 100.0)  # there is no checkpoint to go back to
     assert state.loss_average == pytest.approx(3.8)
 
 
-def test_ten_bad_steps_in_a_row_name_the_checkpoint(health):
-    health = health(tracking__every=5)
+def test_ten_bad_steps_in_a_row_name_the_checkpoint(monitor):
+    monitor = monitor(tracking__every=5)
     for _ in range(4):
-        health.add(torch.tensor(1.0))
-    health.add(torch.tensor(float("inf")))
-    assert health.report(TrainState())["train/skipped_steps"] == 1
+        monitor.add(torch.tensor(1.0))
+    monitor.add(torch.tensor(float("inf")))
+    assert monitor.report(TrainState())["train/skipped_steps"] == 1
     for _ in range(9):
-        health.add(torch.tensor(float("nan")))
+        monitor.add(torch.tensor(float("nan")))
     with pytest.raises(UserError, match="no finite gradient in the last 10 steps"):
-        health.report(TrainState())
+        monitor.report(TrainState())
 
 
 @pytest.mark.parametrize(
@@ -151,11 +150,11 @@ def test_ten_bad_steps_in_a_row_name_the_checkpoint(health):
         (0.0, [2.0], None),  # nothing is clipped
     ],
 )
-def test_the_share_of_clipped_steps_is_of_those_since_the_last_report(health, max_norm, norms, share):
-    health = health(tracking__every=4, optim__max_grad_norm=max_norm)
+def test_the_share_of_clipped_steps_is_of_those_since_the_last_report(monitor, max_norm, norms, share):
+    monitor = monitor(tracking__every=4, optim__max_grad_norm=max_norm)
     for norm in norms:
-        health.add(torch.tensor(norm))
-    values = health.report(TrainState())
+        monitor.add(torch.tensor(norm))
+    values = monitor.report(TrainState())
     assert values.get("train/clipped_share") == share
     assert values["train/grad_norm"] == pytest.approx(norms[-1])
 
@@ -168,23 +167,3 @@ def test_the_memory_peak_only_rises_and_knows_what_was_taken():
     assert after >= before + 2**24
     del held
     assert memory_peak(cpu) == after
-
-
-def test_batches_are_timed_while_they_are_made_and_not_while_they_are_used(monkeypatch):
-    clock = [0.0]
-    monkeypatch.setattr("nanogpt_hf.training.monitor.time.perf_counter", lambda: clock[0])
-
-    class Slow:
-        seed = 7
-
-        def at(self, step):
-            for number in range(3):
-                clock[0] += 2.0
-                yield step + number
-
-    batches = TimedBatches(Slow())
-    for number, batch in enumerate(batches.at(10)):
-        assert batch == 10 + number
-        clock[0] += 100.0
-    assert batches.waited == 6.0
-    assert batches.seed == 7

@@ -16,13 +16,19 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_hf.config.schema import Config, DataSection, OptimSection
+from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
+from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.evaluate import evaluate
-from nanogpt_hf.training.loop import train_step
+from nanogpt_hf.training.micro_batch import build_batches
+from nanogpt_hf.training.objective import next_token_loss
 from nanogpt_hf.training.optimizer import build_optimizer
-from nanogpt_hf.training.setup import batches_of, keep_freed_memory, seed_dropout
+from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.setup import keep_freed_memory
+from nanogpt_hf.training.step import seed_dropout, train_step
 
 LAYERS, ACCUMULATION = 2, 3
 STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
@@ -52,31 +58,35 @@ class Steps:
         optimizer = build_optimizer(model, OptimSection())
         with prepared_blocks(model, self.accelerator):
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
-        self.batches = batches_of(self.accelerator, config, data, micro_batch_size=2)
+        mesh = Mesh.from_environment()
+        self.run = Run(
+            config=config,
+            accelerator=self.accelerator,
+            mesh=mesh,
+            model=self.model,
+            model_config=sizes,
+            optimizer=self.optimizer,
+            data=data,
+            batches=build_batches(config, self.accelerator, mesh, data.train, micro_batch_size=2),
+            objective=next_token_loss,
+            state=TrainState(),
+        )
         self.take(0)
 
     def take(self, number, learning_rate=1e-3):
-        return train_step(
-            self.accelerator,
-            self.model,
-            self.optimizer,
-            self.batches,
-            number,
-            learning_rate=learning_rate,
-            max_grad_norm=1.0,
-        )
+        return train_step(self.run, number, learning_rate)
 
     def evaluate(self):
-        return evaluate(
-            self.accelerator, self.model, STREAM, block_size=8, micro_batch_size=2, tokens="all", bytes_per_token=1.0
-        )
+        blocks = TokenBlocks(STREAM, 8, partial=True)
+        options = {"micro_batch_size": 2, "tokens": "all", "bytes_per_token": 1.0}
+        return evaluate(self.accelerator, self.run.mesh, self.model, next_token_loss, blocks, **options)
 
 
 @pytest.fixture
 def build_steps(forget_accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     forget_accelerate()
-    yield lambda: Steps(SimpleNamespace(train=STREAM), Config(data=DataSection(block_size=8)))
+    yield lambda: Steps(SimpleNamespace(train=TokenBlocks(STREAM, 8)), Config(data=DataSection(block_size=8)))
     forget_accelerate()
 
 

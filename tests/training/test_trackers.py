@@ -15,10 +15,10 @@ from accelerate.tracking import GeneralTracker
 import nanogpt_hf
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.reports import live
 from nanogpt_hf.runs import machine
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.training import tracking
 from nanogpt_hf.training.tracking import read_metrics
 
 SECRET = "https://me:pa55word@localhost/x.txt?sig=5ignature"
@@ -62,7 +62,7 @@ def pretrain(tmp_path, write_recipe, forget_accelerate, monkeypatch):
     """`pretrain` of the tiny recipe in a terminal where the environment and the command line hold secrets."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_TOKEN", "t0ken")
-    monkeypatch.setattr(tracking, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
+    monkeypatch.setattr(live, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
 
     def run(*arguments: str, **overrides) -> RunFolder:
         forget_accelerate()
