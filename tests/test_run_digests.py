@@ -110,6 +110,12 @@ def test_the_exit_status_tells_whether_anything_differs(tool, monkeypatch, tmp_p
     assert "FAILED: it needs the run pretrain, which failed" in printed
 
 
+def test_a_run_that_the_machine_cannot_do_is_skipped_with_the_reason(tool, monkeypatch, capsys):
+    monkeypatch.setitem(tool.RUNS, "zero3", lambda bench: tool.needs("no_such_package"))
+    assert tool.main(["--only", "zero3"]) == 0
+    assert "zero3        skipped: no_such_package is not installed" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("content", [None, "{}", "[]", "not JSON"])
 def test_a_file_that_cannot_be_compared_is_refused_before_anything_runs(tool, tmp_path, content):
     file = tmp_path / "before.json"
