@@ -3,7 +3,7 @@
 PYTHON ?= python3
 BIN := .venv/bin
 
-.PHONY: quickstart test test-quick clean
+.PHONY: quickstart test test-quick digests clean
 
 quickstart: .venv/installed
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
@@ -25,6 +25,10 @@ test: .venv/installed-test
 # without what starts several processes or trains for a while
 test-quick: .venv/installed-test
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long'
+
+# Small reference runs, to compare their numbers before and after a refactoring: see tests/run_digests.py.
+digests: .venv/installed-test
+	$(BIN)/python tests/run_digests.py $(ARGS)
 
 .venv/installed: pyproject.toml constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
