@@ -1,19 +1,27 @@
 """The wheel holds what a user needs outside a checkout; pyproject.toml declares what the package imports."""
 
+import ast
 import os
 import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from pathlib import Path
 
 import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
 
 import nanogpt_hf
 
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("recipes", "accelerate_configs")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # where an import has another name than its package
+TEST_EXTRAS = ("test-quick", "test", "types")
 
 
 @pytest.fixture(scope="module")
@@ -90,3 +98,59 @@ def test_the_readmes_commands_for_an_installed_package_are_right_as_far_as_a_dry
         )
         assert "nothing was started" in printed or command.startswith("cp ")
     assert (tmp_path / "accelerate_configs" / "cpu.yaml").is_file()
+
+
+def imported(*files: Path) -> set[str]:
+    """The packages outside the standard library that files import, anywhere in them."""
+    names = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module.partition(".")[0])
+    names -= {*sys.stdlib_module_names, "nanogpt_hf"}
+    return {canonicalize_name(PACKAGE_OF.get(name, name)) for name in names}
+
+
+def declared(*extras: str) -> dict[str, Requirement]:
+    """What the package asks for, or these extras and the extras that they include."""
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    found = {}
+    for need in map(Requirement, lines if extras else PROJECT["dependencies"]):
+        if need.name == "nanogpt_hf":
+            found |= declared(*need.extras)
+        else:
+            found[canonicalize_name(need.name)] = need
+    return found
+
+
+def test_every_import_is_a_declared_dependency_and_every_dependency_is_imported():
+    features = [extra for extra in PROJECT["optional-dependencies"] if extra not in TEST_EXTRAS]
+    package = imported(*(ROOT / "nanogpt_hf").rglob("*.py"))
+    assert package <= declared().keys() | declared(*features).keys()
+    assert declared().keys() <= package
+    tests = list((ROOT / "tests").rglob("*.py"))
+    ours = {canonicalize_name(path.stem) for path in tests}  # a harness imports another one
+    assert imported(*tests) - ours <= declared().keys() | declared("test").keys()
+
+
+def test_constraints_pin_a_version_in_its_range_for_all_that_the_tests_install():
+    lines = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    pins = {canonicalize_name(name): version for name, version in lines}
+    needs = declared() | declared("types")
+    assert len(needs) > 25
+    assert not {name for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))}
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {package for hook in hooks for package in hook["additional_dependencies"]} == {f"ruff=={pins['ruff']}"}
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
+def test_make_clean_leaves_what_a_user_made(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    kept, removed = ("runs/a/best", "data/a/train"), (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests")
+    for folder in kept + removed:
+        (tmp_path / folder).mkdir(parents=True)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert all((tmp_path / folder).is_dir() for folder in kept)
+    assert not any((tmp_path / folder).exists() for folder in removed[:-1])
