@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -134,7 +135,7 @@ def recipe_name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "recipe" else path.stem
 
 
-def stated_knobs(recipe: Path | str | None, overrides: list[tuple[str, str]] = ()) -> dict[str, Any]:
+def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
     """Dotted key -> what recipe and command line say, as it is written there: nothing is checked but the file's shape.
 
     Raises ConfigError where the recipe cannot be read.
@@ -144,9 +145,9 @@ def stated_knobs(recipe: Path | str | None, overrides: list[tuple[str, str]] = (
 
 def load_config(
     recipe: Path | str | None,
-    overrides: list[tuple[str, str]] = (),
+    overrides: Sequence[tuple[str, str]] = (),
     defaults: dict[str, Any] | None = None,
-    name: str | None = None,
+    name: str = "",
 ) -> Config:
     """Defaults (the schema's, then `defaults`), then the recipe, then `overrides` (dotted key, text), checked.
 
