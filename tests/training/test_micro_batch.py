@@ -94,15 +94,15 @@ import torch
 from accelerate import Accelerator
 from nanogpt_hf.training import micro_batch
 accelerator, size = Accelerator(), 64 * 2**20
-memory._forget_peak(accelerator)
-before = memory._peak(accelerator)
+micro_batch._forget_peak(accelerator)
+before = micro_batch._peak(accelerator)
 held = torch.ones(size // 4)
-assert 0.9 * size < memory._peak(accelerator) - before < 1.1 * size
+assert 0.9 * size < micro_batch._peak(accelerator) - before < 1.1 * size
 del held
-assert memory._peak(accelerator) - before > 0.9 * size
-memory._forget_peak(accelerator)
-assert memory._peak(accelerator) - before < 0.5 * size
-assert before < memory._room(accelerator)
+assert micro_batch._peak(accelerator) - before > 0.9 * size
+micro_batch._forget_peak(accelerator)
+assert micro_batch._peak(accelerator) - before < 0.5 * size
+assert before < micro_batch._room(accelerator)
 """
 
 
