@@ -1,11 +1,19 @@
 # The two commands of a fresh clone: `make quickstart` and `make test`. Both need only Python 3.11+, pip and make.
 
 PYTHON ?= python3
-BIN := .venv/bin
+VENV ?= .venv
+BIN := $(VENV)/bin
+INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable
+# Two at a time, a file each: the tests that start processes wait for them most of the time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
-.PHONY: quickstart test test-quick digests clean
+.NOTPARALLEL: # pip installs into one environment
+.PHONY: help quickstart test test-quick test-all digests lint format types clean
 
-quickstart: .venv/installed
+help: ## list these targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+
+quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and let it write (2 minutes)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
 	@echo
 	@echo "A sample from the model:"
@@ -18,27 +26,38 @@ quickstart: .venv/installed
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
-# Two at a time, a file each: the tests that start processes wait for them most of the time.
-test: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+test: $(VENV)/installed-test ## run every test (under 10 minutes on two cores)
+	$(PYTEST)
 
-# without what starts several processes or trains for a while
-test-quick: .venv/installed-test
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'not long'
+test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
+	$(PYTEST) -m 'not long'
 
-# Small reference runs, to compare their numbers before and after a refactoring: see tests/run_digests.py.
-digests: .venv/installed-test
+digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
 
-.venv/installed: pyproject.toml constraints.txt
+test-all: lint types test ## run all that has to pass before a change lands
+
+lint: $(VENV)/installed-test-quick ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(VENV)/installed-test-quick ## repair what can be repaired of style and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+types: $(VENV)/installed-types ## check the types
+	$(BIN)/basedpyright --pythonpath $(BIN)/python
+
+$(VENV)/installed: pyproject.toml setup.py constraints.txt
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.11")'
-	$(PYTHON) -m venv .venv
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable .
+	$(PYTHON) -m venv $(VENV)
+	$(INSTALL) .
 	touch $@
 
-.venv/installed-test: .venv/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[test]'
+$(VENV)/installed-%: $(VENV)/installed
+	$(INSTALL) '.[$*]'
 	touch $@
 
-clean:
-	rm -rf .venv runs data
+clean: ## remove the environment and caches; runs/ and data/ stay
+	rm -rf $(VENV) .ci/venv build dist *.egg-info .pytest_cache .ruff_cache
+	find nanogpt_hf tests -name __pycache__ -prune -exec rm -rf {} +

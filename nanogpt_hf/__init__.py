@@ -1,6 +1,9 @@
 """nanoGPT grown up inside the Hugging Face ecosystem."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nanogpt_hf.model import GPTConfig, GPTForCausalLM, GPTModel
 
 __version__ = "0.1.0"
 __all__ = ["GPTConfig", "GPTForCausalLM", "GPTModel", "__version__"]

@@ -9,7 +9,7 @@ from nanogpt_hf.config.schema import LORA_TARGETS, Config
 
 def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) -> str | None:
     """The complaint where micro-batches do not add up to a step of `tokens`, with the sum and values that would."""
-    micro = 1 if micro == "auto" else micro
+    micro = 1 if isinstance(micro, str) else micro
     unit = micro * block * processes
     if tokens % unit == 0:
         return None

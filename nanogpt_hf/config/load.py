@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import yaml
 
 from nanogpt_hf.config.checks import CHECKS
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, Knob, get_value, kind_options, set_value
+from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
 from nanogpt_hf.errors import ConfigError, did_you_mean
 
 _WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
@@ -104,6 +106,7 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_RecipeLoader)
     except FileNotFoundError:
         near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
+        near = near or did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"]) from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError([f"{path}: cannot be read as a recipe: {error}"]) from None
@@ -132,28 +135,28 @@ def recipe_name(path: Path) -> str:
     return path.resolve().parent.name if path.stem == "recipe" else path.stem
 
 
-def stated_knobs(recipe: Path | str | None, overrides: list[tuple[str, str]] = ()) -> dict[str, Any]:
+def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
     """Dotted key -> what recipe and command line say, as it is written there: nothing is checked but the file's shape.
 
     Raises ConfigError where the recipe cannot be read.
     """
-    return (_read_recipe(Path(recipe))[0] if recipe else {}) | dict(overrides)
+    return (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
 
 
 def load_config(
     recipe: Path | str | None,
-    overrides: list[tuple[str, str]] = (),
+    overrides: Sequence[tuple[str, str]] = (),
     defaults: dict[str, Any] | None = None,
-    name: str | None = None,
+    name: str = "",
 ) -> Config:
     """Defaults (the schema's, then `defaults`), then the recipe, then `overrides` (dotted key, text), checked.
 
-    Where there is no recipe, `name` stands for its name.
+    `recipe` is a file, or the name of a shipped recipe such as quickstart. Without one, `name` stands for its name.
 
     Raises ConfigError with every problem found: unknown keys, wrong types, values out of bounds, values that do not
     fit each other. A key with a problem of its own is left out of the rules over several keys.
     """
-    recipe = Path(recipe) if recipe else None
+    recipe = find_recipe(recipe) if recipe else None
     values, problems = _read_recipe(recipe) if recipe else ({}, [])
     config, bad = Config(name=recipe_name(recipe) if recipe else name), set()
     for key, value in (defaults or {}).items():

@@ -42,7 +42,7 @@ def gpu_link(uuids: list[str], capability: int) -> Link:
         ways = [matrix[a][1 + b] for a in numbers for b in numbers if a < b]
         lanes = min((int(generation), int(width)) for _, generation, width in cards)
     except (ValueError, IndexError):
-        ways = []
+        ways, lanes = [], (0, 0)
     if not ways or len(cards) != len(uuids):
         return Link("not known", "nvidia-smi did not show these GPUs")
     how = f"nvidia-smi topo -m shows {', '.join(sorted(set(ways)))}"

@@ -103,8 +103,8 @@ def _chart_data(events: list[Event], verdict: Verdict | None, reference: Referen
                 {axis: [stretch[-1].get(axis, 0) for stretch in stretches] for axis in AXES}
                 | {"metrics": {name: [_mean(stretch, name) for stretch in stretches] for name in names(group)}}
             )
-    comparable = reference and verdict and verdict.kind not in ("other", "none")
-    curve = reference.curves.get("val/loss") if comparable else None
+    comparable = verdict is not None and verdict.kind not in ("other", "none")
+    curve = reference.curves.get("val/loss") if reference and comparable else None
     return {"groups": groups, "band": curve and vars(curve)}, many
 
 

@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-import nanogpt_hf
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.shipped import shipped_folder
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder, written_whole
 from nanogpt_hf.runs.metrics import column, read_metrics
 
-SHIPPED = Path(nanogpt_hf.__file__).parents[1] / "recipes" / "reference"
+SHIPPED = shipped_folder("recipes/reference")
 BAND = (
     "99 % prediction interval of one more seed: mean ± t(0.995, n − 1) · s · sqrt(1 + 1/n), where n is the number of "
     "seeds and s² the mean of their variances at a step and the steps before and after it"

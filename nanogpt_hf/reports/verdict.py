@@ -100,7 +100,7 @@ def judge_points(reference: Reference, events: list[Event]) -> Verdict:
     reached = [point for point in reference.points if point.step is not None and steps[-1] >= point.step]
     if not reached:
         return Verdict("early", f"too early to say: {', '.join([at, *passed])}; published: {published}")
-    goal = max(reached, key=lambda point: point.step)
+    goal = max(reached, key=lambda point: point.step or 0)
     if losses[best] > goal.loss + goal.tolerance:
         return Verdict("above", f"above what was published: {at}; published: {published}")
     return Verdict("normal", f"normal: {', '.join([at, *passed])}; published: {published}")

@@ -1,6 +1,7 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -441,3 +442,14 @@ def test_config_and_errors_import_nothing_heavy():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "imported:\n"
+
+
+def test_a_shipped_recipe_is_found_by_its_bare_name_unless_there_is_such_a_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = load_config("quickstart")
+    assert config.name == "quickstart"
+    assert config.data.source == "python-docs"
+    assert problems("quickstrat") == ["no such recipe; did you mean quickstart?"]
+    assert problems("recipes/quickstart.yaml") == ["no such recipe; did you mean quickstart?"]
+    Path("quickstart").write_text(LEAST + "train: {max_steps: 30_000}\n")
+    assert load_config("quickstart").train.max_steps == 30_000

@@ -20,7 +20,8 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-ENTRY = Path(__file__).with_name("launched.py")
+HARNESSES = ROOT / "tests" / "training"
+ENTRY = HARNESSES / "launched.py"
 # some rows at a time, so that the loss takes its gradients from a head that was gathered
 ENVIRONMENT = {"PYTHONPATH": str(ROOT), "LOGITS_PER_CHUNK": "200"}
 needs_deepspeed = pytest.mark.skipif(
@@ -78,7 +79,7 @@ def launch_warm():
     """`launch`, by a process that has torch imported already: see warm.py."""
     environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
     with subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("warm.py")],
+        [sys.executable, HARNESSES / "warm.py"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,

@@ -16,7 +16,8 @@ import torch
 
 from nanogpt_hf.commands import main, training_run
 from nanogpt_hf.commands.prepare import prepare_and_say
-from nanogpt_hf.training import loop, processes  # noqa: F401  (the loop: imported once, for all forks)
+from nanogpt_hf.distributed import rendezvous
+from nanogpt_hf.training import loop  # noqa: F401  (imported once, for all forks)
 
 torch.set_num_threads(1)
 for line in sys.stdin:
@@ -28,8 +29,8 @@ for line in sys.stdin:
         os.dup2(log, 2)
         os.environ |= order["environment"]
         os.chdir(order["folder"])
-        processes.PEER_TIMEOUT = timedelta(seconds=order["peer_timeout"])
-        processes._SIGN_OF_LIFE = 0.5
+        rendezvous.PEER_TIMEOUT = timedelta(seconds=order["peer_timeout"])
+        rendezvous._SIGN_OF_LIFE = 0.5
         if order["busy"]:
             training_run.prepare_and_say = lambda config, busy=order["busy"]: (
                 time.sleep(busy) or prepare_and_say(config)

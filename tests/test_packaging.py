@@ -1,0 +1,156 @@
+"""The wheel holds what a user needs outside a checkout; pyproject.toml declares what the package imports."""
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+import nanogpt_hf
+
+ROOT = Path(__file__).parents[1]
+SHIPPED = ("recipes", "accelerate_configs")
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # where an import has another name than its package
+TEST_EXTRAS = ("test-quick", "test", "types")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory) -> Path:
+    """The wheel of a copy of the repository, unpacked into a folder of its own."""
+    source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
+    for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    for name in ("nanogpt_hf", *SHIPPED):
+        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    build = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
+    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "Warning" not in done.stderr
+    with zipfile.ZipFile(source / "dist" / done.stdout.split()[-1]) as wheel:
+        wheel.extractall(target)
+    return target
+
+
+def run(installed: Path, folder: Path, command: str) -> str:
+    """What a shell command prints in `folder`, where python and accelerate know the unpacked wheel and no checkout."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", command],
+        cwd=folder,
+        env=os.environ | {"PATH": path, "PYTHONPATH": str(installed)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{command}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.mark.long
+def test_the_wheel_holds_every_file_that_ships(installed):
+    for folder in ("nanogpt_hf", *SHIPPED):
+        files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
+        files = {path for path in files if "__pycache__" not in path.parts}
+        assert len(files) > 10
+        home = installed if folder == "nanogpt_hf" else installed / "nanogpt_hf"
+        assert all((home / path).read_bytes() == (ROOT / path).read_bytes() for path in files)
+    assert not (installed / "tests").exists()
+
+
+@pytest.mark.long
+def test_the_wheel_works_outside_a_checkout(installed, tmp_path):
+    where = "import nanogpt_hf; print(nanogpt_hf.__file__)"
+    assert Path(run(installed, tmp_path, f'python -c "{where}"').strip()).is_relative_to(installed)
+    script = (
+        "import sys, importlib.metadata as m; d = m.distribution('nanogpt_hf'); sys.argv[1:] = ['--help'];"
+        "print(d.version); (program,) = d.entry_points.select(name='nanogpt-hf'); program.load()()"
+    )
+    version, help_page = run(installed, tmp_path, f'python -c "{script}"').split("\n", 1)
+    assert version == nanogpt_hf.__version__
+    assert "pretrain" in help_page
+    verdict = (
+        "from nanogpt_hf.config.load import load_config; from nanogpt_hf.reports.reference import find_reference;"
+        "print(find_reference(load_config('quickstart')).name)"
+    )
+    assert run(installed, tmp_path, f'python -c "{verdict}"') == "quickstart\n"
+
+
+@pytest.mark.long
+def test_the_readmes_commands_for_an_installed_package_are_right_as_far_as_a_dry_run_tells(installed, tmp_path):
+    (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    commands = block.splitlines()
+    assert len(commands) >= 3
+    for command in commands:
+        printed = run(
+            installed,
+            tmp_path,
+            command.replace("nanogpt-hf ", "python -m nanogpt_hf ") + " --dry-run" * ("pretrain" in command),
+        )
+        assert "nothing was started" in printed or command.startswith("cp ")
+    assert (tmp_path / "accelerate_configs" / "cpu.yaml").is_file()
+
+
+def imported(*files: Path) -> set[str]:
+    """The packages outside the standard library that files import, anywhere in them."""
+    names = set()
+    for path in files:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names.add(node.module.partition(".")[0])
+    names -= {*sys.stdlib_module_names, "nanogpt_hf"}
+    return {canonicalize_name(PACKAGE_OF.get(name, name)) for name in names}
+
+
+def declared(*extras: str) -> dict[str, Requirement]:
+    """What the package asks for, or these extras and the extras that they include."""
+    lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
+    found = {}
+    for need in map(Requirement, lines if extras else PROJECT["dependencies"]):
+        if need.name == "nanogpt_hf":
+            found |= declared(*need.extras)
+        else:
+            found[canonicalize_name(need.name)] = need
+    return found
+
+
+def test_every_import_is_a_declared_dependency_and_every_dependency_is_imported():
+    features = [extra for extra in PROJECT["optional-dependencies"] if extra not in TEST_EXTRAS]
+    package = imported(*(ROOT / "nanogpt_hf").rglob("*.py"))
+    assert package <= declared().keys() | declared(*features).keys()
+    assert declared().keys() <= package
+    tests = list((ROOT / "tests").rglob("*.py"))
+    ours = {canonicalize_name(path.stem) for path in tests}  # a harness imports another one
+    assert imported(*tests) - ours <= declared().keys() | declared("test").keys()
+
+
+def test_constraints_pin_a_version_in_its_range_for_all_that_the_tests_install():
+    lines = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    pins = {canonicalize_name(name): version for name, version in lines}
+    needs = declared() | declared("types")
+    assert len(needs) > 25
+    assert not {name for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))}
+    hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
+    assert {package for hook in hooks for package in hook["additional_dependencies"]} == {f"ruff=={pins['ruff']}"}
+
+
+@pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
+def test_make_clean_leaves_what_a_user_made(tmp_path):
+    shutil.copy(ROOT / "Makefile", tmp_path)
+    kept, removed = ("runs/a/best", "data/a/train"), (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests")
+    for folder in kept + removed:
+        (tmp_path / folder).mkdir(parents=True)
+    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    assert all((tmp_path / folder).is_dir() for folder in kept)
+    assert not any((tmp_path / folder).exists() for folder in removed[:-1])
