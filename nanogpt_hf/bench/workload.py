@@ -75,7 +75,7 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
     model.train()
 
     def rehearse(size: int) -> None:
-        with rehearsal(accelerator, optimizer):
+        with rehearsal(accelerator, model, optimizer):
             batches = batches_of(accelerator, config, data, size)
             train_step(accelerator, model, optimizer, batches, 0, learning_rate=0.0, max_grad_norm=0.0)
 

@@ -51,7 +51,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     frozen = frozen_layers_at(first_step, config.finetune)
 
     def rehearse(size: int) -> None:
-        with rehearsal(accelerator, optimizer):
+        with rehearsal(accelerator, model, optimizer):
             batches = batches_of(accelerator, config, data, size)
             train_step(accelerator, model, optimizer, batches, 0, learning_rate=0.0, max_grad_norm=0.0)
 

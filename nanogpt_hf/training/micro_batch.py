@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.full_state import forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.distributed.full_state import check_moments, forget_moments, scaler_state, set_scaler_state
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_gpt_config, outline
 from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, moments_of
@@ -24,16 +24,18 @@ SHARE = 0.9  # of the memory; the rest is for fragments and for what the network
 
 
 @contextmanager
-def rehearsal(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def rehearsal(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """One micro-batch's step at learning rate 0, taken in here, leaves no trace in the run.
 
     It shows that a step fits before anything is written. And it lets DDP settle: after its first backward pass DDP
     sorts its buckets anew, which changes how sums over three or more processes are rounded, so that the first step
-    after a resume would differ from the one that it repeats.
+    after a resume would differ from the one that it repeats. Raises UserError where a checkpoint of the run could not
+    be written, because some of what trains has no optimizer state.
     """
     accumulation, scaler = accelerator.gradient_accumulation_steps, scaler_state(accelerator, optimizer)
     accelerator.gradient_accumulation_steps = 1
     yield
+    check_moments(accelerator, model, optimizer)
     accelerator.gradient_accumulation_steps = accumulation
     accelerator.step = 0  # it counts micro-batches, and steps at multiples of the accumulation
     forget_moments(accelerator, optimizer)

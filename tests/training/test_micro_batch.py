@@ -94,15 +94,15 @@ import torch
 from accelerate import Accelerator
 from nanogpt_hf.training import micro_batch
 accelerator, size = Accelerator(), 64 * 2**20
-memory._forget_peak(accelerator)
-before = memory._peak(accelerator)
+micro_batch._forget_peak(accelerator)
+before = micro_batch._peak(accelerator)
 held = torch.ones(size // 4)
-assert 0.9 * size < memory._peak(accelerator) - before < 1.1 * size
+assert 0.9 * size < micro_batch._peak(accelerator) - before < 1.1 * size
 del held
-assert memory._peak(accelerator) - before > 0.9 * size
-memory._forget_peak(accelerator)
-assert memory._peak(accelerator) - before < 0.5 * size
-assert before < memory._room(accelerator)
+assert micro_batch._peak(accelerator) - before > 0.9 * size
+micro_batch._forget_peak(accelerator)
+assert micro_batch._peak(accelerator) - before < 0.5 * size
+assert before < micro_batch._room(accelerator)
 """
 
 
@@ -119,7 +119,7 @@ def test_a_rehearsal_leaves_no_trace():
     model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
     tokens = torch.arange(8)[None]
-    with rehearsal(accelerator, optimizer), accelerator.accumulate(model):
+    with rehearsal(accelerator, model, optimizer), accelerator.accumulate(model):
         optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
         accelerator.backward(model(tokens, labels=tokens).loss)
         assert accelerator.sync_gradients
@@ -130,6 +130,23 @@ def test_a_rehearsal_leaves_no_trace():
     assert (accelerator.gradient_accumulation_steps, accelerator.step) == (3, 0)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_rehearsal_finds_weights_that_the_optimizer_does_not_know():
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
+    replaced = model.transformer.h[0].mlp.fc
+    replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())  # as torchao's fp8 layers do
+    tokens = torch.arange(8)[None]
+
+    def rehearse():
+        with rehearsal(accelerator, model, optimizer):
+            accelerator.backward(model(tokens, labels=tokens).loss)
+            optimizer.step()
+
+    with pytest.raises(UserError, match=r"^1 of \d+ parameters .*, first transformer.h.0.mlp.fc.weight, are unknown"):
+        rehearse()
 
 
 def trained(folder, recipe, *arguments: str) -> RunFolder:
