@@ -107,7 +107,7 @@ def test_a_line_stands_above_a_live_bar(capsys):
 
 
 def test_every_command_takes_the_options(capsys):
-    for name in COMMANDS:
+    for name in COMMANDS.keys() - {"launch"}:  # which hands them to the command
         with pytest.raises(SystemExit):
             main([name, "--help"])
         out = capsys.readouterr().out
