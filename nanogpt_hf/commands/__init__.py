@@ -104,15 +104,15 @@ def main(arguments: list[str]) -> int:
             return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:
-            print(error, file=sys.stderr)
+            console.last_words(error, sys.stderr)
         return EXIT_USER_ERROR
     except Stopped as stopped:
         if first_here:
-            print(stopped)
+            console.last_words(stopped)
         return EXIT_STOPPED
     except LostProcess as lost:
         if first_here:
-            print(lost, file=sys.stderr)
+            console.last_words(lost, sys.stderr)
         return EXIT_LOST
 
 
@@ -122,14 +122,16 @@ def entry_point() -> None:
     # they are imported, and once more at the end: 1.4 s of a command.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
+    console.outlive_readers()
     try:
         status = main(sys.argv[1:])
         distributed = sys.modules.get("torch.distributed")
         if not status and distributed and distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()  # gloo now and then aborts a process that ends without
-        sys.exit(status)
+    except SystemExit as ended:  # --help
+        status = ended.code
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        status = 130
+    except console.OutputLost as lost:
+        status = console.status_of(lost)
+    sys.exit(status or console.flush())

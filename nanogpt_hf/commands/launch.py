@@ -81,7 +81,7 @@ def _status(statuses: dict[int, int], stopped: bool) -> int:
     for rank, status in statuses.items():
         if status < 0 and -status != signal.SIGTERM:  # SIGTERM is how the launcher ends what a lost process leaves
             print(f"process {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
-    return 1
+    return statuses[0] if len(statuses) == 1 and statuses.get(0, -1) > 0 else 1
 
 
 def _refuse(message: str) -> None:
