@@ -2,18 +2,16 @@
 
 import argparse
 import atexit
-import contextlib
 import gc
 import importlib
 import os
-import signal
 import sys
 
 from nanogpt_hf.commands import console
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
-# `run(arguments, overrides)`, which may return an exit status of its own.
+# `run(arguments, overrides)`, which may return an exit status of its own. Only `launch` takes its words as they are.
 COMMANDS = {
     "prepare": "text -> token shards",
     "pretrain": "train a GPT from scratch",
@@ -29,9 +27,10 @@ COMMANDS = {
     "estimate": "memory, time, tokens and disk of a run, before it starts",
     "bench": "speed, MFU, where a step's time goes, and how others compare",
     "doctor": "what is wrong with this machine or network",
+    "launch": "any of these as an accelerate config asks for",
 }
 
-_USAGE = "usage: cli.py COMMAND ...   (under accelerate: accelerate launch [--config_file F] cli.py COMMAND ...)"
+_USAGE = "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -87,6 +86,8 @@ def main(arguments: list[str]) -> int:
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
         module = importlib.import_module(f"nanogpt_hf.commands.{name.replace('-', '_')}")
+        if name == "launch":
+            return module.run(rest, COMMANDS)
         parser = _Parser(
             prog=f"cli.py {name}",
             description=module.__doc__,
@@ -103,15 +104,15 @@ def main(arguments: list[str]) -> int:
             return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:
-            print(error, file=sys.stderr)
+            console.last_words(error, sys.stderr)
         return EXIT_USER_ERROR
     except Stopped as stopped:
         if first_here:
-            print(stopped)
+            console.last_words(stopped)
         return EXIT_STOPPED
     except LostProcess as lost:
         if first_here:
-            print(lost, file=sys.stderr)
+            console.last_words(lost, sys.stderr)
         return EXIT_LOST
 
 
@@ -121,23 +122,16 @@ def entry_point() -> None:
     # they are imported, and once more at the end: 1.4 s of a command.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
-    # launch/run.sh has a launcher that ignores these, and what is ignored is inherited.
-    for name in ("SIGTERM", "SIGUSR1"):
-        number = getattr(signal, name, None)  # Windows has no SIGUSR1
-        if number is not None and signal.getsignal(number) == signal.SIG_IGN:
-            signal.signal(number, signal.SIG_DFL)
+    console.outlive_readers()
     try:
         status = main(sys.argv[1:])
         distributed = sys.modules.get("torch.distributed")
         if not status and distributed and distributed.is_available() and distributed.is_initialized():
             distributed.destroy_process_group()  # gloo now and then aborts a process that ends without
-        if status and (tell := os.environ.get("NANOGPT_HF_STATUS_FILE")):
-            # The launcher makes 1 of every status. The first process to end knows why; the others follow.
-            with contextlib.suppress(FileExistsError), open(tell, "x") as file:
-                file.write(str(status))
-        sys.exit(status)
+    except SystemExit as ended:  # --help
+        status = ended.code
     except KeyboardInterrupt:
-        sys.exit(130)
-    except BrokenPipeError:  # the reader of our output left, as `| head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(1)
+        status = 130
+    except console.OutputLost as lost:
+        status = console.status_of(lost)
+    sys.exit(status or console.flush())

@@ -1,18 +1,23 @@
 """What is printed and where: -q, --log-level, and processes other than the first. Nothing else sets it.
 
 The package says things by Python's logging: what is normal at `info`, to stdout; warnings and errors to stderr. What a
-command was asked for, such as a sample or a table, it prints.
+command was asked for, such as a sample or a table, it prints. Whoever reads may leave (`| head`, a closed terminal):
+what is logged is then dropped, and a command goes on; one that prints what it was asked for ends.
 """
 
 import argparse
 import contextlib
+import errno
+import io
 import logging
 import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any, TextIO
 
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import EXIT_USER_ERROR
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OURS = "nanogpt_hf"
@@ -45,14 +50,91 @@ def shows_bars() -> bool:
     return logging.getLogger(_OURS).isEnabledFor(logging.INFO) and sys.stderr.isatty()
 
 
+EXIT_NOBODY_READS = 141  # what a shell says of a program that SIGPIPE ended, as it ends most whose reader leaves
+_GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
+
+
+class OutputLost(Exception):  # noqa: N818  (no OSError: nothing that reads or writes files should take it for its own)
+    """What was printed cannot be written to stdout."""
+
+
+class _Output(io.FileIO):
+    """stdout or stderr while somebody reads, and /dev/null from then on, for this process and all that it starts.
+
+    What cannot be written to stdout raises OutputLost, about a reader that left only once; stderr, where only bars,
+    warnings and errors go, drops it.
+    """
+
+    def __init__(self, descriptor: int, name: str):
+        super().__init__(descriptor, "w", closefd=False)
+        self.name = name
+
+    def write(self, data: Any) -> int | None:
+        try:
+            return super().write(data)
+        except OSError as error:
+            if error.errno in _GONE:
+                _lead_nowhere(self.fileno())
+            if self.name == "<stdout>":
+                raise OutputLost(error) from None
+            return len(data)
+
+
+def _lead_nowhere(descriptor: int) -> None:
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), descriptor)
+
+
+def outlive_readers() -> None:
+    """Replace sys.stdout and sys.stderr by streams whose reader may leave."""
+
+    def outliving(stream: TextIO | None) -> TextIO | None:
+        buffer = getattr(stream, "buffer", None)
+        if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # closed, or Windows' console
+            return stream
+        stream.flush()
+        raw = _Output(stream.fileno(), stream.name)
+        how = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
+        return io.TextIOWrapper(io.BufferedWriter(raw) if hasattr(buffer, "raw") else raw, **how)
+
+    sys.stdout, sys.stderr = outliving(sys.stdout), outliving(sys.stderr)
+    logging.raiseExceptions = False  # libraries log by handlers of their own, which would print a traceback
+
+
+def last_words(words: object, stream: TextIO | None = None) -> None:
+    """Print why a command ended; that they cannot be written changes nothing of it."""
+    with contextlib.suppress(OutputLost):
+        print(words, file=stream, flush=True)
+
+
+def flush() -> int:
+    """Write what is left for stdout; the exit status of a command that went well, which is not 0 if that is lost."""
+    try:
+        if sys.stdout is not None:  # closed
+            sys.stdout.flush()
+    except OutputLost as lost:
+        return status_of(lost)
+    return 0
+
+
+def status_of(lost: OutputLost) -> int:
+    """The exit status of a command whose answer is lost: quietly if nobody reads it, with a line if a disk is full."""
+    (error,) = lost.args
+    if error.errno in _GONE:
+        return EXIT_NOBODY_READS
+    _lead_nowhere(sys.stdout.fileno())  # Python would try again as it ends
+    last_words(f"stdout: cannot be written: {error.strerror}", sys.stderr)
+    return EXIT_USER_ERROR
+
+
 class _Console(logging.Handler):
-    """Writes where sys.stdout and sys.stderr are at that moment, above a live bar. Its errors are the caller's."""
+    """Writes where sys.stdout and sys.stderr are at that moment, above a live bar. What cannot be written is lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
         stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
         bars = sys.modules.get("tqdm")  # without it there is no bar either
         above_the_bar = bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext()
-        with above_the_bar:
+        with contextlib.suppress(OutputLost), above_the_bar:
             print(self.format(record).rstrip("\n"), file=stream, flush=True)
 
 

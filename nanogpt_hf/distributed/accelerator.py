@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
 
+import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
@@ -36,9 +37,10 @@ from nanogpt_hf.training.adamw_8bit import check_8bit
 def check_launch(config: Config) -> int:
     """The accumulation that the recipe's tokens per step ask of this launch's processes.
 
-    Raises UserError where they do not divide, where the accelerate config states another accumulation, and where a
-    tracker, DeepSpeed, bitsandbytes or torchao is asked for and not installed.
+    Raises UserError where they do not divide, where the accelerate config states another accumulation, where a
+    tracker, DeepSpeed, bitsandbytes or torchao is asked for and not installed, and where `check_config` does.
     """
+    check_config()
     if _asked_for("DEEPSPEED") and find_spec("deepspeed") is None:
         raise UserError("the accelerate config asks for DeepSpeed, which is not installed; run `pip install deepspeed`")
     if _asked_for("DEEPSPEED") and config.finetune.unfreeze_every:
@@ -75,6 +77,45 @@ def check_launch(config: Config) -> int:
     return accumulation
 
 
+def check_config() -> None:
+    """Raises UserError if the accelerate config asks for a precision or for processes that the run would not have."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    if precision == "fp8":
+        raise UserError(
+            "the accelerate config asks for mixed_precision fp8, which is not supported: its layers bring weights that "
+            "the optimizer does not know, so these would neither train nor be saved; write bf16"
+        )
+    if precision == "fp16" and _on_the_cpu() and not _asked_for("DEEPSPEED"):
+        raise UserError(
+            "the accelerate config asks for mixed_precision fp16, which accelerate ignores on a CPU; write bf16 or 'no'"
+        )
+    if _started_alone():
+        raise UserError(
+            "the accelerate config asks for several processes, but accelerate started one: its MULTI_CPU and NO never "
+            "start more by themselves; take distributed_type MULTI_GPU with use_cpu: true, as "
+            "accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
+        )
+
+
+def _on_the_cpu() -> bool:
+    told = _asked_for("CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    return told or not torch.accelerator.is_available()
+
+
+def _started_alone() -> bool:
+    """Whether accelerate was told to start several processes and started this one only.
+
+    Its launcher for one process sets the address to meet at if there should be several, but no number of processes. An
+    address that the launcher itself was given, as clusters do, says nothing.
+    """
+    if "MASTER_PORT" not in os.environ or "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return False
+    try:
+        return "MASTER_PORT" not in psutil.Process(os.getppid()).environ()
+    except psutil.Error:
+        return False
+
+
 def _asked_for(kind: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
 
@@ -107,8 +148,9 @@ def _check_processes(accelerator: Accelerator) -> None:
 def build_evaluation_accelerator() -> Accelerator:
     """The Accelerator of a process that only measures: the device, the precision and the other processes.
 
-    Raises UserError where the launch did not give as many processes as it started.
+    Raises UserError where `check_config` does, and where the launch did not give as many processes as it started.
     """
+    check_config()
     _take_the_cpu_where_there_is_nothing_else()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
     _check_processes(accelerator)
@@ -190,7 +232,7 @@ def describe_device(device: torch.device) -> str:
 
 
 def precision_of(accelerator: Accelerator) -> str:
-    """fp32, bf16, fp16 or fp8."""
+    """fp32, bf16 or fp16."""
     return "fp32" if accelerator.mixed_precision == "no" else accelerator.mixed_precision
 
 
@@ -249,7 +291,10 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
-    """SIGTERM, SIGINT and SIGUSR1 request a stop, and so does the clock; a second SIGINT interrupts at once."""
+    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP request a stop, and so does the clock; a second SIGINT interrupts at once.
+
+    A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
     request = StopRequest(max_seconds)
 
     def handle(number, frame):
@@ -262,7 +307,9 @@ def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread only
         return
-    names = ("SIGTERM", "SIGINT", "SIGUSR1")  # the last is SLURM's warning; Windows has none
+    names = ["SIGTERM", "SIGINT", "SIGUSR1"]  # the last is SLURM's warning; Windows has none, and no SIGHUP
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        names.append("SIGHUP")  # the terminal was closed
     before = {n: signal.signal(n, handle) for n in (getattr(signal, name, None) for name in names) if n is not None}
     try:
         yield request

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.training.adamw_8bit import as_float32, held_by
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
@@ -53,11 +54,27 @@ def full_moments(
         steps = torch.as_tensor(next(_zero_states(optimizer))["step"], dtype=torch.float32)
         moments = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in _MOMENTS)
         return _collect(accelerator, moments) | ({f"{n}.step": steps.cpu().clone() for n in trained})
+    check_moments(accelerator, model, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
-    if any(states.values()) and not all(states.values()):
-        raise RuntimeError("some parameters that train have no optimizer state to save")
     moments = ((f"{n}.{k}", _gathered(as_float32(v))) for n, state in states.items() for k, v in state.items())
     return _collect(accelerator, moments)
+
+
+def check_moments(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Raises UserError if the optimizer has a state for some of the parameters that train, but not for all.
+
+    It then does not know the others: what prepared the model has put other parameters in their place, which would
+    neither train nor be saved.
+    """
+    if _is_zero(accelerator):  # DeepSpeed has one state for all, in flat buffers
+        return
+    trained = {name: p for name, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    without = [name for name, parameter in trained.items() if not optimizer.state.get(parameter)]
+    if without and len(without) < len(trained):
+        raise UserError(
+            f"{len(without)} of {len(trained)} parameters that should train, first {without[0]}, are unknown to the "
+            "optimizer after a step: this accelerate config prepares the model in a way that is not supported"
+        )
 
 
 def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:

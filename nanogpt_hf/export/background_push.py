@@ -76,9 +76,9 @@ class BackgroundPush:
             self._give_up()
 
     def _start(self) -> None:
-        # The launcher's variables are not its business, nor is a signal to the run's process group.
+        # The launcher's number for this process is not its business, nor is a signal to the run's process group.
         package = str(Path(nanogpt_hf.__file__).parents[1])
-        environment = {k: v for k, v in os.environ.items() if k not in ("LOCAL_RANK", "NANOGPT_HF_STATUS_FILE")}
+        environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         self._output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed by _clear)
         self._process = subprocess.Popen(

@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType, broadcast_object_list
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.full_state import forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.distributed.full_state import check_moments, forget_moments, scaler_state, set_scaler_state
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_gpt_config, outline
@@ -60,12 +60,14 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
 
     It shows that a step fits before anything is written. It also lets DDP settle: after its first backward pass DDP
     rebuilds its buckets, which changes how sums over three or more processes are rounded, so that the first step after
-    a resume would differ from the one that it repeats.
+    a resume would differ from the one that it repeats. Raises UserError if a checkpoint of the run could not be
+    written, because some trainable parameters have no optimizer state.
     """
     accelerator = run.accelerator
     with state_restored(accelerator, run.optimizer):
         batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
         train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
+        check_moments(accelerator, run.model, run.optimizer)
 
 
 def settle_micro_batch(run: Run, *, resume: bool = False) -> None:

@@ -1,14 +1,20 @@
 """What is printed: by level, by process, above a bar, and nothing of it left behind."""
 
 import argparse
+import io
 import logging
+import os
+import subprocess
 import sys
+import time
 import warnings
+from contextlib import contextmanager
 
 import pytest
 from tqdm import tqdm
 
 from nanogpt_hf.commands import COMMANDS, console, main
+from nanogpt_hf.runs.folder import RunFolder
 
 OURS = logging.getLogger("nanogpt_hf.training.somewhere")
 
@@ -107,7 +113,7 @@ def test_a_line_stands_above_a_live_bar(capsys):
 
 
 def test_every_command_takes_the_options(capsys):
-    for name in COMMANDS:
+    for name in COMMANDS.keys() - {"launch"}:  # which hands them to the command
         with pytest.raises(SystemExit):
             main([name, "--help"])
         out = capsys.readouterr().out
@@ -133,3 +139,128 @@ def test_quiet_is_the_level_warning():
     parser = argparse.ArgumentParser()
     console.add_arguments(parser)
     assert parser.parse_args(["-q"]) == parser.parse_args(["--log-level", "warning"])
+
+
+# --- a reader that leaves, a disk that is full -----------------------------------------------------------------------
+
+
+@contextmanager
+def nobody_reads(monkeypatch):
+    """sys.stdout and sys.stderr as pipes that nobody reads any more, seen to by `outlive_readers`."""
+    streams = {}
+    for name in ("stdout", "stderr"):
+        reading, writing = os.pipe()
+        os.close(reading)
+        raw = io.FileIO(writing, "w")
+        raw.name = f"<{name}>"
+        streams[name] = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
+        monkeypatch.setattr(sys, name, streams[name])
+    monkeypatch.setattr(logging, "raiseExceptions", True)
+    console.outlive_readers()
+    try:
+        yield
+    finally:
+        monkeypatch.undo()
+    for stream in streams.values():
+        stream.close()
+
+
+def test_nobody_needs_to_read_the_log_the_warnings_and_the_bars(monkeypatch):
+    with nobody_reads(monkeypatch), console.speaking("info"):
+        for _ in range(3):
+            OURS.info("a line")
+            OURS.warning("a warning")
+            tqdm.write("above the bar", file=sys.stderr)
+        print("what comes after it goes nowhere", flush=True)
+
+
+def test_a_library_that_logs_by_itself_prints_no_traceback(monkeypatch):
+    with nobody_reads(monkeypatch):
+        logging.StreamHandler(sys.stdout).handle(OURS.makeRecord("library", 30, "", 0, "a line", (), None))
+        assert not logging.raiseExceptions
+
+
+def test_an_answer_that_nobody_reads_ends_the_command_once(monkeypatch):
+    with nobody_reads(monkeypatch):
+        with pytest.raises(console.OutputLost) as lost:
+            print("an answer", flush=True)
+        assert console.status_of(lost.value) == 141
+        print("and what cleans up may still say so", flush=True)
+        assert console.flush() == 0
+
+
+def test_why_a_command_ended_needs_no_reader(monkeypatch):
+    with nobody_reads(monkeypatch):
+        assert main(["pretain"]) == 2
+        console.last_words("stopped")
+
+
+def command(root, *words: object, out, **options) -> subprocess.Popen:
+    arguments = [sys.executable, "cli.py", *map(str, words)]
+    return subprocess.Popen(arguments, stdout=out, stderr=subprocess.PIPE, text=True, cwd=root, **options)
+
+
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+
+
+@pytest.mark.parametrize("words", [["--help"], ["prepare", "--help"]])
+def test_an_answer_without_a_reader_is_141_and_no_word(root, words):
+    reading, writing = os.pipe()
+    os.close(reading)
+    process = command(root, *words, out=writing)
+    os.close(writing)
+    assert (process.communicate(timeout=60)[1], process.returncode) == ("", 141)
+
+
+@needs_full
+def test_an_answer_on_a_full_disk_is_one_line(root):
+    with open("/dev/full", "w") as full:
+        process = command(root, "--help", out=full)
+    assert process.communicate(timeout=60)[1] == "stdout: cannot be written: No space left on device\n"
+    assert process.returncode == 2
+
+
+@needs_full
+@pytest.mark.long
+def test_a_run_needs_no_reader_and_no_room_for_its_log(root, tmp_path, write_recipe):
+    recipe = write_recipe(train__max_steps=2)
+    reading, writing = os.pipe()
+    os.close(reading)
+    for number, out in enumerate((writing, os.open("/dev/full", os.O_WRONLY))):
+        process = command(root, "pretrain", recipe, "--run-dir", tmp_path / str(number), out=out)
+        os.close(out)
+        assert "Traceback" not in process.communicate(timeout=120)[1]
+        assert process.returncode == 0
+        assert (tmp_path / str(number) / "final" / "model.safetensors").exists()
+
+
+IN_A_TERMINAL = """
+import os, sys
+os.setsid()
+terminal = os.open(sys.argv[1], os.O_RDWR)  # the first that a session opens is its own
+for descriptor in range(3):
+    os.dup2(terminal, descriptor)
+os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="a session's terminal is taken as Linux does it")
+@pytest.mark.long
+def test_a_terminal_that_is_closed_makes_a_run_save(root, tmp_path, write_recipe):
+    import pty
+
+    run = RunFolder(tmp_path / "run")
+    recipe = write_recipe(train__max_steps=1_000_000, checkpoint__every=1_000_000)
+    ours, theirs = pty.openpty()
+    words = [os.ttyname(theirs), "cli.py", "pretrain", str(recipe), "--run-dir", str(run.path)]
+    with subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, *words], cwd=root) as process:
+        end = time.monotonic() + 120
+        while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
+            assert process.poll() is None
+            assert time.monotonic() < end
+            os.read(ours, 100_000)
+        os.close(theirs)
+        os.close(ours)
+        assert process.wait(timeout=60) == 75
+    assert int(run.newest_checkpoint().name.removeprefix("step_")) >= 5
+    assert run.report.exists()

@@ -3,12 +3,15 @@
 import json
 import os
 import signal
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import seconds_of
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import _hand_to_deepspeed, stop_on_signals
@@ -18,7 +21,7 @@ from nanogpt_hf.errors import LostProcess, UserError
 from nanogpt_hf.runs.folder import RunFolder
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1"])
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
 def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
     before = signal.getsignal(signal.SIGINT)
     accelerator = Accelerator()
@@ -30,6 +33,17 @@ def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+    try:
+        with stop_on_signals() as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not stop.on_any_process(Accelerator())
+        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(
@@ -58,6 +72,53 @@ def test_only_a_lost_process_becomes_the_line_that_says_so(tmp_path, error, line
     with pytest.raises(expected) as raised, one_line_for_a_lost_process(run):
         raise error
     assert str(raised.value) == (str(error) if line is None else line.format(run.checkpoint(3)))
+
+
+ASKS = {  # of the accelerate config, by what its launcher tells the process
+    "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "asks for mixed_precision fp8, which is not supported"),
+    "fp16 on a CPU": (
+        {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "True"},
+        "asks for mixed_precision fp16, which accelerate ignores on a CPU; write bf16 or 'no'",
+    ),
+    "two processes by MULTI_CPU": (
+        {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
+        "asks for several processes, but accelerate started one",
+    ),
+}
+
+
+@pytest.mark.parametrize(("told", "complaint"), ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize("command", ["pretrain", "doctor", "evaluate"])
+def test_what_the_machine_would_not_do_is_refused_before_any_work(
+    capsys, monkeypatch, tmp_path, write_recipe, letter_model, command, told, complaint
+):
+    for name, value in told.items():
+        monkeypatch.setenv(name, value)
+    text = tmp_path / "text.txt"
+    text.write_text("abcabc" * 20)
+    recipe = str(write_recipe(data__source=str(text)))
+    words = {"pretrain": [recipe], "doctor": [recipe], "evaluate": [str(letter_model), "--data", str(text)]}[command]
+    before = sorted(tmp_path.rglob("*"))
+    status = main([command, *words, *(["--run-dir", str(tmp_path / "run")] if command != "evaluate" else [])])
+    out, err = capsys.readouterr()
+    if command == "doctor":
+        assert status == 1
+        assert f"fault    launch      the accelerate config {complaint}" in out
+    else:
+        assert status == 2
+        assert err.startswith(f"the accelerate config {complaint}")
+        assert err.count("\n") == 1
+    assert sorted(tmp_path.rglob("*")) == before
+
+
+def test_an_address_that_the_launcher_was_given_itself_is_no_wish_for_more_processes():
+    code = (
+        "import os, subprocess, sys\n"
+        "check = 'from nanogpt_hf.distributed.accelerator import check_config; check_config()'\n"
+        "subprocess.run([sys.executable, '-c', check], check=True)"
+    )
+    given = os.environ | {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+    subprocess.run([sys.executable, "-c", code], env=given, check=True)
 
 
 def deepspeed_config(**changes) -> dict:

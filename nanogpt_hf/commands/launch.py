@@ -1,0 +1,88 @@
+"""Run a command as an accelerate config asks for: `accelerate launch` itself, but what it ends with is ours.
+
+    cli.py launch [--config_file F] [other options of accelerate launch] COMMAND ...
+
+Exit status: 0 done, 2 a mistake of yours, 75 stopped after saving (start it again and it goes on), 1 anything else.
+SIGTERM, SIGINT, SIGUSR1 or SIGHUP, sent to this process or to everything that it started, ends a training run's step
+and saves, however long that takes. A script's path in place of COMMAND is launched as it is.
+"""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
+
+
+def run(words: list[str], commands: dict[str, str]) -> int:
+    """Launch one of `commands` with `words`, which are accelerate's options and then the command; its exit status."""
+    if words[:1] in (["--help"], ["-h"]):
+        print(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")
+        return 0
+    # These take seconds.
+    import psutil
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    parser = launch_command_parser()
+    parser.error = _refuse
+    arguments = parser.parse_args(words)
+    command = arguments.training_script
+    if command in commands:
+        as_script = Path(sys.argv[0]).name == "cli.py"
+        arguments.module, arguments.training_script = not as_script, sys.argv[0] if as_script else "nanogpt_hf"
+        arguments.training_script_args = [command, *arguments.training_script_args]
+    elif not os.path.exists(command):
+        near = did_you_mean(command, commands)
+        raise UserError(f"cli.py launch: {command}: no such command{near}; see cli.py --help")
+
+    asked = []
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        if not (children := psutil.Process().children()):
+            sys.exit(EXIT_STOPPED)  # nothing was started yet
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Ctrl-C has reached it already, and a second SIGINT would interrupt a run that saves.
+                child.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+
+    # torch's launcher would kill its processes 30 seconds after one of these, too soon for a large checkpoint
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    # it logs how the processes ended, which they say themselves or `_status` does
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    try:
+        launch_command(arguments)
+        return 0
+    except subprocess.CalledProcessError as error:
+        statuses = {0: error.returncode}
+    except ChildFailedError as error:
+        statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
+    except (ValueError, OSError, AssertionError) as error:  # about the config, before anything is started
+        raise UserError(f"accelerate launch: {error}") from None
+    return _status(statuses, stopped=bool(asked))
+
+
+def _status(statuses: dict[int, int], stopped: bool) -> int:
+    """What several processes ended with as one: a mistake or a stop is all of theirs, a crash may be of one."""
+    for status in (EXIT_USER_ERROR, EXIT_STOPPED):
+        if status in statuses.values():
+            return status
+    if stopped:
+        return EXIT_STOPPED  # before the first step, or killed before it could save: the newest checkpoint is left
+    for rank, status in statuses.items():
+        if status < 0 and -status != signal.SIGTERM:  # SIGTERM is how the launcher ends what a lost process leaves
+            print(f"process {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
+    return statuses[0] if len(statuses) == 1 and statuses.get(0, -1) > 0 else 1
+
+
+def _refuse(message: str) -> None:
+    raise UserError(f"cli.py launch: {message}; see accelerate launch --help")
