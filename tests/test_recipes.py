@@ -12,7 +12,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, get_value
-from nanogpt_hf.model.build import build_gpt_config, count_parameters
+from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.model.build import build_gpt_config
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 

@@ -10,7 +10,6 @@ from contextlib import nullcontext
 
 import torch
 from transformers import (
-    GPT2LMHeadModel,
     PrinterCallback,
     Trainer,
     TrainerCallback,
@@ -21,6 +20,7 @@ from nanogpt_hf.bench.clock import WARM_STEPS, synchronize, time_of
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.training.optimizer import build_optimizer
 
@@ -133,9 +133,8 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     It logs, saves and evaluates nothing.
     """
     config, accelerator = work.run.config, work.run.accelerator
-    gpt2 = work.run.model_config.to_gpt2()
-    gpt2._attn_implementation = "sdpa"
-    model = GPT2LMHeadModel(gpt2)
+    architecture = architecture_of(work.run.model_config)
+    model = architecture.plain_model(work.run.model_config)
     model.loss_type = "ForCausalLM"  # what it takes by default, after a warning
     in_turns = _InTurns(work, windows, steps)
     with tempfile.TemporaryDirectory() as folder:
@@ -151,7 +150,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             bf16=accelerator.mixed_precision == "bf16",
             use_cpu=accelerator.device.type == "cpu",
             torch_compile=any(
-                block._compiled_call_impl for block in accelerator.unwrap_model(work.run.model).transformer.h
+                block._compiled_call_impl for block in architecture.blocks(accelerator.unwrap_model(work.run.model))
             ),
             logging_strategy="no",
             save_strategy="no",

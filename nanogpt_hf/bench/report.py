@@ -21,8 +21,8 @@ from nanogpt_hf.bench.clock import (
 )
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
-from nanogpt_hf.model.build import count_parameters
-from nanogpt_hf.training.throughput import flops_per_token, peak_flops
+from nanogpt_hf.model.architecture import architecture_of, count_parameters
+from nanogpt_hf.training.throughput import peak_flops
 
 _TRACED_STEPS = 5
 
@@ -48,7 +48,9 @@ def figures_of(work: Workload, windows: int, say: Callable[[str], None]) -> dict
     steps = warm_up(work)
     step = spread([time_of(device, work.step, steps) for _ in range(windows)])
     rate = train.tokens_per_step / step.median
-    peak, arithmetic = peak_flops(device), flops_per_token(work.run.model_config, config.data.block_size)
+    model_config = work.run.model_config
+    peak = peak_flops(device)
+    arithmetic = architecture_of(model_config).flops_per_token(model_config, config.data.block_size)
     each = rate / work.run.mesh.world_size
     figures |= {
         "windows": windows,

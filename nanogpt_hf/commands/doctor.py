@@ -121,7 +121,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.doctor import findings, probes
-    from nanogpt_hf.model.build import build_gpt_config, count_parameters
+    from nanogpt_hf.model.architecture import count_parameters
+    from nanogpt_hf.model.build import build_gpt_config
     from nanogpt_hf.planning.estimate import run_bytes
     from nanogpt_hf.runs import machine
     from nanogpt_hf.runs.folder import RunFolder

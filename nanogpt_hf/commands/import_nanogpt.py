@@ -46,7 +46,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     from nanogpt_hf.export.card import imported_card
     from nanogpt_hf.export.model_folder import new_folder, write_model_folder
     from nanogpt_hf.export.nanogpt import load_nanogpt
-    from nanogpt_hf.model.build import count_parameters
+    from nanogpt_hf.model.architecture import count_parameters
 
     logging.disable_progress_bar()
     with new_folder(out) as folder:

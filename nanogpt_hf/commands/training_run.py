@@ -132,7 +132,8 @@ def out_of_memory(config: Config) -> str:
 def dry_run(config: Config) -> None:
     """Print what a run would be, as far as it can be known without its data."""
     from nanogpt_hf.data.manifest import read_manifest
-    from nanogpt_hf.model.build import build_gpt_config, count_parameters
+    from nanogpt_hf.model.architecture import count_parameters
+    from nanogpt_hf.model.build import build_gpt_config
 
     print(config_to_yaml(config), end="")
     manifest = read_manifest(Path(config.data.dir))

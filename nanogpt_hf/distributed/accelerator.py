@@ -23,13 +23,13 @@ from accelerate.utils import (
     ProjectConfiguration,
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.errors import UserError, did_you_mean
-from nanogpt_hf.model.loss_gpt import loss_and_gradient
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.adamw_8bit import check_8bit
 
@@ -243,7 +243,7 @@ def describe_machine(accelerator: Accelerator) -> str:
 
 
 @contextmanager
-def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator[None]:
+def prepared_blocks(model: PreTrainedModel, accelerator: Accelerator) -> Iterator[None]:
     """Compile blocks and loss, and checkpoint the blocks' activations, where the accelerate config asks for it.
 
     In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
@@ -260,9 +260,10 @@ def prepared_blocks(model: GPTForCausalLM, accelerator: Accelerator) -> Iterator
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     if backend != DynamoBackend.NO:
         mode = None if plugin.mode == "default" else plugin.mode
-        for block in model.transformer.h:
-            block.compile(backend=backend.value.lower(), mode=mode)
-        model.lm_head.loss_and_gradient = torch.compile(loss_and_gradient, backend=backend.value.lower(), mode=mode)
+        architecture, options = architecture_of(model), {"backend": backend.value.lower(), "mode": mode}
+        for block in architecture.blocks(model):
+            block.compile(**options)
+        architecture.compile_loss(model, **options)
     try:
         yield
     finally:  # for the next model of this run: a thaw makes one

@@ -10,7 +10,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.source import PYTHON_DOCS
 from nanogpt_hf.export.hub import PLACE
-from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import without_private_parts

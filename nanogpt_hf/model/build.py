@@ -71,15 +71,6 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
         raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {reason}") from error
 
 
-def count_parameters(config: GPTConfig) -> int:
-    """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied head counts once."""
-    with torch.device("meta"):
-        model = GPTForCausalLM(config)
-    padding = (config.padded_vocab_size or config.vocab_size) - config.vocab_size
-    matrices = 1 if config.tie_word_embeddings else 2
-    return model.num_parameters() - matrices * padding * config.n_embd
-
-
 def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0) -> GPTForCausalLM:
     """The model that a run begins with, and what of it trains at `step`: from scratch, or from `finetune.model`.
 

@@ -10,6 +10,7 @@ from nanogpt_hf.data.manifest import Manifest, read_manifest
 from nanogpt_hf.data.source import find_files
 from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_gpt_config, outline
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -17,7 +18,7 @@ from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.adamw_8bit import NOT_UNDER_ZERO
 from nanogpt_hf.training.micro_batch import SHARE
-from nanogpt_hf.training.throughput import BF16_PEAKS, flops_per_token
+from nanogpt_hf.training.throughput import BF16_PEAKS
 
 CHINCHILLA = 20  # tokens a parameter that make the best of a given amount of arithmetic: arXiv:2203.15556, table 3
 
@@ -102,7 +103,7 @@ def estimate(
     block_size, tokens = config.data.block_size, config.train.max_steps * config.train.tokens_per_step
     micro = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
     sequences = micro * accumulation  # of a process in a step
-    each = flops_per_token(model.config, block_size)
+    each = architecture_of(model).flops_per_token(model.config, block_size)
 
     def of(size: int, where: Placement) -> Footprint:
         sizes = {"micro_batch_size": size, "block_size": block_size}

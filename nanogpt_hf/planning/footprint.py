@@ -8,9 +8,10 @@ import math
 from dataclasses import dataclass
 
 import torch
+from transformers import PreTrainedModel
 
+from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.adamw_8bit import bytes_in_8_bits
 
@@ -51,11 +52,12 @@ class Counts:
     kept_blocks: int  # from the lowest that trains up: those below leave nothing for a backward pass
 
     @classmethod
-    def of(cls, model: GPTForCausalLM) -> "Counts":
+    def of(cls, model: PreTrainedModel) -> "Counts":
         """Those of `model`, which may be on the meta device."""
-        blocks, embedding = model.transformer.h, model.transformer.wte.weight
+        architecture = architecture_of(model)
+        blocks, embedding = architecture.blocks(model), model.get_input_embeddings().weight
         trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        from_the_bottom = embedding.requires_grad or model.transformer.wpe.weight.requires_grad
+        from_the_bottom = any(p.requires_grad for m in architecture.embeddings(model) for p in m.parameters())
         held, inside = model.num_parameters(), sum(p.numel() for p in blocks.parameters())
         return cls(
             held=held,
@@ -69,7 +71,7 @@ class Counts:
 
 
 def footprint(
-    model: GPTForCausalLM,
+    model: PreTrainedModel,
     place: Placement,
     *,
     micro_batch_size: int,
@@ -84,7 +86,7 @@ def footprint(
     """
     config, n, value = model.config, Counts.of(model), place.compute_bytes
     rows = micro_batch_size * block_size
-    residual = 4 * rows * config.n_embd  # float32
+    residual = 4 * rows * config.hidden_size  # float32
     whole_block = rows * _whole_block(model, block_size, place)
     kept_block = rows * kept_by_a_block(model, block_size, place)
     state, offloaded = _state(n, place, moments_of(model, moments_kind, place.shards))
@@ -123,7 +125,7 @@ def footprint(
     return Footprint({name: nothing | state | parts for name, parts in moments.items()}, offloaded)
 
 
-def _loss(model: GPTForCausalLM, n: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
+def _loss(model: PreTrainedModel, n: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
     """Bytes of the logits and all that is made of them, and of what the loss has of the head's gradient and its rows'.
 
     Where all logits are there at once, both gradients come when the activations go.
@@ -135,44 +137,46 @@ def _loss(model: GPTForCausalLM, n: Counts, place: Placement, rows: int) -> tupl
     # logits, their log-softmax in float32, and where the one's type is another a copy in it: before, or of the gradient
     made = value + 4 + (value < 4) * (4 if place.on_cpu else value)
     product = value * logits + n.head * n.head_trains * (value < 4) * value  # a chunk's gradient of the head
-    return max(made * logits, product), 4.0 * n.head * n.head_trains, 4.0 * rows * model.config.n_embd
+    return max(made * logits, product), 4.0 * n.head * n.head_trains, 4.0 * rows * model.config.hidden_size
 
 
-def kept_by_a_block(model: GPTForCausalLM, block_size: int, place: Placement) -> float:
+def kept_by_a_block(model: PreTrainedModel, block_size: int, place: Placement) -> float:
     """Bytes that autograd keeps of a block for its backward pass, for each token of a micro-batch.
 
     Of the top block, where some are frozen. Without dropout and adapters 64 for each of n_embd values in float32, 40
     under autocast, and 4, its input alone, where activations are checkpointed.
     """
-    return 4 * model.config.n_embd if place.checkpointing else _whole_block(model, block_size, place)
+    return 4 * model.config.hidden_size if place.checkpointing else _whole_block(model, block_size, place)
 
 
-def _whole_block(model: GPTForCausalLM, block_size: int, place: Placement) -> float:
+def _whole_block(model: PreTrainedModel, block_size: int, place: Placement) -> float:
     """Bytes for each token as long as nothing is computed again."""
-    config, block, value = model.config, model.transformer.h[-1], place.compute_bytes
+    config, architecture, value = model.config, architecture_of(model), place.compute_bytes
+    block = architecture.blocks(model)[-1]
     written_out = config.dropout > 0 and place.on_cpu  # attention: no fused kernel of the CPU draws dropout
-    kept = 2 * place.residual_bytes * config.n_embd  # what both LayerNorms take in
-    kept += 3 * (4 if written_out else value) * config.n_embd  # q, k and v
-    kept += value * config.n_embd  # what attention gives
-    kept += value * block.mlp.fc.out_features  # what the activation function takes in
+    kept = 2 * place.residual_bytes * config.hidden_size  # what both LayerNorms take in
+    kept += 3 * (4 if written_out else value) * config.hidden_size  # q, k and v
+    kept += value * config.hidden_size  # what attention gives
+    kept += value * architecture.mlp_layers(block)[0].out_features  # what the activation function takes in
     if config.dropout:  # on what attention and MLP give: a bool on a GPU, a factor on a CPU
-        kept += 2 * (value if place.on_cpu else 1) * config.n_embd
+        kept += 2 * (value if place.on_cpu else 1) * config.hidden_size
     if written_out:  # the softmax, its dropout's factors, their product
-        kept += 3 * 4 * config.n_head * block_size
-    return kept + _inputs_of_linears(block, place)
+        kept += 3 * 4 * config.num_attention_heads * block_size
+    return kept + _inputs_of_linears(architecture, block, place)
 
 
-def _inputs_of_linears(block: torch.nn.Module, place: Placement) -> float:
+def _inputs_of_linears(architecture: Architecture, block: torch.nn.Module, place: Placement) -> float:
     """Bytes a row of what goes into the linear layers that train, where no other name counts it."""
-    attn, value, kept = block.attn, place.compute_bytes, 0.0
-    for layer in (attn.q_proj, attn.k_proj, attn.v_proj, attn.o_proj, block.mlp.fc, block.mlp.proj):
+    value, kept = place.compute_bytes, 0.0
+    query, key, values, output = architecture.attention_layers(block)
+    for layer in (query, key, values, output, *architecture.mlp_layers(block)):
         adapter = getattr(layer, "lora_A", None)
         if adapter is None and not layer.weight.requires_grad:
             continue
         dropout = adapter is not None and getattr(layer.lora_dropout["default"], "p", 0) > 0
         # Autocast makes a 16-bit copy for each layer; in float32 q, k and v share one tensor.
-        shared = not place.autocast and layer in (attn.k_proj, attn.v_proj)
-        shared |= layer is attn.o_proj and not (place.autocast and adapter is not None)  # what attention gives
+        shared = not place.autocast and layer in (key, values)
+        shared |= layer is output and not (place.autocast and adapter is not None)  # what attention gives
         kept += layer.in_features * value * (dropout or not shared)
         if adapter is not None:
             kept += adapter["default"].out_features * value
@@ -180,13 +184,14 @@ def _inputs_of_linears(block: torch.nn.Module, place: Placement) -> float:
     return kept
 
 
-def _mlp_gradients(model: GPTForCausalLM) -> int:
+def _mlp_gradients(model: PreTrainedModel) -> int:
     """Values a row of the gradient that goes into the MLP's last layer; an adapter has its own beside it."""
-    proj = model.transformer.h[-1].mlp.proj
+    architecture = architecture_of(model)
+    _, proj = architecture.mlp_layers(architecture.blocks(model)[-1])
     return proj.in_features * (2 if hasattr(proj, "lora_A") else 1)
 
 
-def moments_of(model: GPTForCausalLM, kind: str, shards: int = 1) -> float:
+def moments_of(model: PreTrainedModel, kind: str, shards: int = 1) -> float:
     """Bytes of AdamW's two moments of what trains, on one of the processes that share them.
 
     What torchao's step holds besides, both moments of one tensor in float32, is less than the gradients that the

@@ -1,7 +1,7 @@
-"""The network layer by layer, on request (`tracking.layers`): nothing here changes a number of the run.
+"""Per-layer statistics (`tracking.layers`): norms, update ratios, attention logits, activations. Changes no number.
 
-Layers are the blocks by their index, `embedding` (wte, which is mostly the head as well, and wpe) and `head` (the last
-LayerNorm, and a head of its own). Norms are over what trains: of a layer that is frozen there are none.
+Layers are the blocks by their index, `embedding` (tokens and learned positions; a tied head is the same matrix) and
+`head` (the last norm, and an untied head). Norms are over trainable parameters; a frozen layer has none.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.full_state import named_parameters
-from nanogpt_hf.model.modeling_gpt import Attention, GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.training.evaluate import evaluation_indices
 
 _LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
@@ -92,34 +92,38 @@ class LayerStats:
 
     @contextmanager
     def _hooks(self, model: torch.nn.Module, found: dict[str, torch.Tensor]) -> Iterator[None]:
-        gpt: GPTForCausalLM = self.accelerator.unwrap_model(model)
-        blocks = gpt.transformer.h
+        whole = self.accelerator.unwrap_model(model)
+        architecture = architecture_of(whole)
+        blocks = architecture.blocks(whole)
         positions = self._batch.get("position_ids")
         segments = None if positions is None else (positions == 0).cumsum(-1)  # packed conversations begin at 0
 
         def note_std(name: str, tensor: torch.Tensor) -> None:
             found[f"layers/{name}/activation_std"] = tensor.float().std(correction=0)
 
-        def note_logits(name: str, attention: Attention, x: torch.Tensor) -> None:
+        def note_logits(name: str, attention: torch.nn.Module, x: torch.Tensor) -> None:
             found[f"layers/{name}/attention_logit_max"] = attention_logit_max(attention, x, segments)
 
         with ExitStack() as handles:
             handles.callback(blocks[0].register_forward_pre_hook(lambda m, xs: note_std("embedding", xs[0])).remove)
             for i, block in enumerate(blocks):
-                look = block.attn.register_forward_pre_hook(lambda m, xs, i=i: note_logits(str(i), m, xs[0]))
+                look = architecture.attention(block).register_forward_pre_hook(
+                    lambda m, xs, i=i: note_logits(str(i), m, xs[0])
+                )
                 handles.callback(look.remove)
                 handles.callback(block.register_forward_hook(lambda m, xs, out, i=i: note_std(str(i), out)).remove)
             handles.callback(
-                gpt.transformer.ln_f.register_forward_hook(lambda m, xs, out: note_std("head", out)).remove
+                architecture.final_norm(whole).register_forward_hook(lambda m, xs, out: note_std("head", out)).remove
             )
             yield
 
     def _trained(self, model: torch.nn.Module) -> dict[str, list[torch.nn.Parameter]]:
         """What trains, by layer."""
         trained = [p for p in named_parameters(self.accelerator, model).values() if p.requires_grad]
-        transformer = self.accelerator.unwrap_model(model).transformer
-        modules = {"embedding": [transformer.wte, transformer.wpe]}
-        modules |= {str(i): [block] for i, block in enumerate(transformer.h)}
+        whole = self.accelerator.unwrap_model(model)
+        architecture = architecture_of(whole)
+        modules = {"embedding": architecture.embeddings(whole)}
+        modules |= {str(i): [block] for i, block in enumerate(architecture.blocks(whole))}
         layers = {name: [p for m in of for p in m.parameters() if p.requires_grad] for name, of in modules.items()}
         inside = {id(parameter) for parameters in layers.values() for parameter in parameters}
         layers["head"] = [p for p in trained if id(p) not in inside]
@@ -127,7 +131,9 @@ class LayerStats:
 
 
 @torch.no_grad()
-def attention_logit_max(attention: Attention, x: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
+def attention_logit_max(
+    attention: torch.nn.Module, x: torch.Tensor, segments: torch.Tensor | None = None
+) -> torch.Tensor:
     """The largest q·k / sqrt(D) of a layer, over heads and all pairs of positions of which the first sees the second.
 
     x is what attention gets, (B, T, C). Positions see those before them; where `segments` (B, T) is given, only those

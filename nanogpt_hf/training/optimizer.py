@@ -1,7 +1,6 @@
 """AdamW with two groups: matrices and embeddings decay, biases and LayerNorms do not."""
 
 import math
-import re
 
 import torch
 from accelerate import Accelerator
@@ -9,9 +8,8 @@ from accelerate.utils import DistributedType
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.training.adamw_8bit import build_adamw_8bit, in_8_bits
-
-_BLOCK = re.compile(r"\bh\.(\d+)\.")  # of a parameter's name: the number of its block
 
 
 def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: float = 1.0) -> torch.optim.Optimizer:
@@ -21,13 +19,12 @@ def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: fl
     layer above for each layer below, the embeddings at the bottom.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    blocks = [int(match[1]) for name, _ in model.named_parameters() if (match := _BLOCK.search(name))]
-    top = max(blocks, default=0) + 2  # embeddings are 0, blocks 1, 2, ...
-    groups = {}
+    depths = architecture_of(model).depths(model)
+    top, groups = max(depths.values()), {}
     for decays in (True, False):
         for name, parameter in trained.items():
             if (parameter.dim() >= 2) == decays:
-                scale = layer_decay ** (top - _depth(name, top))
+                scale = layer_decay ** (top - depths[name])
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
                 groups.setdefault((decays, scale), group)["params"].append(parameter)
     groups, rate, betas = list(groups.values()), optim.learning_rate, (optim.beta1, optim.beta2)
@@ -37,12 +34,6 @@ def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: fl
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)
     optimizer.in_model_order = list(trained.values())  # so that clipping need not walk through it at every step
     return optimizer
-
-
-def _depth(name: str, top: int) -> int:
-    if match := _BLOCK.search(name):
-        return int(match[1]) + 1
-    return 0 if ".wte." in name or ".wpe." in name else top
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:

@@ -4,12 +4,12 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.objective import Objective
@@ -23,7 +23,7 @@ class Run:
     accelerator: Accelerator
     mesh: Mesh
     model: torch.nn.Module
-    model_config: GPTConfig
+    model_config: PreTrainedConfig
     optimizer: torch.optim.Optimizer
     data: PreparedData
     batches: Batches

@@ -4,9 +4,6 @@ import re
 
 import torch
 
-from nanogpt_hf.model.build import count_parameters
-from nanogpt_hf.model.configuration_gpt import GPTConfig
-
 # Dense bf16 FLOP/s by a part of the device's name, from the vendors' data sheets (NVIDIA's A100, H100, H200, L4, L40,
 # L40S and HGX B200, an eighth of it; its Ada whitepaper for the 4090, with float32 sums; AMD's MI300X), where a figure
 # "with sparsity" counts half. The first match counts. Apple publishes none for its chips.
@@ -24,15 +21,6 @@ BF16_PEAKS = (
     ("RTX 4090", 165e12),
     ("MI300X", 1307e12),
 )
-
-
-def flops_per_token(config: GPTConfig, block_size: int) -> float:
-    """Training FLOPs a token, forward and backward: 6·N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B).
-
-    N is all parameters but the positions, as in nanoGPT's `estimate_mfu`.
-    """
-    parameters = count_parameters(config) - config.n_positions * config.n_embd
-    return 6 * parameters + 12 * config.n_layer * config.n_embd * block_size
 
 
 def peak_flops(device: torch.device) -> float | None:

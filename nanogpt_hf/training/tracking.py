@@ -10,12 +10,12 @@ from typing import Any
 from tqdm import tqdm
 
 from nanogpt_hf.distributed.accelerator import describe_machine
-from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.reports.sections import duration
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.throughput import flops_per_token, peak_flops
+from nanogpt_hf.training.throughput import peak_flops
 from nanogpt_hf.training.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
@@ -29,7 +29,8 @@ class Tracking:
     def __init__(self, run: Run):
         self.run, self.accelerator, self.config, self.folder = run, run.accelerator, run.config, run.folder
         self.main = run.mesh.is_main
-        self.flops_per_token = flops_per_token(run.model_config, run.config.data.block_size)
+        architecture = architecture_of(run.model_config)
+        self.flops_per_token = architecture.flops_per_token(run.model_config, run.config.data.block_size)
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
         self.bar = None

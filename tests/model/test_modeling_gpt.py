@@ -13,7 +13,7 @@ from transformers.utils.generic import find_labels
 
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
-from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.model.architecture import count_parameters
 
 TINY = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "dropout": 0.0}
 NO_TEXT = {"bos_token_id": None, "eos_token_id": None}

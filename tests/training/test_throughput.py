@@ -4,12 +4,13 @@ import pytest
 import torch
 
 from nanogpt_hf.model import GPTConfig
-from nanogpt_hf.training.throughput import flops_per_token, peak_flops, peak_of
+from nanogpt_hf.model.architecture import GPT2
+from nanogpt_hf.training.throughput import peak_flops, peak_of
 
 
 def test_flops_of_gpt2_small_are_nanogpts():
     # 6 · (124,439,808 − 1024 · 768 positions) + 12 layers · 12 heads · 64 wide · 1024 tokens · 12
-    assert flops_per_token(GPTConfig(), 1024) == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
+    assert GPT2.flops_per_token(GPTConfig(), 1024) == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
 
 
 @pytest.mark.parametrize(
