@@ -4,6 +4,7 @@ A run is a pure function of its recipe, its seed and the step: which tokens a st
 dropout masks never depend on how the process got there. So a run may stop anywhere and go on somewhere else.
 """
 
+import dataclasses
 import math
 import time
 from pathlib import Path
@@ -71,6 +72,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         if accelerator.is_main_process:
             run.start(config_to_yaml(config))
         accelerator.wait_for_everyone()
+    saved = dataclasses.replace(state) if resume else None  # as the newest checkpoint has it
     tracking = Tracking(accelerator, config, run, state, model_config, batches)
 
     def save_model(folder: Path) -> None:
@@ -116,8 +118,11 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 tracking.restart_clock(state)
 
             was_frozen, frozen = frozen, frozen_layers_at(state.step, config.finetune)
-            if stopping or done or frozen < was_frozen or (state.step and state.step % config.checkpoint.every == 0):
+            due = stopping or done or frozen < was_frozen or (state.step and state.step % config.checkpoint.every == 0)
+            if due and state != saved:
+                health.settle(state)
                 save_checkpoint(accelerator, model, optimizer, state, run, config.checkpoint.keep)
+                saved = dataclasses.replace(state)
                 tracking.restart_clock(state)
             if stopping:
                 why = stop.reason or "another process asked for it"

@@ -17,8 +17,8 @@ from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.page import write_report
-from nanogpt_hf.reports.sections import duration
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.reports.sections import duration, figure
+from nanogpt_hf.runs.folder import RunFolder, written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.checkpoint import TrainState
@@ -62,12 +62,18 @@ class Tracking:
         self._last_line, self._last_picture = 0.0, -math.inf
 
     def rewind(self, state: TrainState) -> None:
-        """Forget the events after the state, whose steps are done again. Trackers that have got them keep them."""
+        """Forget the events after the state, which come again. Trackers that have got them keep them."""
         if self.main:
-            self.events = [event for event in read_metrics(self.run) if event["step"] <= state.step]
-            partial = self.run.metrics.with_name(f".{self.run.metrics.name}")
-            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
-            partial.replace(self.run.metrics)
+            # of the state's own step its training is before it, and its evaluation may be after it
+            trained = state.step + 1
+            evaluated = trained if state.evaluated_step == state.step else state.step
+            self.events = [
+                event
+                for event in read_metrics(self.run)
+                if event["step"] < (trained if "train/loss" in event else evaluated)
+            ]
+            with written_whole(self.run.metrics) as partial:
+                partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
         self.restart_clock(state)
 
     def restart_clock(self, state: TrainState) -> None:
@@ -118,15 +124,15 @@ class Tracking:
         self._write(state, values)
         said = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            self._show(state, f"loss {loss:.4f}, {said}")
+            self._show(state, f"loss {figure(loss, 4)}, {said}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - state.tokens) / rate
-            self._say(f"{self._at(state)}: train loss {loss:.4f}, {said}, {duration(left)} left")
+            self._say(f"{self._at(state)}: train loss {figure(loss, 4)}, {said}, {duration(left)} left")
 
     def _show(self, state: TrainState, facts: str) -> None:
         """Write them beside the bar."""
-        best = "" if state.best_loss is None else f", best validation loss {state.best_loss:.4f}"
+        best = "" if state.best_loss is None else f", best validation loss {figure(state.best_loss, 4)}"
         self.bar.set_postfix_str(f"{facts}{best}")
 
     def _at(self, state: TrainState) -> str:
@@ -149,11 +155,11 @@ class Tracking:
             },
         )
         self._say(
-            f"{self._at(state)}: validation loss {result.loss:.4f} (perplexity {result.perplexity:.2f}, "
-            f"{result.bits_per_byte:.3f} bits a byte){' -> best/' if is_best else ''}"
+            f"{self._at(state)}: validation loss {figure(result.loss, 4)} (perplexity {figure(result.perplexity, 2)}, "
+            f"{figure(result.bits_per_byte, 3)} bits a byte){' -> best/' if is_best else ''}"
         )
         if self.bar:
-            self._show(state, f"validation loss {result.loss:.4f}")
+            self._show(state, f"validation loss {figure(result.loss, 4)}")
         tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
             self._say(f"  {', '.join(shown)}")

@@ -10,6 +10,7 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.runs import replace
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import checkpoint
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
@@ -110,15 +111,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, da
         load_checkpoint(*parts, run)
 
 
-@pytest.mark.parametrize("step", ["save_file", "_flush", "_file_digest"])
-def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("module", "step"), [(checkpoint, "save_file"), (replace, "flush"), (checkpoint, "_file_digest")]
+)
+def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, monkeypatch, module, step):
     parts = training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=1)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, step, full)
+    monkeypatch.setattr(module, step, full)
     with pytest.raises(RunFolderError, match=r"older ones are intact: .*No space left") as caught:
         save_checkpoint(*parts, TrainState(step=8), run, keep=1)
     assert "\n" not in str(caught.value)
