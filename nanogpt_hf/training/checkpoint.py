@@ -59,8 +59,6 @@ class TrainState:
 
 
 def _file_digest(path: Path) -> str:
-    if not path.is_file():  # a pipe or a device might be read for ever
-        raise ValueError(f"{path.name} is {'no regular file' if path.exists() else 'missing'}")
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -138,6 +136,9 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, to
     Raises RunFolderError if a byte has changed, a fact is of another type, or a value is not finite.
     """
     try:
+        for name in (_MODEL, _OPTIMIZER, _STATE, _CHECKSUMS):
+            if not (folder / name).is_file():  # a pipe or a device might be read for ever
+                raise ValueError(f"{name} is {'not a regular file' if (folder / name).exists() else 'missing'}")
         checksums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         for name in (_MODEL, _OPTIMIZER, _STATE):
             if _file_digest(folder / name) != checksums[name]:
@@ -173,9 +174,9 @@ def _check_fields(kind: type, values: Any) -> None:
     if not isinstance(values, dict) or values.keys() != fields.keys():
         raise ValueError(f"{_STATE} does not have the facts {', '.join(fields)}")
     for name, types in fields.items():
-        types = [dict if t is Evaluation else t for t in types] + [int] * (float in types)
-        value = values[name]
-        if type(value) not in types or (type(value) is int and not -1 <= value < 2**63):
+        types = [dict if t is Evaluation else t for t in types] + ([int] if float in types else [])
+        value, low = values[name], -1 if name == "evaluated_step" else 0
+        if type(value) not in types or (type(value) is int and not low <= value < 2**63):
             raise ValueError(f"{_STATE}: {name} is {value!r:.80}")
 
 
