@@ -30,6 +30,10 @@ class RunFolderError(UserError):
     """A run folder, checkpoint or model folder that cannot be read or must not be written."""
 
 
+class DivergedError(UserError):
+    """Weights, optimizer state or logits that are not finite."""
+
+
 class Stopped(Exception):  # noqa: N818  (not an error: the run was saved)
     """Training ended early because a signal asked for it, after saving; `main` exits with 75."""
 

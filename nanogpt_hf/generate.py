@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from nanogpt_hf.errors import DivergedError
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 
@@ -33,7 +34,8 @@ def generate_tokens(
     When all have ended it stops, unless `to_the_end`: then the model is run `max_new_tokens` times whatever it writes,
     as processes need that hold a part of it each. `temperature` 0 takes the likeliest token. Sample i draws from its
     own generator, seeded with `seed` + i, so it is the same however many are drawn beside it. Past the model's
-    positions the newer half of the context is read anew and writing goes on from it. An empty prompt raises ValueError.
+    positions the newer half of the context is read anew and writing goes on from it. An empty prompt raises ValueError,
+    and logits that are not finite raise DivergedError.
     """
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
@@ -58,6 +60,11 @@ def generate_tokens(
         out = model(fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logits = warpers(context, out.logits[:, -1].float()).cpu()
+        if not logits.amax(-1).isfinite().all():  # left-out tokens are -inf; a NaN would be the maximum
+            raise DivergedError(
+                "the model's logits are not finite: its training diverged, or its weights are damaged; "
+                "choose another model or checkpoint"
+            )
         if not greedy:
             chances = logits.softmax(-1)
             drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]

@@ -240,3 +240,12 @@ def hub(monkeypatch, tmp_path):
         close_session()
         yield hub
         close_session()
+
+
+@pytest.fixture(scope="session")
+def operations():
+    """The module operations.py: kills between every two changes to files."""
+    spec = importlib.util.spec_from_file_location("operations", ROOT / "tests" / "operations.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -153,6 +153,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                     batch_size=arguments.batch_size,
                     progress=bar,
                 )
+            if not math.isfinite(measured.loss):
+                say(f"  the loss is not finite ({measured.loss}): the model's training diverged, or it is damaged")
             least = got["block_size"] - got["stride"] + 1
             say(
                 f"  loss           {_figure(measured.loss, measured.loss_error, 4)} nats a token\n"
@@ -216,7 +218,9 @@ def _count(number: int, word: str) -> str:
 
 def _figure(value: float, error: float, digits: int) -> str:
     """3.1234 ± 0.0045"""
-    return f"{value:.{digits}f}" + (f" ± {error:.{digits}f}" if math.isfinite(error) else "")
+    from nanogpt_hf.reports.sections import figure
+
+    return figure(value, digits) + (f" ± {figure(error, digits)}" if math.isfinite(error) else "")
 
 
 class _bar:  # noqa: N801  (used as a function)

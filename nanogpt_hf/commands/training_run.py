@@ -56,20 +56,17 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     check_launch(config)
     if arguments.auto_resume and (arguments.resume or arguments.overwrite):
         raise UserError("--auto-resume chooses between --resume and a new start; give it alone")
-    resume, overwrite = arguments.resume, arguments.overwrite
-    if arguments.auto_resume:
-        resume = bool(folder.checkpoint_folders())
-        overwrite = not resume and not folder.final.exists()  # a run that was killed before its first checkpoint
 
     with contextlib.ExitStack() as held:
 
         def get_ready() -> dict[str, Any]:
             facts = {}
             if main_process:  # the run folder is its business; the others might look when it has begun to write
-                folder.check(resume=resume, overwrite=overwrite)
+                how = {key: getattr(arguments, key) for key in ("resume", "overwrite", "auto_resume")}
+                folder.check(**how)
                 folder.lock()
                 held.callback(folder.unlock)
-                folder.check(resume=resume, overwrite=overwrite)  # nobody else can write now
+                resume = folder.check(**how)  # nobody else can write now
                 if resume:
                     for change in folder.changes(config):  # complains where it would be another experiment
                         logger.info(f"changed since the run began: {change}")
@@ -96,9 +93,9 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
 def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     """The last words of a run that is done: what it took, what it came to, and what to do next."""
-    from nanogpt_hf.reports.sections import duration
+    from nanogpt_hf.reports.sections import duration, figure
 
-    best = f"{state.best_loss:.4f} at step {state.best_step:,}" if state.best_loss is not None else "none"
+    best = f"{figure(state.best_loss, 4)} at step {state.best_step:,}" if state.best_loss is not None else "none"
     rate = f" ({state.tokens / state.seconds:,.0f} tokens/s, evaluations included)" if state.seconds else ""
     lines = [
         f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration(state.seconds)}{rate}",

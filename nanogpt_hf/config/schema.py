@@ -101,7 +101,7 @@ class EvalSection:
 @dataclass
 class CheckpointSection:
     every: int = knob(1000, "steps between checkpoints", low=1)
-    keep: int = knob(2, "newest checkpoints kept", low=1)
+    keep: int = knob(2, "newest checkpoints kept, and always the newest one that is known to be sound", low=1)
 
 
 @dataclass

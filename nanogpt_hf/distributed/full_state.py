@@ -77,6 +77,36 @@ def check_moments(accelerator: Accelerator, model: torch.nn.Module, optimizer: t
         )
 
 
+def misfit(
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    weights: dict[str, torch.Tensor],
+    moments: dict[str, torch.Tensor],
+) -> str | None:
+    """The first way in which saved weights and optimizer state differ from what they are to be put into.
+
+    None if every name, shape and dtype is right. A parameter without any optimizer state may have just been unfrozen.
+    """
+    parameters = named_parameters(accelerator, model)
+    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
+    sizes = {f"{n}.{k}": (whole_shape(p), p) for n, p in trained.items() for k in _MOMENTS}
+    sizes |= {f"{n}.step": (torch.Size(()), p) for n, p in trained.items()}
+    begun = {key.rpartition(".")[0] for key in moments}
+    for kind, saved, needed in (
+        ("weight", weights, {name: (whole_shape(p), p) for name, p in parameters.items()}),
+        ("optimizer state", moments, {key: size for key, size in sizes.items() if key.rpartition(".")[0] in begun}),
+    ):
+        if odd := sorted(saved.keys() ^ needed.keys()):
+            return f"{kind} {odd[0]} is {'missing' if odd[0] in needed else 'not of this model'}"
+        for name, (shape, parameter) in needed.items():
+            dtypes = {parameter.dtype} | ({torch.float32} if parameter.is_floating_point() else set())
+            if saved[name].shape != shape or saved[name].dtype not in dtypes:
+                both = ((saved[name].shape, saved[name].dtype), (shape, parameter.dtype))
+                found, wanted = (f"{tuple(size)} {dtype}".replace("torch.", "") for size, dtype in both)
+                return f"{kind} {name} is {found} instead of {wanted}"
+    return None
+
+
 def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Put the main process's whole weights into the model on all processes. `weights` is {} on the others."""
     for name, parameter in named_parameters(accelerator, model).items():
@@ -220,12 +250,12 @@ def _broadcast(
     accelerator: Accelerator, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
     whole = torch.empty(shape, dtype=dtype) if whole is None else whole
-    return broadcast(whole.to(accelerator.device), from_process=0)
+    return broadcast(whole.to(accelerator.device, dtype), from_process=0)
 
 
 def _placed(parameter: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
     """The main process's tensor, on this process's device and sharded as the parameter is."""
-    whole = (torch.empty(shape, dtype=dtype) if whole is None else whole).to(parameter.device)
+    whole = (torch.empty(shape, dtype=dtype) if whole is None else whole).to(parameter.device, dtype)
     if isinstance(parameter, DTensor) and whole.dim():
         return distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # rank 0's data, scattered
     return broadcast(whole, from_process=0)

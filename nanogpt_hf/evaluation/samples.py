@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.tokenizer import encode_ordinary
-from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.errors import DataError, DivergedError, UserError
 from nanogpt_hf.export.samples import TEMPERATURE, as_question
 from nanogpt_hf.generate import continue_text
 
@@ -47,11 +47,22 @@ class TrainingSamples:
         whole, was_training = accelerator.unwrap_model(model), model.training
         model.eval()
         written = []
+        try:
+            self._write(whole, accelerator, step, written)
+        except DivergedError as error:
+            if accelerator.is_main_process:
+                logger.warning(f"step {step:,}: eval.samples: no sample is written: {str(error).partition(';')[0]}")
+        model.train(was_training)
+        return written
+
+    def _write(
+        self, model: torch.nn.Module, accelerator: Accelerator, step: int, written: list[dict[str, str]]
+    ) -> None:
         # Compiled blocks would be compiled anew for every length of a text.
         with accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             for number, (prompt, ids) in enumerate(self.prompts):
                 text = continue_text(
-                    whole,
+                    model,
                     self.tokenizer,
                     ids,
                     max_new_tokens=self.config.eval.sample_tokens,
@@ -60,5 +71,3 @@ class TrainingSamples:
                     to_the_end=True,
                 )
                 written.append({"prompt": prompt, "text": text})
-        model.train(was_training)
-        return written

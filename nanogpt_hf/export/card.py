@@ -12,6 +12,7 @@ from nanogpt_hf.data.source import PYTHON_DOCS
 from nanogpt_hf.export.hub import PLACE
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.reports.sections import figure
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import without_private_parts
 from nanogpt_hf.training.checkpoint import TrainState
@@ -135,9 +136,9 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
     result = state.evaluation
     table = _table(
         {
-            "validation loss": f"{result.loss:.4f} nats a token",
-            "perplexity": f"{result.perplexity:.2f} a token",
-            "bits per byte": f"{result.bits_per_byte:.4f}",
+            "validation loss": f"{figure(result.loss, 4)} nats a token",
+            "perplexity": f"{figure(result.perplexity, 2)} a token",
+            "bits per byte": figure(result.bits_per_byte, 4),
         }
     )
     if config.data.validation_split:

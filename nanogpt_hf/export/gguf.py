@@ -12,7 +12,7 @@ import transformers
 from transformers.activations import ACT2FN
 
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.export.model_folder import largest_difference, logits_of, weights_as
+from nanogpt_hf.export.model_folder import finite_logits_of, largest_difference, logits_of, weights_as
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -61,7 +61,7 @@ def export_gguf(
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         folder, gguf_file=FILE, config=plain, dtype=torch.float32
     )
-    original = logits_of(model)
+    original = finite_logits_of(model)
     difference = largest_difference(logits_of(opened), original, exact=dtype == torch.float32)
     if config.activation_function == "gelu_new":
         return difference, None

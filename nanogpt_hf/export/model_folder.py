@@ -9,9 +9,10 @@ import safetensors
 import torch
 import transformers
 
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.runs.replace import replaced_folder
 
 MAX_SHARD_SIZE = "5GB"  # a file's; larger models are split and get an index
 
@@ -23,23 +24,9 @@ def save_model_folder(
     tokenizer: transformers.PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Write `weights` (our names) as a plain GPT-2 folder, replacing the one that may be there in one move."""
-    with replaced_folder(folder) as partial:
+    """Write `weights` (our names) as a plain GPT-2 folder, replacing the one that may be there; a link is followed."""
+    with replaced_folder(folder.resolve()) as partial:
         write_model_folder(partial, config, weights, tokenizer, card)
-
-
-@contextlib.contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """A hidden folder that takes the place of `folder`, which may be there already, when the block has ended well."""
-    restore_model_folder(folder)
-    partial, old = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "old"))
-    for leftover in (partial, old):
-        shutil.rmtree(leftover, ignore_errors=True)
-    yield partial
-    if folder.exists():
-        folder.rename(old)
-    partial.rename(folder)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_model_folder(
@@ -89,13 +76,6 @@ def new_folder(out: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def restore_model_folder(folder: Path) -> None:
-    """Bring back the folder that a kill caught between leaving its place and being replaced."""
-    old = folder.parent / f".{folder.name}.old"
-    if old.exists() and not folder.exists():
-        old.rename(folder)
-
-
 def fixed_input(config: GPTConfig) -> torch.Tensor:
     """Two sequences of token ids, the same for every model of these sizes: (2, at most 128 positions)."""
     length = min(config.n_positions, 128)
@@ -106,6 +86,16 @@ def fixed_input(config: GPTConfig) -> torch.Tensor:
 def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
     """Logits (2, T, V) on the fixed input, float32."""
     return model.eval()(fixed_input(model.config)).logits.float()
+
+
+def finite_logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
+    """The same. Raises DivergedError if they are not finite: then there is nothing to compare an export with."""
+    logits = logits_of(model)
+    if not logits.isfinite().all():
+        raise DivergedError(
+            "the model's logits are not finite: its training diverged, or its weights are damaged; nothing was written"
+        )
+    return logits
 
 
 def largest_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
@@ -129,7 +119,7 @@ def export_gpt2(
 
     Raises UserError where a weight is too large for `dtype`.
     """
-    original = logits_of(model)
+    original = finite_logits_of(model)
     weights = weights_as(model, dtype)
     write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
     opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)

@@ -11,7 +11,7 @@ import onnxruntime
 import torch
 import transformers
 
-from nanogpt_hf.export.model_folder import fixed_input, largest_difference, logits_of
+from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, largest_difference
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 FILE = "model.onnx"
@@ -60,7 +60,7 @@ def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.Pre
 
     session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
     ids = fixed_input(config)
-    original = logits_of(model)
+    original = finite_logits_of(model)
     worst = 0.0
     for batch, length in ((2, ids.shape[1]), (1, 1)):  # other sizes than those it was traced with, too
         (logits,) = session.run(None, {"input_ids": ids[:batch, :length].numpy()})

@@ -7,9 +7,10 @@ import torch
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.export.card import model_card
-from nanogpt_hf.export.model_folder import replaced_folder, save_model_folder, write_model_folder
+from nanogpt_hf.export.model_folder import save_model_folder, write_model_folder
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.runs.replace import replaced_folder
 from nanogpt_hf.training.checkpoint import TrainState
 
 
@@ -36,7 +37,7 @@ def save_trained(
     from nanogpt_hf.model.lora import merged_weights, save_adapter
 
     adapter = (model_config.n_layer, config.lora, config.finetune, weights)
-    with replaced_folder(folder) as partial:
+    with replaced_folder(folder.resolve()) as partial:
         if config.lora.merge:
             write_model_folder(partial, model_config, merged_weights(weights, config.lora), data.tokenizer, card)
             save_adapter(partial / "adapter", *adapter)

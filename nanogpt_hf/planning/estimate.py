@@ -157,9 +157,10 @@ def estimate(
 def run_bytes(parameters: int, trained: int, keep: int) -> int:
     """The most that a run folder holds: `keep` checkpoints and one more while it is written, best/ twice, final/.
 
+    With `keep` 1 they are 2: the newest, and the one before that is known to be sound.
     A checkpoint has float32 weights, and AdamW's two moments of what trains.
     """
-    return (4 * parameters + 8 * trained) * (keep + 1) + 4 * parameters * 3
+    return (4 * parameters + 8 * trained) * (max(keep, 2) + 1) + 4 * parameters * 3
 
 
 def _outline(config: Config, base: GPTConfig | None, manifest: Manifest | None) -> tuple[GPTForCausalLM, str]:

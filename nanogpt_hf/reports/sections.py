@@ -44,10 +44,10 @@ def figures_section(events: list[Event]) -> str:
     evaluated = [event for event in events if is_number(event.get("val/loss"))]
     if evaluated:
         best = min(evaluated, key=lambda event: event["val/loss"])
-        tiles.append(("best validation loss", f"{best['val/loss']:.4f}", f"nats a token, at step {best['step']:,}"))
+        tiles.append(("best validation loss", figure(best["val/loss"], 4), f"nats a token, at step {best['step']:,}"))
         for metric, title, digits in (("val/perplexity", "perplexity", 2), ("val/bits_per_byte", "bits per byte", 3)):
             if is_number(best.get(metric)):
-                tiles.append((title, f"{best[metric]:.{digits}f}", "at that step"))
+                tiles.append((title, figure(best[metric], digits), "at that step"))
     if events:
         tiles.append(("tokens seen", f"{events[-1].get('tokens', 0):,}", ""))
         tiles.append(("time", duration(events[-1].get("seconds", 0)), "training and evaluation"))
@@ -58,6 +58,11 @@ def figures_section(events: list[Event]) -> str:
         f"<div><dt>{title}</dt><dd>{escape(value)}<small>{escape(beneath)}</small></dd></div>"
         for title, value, beneath in tiles
     )
+
+
+def figure(value: float, digits: int) -> str:
+    """A number to print, with so many digits after the point: 3.1416, and 1e+300 for what would take 300 digits."""
+    return f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.3g}"
 
 
 def duration(seconds: float) -> str:

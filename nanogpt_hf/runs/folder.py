@@ -1,8 +1,8 @@
 """The run folder: what lies where in it, and who may write there."""
 
 import contextlib
+import os
 import re
-import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,8 +12,12 @@ import filelock
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folder
 
-_STEP = re.compile(r"step_(\d{8,})")
+_STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came before its successor's rename
+_LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
+_NONE_YET = ".no_checkpoint_yet"  # a file in checkpoints/ until the first is written: an empty folder without it is odd
+_MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 @contextmanager
@@ -33,6 +37,18 @@ def written_whole(path: Path) -> Iterator[Path]:
             partial.unlink()
 
 
+def step_of(checkpoint: Path) -> int:
+    """The step of a checkpoint, by its name."""
+    name = _STEP.fullmatch(checkpoint.name)
+    return int(name[1] or name[2])
+
+
+def _clear(folder: Path) -> None:
+    """Remove a folder; of one that is a link, what is in its target."""
+    for path in list(folder.iterdir()) if folder.is_symlink() else (folder,):
+        remove(path)
+
+
 class RunFolder:
     """Names of what is in a run folder, and its beginnings. Writing is the main process's business."""
 
@@ -50,23 +66,83 @@ class RunFolder:
         self.trackers = self.path / "trackers"
         self._lock = filelock.FileLock(self.path / ".lock")
 
-    def check(self, *, resume: bool, overwrite: bool) -> None:
-        """Raises RunFolderError where the folder holds what a run must not touch, or lacks what --resume needs."""
+    def check(self, *, resume: bool, overwrite: bool, auto_resume: bool = False) -> bool:
+        """Return whether to resume; `auto_resume` decides between that and a new start. Nothing is changed.
+
+        Raises RunFolderError if the folder holds what a run must not touch, or lacks what a resumed run needs.
+        """
         if resume and overwrite:
             raise RunFolderError("--resume and --overwrite exclude each other")
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
+        self._check_folders()
+        if (resume or auto_resume) and not self.checkpoint_folders():
+            if found := self._progress():
+                raise RunFolderError(
+                    f"{self.path}: holds a run ({found}), but {self.checkpoints} has no checkpoint; if it is on a "
+                    "volume that is not mounted, mount it; else start again with --overwrite, or choose another "
+                    "--run-dir"
+                )
+            if resume:
+                raise RunFolderError(f"{self.path}: no checkpoint to resume from yet; start again with --overwrite")
+        if auto_resume:
+            resume = bool(self.checkpoint_folders())
+            overwrite = not resume
         if resume:
-            if not self.checkpoint_folders():
-                raise RunFolderError(f"{self.path}: no checkpoint to resume from yet; start anew with --overwrite")
+            pass
         elif self.recipe.exists():
             if not overwrite:
                 raise RunFolderError(
                     f"{self.path}: holds a run; add --resume to go on, --overwrite to start anew, or choose another "
                     "--run-dir"
                 )
-        elif self.path.exists() and any(path.name != ".lock" for path in self.path.iterdir()):
+        elif self.path.exists() and not all(map(self._is_a_beginning, self.path.iterdir())):
             raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
+        return resume
+
+    def _is_a_beginning(self, path: Path) -> bool:
+        """Whether `path` may be in a folder without a recipe: a kill in `start` left it, or it is empty."""
+        if path in (self.checkpoints, self.best, self.final):
+            return os.path.isdir(path) and set(os.listdir(path)) <= {_NONE_YET}
+        return path.name in (".lock", f".{self.recipe.name}.partial")
+
+    def _check_folders(self) -> None:
+        """Raises RunFolderError if a folder of the run is a link or a mount that cannot be written through."""
+        for folder in (self.checkpoints, self.best, self.final, self.trackers):
+            target = Path(os.path.realpath(folder))
+            if os.path.lexists(folder) and not os.path.isdir(folder):
+                if not folder.is_symlink():
+                    raise RunFolderError(f"{folder}: is a file; move it away")
+                if not os.path.lexists(old_of(target)):  # `lock` brings that back
+                    raise RunFolderError(
+                        f"{folder}: is a link to {target}, and there is no such folder; if it is on a volume that is "
+                        "not mounted, mount it; else remove the link"
+                    )
+            if folder in (self.best, self.final) and os.path.isdir(folder):
+                names = os.listdir(folder)
+                if folder.is_symlink() and names and not any(name in names for name in _MODEL_FILES):
+                    raise RunFolderError(
+                        f"{folder}: is a link to {target}, which holds something else than a model; link a folder of "
+                        "its own"
+                    )
+                if os.path.ismount(target) or not os.access(target.parent, os.W_OK):
+                    raise RunFolderError(
+                        f"{folder}: models replace it in one rename, for which {target.parent} must be writable and "
+                        f"{target} not a mount point; link a folder inside the volume"
+                    )
+
+    def _progress(self) -> str:
+        """What shows that a run had gone on beyond step 0, in words; '' if it never wrote a checkpoint."""
+        if (self.checkpoints / _NONE_YET).exists():
+            return ""
+        found = [f"{folder.name}/" for folder in (self.best, self.final) if self._is_there(folder)]
+        if self.metrics.is_file() and (steps := re.findall(rb'"step": ([1-9]\d*)', self.metrics.read_bytes())):
+            found.append(f"metrics up to step {max(map(int, steps)):,}")
+        return ", ".join(found)
+
+    def _is_there(self, model_folder: Path) -> bool:
+        target = Path(os.path.realpath(model_folder))
+        return os.path.lexists(old_of(target)) or (os.path.isdir(target) and bool(os.listdir(target)))
 
     def changes(self, config: Config) -> list[str]:
         """What `config` says otherwise than the run's recipe, as `key: before -> now`.
@@ -96,43 +172,65 @@ class RunFolder:
         return load_config(self.recipe).train.micro_batch_size
 
     def start(self, recipe_yaml: str) -> None:
-        """Make the folder, without whatever run was in it, and write the resolved recipe."""
+        """Make the folder, without the run that may be in it, and write the resolved recipe.
+
+        Nothing is removed before the new run's files could be written and all of the old one's can be removed.
+        """
         try:
-            for folder in (self.checkpoints, self.best, self.final, self.trackers):
-                shutil.rmtree(folder, ignore_errors=True)
-            for file in (self.metrics, self.picture, self.report, self.machine, self.samples):
-                file.unlink(missing_ok=True)
-            self.checkpoints.mkdir(parents=True)
-            self.recipe.write_text(recipe_yaml, encoding="utf-8")
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+            with written_whole(self.recipe) as partial:  # in its place last: it would not fit the old checkpoints
+                partial.write_text(recipe_yaml, encoding="utf-8")
+                (self.checkpoints / _NONE_YET).touch()
+                self._remove_run()
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
+    def _remove_run(self) -> None:
+        folders = (self.best, self.final, self.trackers)
+        for folder in (*self.checkpoint_folders(), *folders):
+            for inside, _, _ in os.walk(folder):
+                if not os.access(inside, os.W_OK | os.X_OK):
+                    raise RunFolderError(f"{inside}: cannot be written, so the run in {self.path} cannot be removed")
+        try:
+            for checkpoint in reversed(self.checkpoint_folders()):
+                remove_folder(checkpoint)
+            for folder in folders:
+                _clear(folder)
+            for file in (self.metrics, self.picture, self.report, self.machine, self.samples):
+                file.unlink(missing_ok=True)
+        except OSError as error:
+            raise RunFolderError(f"{error.filename or self.path}: cannot be removed: {error.strerror}") from None
+
     def take_back(self) -> None:
         """Undo `start`, for a run that did not come to its first step; `unlock` then removes the folder."""
-        for folder in (self.checkpoints, self.trackers, self.path / "wandb"):
-            shutil.rmtree(folder, ignore_errors=True)
+        (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
+        with contextlib.suppress(OSError):  # of a link, or with files of somebody else in it, it stays
+            self.checkpoints.rmdir()
+        for folder in (self.trackers, self.path / "wandb"):
+            with contextlib.suppress(OSError):
+                _clear(folder)
         for file in (self.metrics, self.recipe):
             file.unlink(missing_ok=True)
 
     def go_on(self, recipe_yaml: str) -> None:
         """Write the recipe with what a resumed run changed in it."""
-        self.recipe.write_text(recipe_yaml, encoding="utf-8")
+        with written_whole(self.recipe) as partial:
+            partial.write_text(recipe_yaml, encoding="utf-8")
 
     def lock(self) -> None:
         """Keep other processes out until this one ends, and put right what a killed one left.
 
         Raises RunFolderError where another process is in already.
         """
-        from nanogpt_hf.export.model_folder import restore_model_folder  # brings torch, which `push` does without
-
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._lock.acquire(timeout=0)
             for folder in (self.best, self.final):
-                restore_model_folder(folder)
-            for leftover in self.checkpoints.glob(".step_*.partial"):
-                shutil.rmtree(leftover)
+                restore_folder(Path(os.path.realpath(folder)))
+            for path in list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ():
+                if leftover := _LEFTOVER.fullmatch(path.name):
+                    restore_folder(self.checkpoints / leftover[1])
         except filelock.Timeout:
             raise RunFolderError(f"{self.path}: another process is training in it; wait for it to end") from None
         except OSError as error:
@@ -148,12 +246,26 @@ class RunFolder:
                     folder.rmdir()
 
     def checkpoint_folders(self) -> list[Path]:
-        """Whole checkpoints, oldest first."""
-        found = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
-        return sorted(p for p in found if _STEP.fullmatch(p.name))
+        """Checkpoints that were written to their end, oldest first."""
+        found = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()  # hidden names come first
+        by_step = {step_of(path): path for path in found if _STEP.fullmatch(path.name)}
+        return [by_step[step] for step in sorted(by_step)]
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
+
+    def checkpoint_written(self, step: int, last_finite_step: int, keep: int) -> None:
+        """Remove what the checkpoint of `step`, which is in place, makes superfluous.
+
+        The `keep` newest stay, and so does the newest one after which a gradient was finite: the newest ones may hold
+        weights that have just diverged. Those of later steps were damaged, or the run had not resumed before them.
+        """
+        (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
+        folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]
+        sound = [folder for folder in folders if step_of(folder) < last_finite_step]
+        for folder in self.checkpoint_folders():
+            if folder not in folders[-keep:] + sound[-1:]:
+                remove_folder(folder)
 
     def newest_checkpoint(self) -> Path | None:
         folders = self.checkpoint_folders()

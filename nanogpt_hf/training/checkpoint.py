@@ -5,8 +5,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
-import shutil
+import typing
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,15 +21,15 @@ from nanogpt_hf.config.schema import EvalSection
 from nanogpt_hf.distributed.full_state import (
     full_moments,
     full_weights,
-    named_parameters,
+    misfit,
     scaler_state,
     set_moments,
     set_scaler_state,
     set_weights,
-    whole_shape,
 )
-from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.errors import DivergedError, RunFolderError
+from nanogpt_hf.runs.folder import RunFolder, step_of
+from nanogpt_hf.runs.replace import remove_folder, replaced_folder
 from nanogpt_hf.training.evaluate import Evaluation
 
 logger = logging.getLogger(__name__)
@@ -47,6 +46,7 @@ class TrainState:
     evaluation: Evaluation | None = None  # the last one
     evaluated_step: int = -1
     skipped_steps: int = 0  # whose data was left out after loss spikes: step s sees the data of s + skipped_steps
+    last_finite_step: int = 0  # the last step whose gradient was finite; those after it changed no weight
     loss_average: float | None = None  # running, of the reported training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None
@@ -63,12 +63,12 @@ def _file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _not_finite(*groups: dict[str, torch.Tensor]) -> str | None:
+    """The name of a tensor with values that are infinite or not a number."""
+    for name, tensor in (item for group in groups for item in group.items()):
+        if tensor.is_floating_point() and tensor.element_size() > 1 and not tensor.isfinite().all():
+            return name
+    return None
 
 
 def save_checkpoint(
@@ -79,53 +79,105 @@ def save_checkpoint(
     run: RunFolder,
     keep: int,
 ) -> None:
-    """Write a checkpoint aside, flush it, and move it into place; then drop all but the `keep` newest.
+    """Write a checkpoint aside, flush it, and move it into place; then remove all but the `keep` newest.
 
-    Raises RunFolderError where it cannot be written; the checkpoints before it stay as they are.
+    Raises RunFolderError if it cannot be written, and DivergedError if a weight or a value of the optimizer state is
+    not finite; the checkpoints before it stay as they are.
     """
     weights = full_weights(accelerator, model)
     moments = full_moments(accelerator, model, optimizer)
     if accelerator.is_main_process and state.step > 0 and not moments:
         raise RuntimeError("there is no optimizer state to save")
     if accelerator.is_main_process:
+        if name := _not_finite(weights, moments):
+            raise DivergedError(
+                f"step {state.step:,}: {name} is not finite, so no checkpoint was written; lower optim.learning_rate "
+                f"and {way_back(run, state)}"
+            )
         facts = dataclasses.asdict(state) | {"scaler": scaler_state(accelerator, optimizer)}
         target = run.checkpoint(state.step)
-        partial = target.with_name(f".{target.name}.partial")
         try:
-            shutil.rmtree(partial, ignore_errors=True)
-            partial.mkdir(parents=True)
-            save_file(weights, partial / _MODEL)
-            save_file(moments, partial / _OPTIMIZER)
-            (partial / _STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-            checksums = {path.name: _file_digest(path) for path in sorted(partial.iterdir())}
-            (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
-            for path in (*partial.iterdir(), partial):
-                _flush(path)
-            shutil.rmtree(target, ignore_errors=True)  # of the same step, from before a resume
-            partial.rename(target)
-            _flush(run.checkpoints)
+            with replaced_folder(target) as partial:
+                save_file(weights, partial / _MODEL)
+                save_file(moments, partial / _OPTIMIZER)
+                (partial / _STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
+                checksums = {path.name: _file_digest(path) for path in sorted(partial.iterdir())}
+                (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
+            logger.debug(f"step {state.step:,}: saved {target}")
+            run.checkpoint_written(state.step, state.last_finite_step, keep)
         except (OSError, SafetensorError) as error:
-            shutil.rmtree(partial, ignore_errors=True)
             raise RunFolderError(
                 f"{target}: the checkpoint cannot be written, older ones are intact: {error}"
             ) from None
-        logger.debug(f"step {state.step:,}: saved {target}")
-        for old in run.checkpoint_folders()[:-keep]:
-            shutil.rmtree(old)
     accelerator.wait_for_everyone()
 
 
+def way_back(run: RunFolder, state: TrainState) -> str:
+    """How to go on after the weights of `state` turned out to have diverged; the main process calls it.
+
+    The gradients of all steps after `last_finite_step` were not finite, and its weights are those of now. So the
+    checkpoints from there on are removed, as long as there is a whole one before: --resume would take the newest.
+    """
+    folders = run.checkpoint_folders()
+    for folder in reversed([folder for folder in folders if step_of(folder) < state.last_finite_step]):
+        with contextlib.suppress(RunFolderError):
+            read_checkpoint(folder)
+            diverged = [later for later in folders if step_of(later) >= state.last_finite_step]
+            for later in diverged:
+                remove_folder(later)
+            gone = ", ".join(later.name for later in diverged)
+            return f"go on with --resume from {folder}{gone and f' ({gone} had diverged and was removed)'}"
+    return "start again with --overwrite: no checkpoint is from before the divergence"
+
+
 def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights, optimizer state and facts of a checkpoint. Raises RunFolderError where a byte has changed."""
+    """Weights, optimizer state and facts of a checkpoint.
+
+    Raises RunFolderError if a byte has changed, a fact is of another type, or a value is not finite.
+    """
     try:
+        for name in (_MODEL, _OPTIMIZER, _STATE, _CHECKSUMS):
+            if not (folder / name).is_file():  # a pipe or a device might be read for ever
+                raise ValueError(f"{name} is {'not a regular file' if (folder / name).exists() else 'missing'}")
         checksums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         for name in (_MODEL, _OPTIMIZER, _STATE):
             if _file_digest(folder / name) != checksums[name]:
                 raise ValueError(f"{name} is not as it was written")
         facts = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        return load_file(folder / _MODEL), load_file(folder / _OPTIMIZER), facts
-    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        _check_facts(facts, step_of(folder))
+        weights, moments = load_file(folder / _MODEL), load_file(folder / _OPTIMIZER)
+        if name := _not_finite(weights, moments):
+            raise ValueError(f"{name} is not finite: the run had diverged")
+        return weights, moments, facts
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
+
+
+def _check_facts(facts: Any, step: int) -> None:
+    """Raises ValueError if these are not facts of a checkpoint of `step`. Those that older versions lack are set."""
+    if not isinstance(facts, dict):
+        raise ValueError(f"{_STATE} is no mapping")
+    facts.setdefault("last_finite_step", step)
+    facts.setdefault("scaler", None)
+    _check_fields(TrainState, {name: value for name, value in facts.items() if name != "scaler"})
+    if facts["evaluation"] is not None:
+        _check_fields(Evaluation, facts["evaluation"])
+    scaler = facts["scaler"]
+    if scaler is not None and not (isinstance(scaler, dict) and all(type(v) in (int, float) for v in scaler.values())):
+        raise ValueError(f"{_STATE}: scaler is {scaler!r:.80}")
+    if facts["step"] != step:
+        raise ValueError(f"{_STATE} is of step {facts['step']:,}")
+
+
+def _check_fields(kind: type, values: Any) -> None:
+    fields = {field.name: typing.get_args(field.type) or (field.type,) for field in dataclasses.fields(kind)}
+    if not isinstance(values, dict) or values.keys() != fields.keys():
+        raise ValueError(f"{_STATE} does not have the facts {', '.join(fields)}")
+    for name, types in fields.items():
+        types = [dict if t is Evaluation else t for t in types] + ([int] if float in types else [])
+        value, low = values[name], -1 if name == "evaluated_step" else 0
+        if type(value) not in types or (type(value) is int and not low <= value < 2**63):
+            raise ValueError(f"{_STATE}: {name} is {value!r:.80}")
 
 
 def _newest_whole(run: RunFolder, log: Callable[[int, str], None]) -> tuple[dict, dict, dict]:
@@ -158,16 +210,17 @@ def load_checkpoint(
     """Put the newest whole checkpoint into a prepared model and optimizer, and return where it stood.
 
     The main process reads and the others get theirs from it, so a shared file system is not needed. Raises
-    RunFolderError on all of them where no checkpoint is whole or it is of another model.
+    RunFolderError on all of them if no checkpoint is whole or it is of another model; then nothing has changed.
     """
     weights, moments, message = {}, {}, [None]
-    parameters = named_parameters(accelerator, model)
     if accelerator.is_main_process:
         try:
             weights, moments, facts = _newest_whole(run, logger.log)
-            shapes = {name: weight.shape for name, weight in weights.items()}
-            if shapes != {name: whole_shape(parameter) for name, parameter in parameters.items()}:
-                raise RunFolderError(f"{run.checkpoints}: is of another model; was the recipe's model changed?")
+            if difference := misfit(accelerator, model, weights, moments):
+                raise RunFolderError(
+                    f"{run.checkpoint(facts['step'])}: is of another model: {difference}; was the recipe's model "
+                    "changed?"
+                )
             layout = {name: (moment.shape, moment.dtype) for name, moment in moments.items()}
             message = [(facts | {"has_best": run.best.is_dir()}, layout)]
         except RunFolderError as error:
@@ -179,7 +232,7 @@ def load_checkpoint(
 
     set_weights(accelerator, model, weights)
     set_moments(accelerator, model, optimizer, moments, layout)
-    scaler = facts.pop("scaler", None)
+    scaler = facts.pop("scaler")
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)
     evaluation = facts.pop("evaluation")

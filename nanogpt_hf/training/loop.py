@@ -6,6 +6,7 @@ ends when frozen layers are unfrozen or after a loss spike; both load a checkpoi
 """
 
 import contextlib
+import dataclasses
 import math
 import time
 from collections.abc import Iterator
@@ -85,6 +86,7 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
                 rebuild_model(run)
             before, run.state = run.state, load_checkpoint(accelerator, run.model, run.optimizer, folder)
             run.state.seconds = before.seconds
+            run.saved = dataclasses.replace(run.state)
             if end is SegmentEnd.LOSS_SPIKE:
                 observers.monitor.rolled_back(before, run.state)
                 observers.tracking.rewind()
@@ -97,6 +99,7 @@ def start_or_resume(run: Run, resume: bool) -> None:
     recipe = config_to_yaml(run.config)
     if resume:
         run.state = load_checkpoint(run.accelerator, run.model, run.optimizer, run.folder)
+        run.saved = dataclasses.replace(run.state)
         step, max_steps = run.state.step, run.config.train.max_steps
         if step > max_steps:
             raise UserError(f"{run.folder.path}: is at step {step:,}, past train.max_steps {max_steps:,}")
@@ -120,8 +123,11 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             stopping = not evaluate_and_report(run, observers, stop)
             done = done or state.out_of_patience(config.eval)
         unfreeze = state.step == unfreezing
-        if stopping or done or unfreeze or (state.step and state.step % config.checkpoint.every == 0):
+        due = stopping or done or unfreeze or (state.step and state.step % config.checkpoint.every == 0)
+        if due and state != run.saved:
+            observers.monitor.settle(state)
             save_checkpoint(run.accelerator, run.model, run.optimizer, state, run.folder, config.checkpoint.keep)
+            run.saved = dataclasses.replace(state)
             tracking.restart_clock()
         if stopping:
             reason = stop.reason or "another process asked for it"

@@ -9,9 +9,9 @@ import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import DivergedError, UserError
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.training.checkpoint import TrainState, way_back
 
 BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
 ROLLBACKS_IN_A_ROW = 3  # to the same checkpoint: other data does not help
@@ -37,7 +37,7 @@ class Monitor:
     """Reads gradient norms at the steps that are reported, so that the host waits for the device no more often."""
 
     def __init__(self, accelerator: Accelerator, config: Config, run: RunFolder):
-        self.run, self.device = run, accelerator.device
+        self.run, self.device, self.main = run, accelerator.device, accelerator.is_main_process
         self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG  # all know, one says so
         self.every, self.ratio = config.tracking.every, config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
@@ -48,17 +48,28 @@ class Monitor:
         """Remember a step by its gradient's norm, a scalar on the device."""
         self._norms.append(grad_norm)
 
+    def settle(self, state: TrainState) -> list[float]:
+        """Write into the state which step was the last with a finite gradient; return the norms that are remembered.
+
+        Waits for the device. To be called before the state is saved.
+        """
+        norms = torch.stack(list(self._norms)).tolist() if self._norms else []
+        finite = [step for step, norm in enumerate(norms, state.step - len(norms) + 1) if math.isfinite(norm)]
+        state.last_finite_step = finite[-1] if finite else state.last_finite_step
+        return norms
+
     def report(self, state: TrainState) -> dict[str, float]:
         """What there is to report of the steps since the last report, those that this process has done.
 
-        Raises UserError where none of the last ones had a finite gradient.
+        Raises DivergedError if none of the last ones had a finite gradient.
         """
-        norms = torch.stack(list(self._norms)).tolist()  # the one wait for the device
+        norms = self.settle(state)
         bad = [not math.isfinite(norm) for norm in norms]
         if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
-            raise UserError(
+            then = f" and {way_back(self.run, state)}" if self.main else ""
+            raise DivergedError(
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
-                f"optim.learning_rate and go on with --resume from {self.run.newest_checkpoint()}"
+                f"optim.learning_rate{then}"
             )
         recent = norms[-self.every :]
         values = {"train/grad_norm": norms[-1]}

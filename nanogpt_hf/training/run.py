@@ -29,4 +29,5 @@ class Run:
     batches: Batches
     objective: Objective
     state: TrainState
+    saved: TrainState | None = None  # the state in the newest checkpoint
     folder: RunFolder | None = None

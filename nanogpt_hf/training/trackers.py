@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from nanogpt_hf.config.load import config_to_dict
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, written_whole
 from nanogpt_hf.runs.redact import without_private_parts
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,8 @@ def start_trackers(accelerator: Accelerator, config: Config, run: RunFolder, sta
         ) from error
     ids |= {t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID}
     run.trackers.mkdir(exist_ok=True)
-    kept.write_text(json.dumps(ids) + "\n", encoding="utf-8")
+    with written_whole(kept) as partial:
+        partial.write_text(json.dumps(ids) + "\n", encoding="utf-8")
 
 
 def _options(name: str, config: Config, run: RunFolder, step: int) -> dict[str, Any]:

@@ -11,7 +11,8 @@ from tqdm import tqdm
 
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
-from nanogpt_hf.reports.sections import duration
+from nanogpt_hf.reports.sections import duration, figure
+from nanogpt_hf.runs.folder import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.run import Run
@@ -45,12 +46,19 @@ class Tracking:
         self._last_line = 0.0
 
     def rewind(self) -> None:
-        """Forget the events after the run's step, which are repeated. Trackers keep the ones they received."""
+        """Forget the events after the run's state, which are repeated. Trackers keep the ones they received."""
         if self.main:
-            self.events = [event for event in read_metrics(self.folder) if event["step"] <= self.run.state.step]
-            partial = self.folder.metrics.with_name(f".{self.folder.metrics.name}")
-            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
-            partial.replace(self.folder.metrics)
+            state = self.run.state
+            # of the state's own step its training is before it, and its evaluation may be after it
+            trained = state.step + 1
+            evaluated = trained if state.evaluated_step == state.step else state.step
+            self.events = [
+                event
+                for event in read_metrics(self.folder)
+                if event["step"] < (trained if "train/loss" in event else evaluated)
+            ]
+            with written_whole(self.folder.metrics) as partial:
+                partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -101,16 +109,16 @@ class Tracking:
         self._write(values)
         said = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            self._show(f"loss {loss:.4f}, {said}")
+            self._show(f"loss {figure(loss, 4)}, {said}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
-            self._say(f"{self._at()}: train loss {loss:.4f}, {said}, {duration(left)} left")
+            self._say(f"{self._at()}: train loss {figure(loss, 4)}, {said}, {duration(left)} left")
 
     def _show(self, facts: str) -> None:
         """Write them beside the bar."""
         loss = self.run.state.best_loss
-        best = "" if loss is None else f", best validation loss {loss:.4f}"
+        best = "" if loss is None else f", best validation loss {figure(loss, 4)}"
         self.bar.set_postfix_str(f"{facts}{best}")
 
     def _at(self) -> str:
@@ -132,11 +140,11 @@ class Tracking:
             },
         )
         self._say(
-            f"{self._at()}: validation loss {result.loss:.4f} (perplexity {result.perplexity:.2f}, "
-            f"{result.bits_per_byte:.3f} bits a byte){' -> best/' if is_best else ''}"
+            f"{self._at()}: validation loss {figure(result.loss, 4)} (perplexity {figure(result.perplexity, 2)}, "
+            f"{figure(result.bits_per_byte, 3)} bits a byte){' -> best/' if is_best else ''}"
         )
         if self.bar:
-            self._show(f"validation loss {result.loss:.4f}")
+            self._show(f"validation loss {figure(result.loss, 4)}")
         tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
             self._say(f"  {', '.join(shown)}")

@@ -188,11 +188,18 @@ def test_auto_resume_starts_goes_on_and_throws_no_model_away(capsys, tmp_path, w
     status, out, _ = run(capsys, *words, "--train.max_steps", "4")
     assert status == 0
     assert "resuming from" in out
-    shutil.rmtree(tmp_path / "run" / "checkpoints")
-    assert "holds a run; add --resume" in complaint(capsys, *words)
-    assert (tmp_path / "run" / "final").exists()
-    shutil.rmtree(tmp_path / "run" / "final")  # now it looks like one that was killed before its first checkpoint
-    assert run(capsys, *words)[0] == 0
+    for gone, held in (
+        ("checkpoints", "best/, final/, metrics up to step 4"),
+        ("final", "best/, metrics up to step 4"),
+        ("best", "metrics up to step 4"),
+    ):
+        shutil.rmtree(tmp_path / "run" / gone)
+        before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+        for how in ("--auto-resume", "--resume"):
+            error = complaint(capsys, *words[:-1], how)
+            assert f"holds a run ({held}), but {tmp_path / 'run' / 'checkpoints'} has no checkpoint; if it is" in error
+        assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
+    assert run(capsys, *words[:-1], "--overwrite")[0] == 0
 
 
 def test_a_refused_run_leaves_the_lock_of_the_one_that_runs(capsys, tmp_path, write_recipe):

@@ -14,6 +14,7 @@ import torch
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.export import model_folder
+from nanogpt_hf.runs import replace
 from nanogpt_hf.training import checkpoint, evaluate, loop
 
 torch.set_num_threads(1)
@@ -24,10 +25,10 @@ PLACES = {
     "training": (loop, "train_step", 3),
     "evaluating": (evaluate, "pad_batch", 12),
     "writing a checkpoint": (checkpoint, "save_file", 3),
-    "flushing a checkpoint": (checkpoint, "_flush", 8),
-    "dropping an old checkpoint": (checkpoint, "_flush", 12),
+    "flushing a checkpoint": (replace, "flush", 8),
+    "dropping an old checkpoint": (replace.shutil, "rmtree", 1),
     "writing best": (model_folder.GPTForCausalLM, "save_pretrained", 1),
-    "replacing best": (model_folder.Path, "rename", 4),
+    "replacing best": (replace, "old_of", 6),
 }
 
 

@@ -1,18 +1,23 @@
 """The run folder, and checkpoints that are whole or absent."""
 
+import copy
 import json
+import os
+import re
 
 import pytest
 import torch
 from accelerate import Accelerator
+from safetensors.torch import load_file, save_file
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.runs import replace
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import checkpoint
-from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, save_checkpoint
+from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, read_checkpoint, save_checkpoint
 from nanogpt_hf.training.evaluate import Evaluation
 from nanogpt_hf.training.optimizer import build_optimizer
 
@@ -110,15 +115,17 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, da
         load_checkpoint(*parts, run)
 
 
-@pytest.mark.parametrize("step", ["save_file", "_flush", "_file_digest"])
-def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, monkeypatch, step):
+@pytest.mark.parametrize(
+    ("module", "step"), [(checkpoint, "save_file"), (replace, "flush"), (checkpoint, "_file_digest")]
+)
+def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, monkeypatch, module, step):
     parts = training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=1)
 
     def full(*arguments):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint, step, full)
+    monkeypatch.setattr(module, step, full)
     with pytest.raises(RunFolderError, match=r"older ones are intact: .*No space left") as caught:
         save_checkpoint(*parts, TrainState(step=8), run, keep=1)
     assert "\n" not in str(caught.value)
@@ -131,6 +138,130 @@ def test_a_checkpoint_of_another_model_is_refused(run):
     save_checkpoint(*training(), TrainState(step=4), run, keep=2)
     with pytest.raises(RunFolderError, match="is of another model"):
         load_checkpoint(*training(n_embd=16), run)
+
+
+def rewrite(folder, file: str, content) -> None:
+    """Put tensors, facts or bytes into a file of a checkpoint, with the right checksum."""
+    if file.endswith(".safetensors"):
+        save_file(content, folder / file)
+    else:
+        (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
+    sums = {path.name: checkpoint._file_digest(path) for path in folder.iterdir() if path.name != "checksums.json"}
+    (folder / "checksums.json").write_text(json.dumps(sums))
+
+
+CHANGES = {
+    "other shape": lambda tensors, name: tensors | {name: torch.zeros(*tensors[name].shape, 2)},
+    "flat": lambda tensors, name: tensors | {name: tensors[name].reshape(1, -1).clone()},
+    "fewer values": lambda tensors, name: tensors | {name: tensors[name].reshape(-1)[:0].clone()},
+    "other dtype": lambda tensors, name: tensors | {name: tensors[name].double()},
+    "whole numbers": lambda tensors, name: tensors | {name: tensors[name].int()},
+    "eight bits": lambda tensors, name: tensors | {name: tensors[name].to(torch.float8_e4m3fn)},
+    "gone": lambda tensors, name: {other: tensor for other, tensor in tensors.items() if other != name},
+    "one more": lambda tensors, name: tensors | {f"more.{name}": tensors[name].clone()},
+}
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_tensor_of_another_name_shape_or_dtype_is_refused_before_anything_is_copied(run, file, change):
+    parts = training()
+    save_checkpoint(*parts, TrainState(step=4), run, keep=2)
+    tensors = load_file(run.checkpoint(4) / file)
+    some_steps(*parts, 1)
+    before = [p.detach().clone() for p in parts[1].parameters()], copy.deepcopy(parts[2].state_dict()["state"])
+    assert len(tensors) >= 16
+    for name in tensors:
+        rewrite(run.checkpoint(4), file, CHANGES[change](tensors, name))
+        with pytest.raises(
+            RunFolderError, match=f"step_00000004: is of another model: .*{re.escape(name)} is "
+        ) as caught:
+            load_checkpoint(*parts, run)
+        assert "\n" not in str(caught.value)
+    assert all(map(torch.equal, before[0], parts[1].parameters()))
+    for index, state in parts[2].state_dict()["state"].items():
+        assert all(torch.equal(state[key], before[1][index][key]) for key in state)
+
+
+def test_an_optimizer_in_8_bits_is_compared_too(run):
+    pytest.importorskip("torchao", reason="torchao is not installed")
+    save_checkpoint(*training(n_embd=8), TrainState(step=4), run, keep=2)
+    small = load_file(run.checkpoint(4) / "optimizer.safetensors")
+    torch.manual_seed(0)
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=16, n_layer=1, n_head=2))
+    accelerator = Accelerator()
+    parts = accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection(moments="8bit")))
+    rewrite(run.checkpoint(4), "model.safetensors", {name: p.detach() for name, p in model.named_parameters()})
+    rewrite(run.checkpoint(4), "optimizer.safetensors", small)
+    with pytest.raises(RunFolderError, match=r"is of another model: optimizer state .* instead of"):
+        load_checkpoint(*parts, run)
+    assert not parts[2].state
+
+
+def test_facts_of_wrong_types_are_one_line(run):
+    parts = training()
+    evaluation = Evaluation(loss=1.25, tokens=7, bytes_per_token=1.5)
+    save_checkpoint(*parts, TrainState(step=4, evaluation=evaluation), run, keep=2)
+    facts = json.loads((run.checkpoint(4) / "state.json").read_text())
+    assert len(facts) > 10
+    wrong = [[], None, 3, "x", {}, [facts], facts | {"more": 1}, facts | {"step": 5}]
+    wrong += ["", "{", "[" * 100_000, "9" * 5000, json.dumps(facts).replace("4", "9" * 5000, 1)]
+    for name in facts.keys() - {"last_finite_step", "scaler"}:  # which older versions did not write
+        wrong.append({other: value for other, value in facts.items() if other != name})
+    for name in facts.keys() - {"evaluated_step"}:
+        wrong += [facts | {name: value} for value in ("1", [1], True, {"a": "b"}, 2**63, -2, -1, [None])]
+    wrong += [facts | {"step": None}, facts | {"tokens": 1.5}, facts | {"seconds": None}]
+    for name in facts["evaluation"]:
+        for value in ("1", None, [], True):
+            wrong.append(facts | {"evaluation": facts["evaluation"] | {name: value}})
+    for content in wrong:
+        rewrite(run.checkpoint(4), "state.json", content)
+        with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+            load_checkpoint(*parts, run)
+        with pytest.raises(RunFolderError, match="step_00000004: damaged checkpoint: ") as caught:
+            read_checkpoint(run.checkpoint(4))
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 600
+    rewrite(run.checkpoint(4), "state.json", facts)
+    assert load_checkpoint(*parts, run).step == 4
+    # an older version's
+    rewrite(
+        run.checkpoint(4), "state.json", {k: v for k, v in facts.items() if k not in ("last_finite_step", "scaler")}
+    )
+    assert load_checkpoint(*parts, run).last_finite_step == 4
+
+
+@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("kind", ["pipe", "device", "folder", "endless", "link to itself"])
+def test_a_file_of_a_checkpoint_that_is_no_file_does_not_hang(run, file, kind):
+    parts = training()
+    for step in (4, 8):
+        save_checkpoint(*parts, TrainState(step=step), run, keep=2)
+    path = run.checkpoint(8) / file
+    path.unlink()
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "folder":
+            path.mkdir()
+        case "link to itself":
+            path.symlink_to(path)
+        case _:
+            path.symlink_to("/dev/zero" if kind == "endless" else "/dev/null")
+    assert load_checkpoint(*parts, run).step == 4
+    save_checkpoint(*parts, TrainState(step=8), run, keep=2)  # takes its place
+    assert load_checkpoint(*parts, run).step == 8
+
+
+def test_damaged_checkpoints_are_not_counted_among_those_that_are_kept(run):
+    parts = training()
+    for step in (4, 8, 12):
+        save_checkpoint(*parts, TrainState(step=step), run, keep=3)
+    for step in (8, 12):
+        spoil(run.checkpoint(step) / "model.safetensors", "cut")
+    assert load_checkpoint(*parts, run).step == 4
+    save_checkpoint(*parts, TrainState(step=6), run, keep=2)
+    assert [path.name for path in run.checkpoint_folders()] == ["step_00000004", "step_00000006"]
 
 
 def test_nothing_in_a_checkpoint_is_a_pickle(run):

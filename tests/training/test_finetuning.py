@@ -139,6 +139,18 @@ def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
         assert_same(whole, run)
 
 
+@pytest.mark.parametrize("step", [4, 6])
+def test_a_checkpoint_at_a_thaw_is_not_written_again(start, step):
+    whole, torn = start("whole", THAWING), start("torn", THAWING | {"checkpoint.every": 1})
+    for folder in torn.checkpoint_folders():
+        if folder > torn.checkpoint(step):
+            shutil.rmtree(folder)
+    before = {path: path.stat().st_ino for path in torn.checkpoint(step).iterdir()}
+    start("torn", THAWING | {"checkpoint.every": 1}, resume=True)
+    assert {path: path.stat().st_ino for path in torn.checkpoint(step).iterdir()} == before
+    assert_same(whole, torn)
+
+
 def test_a_damaged_checkpoint_after_a_thaw_gives_way_to_the_one_before_it(start):
     whole = start("whole", THAWING)
     torn = start("torn", THAWING | {"checkpoint.every": 1})

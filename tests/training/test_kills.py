@@ -88,3 +88,22 @@ def test_killed_at_random_moments_it_goes_on_bit_for_bit(whole, tmp_path):
     recipe, expected = whole
     assert run("anywhere", recipe, tmp_path / "killed") >= 3
     assert_same(tmp_path / "killed", expected)
+
+
+def test_killed_at_changes_to_its_files_it_goes_on_bit_for_bit(tmp_path, make_recipe):
+    """Every 17th change of a whole run; test_every_operation.py has every one of a save and of a replacement."""
+    recipe = make_recipe(tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8)
+    assert run("nowhere", recipe, tmp_path / "whole") == 0
+    runs = tmp_path / "runs"
+    done = subprocess.run(
+        [sys.executable, Path(__file__).with_name("killed_at_changes.py"), "3", "17", runs, "pretrain", recipe],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    killed = [folder for folder in runs.iterdir() if folder.is_dir()]
+    assert len(killed) > 8
+    for folder in killed:
+        assert_same(folder, tmp_path / "whole")

@@ -197,6 +197,74 @@ def test_resuming_from_an_older_checkpoint_does_its_steps_again_and_logs_them_on
     assert column(whole, "val/loss") == column(torn, "val/loss")
 
 
+def stop_in_the_evaluation_at_step_3(monkeypatch, name: str) -> None:
+    forward = GPTForCausalLM.forward
+    seen = itertools.count(1)
+
+    def interrupted(model, *arguments, **options):
+        # 512 tokens in batches of 4 × 16: the 12th look at validation text is in the evaluation at step 3
+        if not model.training and next(seen) == 12:
+            os.kill(os.getpid(), getattr(signal, name))
+        return forward(model, *arguments, **options)
+
+    monkeypatch.setattr(GPTForCausalLM, "forward", interrupted)
+
+
+def files(folder) -> dict[str, tuple[int, int]]:
+    """What changes if a file of a checkpoint is written again."""
+    found = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    assert len(found) == 4
+    return found
+
+
+@pytest.mark.parametrize("goes_on", ["training", "stopped at once", "done already"])
+def test_a_run_does_not_write_again_the_checkpoint_that_it_resumed_from(start, monkeypatch, goes_on):
+    run = start(optim__schedule="constant", checkpoint__keep=9)
+    before = files(run.checkpoint(6))
+    if goes_on == "stopped at once":
+        monkeypatch.setattr(accelerator.StopRequest, "on_any_process", lambda self, accelerator: True)
+        with pytest.raises(Stopped, match="stopped at step 6, saved"):
+            start(resume=True, train__max_steps=9, optim__schedule="constant")
+    else:
+        steps = 9 if goes_on == "training" else 6
+        start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
+    assert files(run.checkpoint(6)) == before
+
+
+@pytest.mark.parametrize("every", [1, 100], ids=["a checkpoint each step", "none until the end"])
+def test_an_evaluation_after_a_resume_is_kept_and_reported_once(start, monkeypatch, every):
+    options = {"train__max_steps": 6, "checkpoint__every": every, "checkpoint__keep": 9}
+    whole = start("whole", **options)
+
+    class Killed(BaseException):
+        pass
+
+    with monkeypatch.context() as patch:  # a signal in the evaluation of step 3
+        stop_in_the_evaluation_at_step_3(patch, "SIGTERM")
+        with pytest.raises(Stopped, match="stopped at step 3, saved"):
+            start("torn", **options)
+    torn = RunFolder(whole.path.with_name("torn"))
+    assert json.loads((torn.checkpoint(3) / "state.json").read_text())["evaluated_step"] == 0
+
+    train_step = loop.train_step
+
+    def kill(*arguments, **options):
+        if options["learning_rate"]:  # 0 in the rehearsal
+            raise Killed
+        return train_step(*arguments, **options)
+
+    with monkeypatch.context() as patch:  # the evaluation is done, and then the next step is killed
+        patch.setattr(loop, "train_step", kill)
+        with pytest.raises(Killed):
+            start("torn", resume=True, **options)
+    assert 3 in column(torn, "val/loss")
+    # where a checkpoint is due it is written again, with the evaluation in it; else the evaluation is done again
+    assert json.loads((torn.checkpoint(3) / "state.json").read_text())["evaluated_step"] == (3 if every == 1 else 0)
+    start("torn", resume=True, **options)
+    assert column(torn, "val/loss") == column(whole, "val/loss")
+    assert same_weights(whole, torn)
+
+
 def test_a_finished_run_can_be_resumed_to_more_steps(start):
     start("run", optim__schedule="constant")
     longer = start("run", resume=True, train__max_steps=9, optim__schedule="constant")
@@ -283,17 +351,8 @@ def test_max_time_saves_and_stops(start, monkeypatch):
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
 def test_a_signal_during_an_evaluation_saves_without_its_result_which_the_resumed_run_gives(start, monkeypatch, name):
     whole = start("whole", train__max_steps=6)
-    forward = GPTForCausalLM.forward
-    seen = itertools.count(1)
-
-    def interrupted(model, *arguments, **options):
-        # 512 tokens in batches of 4 × 16: the 12th look at validation text is in the evaluation at step 3
-        if not model.training and next(seen) == 12:
-            os.kill(os.getpid(), getattr(signal, name))
-        return forward(model, *arguments, **options)
-
     with monkeypatch.context() as patch:
-        patch.setattr(GPTForCausalLM, "forward", interrupted)
+        stop_in_the_evaluation_at_step_3(patch, name)
         with pytest.raises(Stopped, match=f"stopped at step 3, saved .{name} came"):
             start("stopped", train__max_steps=6)
     stopped = start("stopped", resume=True, train__max_steps=6)
