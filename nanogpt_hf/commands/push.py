@@ -72,6 +72,6 @@ def plain_card_of(folder: Path, repo_id: str) -> str | None:
     from nanogpt_hf.model.configuration_gpt import GPTConfig
 
     try:
-        return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder))
+        return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder, trust_remote_code=False))
     except (ValueError, OSError):
         return None

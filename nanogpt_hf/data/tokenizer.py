@@ -66,9 +66,11 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a folder or the Hub. Raises DataError where there is none."""
     where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
     try:
-        hf = transformers.AutoTokenizer.from_pretrained(str(name))
+        hf = transformers.AutoTokenizer.from_pretrained(str(name), trust_remote_code=False)
     except Exception as error:  # missing, damaged, of an unknown kind: the Rust library raises plain Exception
         reason = str(error).strip().partition("\n")[0]
+        if "trust_remote_code" in str(error):  # the library's text says how to run that code
+            reason = "it needs Python code that comes with it, and code of a model is never run here"
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
     # A model's config.json alone gives a tokenizer too: one that turns every text into nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):

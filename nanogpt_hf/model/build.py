@@ -64,7 +64,9 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
             from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
 
             return load_merged(name)
-        return GPTForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
+        return GPTForCausalLM.from_pretrained(
+            name, revision=revision, dtype=torch.float32, trust_remote_code=False, **options
+        )
     except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
         reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
@@ -127,7 +129,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        config = GPTConfig.from_pretrained(name, revision=revision)
+        config = GPTConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
     except Exception as error:  # of a config with nonsense in it, the network, ...

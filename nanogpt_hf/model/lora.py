@@ -111,9 +111,12 @@ def load_merged(folder: str) -> GPTForCausalLM:
     """The base model of the adapter in `folder`, with the adapter added in, in float32."""
     adapter = PeftConfig.from_pretrained(folder)
     where = adapter.base_model_name_or_path
-    model = GPTForCausalLM.from_pretrained(where, revision=adapter.revision, dtype=torch.float32)
+    model = GPTForCausalLM.from_pretrained(
+        where, revision=adapter.revision, dtype=torch.float32, trust_remote_code=False
+    )
     with _unwarned():
-        whole = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
+        opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        whole = opened.merge_and_unload()
     # GPT-2 always has biases; where ours has none they are zeros, which LoRA leaves alone
     weights = {n: w for n, w in whole.state_dict().items() if model.config.bias or not n.endswith(".bias")}
     model.load_state_dict(weights)
