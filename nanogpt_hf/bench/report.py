@@ -22,6 +22,7 @@ from nanogpt_hf.bench.clock import (
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.model.build import count_parameters
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.training.throughput import flops_per_token, peak_flops
 
 _TRACED_STEPS = 5
@@ -144,4 +145,5 @@ def write_trace(work: Workload, path: Path) -> None:
             work.step()
         synchronize(work.accelerator.device)
     if work.accelerator.is_main_process:
-        profile.export_chrome_trace(str(path))
+        with written_whole(path) as partial:
+            profile.export_chrome_trace(str(partial))

@@ -11,6 +11,7 @@ import sys
 
 from nanogpt_hf.commands import console
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
+from nanogpt_hf.runs.files import stdout_for_outputs
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
 # `run(arguments, overrides)`, which may return an exit status of its own.
@@ -99,7 +100,7 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        with console.speaking(parsed.log_level):
+        with console.speaking(parsed.log_level), stdout_for_outputs(*vars(parsed).values()):
             return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:

@@ -35,6 +35,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
     partial, old = (folder.parent / f".{folder.name}.{state}" for state in ("partial", "old"))
     for leftover in (partial, old):
         shutil.rmtree(leftover, ignore_errors=True)
+    partial.mkdir(parents=True)  # raises if something is still there, such as a link that somebody put there
     yield partial
     if folder.exists():
         folder.rename(old)

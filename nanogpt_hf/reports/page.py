@@ -16,7 +16,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import sections
 from nanogpt_hf.reports.reference import Reference, find_reference
 from nanogpt_hf.reports.verdict import Verdict, judge
-from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, names, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
 

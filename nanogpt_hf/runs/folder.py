@@ -3,34 +3,15 @@
 import contextlib
 import re
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import RunFolderError
 
 _STEP = re.compile(r"step_(\d{8,})")
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which then takes its place: `path` is there whole, or as it was.
-
-    Raises UserError where it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 class RunFolder:

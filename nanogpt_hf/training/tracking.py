@@ -18,6 +18,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.reports.sections import duration
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
@@ -65,9 +66,8 @@ class Tracking:
         """Forget the events after the state, whose steps are done again. Trackers that have got them keep them."""
         if self.main:
             self.events = [event for event in read_metrics(self.run) if event["step"] <= state.step]
-            partial = self.run.metrics.with_name(f".{self.run.metrics.name}")
-            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
-            partial.replace(self.run.metrics)
+            with written_whole(self.run.metrics) as partial:
+                partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
         self.restart_clock(state)
 
     def restart_clock(self, state: TrainState) -> None:
