@@ -82,7 +82,7 @@ def main(arguments: list[str]) -> int:
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
-            print(_overview())
+            console.show(_overview())
             return 0
         name, *rest = arguments
         if name not in COMMANDS:
@@ -104,15 +104,15 @@ def main(arguments: list[str]) -> int:
             return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:
-            print(error, file=sys.stderr)
+            console.show_error(error)
         return EXIT_USER_ERROR
     except Stopped as stopped:
         if first_here:
-            print(stopped)
+            console.show(stopped)
         return EXIT_STOPPED
     except LostProcess as lost:
         if first_here:
-            print(lost, file=sys.stderr)
+            console.show_error(lost)
         return EXIT_LOST
 
 

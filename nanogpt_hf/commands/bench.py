@@ -9,6 +9,7 @@ import argparse
 import os
 from pathlib import Path
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
@@ -91,7 +92,7 @@ def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
 
     def say(line: str) -> None:
         if accelerator.is_main_process:
-            print(line, flush=True)
+            show(line)
 
     if rivals:
         check_comparable(work)
@@ -123,11 +124,11 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
         knobs = [word for key, value in (*overrides, *ours) for word in (f"--{key}", str(value))]
         return [arguments.recipe, *knobs, "--windows", str(arguments.windows)]
 
-    points = scaling.measure(counts, words, lambda line: print(line, flush=True))
-    print("\n".join(scaling.table(points)))
+    points = scaling.measure(counts, words, show)
+    show("\n".join(scaling.table(points)))
     picture = arguments.picture or Path(f"scaling_{arguments.scaling}.png")
     with output_target(picture) as target:
         scaling.draw(points, f"{config.name}: {arguments.scaling} scaling", target)
-    print(f"picture: {picture}")
+    show(f"picture: {picture}")
     if arguments.json:
         write_json(arguments.json, {"scaling": arguments.scaling, "points": [dataclasses.asdict(p) for p in points]})

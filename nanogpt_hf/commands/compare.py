@@ -8,6 +8,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import RunFolderError, UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target
 
@@ -65,8 +66,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         with output_target(arguments.make_reference) as target:
             write_reference(reference, target)
         curve = reference.curves["val/loss"]
-        print(f"{arguments.make_reference}: {len(folders)} seeds; at step {curve.step[-1]:,} the validation loss is")
-        print(f"{curve.mean[-1]:.4f} on average, and the band {curve.low[-1]:.4f} to {curve.high[-1]:.4f}")
+        show(f"{arguments.make_reference}: {len(folders)} seeds; at step {curve.step[-1]:,} the validation loss is")
+        show(f"{curve.mean[-1]:.4f} on average, and the band {curve.low[-1]:.4f} to {curve.high[-1]:.4f}")
         return
     given = arguments.reference and read_reference(arguments.reference)
     configs, events = {}, {}
@@ -75,25 +76,25 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         if not events[name]:
             raise UserError(f"{folder.path}: metrics.jsonl holds no event yet; wait for the first evaluation")
     metric = "val/loss" if _same_tokens(configs) else "val/bits_per_byte"
-    print(compare_runs(events, metric))
+    show(compare_runs(events, metric))
     if metric != "val/loss":
-        print("\ntheir tokens differ, so they are compared by bits per byte: a loss per token would say nothing")
+        show("\ntheir tokens differ, so they are compared by bits per byte: a loss per token would say nothing")
     if len(folders) > 1:
-        print(f"\n{compare_recipes(configs)}")
+        show(f"\n{compare_recipes(configs)}")
     references = {name: given or find_reference(config) for name, config in configs.items()}
-    print("\nis the loss normal?")
+    show("\nis the loss normal?")
     for name, config in configs.items():
         verdict = judge(references[name], config, events[name])
-        print(f"  {name}: {verdict.sentence}")
+        show(f"  {name}: {verdict.sentence}")
         for number, cause in enumerate(verdict.causes, 1):
-            print(f"    check {number}: {cause}")
+            show(f"    check {number}: {cause}")
     by = {"time": "seconds"}.get(arguments.by, arguments.by)
     one = next(iter(references.values())) if len({r and r.name for r in references.values()}) == 1 else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
         drawn = draw_comparison(events, metric, by, target, one)
     if drawn:
-        print(f"\npicture: {output}")
+        show(f"\npicture: {output}")
 
 
 def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:

@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file, write_json
@@ -46,7 +47,7 @@ class Report:
             self.findings.append(finding)
             if self.speaks:
                 first = f"{finding.level:<8} {finding.topic:<11} {finding.text}"
-                print(first, *finding.lines, sep=f"\n{'':21}", flush=True)
+                show(first, *finding.lines, sep=f"\n{'':21}")
 
     def end(self) -> int:
         """Print the count and write the JSON; the exit status, which for all processes is the main one's to give."""
@@ -55,7 +56,7 @@ class Report:
         counts = Counter(finding.level for finding in self.findings)
         warnings, faults = counts["warning"], counts["fault"]
         many = f"{warnings} warning{'s' * (warnings != 1)}, {faults} fault{'s' * (faults != 1)}"
-        print(f"{counts['ok']} ok, {many}", flush=True)
+        show(f"{counts['ok']} ok, {many}")
         if self.file:
             write_json(self.file, [dataclasses.asdict(finding) for finding in self.findings])
         return 1 if faults else 0

@@ -10,6 +10,7 @@ import os
 import re
 from typing import TYPE_CHECKING
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file, write_json
@@ -51,10 +52,10 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         place = Placement(on_cpu=not torch.accelerator.is_available())
     found = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
     for lines in (_model(found), _memory(found, place), _devices(found, place), _tokens(found), _disk(found)):
-        print(*lines, "", sep="\n")
+        show(*lines, "", sep="\n")
     if config.lora.quantize:
-        print(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
-    print("nothing was started; these are sums, and docs/scaling.md says which of them have been measured")
+        show(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
+    show("nothing was started; these are sums, and docs/scaling.md says which of them have been measured")
     if arguments.json:
         write_json(arguments.json, _figures(found))
 

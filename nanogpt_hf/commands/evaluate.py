@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.console import shows_bars
+from nanogpt_hf.commands.console import show, shows_bars
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.errors import UserError
@@ -130,7 +130,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             "machine": describe_machine(accelerator),
             "versions": _versions(bool(tasks)),
         }
-        say = accelerator.print
+
+        def say(text: str) -> None:
+            if accelerator.is_main_process:
+                show(text)
+
         if arguments.data:
             corpus: Corpus = got["corpus"]
             say(
@@ -185,7 +189,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             results["tasks"], results["tasks_limit"] = answers, arguments.limit
     if arguments.output and accelerator.is_main_process:
         write_json(arguments.output, results)
-        print(f"written: {arguments.output}")
+        show(f"written: {arguments.output}")
 
 
 def weights_sha256(folder: str) -> str | None:

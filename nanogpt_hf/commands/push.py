@@ -7,7 +7,7 @@ or HF_TOKEN. Nothing in the repository is ever deleted.
 import argparse
 from pathlib import Path
 
-from nanogpt_hf.commands.console import shows_bars
+from nanogpt_hf.commands.console import show, shows_bars
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
@@ -55,13 +55,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         message=arguments.message,
     )
     if pushed.left_out:
-        print(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
+        show(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
     if pushed.left_there:
-        print(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
+        show(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
     what = (
         f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "all of it was there already"
     )
-    print(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
+    show(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
 
 
 def plain_card_of(folder: Path, repo_id: str) -> str | None:

@@ -6,6 +6,7 @@ Training writes it at the end of every run. The page needs no network; RUN may s
 import argparse
 
 from nanogpt_hf.commands.compare import find_run
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file, output_target
 
@@ -29,4 +30,4 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             write_report(folder, target)
     else:
         write_report(folder, folder.report)
-    print(arguments.output or folder.report)
+    show(arguments.output or folder.report)

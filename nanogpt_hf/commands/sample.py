@@ -4,6 +4,7 @@ import argparse
 import math
 from pathlib import Path
 
+from nanogpt_hf.commands.console import show_text
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
@@ -108,7 +109,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         return
     streams = [TextStream(tokenizer) for _ in range(arguments.num_samples)]
     later = [""] * arguments.num_samples
-    print(prompt, end="", flush=True)
+    show_text(prompt)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
         for tokens in generate_tokens(
             model,
@@ -125,7 +126,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                     text = streams[i].add(token)
                     later[i] += text
                     if i == 0:  # the first is shown as it is written, the others after it
-                        print(text, end="", flush=True)
-    print(streams[0].end())
+                        show_text(text)
+    show_text(streams[0].end(), end="\n")
     for i in range(1, arguments.num_samples):
-        print(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{prompt}{later[i]}{streams[i].end()}")
+        text = f"{prompt}{later[i]}{streams[i].end()}"
+        show_text(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{text}", end="\n")

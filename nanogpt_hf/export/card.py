@@ -13,7 +13,7 @@ from nanogpt_hf.export.hub import PLACE
 from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.runs.machine import code_version, versions
-from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.training.checkpoint import TrainState
 
 
@@ -31,7 +31,7 @@ def model_card(
     `state` is where the training stood, `machine` one line about where it ran, `base_model` the Hub id or name of the
     model that it began from, if any.
     """
-    source, results = without_private_parts(config.data.source), _eval_results(config, manifest, state)
+    source, results = config.data.source, _eval_results(config, manifest, state)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
@@ -46,7 +46,7 @@ def model_card(
         ("Evaluation", _evaluation(config, manifest, state)),
         ("Limits", _limits(config, model_config)),
         ("Licence", _licence(config.hub.license, base_model)),
-        ("Recipe", f"```yaml\n{without_private_parts(config_to_yaml(config)).rstrip()}\n```"),
+        ("Recipe", f"```yaml\n{config_to_yaml(config).rstrip()}\n```"),
     ]
     return _card(config.name, model_config, origin, metadata, sections, config.lora.rank if adapter else None)
 
@@ -73,7 +73,7 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
     """The validation loss as the Hub's model-index wants it; none where there is no finite one."""
     if state.evaluation is None or not math.isfinite(state.evaluation.loss):
         return []
-    source = without_private_parts(config.data.source)
+    source = config.data.source
     values = {
         ("loss", "validation loss, nats a token"): state.evaluation.loss,
         ("perplexity", "validation perplexity, a token"): state.evaluation.perplexity,
@@ -110,9 +110,9 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     if optim.schedule != "constant":
         rate += f" to {optim.min_learning_rate:g}"
     return {
-        "data": without_private_parts(data.source) + (splits if _is_on_hub(config, manifest) else ""),
+        "data": data.source + (splits if _is_on_hub(config, manifest) else ""),
         "data revision": manifest.revision,
-        "tokenizer": f"{without_private_parts(data.tokenizer)}, {manifest.vocab_size:,} tokens",
+        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens",
         "training split": split,
         "tokens seen": seen,
         "steps": f"{state.step:,} of {train.max_steps:,}",
@@ -216,7 +216,7 @@ def _card(
     metadata.library_name, metadata.tags = library, [kind, "nanogpt_hf"]
     metadata.pipeline_tag = "text-generation"
     rest = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections)
-    return f"""---
+    return redact(f"""---
 {metadata.to_yaml()}
 ---
 
@@ -236,4 +236,4 @@ tokenizer = AutoTokenizer.from_pretrained("{PLACE}")
 ```
 
 {rest}
-"""
+""")

@@ -16,7 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, Reposit
 from huggingface_hub.utils import get_session
 
 from nanogpt_hf.errors import RunFolderError, UserError
-from nanogpt_hf.runs.redact import holds_token, without_private_parts
+from nanogpt_hf.runs.redact import holds_token, redact
 
 PLACE = "path/to/this/folder"  # where a card's example loads from; a push puts the repository's name there
 CARD = "README.md"
@@ -228,7 +228,7 @@ def _address(stage: Path, plain_card: str | None, repo_id: str, revision: str | 
         card.write_text(text, encoding="utf-8")
     recipe, metrics = stage / "recipe.yaml", stage / "metrics.jsonl"
     if recipe.exists():
-        recipe.write_text(without_private_parts(recipe.read_text(encoding="utf-8")), encoding="utf-8")
+        recipe.write_text(redact(recipe.read_text(encoding="utf-8")), encoding="utf-8")
     if metrics.exists():  # a run may be writing its next line
         whole = metrics.read_bytes()
         metrics.write_bytes(whole[: whole.rfind(b"\n") + 1])

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.redact import redact_tree, redact_urls
 
 STDOUT = Path("-")  # as an output; then everything else that is printed goes to stderr
 _NAMES_OF_STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
@@ -95,9 +96,12 @@ def output_target(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, tree: Any) -> None:
-    """Write `tree` as JSON to the output `path`, which the user named. Raises UserError if it cannot be written."""
+    """Write `tree` as JSON, URLs redacted, to the output `path`, which the user named.
+
+    Raises UserError if it cannot be written.
+    """
     with output_target(path) as target, written_whole(target) as partial:
-        partial.write_text(json.dumps(tree, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(redact_tree(tree, redact_urls), indent=2) + "\n", encoding="utf-8")
 
 
 @contextmanager
