@@ -78,7 +78,9 @@ class _Console(logging.Handler):
     """Writes where sys.stdout and sys.stderr are at that moment, above a live bar. Its errors are the caller's."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        # `to_stderr` is for lines of a command whose stdout is a model's text
+        aside = record.levelno >= logging.WARNING or getattr(record, "to_stderr", False)
+        stream = sys.stderr if aside else sys.stdout
         bars = sys.modules.get("tqdm")  # without it there is no bar either
         above_the_bar = bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext()
         with above_the_bar:

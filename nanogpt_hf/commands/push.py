@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     if overrides:
         raise UserError(f"cli.py push: --{overrides[0][0]}: a push has no recipe to set knobs of")
-    folder = Path(find_model(arguments.model))
+    folder = Path(find_model(arguments.model, on_hub=False))
     if not folder.is_dir():
         raise UserError(f"{arguments.model}: no such folder; push takes a run, model or adapter folder")
 

@@ -9,6 +9,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from nanogpt_hf.config.finetune import frozen_layers_at
+from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError
@@ -55,6 +56,7 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
 
     `options` go to from_pretrained. Raises UserError where there is no model that we can read.
     """
+    name = folder_or_hub_id(name)
     folder = Path(name)
     adapter = (folder / "adapter_config.json").is_file()
     if folder.exists() and not (adapter or (folder / "config.json").is_file()):
@@ -123,6 +125,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
 
     Raises UserError where there is none, or none that can be trained further as it lies there.
     """
+    name = folder_or_hub_id(name)
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{name}: is an adapter; make it a whole model first: python cli.py export {name} OUT")

@@ -13,6 +13,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 
+from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import FinetuneSection, LoraSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
@@ -109,8 +110,9 @@ def save_adapter(
 
 def load_merged(folder: str) -> GPTForCausalLM:
     """The base model of the adapter in `folder`, with the adapter added in, in float32."""
+    folder = str(Path(folder).resolve())  # peft asks the Hub for a relative one that lacks a tokenizer
     adapter = PeftConfig.from_pretrained(folder)
-    where = adapter.base_model_name_or_path
+    where = folder_or_hub_id(adapter.base_model_name_or_path)
     model = GPTForCausalLM.from_pretrained(
         where, revision=adapter.revision, dtype=torch.float32, trust_remote_code=False
     )
