@@ -22,6 +22,7 @@ from nanogpt_hf.bench.clock import (
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.training.throughput import peak_flops
 
 _TRACED_STEPS = 5
@@ -146,4 +147,5 @@ def write_trace(work: Workload, path: Path) -> None:
             work.step()
         synchronize(work.run.accelerator.device)
     if work.run.accelerator.is_main_process:
-        profile.export_chrome_trace(str(path))
+        with written_whole(path) as partial:
+            profile.export_chrome_trace(str(partial))

@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.files import written_whole
 
 
 @dataclass(frozen=True)
@@ -103,4 +104,5 @@ def draw(points: list[Point], title: str, path: Path) -> None:
     axes.legend(frameon=False)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
-    figure.savefig(path, format="png")
+    with written_whole(path) as partial:
+        figure.savefig(partial, format="png")

@@ -9,6 +9,7 @@ import sys
 
 from nanogpt_hf.commands import console
 from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
+from nanogpt_hf.runs.files import stdout_for_outputs
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
 # `run(arguments, overrides)`, which may return an exit status of its own. Only `launch` takes its words as they are.
@@ -80,7 +81,7 @@ def main(arguments: list[str]) -> int:
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
-            print(_overview())
+            console.show(_overview())
             return 0
         name, *rest = arguments
         if name not in COMMANDS:
@@ -100,7 +101,7 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        with console.speaking(parsed.log_level):
+        with console.speaking(parsed.log_level), stdout_for_outputs(*vars(parsed).values()):
             return module.run(parsed, overrides) or 0
     except UserError as error:
         if first_here:

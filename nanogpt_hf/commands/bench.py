@@ -6,13 +6,13 @@ accelerate launch [--config_file F] cli.py bench RECIPE. With several processes 
 """
 
 import argparse
-import json
 from pathlib import Path
-from typing import Any
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.runs.files import output_file, output_target, write_json
 
 RIVALS = ("bare", "trainer")
 
@@ -26,15 +26,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="take turns with others in this process: bare (the same model in a loop of plain PyTorch), "
         "trainer (transformers' Trainer on GPT2LMHeadModel), or bare,trainer",
     )
-    parser.add_argument("--profile", metavar="FILE", type=Path, help="write a trace of a few steps there, for Perfetto")
+    parser.add_argument(
+        "--profile", metavar="FILE", type=output_file, help="write a trace of a few steps there, for Perfetto"
+    )
     parser.add_argument(
         "--scaling",
         choices=["strong", "weak"],
         help="on several numbers of processes: the same step shared (strong), or the same work for each (weak)",
     )
     parser.add_argument("--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)")
-    parser.add_argument("--picture", metavar="FILE", type=Path, help="of --scaling (default scaling_<kind>.png)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there, too")
+    parser.add_argument("--picture", metavar="FILE", type=output_file, help="of --scaling (default scaling_<kind>.png)")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the figures there, too; - is stdout")
     parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
 
@@ -62,10 +64,6 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
         raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
     if arguments.windows < 1:
         raise UserError(f"--windows {arguments.windows}: must be at least 1")
-    for option in ("json", "profile", "picture"):
-        path = getattr(arguments, option)
-        if path and not path.absolute().parent.is_dir():
-            raise UserError(f"--{option} {path}: there is no folder {path.parent}")
     rivals = arguments.against.split(",") if arguments.against else []
     for name in rivals:
         if name not in RIVALS:
@@ -82,14 +80,6 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     return rivals, sorted({1, *map(int, words)})
 
 
-def _write_json(path: Path | None, figures: dict[str, Any]) -> None:
-    if path:
-        try:
-            path.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json {path}: cannot be written: {error.strerror}") from None
-
-
 def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
     from nanogpt_hf.bench.baselines import check_comparable
     from nanogpt_hf.bench.report import compare, figures_of, lines_of, write_trace
@@ -102,7 +92,7 @@ def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
 
     def say(line: str) -> None:
         if accelerator.is_main_process:
-            print(line, flush=True)
+            show(line)
 
     if rivals:
         check_comparable(work)
@@ -113,10 +103,11 @@ def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
         figures[f"against_{rival}"], line = compare(work, rival, arguments.windows)
         say(line)
     if arguments.profile:
-        write_trace(work, arguments.profile)
+        with output_target(arguments.profile) as target:
+            write_trace(work, target)
         say(f"trace       {arguments.profile}: open it at https://ui.perfetto.dev")
-    if accelerator.is_main_process:
-        _write_json(arguments.json, figures)
+    if arguments.json and accelerator.is_main_process:
+        write_json(arguments.json, figures)
 
 
 def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str]], counts: list[int]) -> None:
@@ -133,9 +124,11 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
         knobs = [word for key, value in (*overrides, *ours) for word in (f"--{key}", str(value))]
         return [arguments.recipe, *knobs, "--windows", str(arguments.windows)]
 
-    points = scaling.measure(counts, words, lambda line: print(line, flush=True))
-    print("\n".join(scaling.table(points)))
+    points = scaling.measure(counts, words, show)
+    show("\n".join(scaling.table(points)))
     picture = arguments.picture or Path(f"scaling_{arguments.scaling}.png")
-    scaling.draw(points, f"{config.name}: {arguments.scaling} scaling", picture)
-    print(f"picture: {picture}")
-    _write_json(arguments.json, {"scaling": arguments.scaling, "points": [dataclasses.asdict(p) for p in points]})
+    with output_target(picture) as target:
+        scaling.draw(points, f"{config.name}: {arguments.scaling} scaling", target)
+    show(f"picture: {picture}")
+    if arguments.json:
+        write_json(arguments.json, {"scaling": arguments.scaling, "points": [dataclasses.asdict(p) for p in points]})

@@ -9,6 +9,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from nanogpt_hf.commands.console import show, show_text
 from nanogpt_hf.commands.sample import add_drawing_arguments, number, open_model
 from nanogpt_hf.errors import UserError
 
@@ -26,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def say(note: str) -> None:
     """What is no answer, out of the answers' way."""
-    print(f"({note})", file=sys.stderr, flush=True)
+    show(f"({note})", file=sys.stderr)
 
 
 def questions() -> Iterator[str]:
@@ -42,11 +43,11 @@ def questions() -> Iterator[str]:
         try:
             line = input("> ").encode(errors="replace").decode().strip()
         except KeyboardInterrupt:
-            print(file=sys.stderr)
+            show(file=sys.stderr)
             say("Ctrl-D or /quit leaves")
             continue
         except EOFError:
-            print(file=sys.stderr)
+            show(file=sys.stderr)
             return
         if line:
             yield line
@@ -92,11 +93,11 @@ class Chat:
                 length += 1
                 new = stream.add(token)
                 text += new
-                print(new, end="", flush=True)
+                show_text(new)
         except KeyboardInterrupt:
             length = -1
         rest = stream.end()
-        print(rest, flush=True)
+        show_text(rest, end="\n")
         if length in (-1, limit):
             say("interrupted" if length < 0 else f"cut off after {limit} tokens")
         self.messages = [*kept, {"role": "assistant", "content": text + rest}]

@@ -8,7 +8,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import RunFolderError, UserError, did_you_mean
+from nanogpt_hf.runs.files import output_file, output_target
 
 if TYPE_CHECKING:
     from nanogpt_hf.config.schema import Config
@@ -19,13 +21,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
     parser.add_argument("--by", choices=("step", "tokens", "time"), default="step", help="x axis; default %(default)s")
     parser.add_argument(
-        "--output", metavar="FILE", type=Path, default=Path("compare.png"), help="the picture; default %(default)s"
+        "--output", metavar="FILE", type=output_file, help="the picture, - is stdout (default compare.png)"
     )
     parser.add_argument("--reference", metavar="FILE", type=Path, help="a reference of your own to judge by")
     parser.add_argument(
         "--make-reference",
         metavar="FILE",
-        type=Path,
+        type=output_file,
         help="write the reference of these runs, which differ in their seed only, and stop",
     )
 
@@ -51,9 +53,6 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if overrides:
         raise UserError(f"cli.py compare: --{overrides[0][0]}: runs are compared as they are; there is no knob to set")
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
-    for path in filter(None, (arguments.output, arguments.make_reference)):
-        if not path.absolute().parent.is_dir():
-            raise UserError(f"{path}: there is no folder {path.parent}")
 
     from nanogpt_hf.config.load import load_config
     from nanogpt_hf.reports.comparison import compare_recipes, compare_runs
@@ -64,10 +63,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     if arguments.make_reference:
         reference = make_reference(folders, arguments.make_reference.stem)
-        write_reference(reference, arguments.make_reference)
+        with output_target(arguments.make_reference) as target:
+            write_reference(reference, target)
         curve = reference.curves["val/loss"]
-        print(f"{arguments.make_reference}: {len(folders)} seeds; at step {curve.step[-1]:,} the validation loss is")
-        print(f"{curve.mean[-1]:.4f} on average, and the band {curve.low[-1]:.4f} to {curve.high[-1]:.4f}")
+        show(f"{arguments.make_reference}: {len(folders)} seeds; at step {curve.step[-1]:,} the validation loss is")
+        show(f"{curve.mean[-1]:.4f} on average, and the band {curve.low[-1]:.4f} to {curve.high[-1]:.4f}")
         return
     given = arguments.reference and read_reference(arguments.reference)
     configs, events = {}, {}
@@ -76,22 +76,25 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         if not events[name]:
             raise UserError(f"{folder.path}: metrics.jsonl holds no event yet; wait for the first evaluation")
     metric = "val/loss" if _same_tokens(configs) else "val/bits_per_byte"
-    print(compare_runs(events, metric))
+    show(compare_runs(events, metric))
     if metric != "val/loss":
-        print("\ntheir tokens differ, so they are compared by bits per byte: a loss per token would say nothing")
+        show("\ntheir tokens differ, so they are compared by bits per byte: a loss per token would say nothing")
     if len(folders) > 1:
-        print(f"\n{compare_recipes(configs)}")
+        show(f"\n{compare_recipes(configs)}")
     references = {name: given or find_reference(config) for name, config in configs.items()}
-    print("\nis the loss normal?")
+    show("\nis the loss normal?")
     for name, config in configs.items():
         verdict = judge(references[name], config, events[name])
-        print(f"  {name}: {verdict.sentence}")
+        show(f"  {name}: {verdict.sentence}")
         for number, cause in enumerate(verdict.causes, 1):
-            print(f"    check {number}: {cause}")
+            show(f"    check {number}: {cause}")
     by = {"time": "seconds"}.get(arguments.by, arguments.by)
     one = next(iter(references.values())) if len({r and r.name for r in references.values()}) == 1 else None
-    if draw_comparison(events, metric, by, arguments.output, one):
-        print(f"\npicture: {arguments.output}")
+    output = arguments.output or Path("compare.png")
+    with output_target(output) as target:
+        drawn = draw_comparison(events, metric, by, target, one)
+    if drawn:
+        show(f"\npicture: {output}")
 
 
 def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:

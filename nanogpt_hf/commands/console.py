@@ -1,8 +1,12 @@
 """What is printed and where: -q, --log-level, and processes other than the first. Nothing else sets it.
 
 The package says things by Python's logging: what is normal at `info`, to stdout; warnings and errors to stderr. What a
-command was asked for, such as a sample or a table, it prints. Whoever reads may leave (`| head`, a closed terminal):
-what is logged is then dropped, and a command goes on; one that prints what it was asked for ends.
+command was asked for, such as a sample or a table, it prints by `show` and `show_text`. If the reader leaves (`| head`,
+a closed terminal), what is logged is dropped and a command continues; one that prints what it was asked for ends.
+
+Names, reasons and texts may come from a model, a file or a server. So everything that is printed passes through here:
+secrets in URLs are taken out, and control characters, which could rewrite a terminal's screen, title or clipboard, are
+shown as \\x1b and the like. Only a model's own text stays as it is, if it goes to a file or pipe.
 """
 
 import argparse
@@ -11,13 +15,15 @@ import errno
 import io
 import logging
 import os
+import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, TextIO
+from typing import IO, Any, TextIO
 
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import EXIT_USER_ERROR
+from nanogpt_hf.runs.redact import redact_message, redact_urls
 
 _LEVELS = ("debug", "info", "warning", "error")
 _OURS = "nanogpt_hf"
@@ -43,6 +49,29 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="the least that is printed (default info); also for transformers, datasets and accelerate, which are "
         "at warning unless this is given",
     )
+
+
+# C0 and C1 but for tabs and line ends, and what turns the direction of writing round
+_CONTROLS = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|\r(?!\n)")
+
+
+def escape_controls(text: str) -> str:
+    return _CONTROLS.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def show(*values: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None) -> None:
+    """Print as `print` does, at once, without secrets in URLs and with control characters escaped."""
+    print(escape_controls(redact_urls(sep.join(map(str, values)))), end=end, file=file, flush=True)
+
+
+def show_error(error: object) -> None:
+    """Print a line that says what is wrong, to stderr."""
+    show(redact_message(str(error)), file=sys.stderr)
+
+
+def show_text(text: str, end: str = "") -> None:
+    """Print a piece of what a model writes: control characters are escaped on a terminal, and stay elsewhere."""
+    print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
 
 
 def shows_bars() -> bool:
@@ -104,7 +133,7 @@ def outlive_readers() -> None:
 def last_words(words: object, stream: TextIO | None = None) -> None:
     """Print why a command ended; that they cannot be written changes nothing of it."""
     with contextlib.suppress(OutputLost):
-        print(words, file=stream, flush=True)
+        show(redact_message(str(words)) if stream is sys.stderr else words, file=stream)
 
 
 def flush() -> int:
@@ -131,11 +160,14 @@ class _Console(logging.Handler):
     """Writes where sys.stdout and sys.stderr are at that moment, above a live bar. What cannot be written is lost."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        stream = sys.stderr if record.levelno >= logging.WARNING else sys.stdout
+        # `to_stderr` is for lines of a command whose stdout is a model's text
+        aside = record.levelno >= logging.WARNING or getattr(record, "to_stderr", False)
+        stream = sys.stderr if aside else sys.stdout
         bars = sys.modules.get("tqdm")  # without it there is no bar either
         above_the_bar = bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext()
         with contextlib.suppress(OutputLost), above_the_bar:
-            print(self.format(record).rstrip("\n"), file=stream, flush=True)
+            text = self.format(record).rstrip("\n")
+            show(redact_message(text) if stream is sys.stderr else text, file=stream)
 
 
 @contextmanager

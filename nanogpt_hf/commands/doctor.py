@@ -7,7 +7,6 @@ was asked for). Exit status: 0 without a fault, 1 with one, 2 for a mistake on t
 
 import argparse
 import dataclasses
-import json
 import os
 import re
 import threading
@@ -17,9 +16,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.files import output_file, write_json
 
 PATIENCE = 60  # seconds that processes wait for each other
 _CPU_TOKENS = 1024  # in a timed micro-batch on a CPU, or one block
@@ -29,7 +30,9 @@ PATIENCE_COMPILING = 300  # the first step compiles where the accelerate config 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters")
     parser.add_argument("--run-dir", metavar="DIR", help="the run folder to be (default runs/<recipe name>)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the findings there too, with their figures")
+    parser.add_argument(
+        "--json", metavar="FILE", type=output_file, help="write the findings there too, with their figures; - is stdout"
+    )
     parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
 
@@ -45,7 +48,7 @@ class Report:
             self.findings.append(finding)
             if self.speaks:
                 first = f"{finding.level:<8} {finding.topic:<11} {finding.text}"
-                print(first, *finding.lines, sep=f"\n{'':21}", flush=True)
+                show(first, *finding.lines, sep=f"\n{'':21}")
 
     def end(self) -> int:
         """Print the count and write the JSON; the exit status, which for all processes is the main one's to give."""
@@ -54,13 +57,9 @@ class Report:
         counts = Counter(finding.level for finding in self.findings)
         warnings, faults = counts["warning"], counts["fault"]
         many = f"{warnings} warning{'s' * (warnings != 1)}, {faults} fault{'s' * (faults != 1)}"
-        print(f"{counts['ok']} ok, {many}", flush=True)
+        show(f"{counts['ok']} ok, {many}")
         if self.file:
-            try:
-                text = json.dumps([dataclasses.asdict(finding) for finding in self.findings], indent=2)
-                self.file.write_text(text + "\n", encoding="utf-8")
-            except OSError as error:
-                raise UserError(f"--json {self.file}: cannot be written: {error.strerror}") from None
+            write_json(self.file, [dataclasses.asdict(finding) for finding in self.findings])
         return 1 if faults else 0
 
     def give_up(self, topic: str, what: str, lines: tuple[str, ...] = ()) -> None:
@@ -111,8 +110,6 @@ class Report:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if overrides and not arguments.recipe:
         raise UserError(f"cli.py doctor: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     recipe = load_config(arguments.recipe, overrides) if arguments.recipe else None
     mesh = Mesh.from_environment()
     # The imports below take seconds; mistakes above and --help should not wait for them.

@@ -6,14 +6,14 @@ how far it has been checked.
 
 import argparse
 import dataclasses
-import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.files import output_file, write_json
 
 if TYPE_CHECKING:
     from nanogpt_hf.planning.estimate import Estimate
@@ -25,15 +25,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config_file", metavar="F", help="an accelerate config (default: one process, float32)")
     parser.add_argument("--memory", metavar="SIZE", type=_bytes, help="of a device to fit into, such as 80GB or 16GiB")
     parser.add_argument("--mfu", type=_share, default=0.4, help="share of the GPUs' peak that is reached (default 0.4)")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the figures there too")
+    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the figures there too; - is stdout")
     parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     if Mesh.from_environment().world_size > 1:
         raise UserError("estimate needs no launch: python cli.py estimate RECIPE --config_file F")
-    if arguments.json and not arguments.json.absolute().parent.is_dir():
-        raise UserError(f"--json {arguments.json}: there is no folder {arguments.json.parent}")
     base = None
     start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
     if start and str(start).lower() not in ("null", "none"):
@@ -54,15 +52,12 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         place = Placement(on_cpu=not torch.accelerator.is_available())
     found = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
     for lines in (_model(found), _memory(found, place), _devices(found, place), _tokens(found), _disk(found)):
-        print(*lines, "", sep="\n")
+        show(*lines, "", sep="\n")
     if config.lora.quantize:
-        print(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
-    print("nothing was started; these are sums, and docs/scaling.md says which of them have been measured")
+        show(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
+    show("nothing was started; these are sums, and docs/scaling.md says which of them have been measured")
     if arguments.json:
-        try:
-            arguments.json.write_text(json.dumps(_figures(found), indent=2) + "\n", encoding="utf-8")
-        except OSError as error:
-            raise UserError(f"--json {arguments.json}: cannot be written: {error.strerror}") from None
+        write_json(arguments.json, _figures(found))
 
 
 def _bytes(text: str) -> float:

@@ -4,17 +4,17 @@ Under `accelerate launch` the processes share the work; the answer is the same o
 """
 
 import argparse
-import json
 import math
 import os
 import tempfile
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.console import shows_bars
+from nanogpt_hf.commands.console import show, shows_bars
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.files import output_file, write_json
 
 _DATA_KNOBS = ("config", "split", "revision", "text_column", "sha256")  # what a source may need beside its name
 _SPLIT = "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
@@ -46,7 +46,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--batch-size", metavar="N", type=_at_least_one, default=8, help="windows in one forward pass; default 8"
     )
     parser.add_argument("--limit", metavar="N", type=_at_least_one, help="questions of each task, the first N")
-    parser.add_argument("--output", metavar="FILE", help="write all figures and the protocol as JSON")
+    parser.add_argument(
+        "--output", metavar="FILE", type=output_file, help="write all figures and the protocol as JSON; - is stdout"
+    )
     meanings = {name: KNOBS[f"data.{name}"].meaning for name in _DATA_KNOBS} | {"split": _SPLIT}
     parser.epilog = "Of the text:\n\n" + "\n".join(f"  --data.{name:<15} {m}" for name, m in meanings.items())
 
@@ -70,12 +72,6 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     for name in ("block_size", "stride"):
         if getattr(arguments, name) and not arguments.data:
             raise UserError(f"--{name.replace('_', '-')}: is of --data; a task has its own")
-    if arguments.output:
-        output = Path(arguments.output)
-        if output.is_dir() or not output.parent.is_dir():
-            raise UserError(f"--output: {output} is a folder, or in no folder; name a file such as results.json")
-        if not os.access(output if output.exists() else output.parent, os.W_OK):
-            raise UserError(f"--output: {output} cannot be written")
     return tasks, knobs
 
 
@@ -135,7 +131,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             "machine": describe_machine(accelerator),
             "versions": _versions(bool(tasks)),
         }
-        say = accelerator.print
+
+        def say(text: str) -> None:
+            if accelerator.is_main_process:
+                show(text)
+
         if arguments.data:
             corpus: Corpus = got["corpus"]
             say(
@@ -192,8 +192,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                         say(f"  {metric:<14} {_figure(value, metrics.get(f'{metric}_stderr', math.nan), 4)}")
             results["tasks"], results["tasks_limit"] = answers, arguments.limit
     if arguments.output and accelerator.is_main_process:
-        _write(Path(arguments.output), results)
-        print(f"written: {arguments.output}")
+        write_json(arguments.output, results)
+        show(f"written: {arguments.output}")
 
 
 def weights_sha256(folder: str) -> str | None:
@@ -239,11 +239,3 @@ class _bar:  # noqa: N801  (used as a function)
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
-
-
-def _write(path: Path, results: dict[str, Any]) -> None:
-    """Whole or not at all; an older file of the name is replaced."""
-    from nanogpt_hf.runs.folder import written_whole
-
-    with written_whole(path) as partial:
-        partial.write_text(json.dumps(results, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -8,6 +8,7 @@ import importlib.util
 import re
 from pathlib import Path
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.errors import UserError
 
@@ -72,13 +73,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf", ".onnx", ".data"))
         size = sum(path.stat().st_size for path in files)
     names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-    print(f"{out}: {source} as {'plain GPT-2' if kind == 'safetensors' else kind.upper()}, {arguments.dtype}")
-    print(f"  {names}, {size / 1e6:,.1f} MB")
-    print(f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most {difference:.2g}")
+    show(f"{out}: {source} as {'plain GPT-2' if kind == 'safetensors' else kind.upper()}, {arguments.dtype}")
+    show(f"  {names}, {size / 1e6:,.1f} MB")
+    show(f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most {difference:.2g}")
     if as_gelu_new is not None:
-        print(
+        show(
             "  readers of GGUF compute the tanh form of GELU, this model has the exact one: "
             f"with theirs the logits differ by at most {as_gelu_new:.2g}"
         )
     if tokenizer is None:
-        print(f"  no tokenizer: {source} has none")
+        show(f"  no tokenizer: {source} has none")

@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_run
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
@@ -185,4 +186,4 @@ def _check_tokenizer(config: Config) -> str:
 def _say_what_trains(config: Config, base: "GPTConfig") -> None:
     from nanogpt_hf.model.build import outline, what_trains
 
-    print(f"{config.finetune.model}: {what_trains(outline(config, base), config)}\n")
+    show(f"{config.finetune.model}: {what_trains(outline(config, base), config)}\n")

@@ -7,7 +7,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from nanogpt_hf.commands.console import shows_bars
+from nanogpt_hf.commands.console import show, shows_bars
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
@@ -55,15 +55,15 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         card = imported_card(out.resolve().name, config, found.facts)
         write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
     padding = (config.padded_vocab_size or 0) - config.vocab_size
-    print(
+    show(
         f"{out}: a GPT-2 with {count_parameters(config):,} parameters ({config.n_layer} layers, {config.n_head} heads, "
         f"{config.n_embd} wide, {config.n_positions} positions, {config.vocab_size:,} tokens)"
     )
     for name, value in found.facts.items():
-        print(f"  {name}: {value}")
+        show(f"  {name}: {value}")
     if padding > 0:
-        print(f"  left out: {padding} embedding rows that belong to no token")
-    print(f"next: python cli.py sample {shlex.quote(str(out))}")
+        show(f"  left out: {padding} embedding rows that belong to no token")
+    show(f"next: python cli.py sample {shlex.quote(str(out))}")
 
 
 def import_data(source: Path, out: Path, meta: Path | None) -> None:
@@ -78,13 +78,13 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
         datasets.disable_progress_bars()
     with new_folder(out) as folder:
         manifest = import_bins(source, folder, meta)
-    print(f"{out}: prepared data, {manifest.vocab_size:,} tokens in the vocabulary ({manifest.recipe['tokenizer']})")
+    show(f"{out}: prepared data, {manifest.vocab_size:,} tokens in the vocabulary ({manifest.recipe['tokenizer']})")
     for name in ("train", "validation"):
         facts = getattr(manifest, name)
-        print(
+        show(
             f"  {name:<10} {facts.documents:,} documents, {facts.tokens:,} tokens, "
             f"{facts.bytes_per_token:.2f} bytes per token"
         )
     knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
     options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
-    print(f"next: python cli.py pretrain RECIPE {options}")
+    show(f"next: python cli.py pretrain RECIPE {options}")

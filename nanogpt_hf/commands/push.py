@@ -7,7 +7,7 @@ or HF_TOKEN. Nothing in the repository is ever deleted.
 import argparse
 from pathlib import Path
 
-from nanogpt_hf.commands.console import shows_bars
+from nanogpt_hf.commands.console import show, shows_bars
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     if overrides:
         raise UserError(f"cli.py push: --{overrides[0][0]}: a push has no recipe to set knobs of")
-    folder = Path(find_model(arguments.model))
+    folder = Path(find_model(arguments.model, on_hub=False))
     if not folder.is_dir():
         raise UserError(f"{arguments.model}: no such folder; push takes a run, model or adapter folder")
 
@@ -55,13 +55,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         message=arguments.message,
     )
     if pushed.left_out:
-        print(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
+        show(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
     if pushed.left_there:
-        print(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
+        show(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
     what = (
         f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "all of it was there already"
     )
-    print(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
+    show(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
 
 
 def plain_card_of(folder: Path, repo_id: str) -> str | None:
@@ -72,6 +72,6 @@ def plain_card_of(folder: Path, repo_id: str) -> str | None:
     from nanogpt_hf.model.configuration_gpt import GPTConfig
 
     try:
-        return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder))
-    except (ValueError, OSError):
+        return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder, trust_remote_code=False))
+    except Exception:  # of a config with nonsense in it: no GPT-2
         return None

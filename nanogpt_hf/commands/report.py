@@ -4,15 +4,18 @@ Training writes it at the end of every run. The page needs no network; RUN may s
 """
 
 import argparse
-from pathlib import Path
 
 from nanogpt_hf.commands.compare import find_run
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.files import output_file, output_target
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument("--output", metavar="FILE", type=Path, help="where to (default RUN/report.html)")
+    parser.add_argument(
+        "--output", metavar="FILE", type=output_file, help="where to, - is stdout (default RUN/report.html)"
+    )
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
@@ -22,6 +25,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     from nanogpt_hf.reports.page import write_report
 
-    path = arguments.output or folder.report
-    write_report(folder, path)
-    print(path)
+    if arguments.output:
+        with output_target(arguments.output) as target:
+            write_report(folder, target)
+    else:
+        write_report(folder, folder.report)
+    show(arguments.output or folder.report)

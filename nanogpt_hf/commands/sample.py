@@ -2,8 +2,11 @@
 
 import argparse
 import math
+import os
 from pathlib import Path
 
+from nanogpt_hf.commands.console import show_text
+from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.errors import RunFolderError, UserError
 
 
@@ -41,16 +44,17 @@ def add_drawing_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=number(int, 0, 2**62), default=1337, help="default %(default)s")
 
 
-def find_model(name: str) -> str:
+def find_model(name: str, on_hub: bool = True) -> str:
     """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or Hub id as it is.
 
-    Raises RunFolderError for a run folder that has no model yet.
+    Raises RunFolderError for a run folder that has no model yet, and UserError for a path that does not exist. With
+    `on_hub` False a name is taken for a folder only, and it is the caller's to see whether it is there.
     """
     from nanogpt_hf.runs.folder import RunFolder
 
-    run = RunFolder(name)
+    run = RunFolder(os.path.expanduser(name))
     if not run.recipe.is_file():
-        return name
+        return folder_or_hub_id(name) if on_hub else str(run.path)
     for folder in (run.best, run.final):
         if folder.is_dir():
             return str(folder)
@@ -108,7 +112,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         return
     streams = [TextStream(tokenizer) for _ in range(arguments.num_samples)]
     later = [""] * arguments.num_samples
-    print(prompt, end="", flush=True)
+    show_text(prompt)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
         for tokens in generate_tokens(
             model,
@@ -125,7 +129,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                     text = streams[i].add(token)
                     later[i] += text
                     if i == 0:  # the first is shown as it is written, the others after it
-                        print(text, end="", flush=True)
-    print(streams[0].end())
+                        show_text(text)
+    show_text(streams[0].end(), end="\n")
     for i in range(1, arguments.num_samples):
-        print(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{prompt}{later[i]}{streams[i].end()}")
+        text = f"{prompt}{later[i]}{streams[i].end()}"
+        show_text(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{text}", end="\n")

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
@@ -132,7 +133,7 @@ def dry_run(config: Config) -> None:
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import build_gpt_config
 
-    print(config_to_yaml(config), end="")
+    show(config_to_yaml(config), end="")
     manifest = read_manifest(Path(config.data.dir))
     if manifest:
         vocab_size = manifest.vocab_size
@@ -140,13 +141,13 @@ def dry_run(config: Config) -> None:
         vocab_size = 50257
     else:
         vocab_size = config.model.vocab_size
-    print()
+    show()
     if vocab_size:
         parameters = count_parameters(build_gpt_config(config.model, vocab_size))
-        print(f"parameters: {parameters:,}")
+        show(f"parameters: {parameters:,}")
     else:
         parameters = count_parameters(build_gpt_config(config.model, 1)) - config.model.n_embd
-        print(f"parameters: {parameters:,} + {config.model.n_embd} a token of the vocabulary, known after `prepare`")
+        show(f"parameters: {parameters:,} + {config.model.n_embd} a token of the vocabulary, known after `prepare`")
     tokens = config.train.max_steps * config.train.tokens_per_step
-    print(f"tokens per step: {config.train.tokens_per_step:,}; tokens in {config.train.max_steps:,} steps: {tokens:,}")
-    print("nothing was started")
+    show(f"tokens per step: {config.train.tokens_per_step:,}; tokens in {config.train.max_steps:,} steps: {tokens:,}")
+    show("nothing was started")

@@ -150,7 +150,9 @@ def _download(url: str, sha256: str | None, folder: Path) -> Path:
 def _from_hub(data: DataSection, scratch: Path) -> Documents:
     def load(split: str) -> datasets.Dataset:
         try:
-            loaded = datasets.load_dataset(data.source, data.config, split=split, revision=data.revision)
+            loaded = datasets.load_dataset(
+                data.source, data.config, split=split, revision=data.revision, trust_remote_code=False
+            )
         except Exception as error:  # of the network, of the Hub, of a loading script, of a file format, ...
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(

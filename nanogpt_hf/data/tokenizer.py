@@ -18,7 +18,8 @@ import tiktoken
 import transformers
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.config.hub_name import folder_or_hub_id
+from nanogpt_hf.errors import DataError, UserError
 
 _GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
 _GPT2_MERGES_SHA256 = "04e3597d7996f292ca9b8b7285ca4d58a6ae171ac47d73fc7140ceb0c7a6bbc0"  # of the merges, a line each
@@ -64,11 +65,17 @@ def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     """A Hugging Face tokenizer from a folder or the Hub. Raises DataError where there is none."""
+    try:
+        name = folder_or_hub_id(str(name))
+    except UserError as error:
+        raise DataError(str(error)) from None
     where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
     try:
-        hf = transformers.AutoTokenizer.from_pretrained(str(name))
+        hf = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
     except Exception as error:  # missing, damaged, of an unknown kind: the Rust library raises plain Exception
         reason = str(error).strip().partition("\n")[0]
+        if "trust_remote_code" in str(error):  # the library's text says how to run that code
+            reason = "it needs Python code that comes with it, and code of a model is never run here"
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
     # A model's config.json alone gives a tokenizer too: one that turns every text into nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):

@@ -134,6 +134,7 @@ def run_tasks(
             batch_size=batch_size,
             max_length=whole.config.n_positions,
             prefix_token_id=prefix if prefix is not None else own.get_vocab().get("\n", 0),
+            trust_remote_code=False,
         )
         lm._device = accelerator.device  # a sharded model's own may be another
         fewest = min(min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values())

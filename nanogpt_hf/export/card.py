@@ -1,6 +1,7 @@
 """The model card: what a model is, how it was made and measured, how to open it, what it is not."""
 
 import math
+import re
 from datetime import timedelta
 
 from huggingface_hub import EvalResult, ModelCardData
@@ -14,7 +15,7 @@ from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.sections import figure
 from nanogpt_hf.runs.machine import code_version, versions
-from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.training.checkpoint import TrainState
 
 
@@ -32,7 +33,7 @@ def model_card(
     `state` is where the training stood, `machine` one line about where it ran, `base_model` the Hub id or name of the
     model that it began from, if any.
     """
-    source, results = without_private_parts(config.data.source), _eval_results(config, manifest, state)
+    source, results = config.data.source, _eval_results(config, manifest, state)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
@@ -40,14 +41,14 @@ def model_card(
         model_name=config.name if results else None,
         eval_results=results or None,
     )
-    began = f"fine-tuned from `{base_model}`" if base_model else "trained from scratch"
-    origin = f"{began} on `{source}` with nanogpt_hf"
+    began = f"fine-tuned from {_code(base_model)}" if base_model else "trained from scratch"
+    origin = f"{began} on {_code(source)} with nanogpt_hf"
     sections = [
         ("Training", _table(_training(config, manifest, state, machine))),
         ("Evaluation", _evaluation(config, manifest, state)),
         ("Limits", _limits(config, model_config)),
         ("Licence", _licence(config.hub.license, base_model)),
-        ("Recipe", f"```yaml\n{without_private_parts(config_to_yaml(config)).rstrip()}\n```"),
+        ("Recipe", _fenced(config_to_yaml(config).rstrip(), "yaml")),
     ]
     return _card(config.name, model_config, origin, metadata, sections, config.lora.rank if adapter else None)
 
@@ -74,7 +75,7 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
     """The validation loss as the Hub's model-index wants it; none where there is no finite one."""
     if state.evaluation is None or not math.isfinite(state.evaluation.loss):
         return []
-    source = without_private_parts(config.data.source)
+    source = config.data.source
     values = {
         ("loss", "validation loss, nats a token"): state.evaluation.loss,
         ("perplexity", "validation perplexity, a token"): state.evaluation.perplexity,
@@ -111,9 +112,9 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     if optim.schedule != "constant":
         rate += f" to {optim.min_learning_rate:g}"
     return {
-        "data": without_private_parts(data.source) + (splits if _is_on_hub(config, manifest) else ""),
+        "data": data.source + (splits if _is_on_hub(config, manifest) else ""),
         "data revision": manifest.revision,
-        "tokenizer": f"{without_private_parts(data.tokenizer)}, {manifest.vocab_size:,} tokens",
+        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens",
         "training split": split,
         "tokens seen": seen,
         "steps": f"{state.step:,} of {train.max_steps:,}",
@@ -142,7 +143,7 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
         }
     )
     if config.data.validation_split:
-        split = f"The validation split is `{config.data.validation_split}` of the data set."
+        split = f"The validation split is {_code(config.data.validation_split)} of the data set."
     elif "validation_fraction" in manifest.recipe:
         split = (
             f"The validation split is {config.data.validation_fraction:.4g} of the text, held out before training: a "
@@ -182,14 +183,32 @@ def _limits(config: Config, model_config: GPTConfig) -> str:
 
 
 def _licence(licence: str | None, base_model: str | None) -> str:
-    said = f"`{licence}`, as stated by who trained it." if licence else "Not stated by who trained it."
-    base = f" The terms of `{base_model}` apply as well." if base_model else ""
+    said = f"{_code(licence)}, as stated by who trained it." if licence else "Not stated by who trained it."
+    base = f" The terms of {_code(base_model)} apply as well." if base_model else ""
     return f"{said}{base} The terms of the training text are not recorded here."
 
 
 def _table(facts: dict[str, str]) -> str:
-    cells = (f"| {name} | {' '.join(value.replace('|', chr(92) + '|').split())} |" for name, value in facts.items())
-    return "\n".join(["| | |", "|---|---|", *cells])
+    return "\n".join(["| | |", "|---|---|", *(f"| {_text(name)} | {_text(value)} |" for name, value in facts.items())])
+
+
+def _text(value: str) -> str:
+    """A string of the recipe or machine as one line of plain text in Markdown: no HTML, link, image or cell ends."""
+    line = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(value.split()))
+    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def _code(value: str) -> str:
+    """A string as code within a line. More backticks around it than are in it, so it cannot end the code."""
+    line = " ".join(value.split())
+    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
+    space = " " * ("`" in line)
+    return f"{ticks}{space}{line}{space}{ticks}"
+
+
+def _fenced(text: str, language: str) -> str:
+    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
+    return f"{ticks}{language}\n{text}\n{ticks}"
 
 
 def _card(
@@ -217,11 +236,11 @@ def _card(
     metadata.library_name, metadata.tags = library, [kind, "nanogpt_hf"]
     metadata.pipeline_tag = "text-generation"
     rest = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections)
-    return f"""---
+    return redact(f"""---
 {metadata.to_yaml()}
 ---
 
-# {name}
+# {_text(name)}
 
 {what}, {origin}.
 
@@ -237,4 +256,4 @@ tokenizer = AutoTokenizer.from_pretrained("{PLACE}")
 ```
 
 {rest}
-"""
+""")

@@ -59,7 +59,7 @@ def export_gguf(
 
     # With its config: transformers 5.23 reads neither the number of positions nor an activation from GGUF.
     opened = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=FILE, config=plain, dtype=torch.float32
+        folder, gguf_file=FILE, config=plain, dtype=torch.float32, trust_remote_code=False
     )
     original = finite_logits_of(model)
     difference = largest_difference(logits_of(opened), original, exact=dtype == torch.float32)

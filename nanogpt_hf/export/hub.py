@@ -2,21 +2,24 @@
 
 import contextlib
 import fnmatch
+import json
 import os
 import shutil
 import tempfile
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
+import safetensors
+import yaml
 from huggingface_hub import CommitOperationAdd, HfApi, constants, get_token
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled, RepositoryNotFoundError
 from huggingface_hub.utils import get_session
 
 from nanogpt_hf.errors import RunFolderError, UserError
-from nanogpt_hf.runs.redact import holds_token, without_private_parts
+from nanogpt_hf.runs.redact import holds_token, redact, redact_tree
 
 PLACE = "path/to/this/folder"  # where a card's example loads from; a push puts the repository's name there
 CARD = "README.md"
@@ -87,17 +90,19 @@ def push(
     """Push a model folder, and `extra` files beside it, to the model repository `repo_id` (user/name).
 
     `plain_card` is the model card of a folder that has none. The repository is made where it does not exist, and so is
-    the branch `revision`; nothing is ever deleted. Raises UserError, in one line, where there is no login, no right, no
-    network or no model.
+    the branch `revision`; nothing is ever deleted. Raises UserError where there is no login, no right, no network or no
+    model, and before anything is made or sent, a line each, for files that are not what their names say, hold a token
+    or a private key, or are links out of the folder.
     """
     made, sending = "", False  # what a failure leaves on the Hub
     huggingface_hub.utils.logging.set_verbosity_error()  # it would tell of every retry
     try:
         get_session().timeout = _PATIENCE
         token = _login(repo_id)
-        with _staged(folder, extra, plain_card, repo_id, revision) as (stage, left_out):
+        if holds_token((message or "").encode(), token):
+            raise UserError("--message: holds a token of the Hub or a private key; take it out first")
+        with _staged(folder, extra, plain_card, repo_id, revision, token) as (stage, left_out):
             files = sorted(path.name for path in stage.iterdir())
-            _check_no_token(stage, token, message or "")
             api = HfApi(token=token)
             if not _exists(api, repo_id, private):
                 api.create_repo(repo_id, private=private or None)
@@ -164,7 +169,7 @@ def _exists(api: HfApi, repo_id: str, private: bool) -> bool:
 
 @contextlib.contextmanager
 def _staged(
-    folder: Path, extra: tuple[Path, ...], plain_card: str | None, repo_id: str, revision: str | None
+    folder: Path, extra: tuple[Path, ...], plain_card: str | None, repo_id: str, revision: str | None, token: str
 ) -> Iterator[tuple[Path, list[str]]]:
     """A hidden folder with the files as they go, and what of `folder` does not.
 
@@ -178,6 +183,7 @@ def _staged(
             stage = Path(tempfile.mkdtemp(prefix="push-"))
         try:
             left_out = _gather(stage, folder, extra)
+            _check_content(stage, folder, token)
             _address(stage, plain_card, repo_id, revision)
         except OSError as error:
             raise RunFolderError(f"{folder}: cannot be read or copied: {error.strerror or error}") from error
@@ -195,14 +201,18 @@ def _gather(stage: Path, folder: Path, extra: tuple[Path, ...]) -> list[str]:
     """Link or copy what is pushed into `stage`; return the names in `folder` that are not."""
     for _ in range(10):
         with contextlib.suppress(FileNotFoundError):  # replaced by a newer one just now: once more
-            before = folder.stat().st_ino
+            before, linked = folder.stat().st_ino, []
             everything = sorted(path.name for path in folder.iterdir())
             names = [name for name in everything if _matches(name, _FILES) and (folder / name).is_file()]
             if not any(_matches(name, _WEIGHTS) for name in names):
                 raise RunFolderError(f"{folder}: holds no weights as safetensors, GGUF or ONNX")
             for path in [*(folder / name for name in names), *(path for path in extra if path.is_file())]:
-                _link_or_copy(path, stage / path.name)
+                if not path.resolve().is_relative_to(path.parent.resolve()):
+                    linked.append(f"{path}: is a link to {path.resolve()}, out of its folder; put a copy there")
+                else:
+                    _link_or_copy(path, stage / path.name)
             if folder.stat().st_ino == before:
+                _raise_all(linked)
                 return [name for name in everything if name not in names]
         for file in stage.iterdir():
             file.unlink()
@@ -218,28 +228,104 @@ def _link_or_copy(path: Path, target: Path) -> None:
 
 
 def _address(stage: Path, plain_card: str | None, repo_id: str, revision: str | None) -> None:
-    """Make the copies what others should see: a card that loads from the repository, no private parts."""
+    """Make the copies what others should see: a card that loads from the repository, nothing private."""
     card = stage / CARD
     if not card.exists() and plain_card:
         card.write_text(plain_card, encoding="utf-8")
     if card.exists():
-        place = f'"{repo_id}", revision="{revision}"' if revision else f'"{repo_id}"'
+        place = f'"{repo_id}", revision={json.dumps(revision)}' if revision else f'"{repo_id}"'
         text = card.read_text(encoding="utf-8", errors="replace").replace(f'"{PLACE}"', place)
         card.write_text(text, encoding="utf-8")
     recipe, metrics = stage / "recipe.yaml", stage / "metrics.jsonl"
     if recipe.exists():
-        recipe.write_text(without_private_parts(recipe.read_text(encoding="utf-8")), encoding="utf-8")
+        recipe.write_text(redact(recipe.read_text(encoding="utf-8")), encoding="utf-8")
+    for path in (stage / name for name in ("config.json", "generation_config.json", "adapter_config.json")):
+        if path.exists():
+            tree = json.loads(path.read_text(encoding="utf-8"))
+            if (shown := redact_tree(tree)) != tree:
+                path.write_text(json.dumps(shown, indent=2) + "\n", encoding="utf-8")
     if metrics.exists():  # a run may be writing its next line
         whole = metrics.read_bytes()
         metrics.write_bytes(whole[: whole.rfind(b"\n") + 1])
 
 
-def _check_no_token(stage: Path, token: str, message: str) -> None:
+def _check_content(stage: Path, folder: Path, token: str) -> None:
+    """Raises RunFolderError, a line for each, for files that are not what their name says, or hold a secret."""
+    problems = []
     for path in sorted(stage.iterdir()):
+        check = next((check for pattern, check in _CONTENT if fnmatch.fnmatchcase(path.name, pattern)), None)
+        try:
+            if check:
+                check(path)
+        except Exception as error:  # of the parsers: wrong text, too deep, too short, ...
+            reason = " ".join(str(error).split()) or type(error).__name__
+            problems.append(f"{folder / path.name}: is not what its name says: {reason:.200}")
+            continue
         if not _matches(path.name, _WEIGHTS) and holds_token(path.read_bytes(), token):
-            raise UserError(f"{path.name}: holds a token of the Hub; take it out first")
-    if holds_token(message.encode(), token):
-        raise UserError("--message: holds a token of the Hub; take it out first")
+            problems.append(f"{folder / path.name}: holds a token of the Hub or a private key; take it out first")
+    _raise_all(problems)
+
+
+def _raise_all(problems: list[str]) -> None:
+    if problems:
+        raise RunFolderError("; nothing was pushed\n".join(problems))
+
+
+def _check_safetensors(path: Path) -> None:
+    with safetensors.safe_open(path, framework="numpy") as file:  # reads the header, and checks the sizes in it
+        if not file.keys():
+            raise ValueError("it holds no tensor")
+
+
+def _check_json(path: Path) -> None:
+    tree = json.loads(path.read_text(encoding="utf-8"))
+    if not isinstance(tree, dict):
+        raise ValueError("it holds no JSON object")
+    if path.name.endswith(".index.json"):
+        missing = {str(name) for name in tree["weight_map"].values()} - {file.name for file in path.parent.iterdir()}
+        if missing:
+            raise ValueError(f"it names {min(missing)}, which is not there")
+
+
+def _check_lines(path: Path) -> None:
+    for line in path.read_text(encoding="utf-8").split("\n")[:-1]:  # a run may be writing the last one
+        json.loads(line)
+
+
+def _check_yaml(path: Path) -> None:
+    if not isinstance(yaml.safe_load(path.read_text(encoding="utf-8")), dict):
+        raise ValueError("it holds no sections")
+
+
+def _check_text(path: Path) -> None:
+    if "\0" in path.read_text(encoding="utf-8"):
+        raise ValueError("it holds NUL bytes")
+
+
+def _begins_with(magic: bytes) -> Callable[[Path], None]:
+    def check(path: Path) -> None:
+        with path.open("rb") as file:
+            if file.read(len(magic)) != magic:
+                raise ValueError(f"it does not begin with {magic!r}")
+
+    return check
+
+
+# The first pattern that fits a name, and how its content is checked. An .onnx.data file is bare numbers.
+_CONTENT = (
+    ("*.safetensors", _check_safetensors),
+    ("*.gguf", _begins_with(b"GGUF")),
+    ("*.onnx", _begins_with(b"\x08")),  # field 1 of a protobuf, the version, a number
+    ("tokenizer.model", _begins_with(b"\x0a")),  # field 1, the pieces, a message
+    ("*.png", _begins_with(b"\x89PNG\r\n\x1a\n")),
+    ("*.json", _check_json),
+    ("*.jsonl", _check_lines),
+    ("*.yaml", _check_yaml),
+    (CARD, _check_text),
+    ("LICENSE*", _check_text),
+    ("*.txt", _check_text),
+    ("*.jinja", _check_text),
+)
 
 
 def _matches(name: str, patterns: tuple[str, ...]) -> bool:

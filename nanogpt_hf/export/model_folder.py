@@ -122,7 +122,7 @@ def export_gpt2(
     original = finite_logits_of(model)
     weights = weights_as(model, dtype)
     write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     if tokenizer is not None:
         check_tokenizer(folder, tokenizer)
     return largest_difference(logits_of(opened), original, exact=dtype == torch.float32)
@@ -139,7 +139,7 @@ def weights_as(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.Ten
 
 def check_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Raises RuntimeError where the tokenizer in `folder` opens as another than `tokenizer`."""
-    opened = transformers.AutoTokenizer.from_pretrained(folder)
+    opened = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = "".join(tokenizer.decode([i]) for i in range(min(50, len(tokenizer))))
     if opened.get_vocab() != tokenizer.get_vocab() or opened(text)["input_ids"] != tokenizer(text)["input_ids"]:
         raise RuntimeError("the exported tokenizer opens as another one; nothing was written")

@@ -9,7 +9,6 @@ from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.export.model_folder import save_model_folder, write_model_folder
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.runs.redact import without_private_parts
 from nanogpt_hf.runs.replace import replaced_folder
 from nanogpt_hf.training.checkpoint import TrainState
 
@@ -28,9 +27,8 @@ def save_trained(
     That is a plain GPT-2; after LoRA the adapter in peft's format, or with `lora.merge` a plain GPT-2 with the adapter
     added in, and the adapter itself in `folder`/adapter.
     """
-    base = config.finetune.model and without_private_parts(config.finetune.model)
     adapts = config.lora.rank is not None and not config.lora.merge
-    card = model_card(config, model_config, data.manifest, state, machine, base, adapts)
+    card = model_card(config, model_config, data.manifest, state, machine, config.finetune.model, adapts)
     if config.lora.rank is None:
         save_model_folder(folder, model_config, weights, data.tokenizer, card)
         return

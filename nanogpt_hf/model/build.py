@@ -9,6 +9,7 @@ from transformers.utils import CONFIG_NAME, cached_file
 from transformers.utils.hub import extract_commit_hash
 
 from nanogpt_hf.config.finetune import frozen_layers_at
+from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError
@@ -55,6 +56,7 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
 
     `options` go to from_pretrained. Raises UserError where there is no model that we can read.
     """
+    name = folder_or_hub_id(name)
     folder = Path(name)
     adapter = (folder / "adapter_config.json").is_file()
     if folder.exists() and not (adapter or (folder / "config.json").is_file()):
@@ -64,7 +66,9 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
             from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
 
             return load_merged(name)
-        return GPTForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
+        return GPTForCausalLM.from_pretrained(
+            name, revision=revision, dtype=torch.float32, trust_remote_code=False, **options
+        )
     except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
         reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
@@ -112,13 +116,14 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
 
     Raises UserError where there is none, or none that can be trained further as it lies there.
     """
+    name = folder_or_hub_id(name)
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         raise UserError(f"{name}: is an adapter; make it a whole model first: python cli.py export {name} OUT")
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        config = GPTConfig.from_pretrained(name, revision=revision)
+        config = GPTConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
         file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
     except Exception as error:  # of a config with nonsense in it, the network, ...

@@ -13,6 +13,7 @@ import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, inject_adapter_in_model
 from safetensors.torch import save_file
 
+from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import FinetuneSection, LoraSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
@@ -109,11 +110,15 @@ def save_adapter(
 
 def load_merged(folder: str) -> GPTForCausalLM:
     """The base model of the adapter in `folder`, with the adapter added in, in float32."""
+    folder = str(Path(folder).resolve())  # peft asks the Hub for a relative one that lacks a tokenizer
     adapter = PeftConfig.from_pretrained(folder)
-    where = adapter.base_model_name_or_path
-    model = GPTForCausalLM.from_pretrained(where, revision=adapter.revision, dtype=torch.float32)
+    where = folder_or_hub_id(adapter.base_model_name_or_path)
+    model = GPTForCausalLM.from_pretrained(
+        where, revision=adapter.revision, dtype=torch.float32, trust_remote_code=False
+    )
     with _unwarned():
-        whole = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32).merge_and_unload()
+        opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        whole = opened.merge_and_unload()
     # GPT-2 always has biases; where ours has none they are zeros, which LoRA leaves alone
     weights = {n: w for n, w in whole.state_dict().items() if model.config.bias or not n.endswith(".bias")}
     model.load_state_dict(weights)

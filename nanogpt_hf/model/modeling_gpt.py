@@ -244,6 +244,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         """As in transformers, except that a weight that is missing, left over or of the wrong shape is a ValueError."""
         keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
         where = {key: kwargs[key] for key in keys if key in kwargs}
+        kwargs["trust_remote_code"] = False  # a GPT-2 needs no code of its own; None would ask on a terminal
         raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
         # A GPT-2 on disk has biases, if only zeros: read them, then see whether they may go.
         zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False

@@ -7,7 +7,8 @@ import numpy as np
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.reports.reference import Curve, Reference, differences, find_reference
-from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, smooth
 
 if TYPE_CHECKING:

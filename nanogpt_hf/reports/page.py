@@ -4,7 +4,6 @@ import base64
 import hashlib
 import json
 from datetime import datetime
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from string import Template
@@ -16,7 +15,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import sections
 from nanogpt_hf.reports.reference import Reference, find_reference
 from nanogpt_hf.reports.verdict import Verdict, judge
-from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, names, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
 
@@ -57,13 +57,13 @@ def render(run: RunFolder, events: list[Event]) -> str:
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
     return Template(files("nanogpt_hf.reports").joinpath("page.html").read_text("utf-8")).substitute(
-        name=escape(name),
+        name=sections.escape(name),
         policy=policy,
         style=style,
         script=script,
-        state=escape(sections.state_line(run, config, events)),
+        state=sections.escape(sections.state_line(run, config, events)),
         verdict=sections.verdict_section(verdict),
-        missing=f'<p class="note">Not in this page: {escape("; ".join(missing))}.</p>' if missing else "",
+        missing=f'<p class="note">Not in this page: {sections.escape("; ".join(missing))}.</p>' if missing else "",
         figures=sections.figures_section(events),
         thinned=f"Each point of training is the mean of {thinned} reports." if thinned > 1 else "",
         picture=f'<img alt="The losses over the steps" src="data:image/png;base64,{picture}">' if picture else "",
@@ -72,8 +72,8 @@ def render(run: RunFolder, events: list[Event]) -> str:
         recipe=sections.recipe_section(config),
         machine=sections.machine_section(machine),
         loading=sections.loading_section(run, config),
-        version=escape(nanogpt_hf.__version__),
-        made=escape(datetime.now().astimezone().isoformat(" ", "minutes")),
+        version=sections.escape(nanogpt_hf.__version__),
+        made=sections.escape(datetime.now().astimezone().isoformat(" ", "minutes")),
         data=_json_in_html(data),
     )
 

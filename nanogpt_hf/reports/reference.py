@@ -18,7 +18,8 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.shipped import shipped_folder
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import column, read_metrics
 
 SHIPPED = shipped_folder("recipes/reference")

@@ -1,7 +1,7 @@
 """The parts of report.html. All of what comes from a run is escaped here."""
 
+import html
 from datetime import datetime
-from html import escape
 from typing import Any
 
 from nanogpt_hf.config.load import config_to_yaml
@@ -9,7 +9,12 @@ from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.reports.verdict import Verdict
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, is_number, names
-from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.runs.redact import redact
+
+
+def escape(text: str) -> str:
+    """For HTML, without what others must not see."""
+    return html.escape(redact(text))
 
 
 def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> str:
@@ -27,7 +32,7 @@ def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> st
     shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {data.block_size:,} tokens of context"
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
     text = f"{start} on {data.source} by {data.tokenizer}, {config.train.tokens_per_step:,} tokens a step"
-    return without_private_parts(f"{state}. {shape}; {text}")
+    return f"{state}. {shape}; {text}"
 
 
 def verdict_section(verdict: Verdict | None) -> str:
@@ -35,7 +40,7 @@ def verdict_section(verdict: Verdict | None) -> str:
         return ""
     causes = "".join(f"<li>{escape(cause)}</li>" for cause in verdict.causes)
     check = f"<p>Check first:</p><ol>{causes}</ol>" if causes else ""
-    sentence = escape(without_private_parts(verdict.sentence[:1].upper() + verdict.sentence[1:]))
+    sentence = escape(verdict.sentence[:1].upper() + verdict.sentence[1:])
     return f'<section class="verdict {verdict.kind}"><p>{sentence}.</p>{check}</section>'
 
 
@@ -135,11 +140,11 @@ def recipe_section(config: Config | None) -> str:
     if config is None:
         return "<p>recipe.yaml could not be read.</p>"
     rows = [
-        [key, without_private_parts(str(get_value(config, key))), str(knob.default), knob.meaning]
+        [key, str(get_value(config, key)), str(knob.default), knob.meaning]
         for key, knob in KNOBS.items()
         if get_value(config, key) != knob.default
     ]
-    whole = escape(without_private_parts(config_to_yaml(config)))
+    whole = escape(config_to_yaml(config))
     return (
         "<p>What differs from the defaults:</p>"
         + table(["knob", "here", "default", "meaning"], rows, first_number=len(KNOBS))
@@ -158,12 +163,11 @@ def machine_section(starts: list[dict[str, Any]] | None) -> str:
         facts = [(name, str(start.get(name))) for name in names_of if start.get(name) is not None]
         rows += [["start", f"from step {start.get('step')}, {start.get('time')}"], *map(list, facts)]
         rows.append(["versions", versions])
-    rows = [[name, without_private_parts(value)] for name, value in rows]
     return table(["", ""], rows, first_number=2)
 
 
 def loading_section(run: RunFolder, config: Config | None) -> str:
-    path, best = (without_private_parts(str(folder)) for folder in (run.path, run.best))
+    path, best = str(run.path), str(run.best)
     if not run.best.is_dir():
         return "<p>There is no model yet: the first is written at the first evaluation after step 0.</p>"
     adapter = config is not None and config.lora.rank is not None and not config.lora.merge

@@ -3,38 +3,20 @@
 import contextlib
 import os
 import re
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import filelock
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folder
 
 _STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came before its successor's rename
 _LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
 _NONE_YET = ".no_checkpoint_yet"  # a file in checkpoints/ until the first is written: an empty folder without it is odd
 _MODEL_FILES = ("config.json", "adapter_config.json")
-
-
-@contextmanager
-def written_whole(path: Path) -> Iterator[Path]:
-    """A file beside `path` to write to, which then takes its place: `path` is there whole, or as it was.
-
-    Raises UserError where it cannot be written.
-    """
-    partial = path.with_name(f".{path.name}.partial")
-    try:
-        yield partial
-        partial.replace(path)
-    except OSError as error:
-        raise UserError(f"{path}: cannot be written: {error.strerror}") from None
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink()
 
 
 def step_of(checkpoint: Path) -> int:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.runs.folder import RunFolder, written_whole
-from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.redact import redact
 
 if TYPE_CHECKING:
     from accelerate import Accelerator
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
     """This start of a run, that goes on from `step`, as the main process sees it.
 
-    Nothing of the environment is in it, and no password that a URL on the command line may hold.
+    Nothing of the environment is in it, and no secret of a URL on the command line.
     """
     # These bring torch and accelerate; `report` only reads.
     from nanogpt_hf.distributed.accelerator import describe_device, precision_of
@@ -34,7 +35,7 @@ def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
         "device": describe_device(accelerator.device),
         "versions": versions(),
         "code": code_version(),
-        "command": without_private_parts(shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]])),
+        "command": shlex.join(map(redact, [Path(sys.argv[0]).name, *sys.argv[1:]])),
     }
 
 

@@ -13,8 +13,9 @@ from accelerate import Accelerator
 from nanogpt_hf.config.load import config_to_dict
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.folder import RunFolder, written_whole
-from nanogpt_hf.runs.redact import without_private_parts
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.redact import redact, redact_tree
 
 logger = logging.getLogger(__name__)
 
@@ -75,19 +76,15 @@ def _configuration(config: Config, start: dict[str, Any]) -> dict[str, Any]:
     sections = {**config_to_dict(config), "start": {k: v for k, v in start.items() if k != "versions"}}
     sections["start"] |= {f"versions.{name}": version for name, version in start["versions"].items()}
     flat = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
-    plain = {name: ", ".join(value) if isinstance(value, list) else value for name, value in flat.items()}
-    return {
-        name: without_private_parts(value) if isinstance(value, str) else value
-        for name, value in plain.items()
-        if value is not None
-    }
+    shown = {name: redact_tree(value) for name, value in flat.items() if value is not None}
+    return {name: ", ".join(value) if isinstance(value, list) else value for name, value in shown.items()}
 
 
 def _wandb_options(config: Config, run: RunFolder) -> dict[str, Any]:
     import wandb
 
     options = {"name": config.name, "dir": str(run.path), "resume": "allow"}
-    if any(without_private_parts(word) != word for word in sys.argv):
+    if any(redact(word) != word for word in sys.argv):
         # it would write down the command line as it is, with the password of a URL in it
         options["settings"] = wandb.Settings(x_disable_meta=True)
     if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):

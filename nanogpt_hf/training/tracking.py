@@ -12,7 +12,7 @@ from tqdm import tqdm
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.reports.sections import duration, figure
-from nanogpt_hf.runs.folder import written_whole
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.run import Run

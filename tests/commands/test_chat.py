@@ -162,7 +162,7 @@ def test_models_that_cannot_talk_and_wrong_options_are_one_clear_line(capsys, fo
         ([tmp_path], "its tokenizer has no chat template"),
         ([folder, "--data.source", "x"], "talking has no recipe to set knobs of"),
         ([folder, "--temperature", "-1"], "must be at least 0"),
-        ([tmp_path / "nowhere" / "at" / "all"], "cannot be loaded"),
+        ([tmp_path / "nowhere" / "at" / "all"], "no such folder"),
     ):
         assert main(["chat", *map(str, arguments)]) == 2
         out, err = capsys.readouterr()

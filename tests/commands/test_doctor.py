@@ -230,7 +230,7 @@ def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceba
     [
         (["--train.seed", "3"], "cli.py doctor: --train.seed: is a recipe's knob, and there is no RECIPE"),
         (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-        (["--json", "no/where.json"], "--json no/where.json: there is no folder no"),
+        (["--json", "no/where.json"], "argument --json: no/where.json: there is no folder no"),
     ],
 )
 def test_mistakes_of_the_command_line_are_no_faults(capsys, monkeypatch, tmp_path, arguments, message):

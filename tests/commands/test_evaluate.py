@@ -88,7 +88,7 @@ def test_two_processes_give_the_answer_of_one(capsys, letter_model, letter_tasks
         (["--data", "TEXT", "--stride", "0"], "argument --stride: must be at least 1"),
         (["--data", "nowhere.txt"], "--data: nowhere.txt: no such file or folder"),
         (["--data", "TEXT", "--limit", "3"], "--limit: is of --tasks"),
-        (["--data", "TEXT", "--output", "no/where.json"], "--output: no/where.json is a folder, or in no folder"),
+        (["--data", "TEXT", "--output", "no/where.json"], "argument --output: no/where.json: there is no folder no"),
         (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of evaluating"),
         (["--tasks", "x", "--stride", "3"], "--stride: is of --data"),
         (["--tasks", "x", "--data.split", "test"], "--data.split: says something of a text"),

@@ -153,7 +153,7 @@ def test_a_folder_that_is_full_or_no_model_is_one_clear_line(capsys, tmp_path):
     save(tmp_path / "model")
     for model, out, message in (
         ("model", "model", "model: exists already; choose another OUT, or remove it first"),
-        ("nothing", "out", "nothing: cannot be loaded as a GPT-2 model"),
+        ("nothing", "out", "nothing: no such folder; a path is not looked up on the Hub"),
         (".", "out", "not a model folder"),
     ):
         assert main(["export", str(tmp_path / model), str(tmp_path / out)]) == 2

@@ -10,7 +10,7 @@ import time
 import pytest
 import torch
 from huggingface_hub import ModelCard, constants
-from safetensors.torch import load
+from safetensors.torch import load, save
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.export import hub as hub_module
@@ -139,7 +139,7 @@ def test_a_model_folder_without_a_card_gets_a_plain_one_and_an_adapter_goes_as_i
     adapter.mkdir()
     for name, content in {
         "adapter_config.json": b'{"base_model_name_or_path": "gpt2"}',
-        "adapter_model.safetensors": b"weights",
+        "adapter_model.safetensors": save({"a": torch.ones(2)}),
         "README.md": b"---\nbase_model: gpt2\n---\n",
     }.items():
         (adapter / name).write_bytes(content)
@@ -230,7 +230,7 @@ def test_a_token_in_what_would_be_pushed_stops_it(capsys, hub, run):
     recipe = run / "recipe.yaml"
     recipe.write_text(recipe.read_text() + f"# {hub.token}\n")
     err = refused(capsys, run, "tester/tiny")
-    assert "recipe.yaml: holds a token of the Hub; take it out first; nothing was pushed" in err
+    assert "recipe.yaml: holds a token of the Hub or a private key; take it out first; nothing was pushed" in err
     assert hub.token not in err
     assert hub.repositories == {}
     assert hub.token not in refused(capsys, run / "final", "tester/tiny", "--message", hub.token)

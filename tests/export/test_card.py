@@ -1,7 +1,6 @@
 """The model card: true, complete, and read by the Hub's own library."""
 
 import dataclasses
-import os
 
 import pytest
 import yaml
@@ -12,7 +11,6 @@ from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.export.card import imported_card, model_card, plain_card
 from nanogpt_hf.model import GPTConfig
-from nanogpt_hf.runs.redact import holds_token, without_private_parts
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.evaluate import Evaluation
 
@@ -118,22 +116,40 @@ def test_knobs_that_cannot_be_are_refused_with_the_recipe(write_recipe, knobs, p
     assert problem in str(refused.value)
 
 
-def test_private_parts_stay_at_home(write_recipe, monkeypatch):
+def test_the_home_folder_is_not_named(write_recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
-    text = "a: /home/ada/x\nb: /home/ada\nc: /home/adam/x /mnt/home/ada/x\nd: https://me:pass@host/y http://host/z@1\n"
-    text += "e: https://host/z?v=1&X-Amz-Signature=0a1&sig=%2b&page=2 'https://host/z?access_token=a?b'\n"
-    assert without_private_parts(text) == (
-        "a: ~/x\nb: ~\nc: /home/adam/x /mnt/home/ada/x\nd: https://host/y http://host/z@1\n"
-        "e: https://host/z?v=1&X-Amz-Signature=...&sig=...&page=2 'https://host/z?access_token=...'\n"
-    )
-    config = load_config(write_recipe(data__source="/home/ada/my|text.txt"))
-    card = card_of(config).text
+    card = card_of(load_config(write_recipe(data__source="/home/ada/my|text.txt"))).text
     assert "ada" not in card
     assert r"| data | ~/my\|text.txt |" in card
-    assert os.environ["HOME"] == "/home/ada"
 
 
-def test_a_token_is_seen_by_its_name_and_by_its_looks():
-    assert holds_token(b"x: my-odd-token", "my-odd-token")
-    assert holds_token(b"x: hf_" + b"aB3" * 11, "another")
-    assert not holds_token(b"x: hf_short and nothing else", "another")
+EVIL = "<svg onload=alert(1)> <img src=x onerror=alert(2)> ![i](http://x) [l](javascript:0) a|b `` ` &lt; \\| *b*"
+
+
+def test_strings_of_the_recipe_become_neither_html_nor_markdown(write_recipe):
+    markdown_it = pytest.importorskip("markdown_it", reason="a Markdown parser is not installed")
+    recipe = write_recipe(data__source=f"{EVIL}\n\n# heading\n---\n", eval__samples=["```\n<script>x</script>\n```"])
+    config = dataclasses.replace(load_config(recipe), name=f"r{EVIL}\n---\nlicense: mit")
+    config.data.validation_split = EVIL
+    cards = [
+        card_of(config, base_model=f"{EVIL}\n# heading"),
+        ModelCard(imported_card(config.name, MODEL, {"trained with": f"{EVIL}\n| c | d |"})),
+    ]
+    for card in cards:
+        tokens = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.text)
+        inside = [token for block in tokens for token in block.children or ()]
+        assert {token.type for token in inside} <= {"text", "softbreak", "code_inline", "text_special"}
+        assert not [token for token in tokens if token.type in ("html_block", "hr")]
+        headings = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+        assert headings[1:] == [name for name in (*SECTIONS, "Recipe") if f"## {name}\n" in card.text]
+        cells = [token.type for token in tokens if token.type in ("tr_open", "td_open")]
+        assert cells.count("td_open") == 2 * (cells.count("tr_open") - 1 - ("Evaluation" in headings))
+        shown = [token.content for token in inside if token.type in ("text", "text_special")]
+        assert "<svg onload=alert(1)> <img src=x onerror=alert(2)> !" in "".join(shown)
+    assert cards[0].data.model_name == config.name
+    assert "license" not in cards[0].data.to_dict()
+    samples = yaml.safe_load(cards[0].text.split("````yaml\n")[1].split("````")[0])["eval"]["samples"]
+    assert samples == config.eval.samples
+
+
+SECTIONS = ("How to load", "Training", "Evaluation", "Limits", "Licence")

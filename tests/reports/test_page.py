@@ -11,7 +11,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import page
 from nanogpt_hf.reports.page import render, write_report
 from nanogpt_hf.reports.reference import Curve, Reference, experiment_of
-from nanogpt_hf.runs.folder import RunFolder, written_whole
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
 EVENTS = [

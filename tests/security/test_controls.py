@@ -1,0 +1,108 @@
+"""Control characters of a model, a file or a server are shown, never obeyed, by a terminal."""
+
+import ast
+import io
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanogpt_hf.commands import console, main
+from nanogpt_hf.commands.console import escape_controls
+from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+PACKAGE = Path(__file__).parents[2] / "nanogpt_hf"
+EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b31m\x7f\x00\x08"
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_line_ends_tabs_and_letters_of_all_kinds_stay():
+    text = "a\tb\nc\r\nü ß 漢字 العربية עברית 👩‍🚀 e\u0301 \u200e\u200f\xa0"
+    assert escape_controls(text) == text
+
+
+@pytest.mark.parametrize("code", [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066])
+def test_every_other_control_character_is_shown(code):
+    assert escape_controls(f"a{chr(code)}b").encode("ascii")
+
+
+def test_nothing_prints_past_the_console():
+    allowed = {"console.py"}
+    for path in PACKAGE.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Call) and path.name not in allowed:
+                call = ast.unparse(node.func)
+                assert call not in ("print", "sys.stdout.write", "sys.stderr.write", "accelerator.print"), path
+
+
+@pytest.fixture(scope="module")
+def evil_model(tmp_path_factory):
+    """A model that writes nothing but ESC, BEL and the like."""
+    folder = tmp_path_factory.mktemp("evil")
+    characters = sorted({*"a\n", *EVIL})
+    torch.manual_seed(0)
+    nothing = {"bos_token_id": None, "eos_token_id": None}
+    model = GPTForCausalLM(
+        GPTConfig(vocab_size=len(characters), n_positions=32, n_embd=8, n_layer=1, n_head=1, **nothing)
+    )
+    model.save_pretrained(folder)
+    char_tokenizer(characters).hf.save_pretrained(folder)
+    return folder
+
+
+def test_what_a_model_writes_is_escaped_on_a_terminal_and_raw_elsewhere(evil_model, monkeypatch, capsys):
+    words = ["sample", str(evil_model), "--prompt", "a\x1b[2J", "--max-new-tokens", "60", "--num-samples", "2"]
+    assert main(words) == 0
+    raw = capsys.readouterr().out
+    assert "\x1b" in raw
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    assert main(words) == 0
+    shown = terminal.getvalue()
+    assert shown == escape_controls(raw)
+    assert "\x1b" not in shown
+
+
+def error_of(words, capsys) -> str:
+    capsys.readouterr()
+    assert main(words) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    return err
+
+
+def test_error_lines_made_from_files_show_them(evil_model, tmp_path, capsys, write_recipe):
+    recipe = write_recipe()
+    lines = recipe.read_text() + '"evil\\e[2J": {"x\\a": 1}\n'
+    recipe.write_text(lines)
+    model = shutil.copytree(evil_model, tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt\x1b[2J"}))
+    for words in (
+        ["prepare", str(recipe)],
+        ["sample", str(model)],
+        ["sample", "no\x1b[2Jwhere/at/all"],
+        ["pretrain", str(recipe), "--a.\x1b[2J", "1"],
+        ["report", str(tmp_path), "\x1b[2J"],
+    ):
+        err = error_of(words, capsys)
+        assert "\\x1b[2J" in err
+        assert not [c for c in err if c != "\n" and not c.isprintable()]
+
+
+def test_log_lines_show_them(capsys):
+    with console.speaking(None):
+        logging.getLogger("nanogpt_hf.x").info(EVIL)
+        logging.getLogger("nanogpt_hf.x").warning("%s", EVIL)
+    for text in capsys.readouterr():
+        assert text == escape_controls(EVIL) + "\n"
+        assert "\x1b" not in text

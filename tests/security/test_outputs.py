@@ -1,0 +1,161 @@
+"""Outputs: a regular file is replaced whole; links, devices and pipes stay what they are; `-` is stdout."""
+
+import json
+import os
+import stat
+import threading
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.export.model_folder import replaced_folder
+from nanogpt_hf.reports.page import write_report
+from nanogpt_hf.runs import files
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
+
+pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, make_recipe):
+    folder = tmp_path_factory.mktemp("trained")
+    recipe = make_recipe(folder / "tiny.yaml", train__max_steps=2, eval__every=2)
+    assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run")]) == 0
+    return folder / "run"
+
+
+@pytest.fixture
+def commands(run, letter_model, write_recipe, tmp_path):
+    """Every option that names an output: the command line without the name, and how what is written begins."""
+    text = tmp_path / "text.txt"
+    text.write_text("abc def\n" * 20)
+    recipe = str(write_recipe())
+    return {
+        "evaluate": (["evaluate", str(letter_model), "--data", str(text), "--output"], b"{"),
+        "report": (["report", str(run), "--output"], b"<!"),
+        "compare": (["compare", str(run), "--output"], b"\x89PNG"),
+        "estimate": (["estimate", recipe, "--json"], b"{"),
+        "doctor": (["doctor", "--json"], b"["),
+        "bench": (["bench", "--windows", "1", "--json"], b"{"),
+        "trace": (["bench", "--windows", "1", "--profile"], b" {"),
+    }
+
+
+NAMES = ["evaluate", "report", "compare", "estimate", "doctor", "bench", "trace"]
+
+
+@pytest.mark.parametrize(("name", "stdout"), [*((name, "-") for name in NAMES), ("report", "/dev/stdout")])
+def test_stdout_holds_the_output_and_nothing_else(commands, name, stdout, capfd):
+    words, start = commands[name]
+    assert main([*words, stdout]) in (0, 1)  # doctor's status is what it found
+    out, err = capfd.readouterr()
+    if start == b"\x89PNG":
+        assert "PNG" in out[:5]
+    else:
+        assert out.startswith(start.decode())
+        if start != b"<!":
+            json.loads(out)
+    assert err  # what is said besides
+
+
+@pytest.mark.parametrize("name", ["report", "estimate"])
+def test_a_pipe_gets_the_output_and_stays_a_pipe(commands, name, tmp_path):
+    words, start = commands[name]
+    pipe, got = tmp_path / "pipe", []
+    os.mkfifo(pipe)
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    assert main([*words, str(pipe)]) in (0, 1)
+    reader.join(10)
+    assert got[0].startswith(start)
+    assert stat.S_ISFIFO(pipe.lstat().st_mode)
+
+
+def test_a_device_stays_a_device(commands, tmp_path):
+    device = tmp_path / "null"
+    try:
+        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # another /dev/null
+        device.write_bytes(b"x")
+    except PermissionError:
+        pytest.skip("only root may make a device here")
+    for name in ("report", "estimate"):
+        assert main([*commands[name][0], str(device)]) == 0
+        assert stat.S_ISCHR(device.lstat().st_mode)
+        link = tmp_path / f"link-{name}"
+        link.symlink_to(device)
+        assert main([*commands[name][0], str(link)]) == 0
+        assert link.is_symlink()
+        assert stat.S_ISCHR(device.lstat().st_mode)
+
+
+@pytest.mark.parametrize("name", ["report", "estimate", "compare"])
+def test_a_link_that_the_user_names_is_followed_and_stays(commands, name, tmp_path):
+    (tmp_path / "target").write_text("older")
+    words, start = commands[name]
+    for link, target in (("link", "target"), ("dangling", "new")):
+        (tmp_path / link).symlink_to(target)
+        assert main([*words, str(tmp_path / link)]) == 0
+        assert (tmp_path / link).is_symlink()
+        assert (tmp_path / target).read_bytes().startswith(start)
+
+
+def test_a_link_in_a_run_folder_is_not_followed(run, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("mine")
+    folder = RunFolder(run)
+    folder.report.unlink(missing_ok=True)
+    folder.report.symlink_to(victim)
+    try:
+        with pytest.raises(UserError, match=r"report\.html: cannot be written: it is a link"):
+            write_report(folder, folder.report)
+    finally:
+        folder.report.unlink()
+    assert victim.read_text() == "mine"
+
+
+def test_a_planted_partial_file_is_neither_followed_nor_used(tmp_path, monkeypatch):
+    victim, target = tmp_path / "victim", tmp_path / "o.html"
+    victim.write_text("mine")
+    (tmp_path / ".o.html.partial").symlink_to(victim)  # the name it had once
+    with written_whole(target) as partial:
+        partial.write_text("new")
+    assert (target.read_text(), victim.read_text()) == ("new", "mine")
+    monkeypatch.setattr(files.secrets, "token_hex", lambda n: "guessed")
+    (tmp_path / ".guessed.partial.html").symlink_to(victim)
+    with pytest.raises(UserError, match="cannot be written: File exists"), written_whole(target):
+        raise AssertionError("it was opened")
+    assert (target.read_text(), victim.read_text()) == ("new", "mine")
+
+
+def test_a_planted_partial_folder_is_not_followed(tmp_path):
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / ".best.partial").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FileExistsError), replaced_folder(tmp_path / "best") as partial:
+        (partial / "x").write_text("x")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_what_is_written_has_the_permissions_of_any_new_file_and_leaves_nothing_beside_it(tmp_path):
+    before = os.umask(0o027)
+    try:
+        with written_whole(tmp_path / "x") as partial:
+            partial.write_text("x")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "x").stat().st_mode) == 0o640
+    with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "y"):
+        _ = 1 / 0
+    assert os.listdir(tmp_path) == ["x"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("place", "reason"), [("no/x.json", "there is no folder"), (".", "is a folder")])
+def test_what_cannot_be_written_is_refused_before_anything_is_loaded(commands, name, place, reason, tmp_path, capsys):
+    capsys.readouterr()
+    assert main([*commands[name][0], str(tmp_path / place)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert reason in err
+    assert err.count("\n") == 1

@@ -1,0 +1,97 @@
+"""What a push sends is what its names say, and lies in the folder; all of it is checked before anything is made."""
+
+import json
+import os
+import shutil
+
+import pytest
+
+from nanogpt_hf.commands import main
+
+
+@pytest.fixture
+def model(letter_model, tmp_path):
+    return shutil.copytree(letter_model, tmp_path / "model")
+
+
+@pytest.fixture
+def refused(hub, model, capsys):
+    """Push the model folder, which is refused; return the lines. Nothing was made on the Hub."""
+
+    def refused() -> list[str]:
+        capsys.readouterr()
+        assert main(["push", str(model), "tester/x"]) == 2
+        out, err = capsys.readouterr()
+        assert out == ""
+        lines = err.splitlines()
+        assert all(line.endswith("; nothing was pushed") for line in lines)
+        assert hub.repositories == {}
+        assert not any(request.startswith("POST") for request in hub.requests)
+        return lines
+
+    return refused
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs links")
+@pytest.mark.parametrize("name", ["LICENSE", "tokenizer_x.json", "x.safetensors", "README.md", "x.gguf", "vocab.json"])
+def test_a_link_out_of_the_folder_is_refused(refused, model, tmp_path, name):
+    secret = tmp_path / "id_rsa"
+    secret.write_text("{}")
+    (tmp_path / "hop").symlink_to(secret)
+    for target in (secret, "../id_rsa", "../hop"):
+        (model / name).unlink(missing_ok=True)
+        (model / name).symlink_to(target)
+        (line,) = refused()
+        assert f"{name}: is a link to {secret}, out of its folder" in line
+
+
+@pytest.mark.skipif(os.name == "nt", reason="needs links")
+def test_links_within_the_folder_and_to_the_folder_are_fine(hub, model, tmp_path):
+    (model / "model.safetensors").rename(model / "weights.safetensors")
+    (model / "model.safetensors").symlink_to("weights.safetensors")
+    (tmp_path / "link").symlink_to(model)
+    assert main(["push", str(tmp_path / "link"), "tester/x"]) == 0
+    files = hub.repositories["tester/x"].files()
+    assert files["model.safetensors"] == (model / "weights.safetensors").read_bytes()
+
+
+WRONG = {
+    "model.safetensors": [b"secret", b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0{}"],
+    "x.gguf": [b"root:x:0:0"],
+    "x.onnx": [b"root:x:0:0"],
+    "config.json": [b"root:x:0:0", b"[1]", b"[" * 100_000, b"\xff\xfe"],
+    "tokenizer_x.json": [b"KEY=1"],
+    "model.safetensors.index.json": [b"{}", b'{"weight_map": {"a": "model-00002-of-00002.safetensors"}}'],
+    "tokenizer.model": [b"text"],
+    "LICENSE": [b"\xff\xd8\xff", b"a\0b"],
+    "chat_template.jinja": [b"\xff"],
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_file_that_is_not_what_its_name_says_is_refused(refused, model, name):
+    for content in WRONG[name]:
+        (model / name).write_bytes(content)
+        (line,) = refused()
+        assert f"{model / name}: is not what its name says" in line
+
+
+def test_every_problem_is_told_at_once(refused, model, hub):
+    (model / "config.json").write_text("no")
+    (model / "model.safetensors").write_text("no")
+    (model / "LICENSE").write_text("-----BEGIN RSA PRIVATE KEY-----\nMII\n")
+    (model / "vocab.json").write_text(json.dumps({hub.token: 1}))
+    lines = refused()
+    assert len(lines) == 4
+    assert sum("holds a token of the Hub or a private key" in line for line in lines) == 2
+    assert hub.token not in "".join(lines)
+
+
+def test_an_adapters_config_does_not_name_the_home_folder(hub, model, monkeypatch):
+    monkeypatch.setenv("HOME", "/home/ada")
+    config = {"peft_type": "LORA", "base_model_name_or_path": "/home/ada/base"}
+    (model / "adapter_config.json").write_text(json.dumps(config))
+    assert main(["push", str(model), "tester/x"]) == 0
+    assert json.loads(hub.repositories["tester/x"].files()["adapter_config.json"]) == config | {
+        "base_model_name_or_path": "~/base"
+    }
