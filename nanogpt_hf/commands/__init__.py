@@ -8,9 +8,20 @@ import importlib
 import os
 import signal
 import sys
+import traceback
 
 from nanogpt_hf.commands import console
-from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
+from nanogpt_hf.errors import (
+    EXIT_LOST,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    LostProcess,
+    NotEnoughMemoryError,
+    Stopped,
+    UserError,
+    did_you_mean,
+    explain,
+)
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
 # `run(arguments, overrides)`, which may return an exit status of its own.
@@ -31,6 +42,7 @@ COMMANDS = {
     "doctor": "what is wrong with this machine or network",
 }
 
+_LINE = 2000  # characters of a message's line that are printed: names and values in it may be of any length
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: accelerate launch [--config_file F] cli.py COMMAND ...)"
 
 
@@ -75,9 +87,10 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
-    It is 0 done, 2 the user's mistake, 75 stopped by a signal after saving, 1 lost another process of the run (or what
-    `doctor` found is a fault). Any other failure is raised.
+    It is 0 done, 2 the user's mistake or the machine's failure, 75 stopped by a signal after saving, 1 lost another
+    process of the run (or what `doctor` found is a fault). Any other failure is a bug, and is raised.
     """
+    log_level = None
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
@@ -99,12 +112,9 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        with console.speaking(parsed.log_level):
+        log_level = parsed.log_level
+        with console.speaking(log_level):
             return module.run(parsed, overrides) or 0
-    except UserError as error:
-        if first_here:
-            print(error, file=sys.stderr)
-        return EXIT_USER_ERROR
     except Stopped as stopped:
         if first_here:
             print(stopped)
@@ -113,6 +123,20 @@ def main(arguments: list[str]) -> int:
         if first_here:
             print(lost, file=sys.stderr)
         return EXIT_LOST
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        message = "\n".join(line if len(line) <= _LINE else f"{line[:_LINE]} …" for line in message.splitlines())
+        if log_level == "debug":
+            traceback.print_exception(error)
+        if isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError):
+            if first_here:
+                print(message, file=sys.stderr)
+        else:  # the others may be well, and know nothing of it
+            rank = os.environ.get("RANK", "0")
+            print(message if rank == "0" else f"[rank {rank}] {message}", file=sys.stderr)
+        return EXIT_USER_ERROR
 
 
 def entry_point() -> None:
@@ -126,6 +150,7 @@ def entry_point() -> None:
         number = getattr(signal, name, None)  # Windows has no SIGUSR1
         if number is not None and signal.getsignal(number) == signal.SIG_IGN:
             signal.signal(number, signal.SIG_DFL)
+    console.print_any_character()
     try:
         status = main(sys.argv[1:])
         distributed = sys.modules.get("torch.distributed")

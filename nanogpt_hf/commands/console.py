@@ -18,6 +18,12 @@ _OURS = "nanogpt_hf"
 _LIBRARIES = {"accelerate": None, "datasets": "DATASETS_VERBOSITY", "transformers": "TRANSFORMERS_VERBOSITY"}
 # Where torchao is installed transformers imports it, and it warns of kernels for inference that cannot be loaded here.
 _UNASKED = ("torchao", "torch.utils._pytree")
+# Warnings that are wrong or useless here, by their logger and a part of their text.
+_USELESS = {
+    "DeepSpeed": "Setting accelerator to CPU",  # once it is installed accelerate imports it, whatever is asked for
+    "transformers.modeling_utils": "LOAD REPORT",  # of a foreign model folder: our error says it in one line
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer",  # generation and export cut
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def print_any_character() -> None:
+    """Print what the terminal's encoding lacks, such as × in ASCII, as an escape: no text may end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
+
+
 def shows_bars() -> bool:
     """Whether live bars are wanted: on a terminal, by the first process, without -q."""
     return logging.getLogger(_OURS).isEnabledFor(logging.INFO) and sys.stderr.isatty()
@@ -52,6 +65,10 @@ class _Console(logging.Handler):
         above_the_bar = bars.tqdm.external_write_mode(stream) if bars else contextlib.nullcontext()
         with above_the_bar:
             print(self.format(record).rstrip("\n"), file=stream, flush=True)
+
+
+def _useful(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or _USELESS[record.name] not in record.getMessage()
 
 
 @contextmanager
@@ -84,6 +101,9 @@ def speaking(log_level: str | None) -> Iterator[None]:
 
     spoken = [logging.getLogger(name) for name in (_OURS, "accelerate", "py.warnings")]  # the others print themselves
     os.environ.update(variables)
+    filtered = [logging.getLogger(name) for name in _USELESS] if log_level != "debug" else []
+    for logger in filtered:
+        logger.addFilter(_useful)
     for name, least_of_it in loggers.items():
         logging.getLogger(name).setLevel(least_of_it)
     for logger in spoken:
@@ -96,6 +116,8 @@ def speaking(log_level: str | None) -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         logging.setLogRecordFactory(make_record)
+        for logger in filtered:
+            logger.removeFilter(_useful)
         for logger in spoken:
             logger.removeHandler(handler)
         for name, level_before in before.items():

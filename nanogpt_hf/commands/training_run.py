@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from nanogpt_hf.runs.folder import RunFolder
@@ -35,7 +35,6 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     `check` is called on every process when its data is prepared, and may raise UserError.
     """
     # The imports below take seconds; mistakes before and --help should not wait for them.
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.manifest import identity
@@ -83,12 +82,14 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
             check()
             return facts | identity(config, load_prepared(config).manifest)
 
+        resume = all_ready(get_ready)["resume"]
         try:
-            resume = all_ready(get_ready)["resume"]
             with one_line_for_a_lost_process(folder):
                 state = train(config, folder, resume=resume)
-        except torch.OutOfMemoryError as error:
-            raise UserError(out_of_memory(config)) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NotEnoughMemoryError(out_of_memory(config)) from error
     if main_process:
         logger.info(_summary(config, folder, state))
     return folder
