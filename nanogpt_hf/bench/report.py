@@ -139,6 +139,8 @@ def compare(work: Workload, rival: str, windows: int) -> tuple[dict[str, Any], s
 
 def write_trace(work: Workload, path: Path) -> None:
     """A Chrome trace of a few steps, of the main process; on all processes."""
+    if work.accelerator.is_main_process:
+        path.open("ab").close()  # the profiler would say nothing of a file that cannot be written
     with profiler(work.accelerator.device) as profile:
         for _ in range(_TRACED_STEPS):
             work.step()

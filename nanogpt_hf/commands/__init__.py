@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import traceback
+from pathlib import Path
 
 from nanogpt_hf.commands import console
 from nanogpt_hf.errors import (
@@ -43,6 +44,7 @@ COMMANDS = {
 }
 
 _LINE = 2000  # characters of a message's line that are printed: names and values in it may be of any length
+_PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")  # metavars of files and folders
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: accelerate launch [--config_file F] cli.py COMMAND ...)"
 
 
@@ -71,6 +73,22 @@ def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]],
             value = words.pop(0)
         overrides.append((key.removeprefix("--"), value))
     return overrides, left
+
+
+def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """`~/x` -> the home folder's x for every option whose metavar says that it is a path; an empty one is an error."""
+
+    def expand(action: argparse.Action, value: str | Path) -> str | Path:
+        if value in ("", Path()):
+            name = "/".join(action.option_strings) or action.metavar
+            raise UserError(f"{parser.prog}: {name}: expected a path or a name, got nothing")
+        return type(value)(os.path.expanduser(value))
+
+    for action in parser._actions:
+        value = getattr(parsed, action.dest, None)
+        if action.metavar in _PATHS and value is not None:
+            whole = [expand(action, one) for one in value] if isinstance(value, list) else expand(action, value)
+            setattr(parsed, action.dest, whole)
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
@@ -112,6 +130,7 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
+        _expand_paths(parser, parsed)
         log_level = parsed.log_level
         with console.speaking(log_level):
             return module.run(parsed, overrides) or 0

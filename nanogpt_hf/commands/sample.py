@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import os
 from pathlib import Path
 
 from nanogpt_hf.errors import RunFolderError, UserError
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break, or the first token)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with the text to go on from")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=500, help="default %(default)s")
-    parser.add_argument("--num-samples", type=number(int, 1), default=1, help="default %(default)s")
+    parser.add_argument("--num-samples", type=number(int, 1, 10_000), default=1, help="default %(default)s")
     add_drawing_arguments(parser)
 
 
@@ -48,6 +49,7 @@ def find_model(name: str) -> str:
     """
     from nanogpt_hf.runs.folder import RunFolder
 
+    name = os.path.expanduser(name)
     run = RunFolder(name)
     if not run.recipe.is_file():
         return name

@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -105,13 +106,16 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
         f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration(state.seconds)}{rate}",
         f"  best validation loss {best}",
         f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}",
-        f"  curve    {folder.picture}",
-        f"  report   {folder.report}",
-        f"  metrics  {folder.metrics}",
+        *(
+            f"  {name:<8} {file}"
+            for name, file in (("curve", folder.picture), ("report", folder.report), ("metrics", folder.metrics))
+            if file.is_file()  # a run of a few steps has no curve
+        ),
     ]
     if state.step < config.train.max_steps:
         lines.insert(2, f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)")
-    sample = f"chat {folder.path}" if config.data.format == "chat" else f"sample {folder.path} --prompt 'The '"
+    path = shlex.quote(str(folder.path))
+    sample = f"chat {path}" if config.data.format == "chat" else f"sample {path} --prompt 'The '"
     return "\n".join([*lines, f"next: python cli.py {sample}"])
 
 

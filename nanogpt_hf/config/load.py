@@ -215,6 +215,7 @@ def load_config(
     if problems:
         raise ConfigError(problems)
     config.data.dir = os.path.expanduser(config.data.dir or f"data/{config.name}")
+    config.data.tokenizer = os.path.expanduser(config.data.tokenizer)
     return config
 
 

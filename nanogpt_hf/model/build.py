@@ -1,6 +1,7 @@
 """A model from scratch, or from a folder or the Hub and ready to be fine-tuned."""
 
 import pickle
+import shlex
 from pathlib import Path
 
 import torch
@@ -143,7 +144,9 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
     """
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{name}: is an adapter; make it a whole model first: python cli.py export {name} OUT")
+        raise UserError(
+            f"{name}: is an adapter; make it a whole model first: python cli.py export {shlex.quote(name)} OUT"
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
