@@ -12,6 +12,8 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from nanogpt_hf.data.tokenizer import unknown_characters_named
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 
@@ -60,6 +62,10 @@ def generate_tokens(
         logits = warpers(context, out.logits[:, -1].float()).cpu()
         if not greedy:
             chances = logits.softmax(-1)
+            if not chances.isfinite().all():
+                raise UserError(
+                    "the model computes NaN or infinity and cannot write: the run that made it had diverged"
+                )
             drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]
             tokens = torch.cat(drawn)
         else:
@@ -87,10 +93,11 @@ def ask(
     """Ids that ask for the answer to the last of `messages`, and the messages in them.
 
     Where they are more than `most`, the oldest go, a question with its answer; a system message and the last question
-    stay. Raises ValueError where those alone are more.
+    stay. Raises ValueError where those alone are more, and DataError for a character that the tokenizer does not know.
     """
     while True:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         if len(ids) <= most:
             return ids, messages
         first = 1 if messages[0]["role"] == "system" else 0

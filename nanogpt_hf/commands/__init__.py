@@ -114,6 +114,9 @@ def main(arguments: list[str]) -> int:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             print(_overview())
             return 0
+        for word in arguments:
+            if not word.isascii() and word != word.encode(errors="replace").decode():
+                raise UserError(f"cli.py: {word!r:.200}: not UTF-8, which files of a run could not hold")
         name, *rest = arguments
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")

@@ -2,6 +2,7 @@
 
 import pickle
 import shlex
+import warnings
 from pathlib import Path
 
 import torch
@@ -62,16 +63,24 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
     if folder.exists() and not (adapter or (folder / "config.json").is_file()):
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        if folder.exists() and not adapter:
-            _check_enough_weights(folder)
-        if adapter:
-            from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
+        with warnings.catch_warnings():
+            # of a pickle that it is about to refuse torch warns as well
+            warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")
+            if adapter:
+                from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
 
-            return load_merged(name)
-        return GPTForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
+                model = load_merged(name)
+            else:
+                if folder.exists():
+                    _check_enough_weights(folder)
+                model = GPTForCausalLM.from_pretrained(name, revision=revision, dtype=torch.float32, **options)
     except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
         raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {_reason(error)}") from error
+    for weight_name, weight in model.named_parameters():
+        if not weight.isfinite().all():
+            raise UserError(f"{name}: {weight_name} holds NaN or infinity: the run that wrote it had diverged")
+    return model
 
 
 def _check_enough_weights(folder: Path) -> None:
@@ -88,7 +97,7 @@ def _reason(error: Exception) -> str:
     if isinstance(error, pickle.UnpicklingError):
         return "its weights are a damaged pickle, or one that holds more than tensors, and were not opened"
     if isinstance(error, KeyError):
-        return f"it says {error}, which is not known"
+        return f"a part of it is missing or unknown: {error}"
     return explain(error) if is_out_of_memory(error) else one_line(error)
 
 

@@ -59,6 +59,8 @@ class GPTConfig(PreTrainedConfig):
         for name, largest in LARGEST.items():
             if not 1 <= getattr(self, name) <= largest:
                 raise ValueError(f"{name} must be from 1 to {largest:,}, got {getattr(self, name)!s:.40}")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout must be from 0 to 1, got {self.dropout}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:

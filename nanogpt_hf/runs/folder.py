@@ -166,8 +166,8 @@ class RunFolder:
         """Let others in; a folder in which nothing was begun goes again."""
         self._lock.release()
         if not self.recipe.exists():
-            self._lock_file.unlink(missing_ok=True)
             with contextlib.suppress(OSError):
+                self._lock_file.unlink(missing_ok=True)
                 for folder in self._made:
                     folder.rmdir()
 

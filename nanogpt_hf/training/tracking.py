@@ -164,7 +164,7 @@ class Tracking:
 
     def draw(self) -> None:
         """Draw the curves. A picture that cannot be drawn must not end a run, nor hide why it ended."""
-        if self.main:
+        if self.main and self.run.path.is_dir():  # gone, it is what ended the run
             self._last_picture = time.perf_counter()
             try:
                 draw_run(self.run, self.config, self.events)
@@ -173,7 +173,7 @@ class Tracking:
 
     def report(self) -> None:
         """Write report.html. As with the picture, nothing here may end a run."""
-        if self.main:
+        if self.main and self.run.path.is_dir():
             try:
                 write_report(self.run, self.run.report, self.events)
             except Exception as error:
