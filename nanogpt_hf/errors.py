@@ -1,8 +1,12 @@
 """What a user did wrong, said in one line. Imports nothing heavy, so that every floor can raise these."""
 
 import difflib
+import errno
+import os
+import re
 from collections.abc import Iterable
 
+_PROBLEMS_SHOWN = 100
 EXIT_LOST = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: try again, and `--resume` goes on
@@ -18,8 +22,9 @@ class ConfigError(UserError):
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
         count = len(self.problems)
+        more = [f"... and {count - _PROBLEMS_SHOWN:,} more"] * (count > _PROBLEMS_SHOWN)
         footer = f"{count} problem{'s' * (count > 1)}; nothing was started."
-        super().__init__("\n".join([*self.problems, footer]))
+        super().__init__("\n".join([*self.problems[:_PROBLEMS_SHOWN], *more, footer]))
 
 
 class DataError(UserError):
@@ -34,12 +39,60 @@ class DivergedError(UserError):
     """Weights, optimizer state or logits that are not finite."""
 
 
+class NotEnoughMemoryError(UserError):
+    """The memory of this process was not enough, whatever the other processes of the run have."""
+
+
 class Stopped(Exception):  # noqa: N818  (not an error: the run was saved)
     """Training ended early because a signal asked for it, after saving; `main` exits with 75."""
 
 
 class LostProcess(Exception):  # noqa: N818  (what ended is another process; this one only says so)
     """Another process of the run died or does not answer. One line; `main` exits with 1."""
+
+
+# How torch and the C++ library say that memory was not enough, in errors that have no class of their own.
+_NO_MEMORY = re.compile(r"can.t allocate memory|bad_alloc|not enough memory|out of memory", re.IGNORECASE)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the error says that the memory of this machine or of a device was not enough."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+
+
+def explain(error: BaseException) -> str | None:
+    """The line for an error that a user, a file, the machine or the network caused; None for any other: it is a bug.
+
+    This is the one place that decides. A library's error that was raised from one of these is explained by it.
+    """
+    if isinstance(error, UserError):
+        return str(error)
+    if is_out_of_memory(error):
+        amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
+        wanted = f" ({amount[1]} more were asked for)" if amount else ""
+        return f"out of memory{wanted}: take a smaller model, batch or block, or free some memory"
+    if isinstance(error, BrokenPipeError):  # the reader of our output has left, and nobody would read the line
+        return None
+    if isinstance(error, OSError):
+        path = error.filename2 or error.filename
+        reason = error.strerror or one_line(error) or type(error).__name__
+        return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes | os.PathLike) else reason
+    if isinstance(error, RecursionError) and "decoding a JSON" in str(error):  # any other is a bug
+        return "a JSON file is nested too deeply to be read"
+    names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
+    if "safetensors.SafetensorError" in names:
+        return f"a file of weights cannot be read or written: {one_line(error)}"
+    if "httpx.TransportError" in names:
+        return f"the network: {one_line(error) or type(error).__name__}"
+    return explain(error.__cause__) if error.__cause__ else None
+
+
+def one_line(error: BaseException | str, limit: int = 300) -> str:
+    """The text of an error in one line, cut at `limit` characters: libraries write whole pages."""
+    text = " ".join(str(error).split())
+    return text if len(text) <= limit else f"{text[: limit - 2]} …"
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:

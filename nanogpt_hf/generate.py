@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from nanogpt_hf.data.tokenizer import unknown_characters_named
 from nanogpt_hf.errors import DivergedError
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -94,10 +95,11 @@ def ask(
     """Ids that ask for the answer to the last of `messages`, and the messages in them.
 
     Where they are more than `most`, the oldest go, a question with its answer; a system message and the last question
-    stay. Raises ValueError where those alone are more.
+    stay. Raises ValueError where those alone are more, and DataError for a character that the tokenizer does not know.
     """
     while True:
-        ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+        with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
+            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
         if len(ids) <= most:
             return ids, messages
         first = 1 if messages[0]["role"] == "system" else 0

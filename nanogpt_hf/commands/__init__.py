@@ -6,9 +6,22 @@ import gc
 import importlib
 import os
 import sys
+import traceback
+from pathlib import Path
 
 from nanogpt_hf.commands import console
-from nanogpt_hf.errors import EXIT_LOST, EXIT_STOPPED, EXIT_USER_ERROR, LostProcess, Stopped, UserError, did_you_mean
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import (
+    EXIT_LOST,
+    EXIT_STOPPED,
+    EXIT_USER_ERROR,
+    LostProcess,
+    NotEnoughMemoryError,
+    Stopped,
+    UserError,
+    did_you_mean,
+    explain,
+)
 from nanogpt_hf.runs.files import stdout_for_outputs
 
 # name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
@@ -31,6 +44,8 @@ COMMANDS = {
     "launch": "any of these as an accelerate config asks for",
 }
 
+_LINE = 2000  # characters of a message's line that are printed: names and values in it may be of any length
+_PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")  # metavars of files and folders
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
 
 
@@ -61,6 +76,22 @@ def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]],
     return overrides, left
 
 
+def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
+    """`~/x` -> the home folder's x for every option whose metavar says that it is a path; an empty one is an error."""
+
+    def expand(action: argparse.Action, value: str | Path) -> str | Path:
+        if value in ("", Path()):
+            name = "/".join(action.option_strings) or action.metavar
+            raise UserError(f"{parser.prog}: {name}: expected a path or a name, got nothing")
+        return type(value)(os.path.expanduser(value))
+
+    for action in parser._actions:
+        value = getattr(parsed, action.dest, None)
+        if action.metavar in _PATHS and value is not None:
+            whole = [expand(action, one) for one in value] if isinstance(value, list) else expand(action, value)
+            setattr(parsed, action.dest, whole)
+
+
 def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
     if not word.startswith("--"):
         raise UserError(f"{parser.prog}: {word!r} is one argument too many; see {parser.prog} --help")
@@ -75,14 +106,18 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
-    It is 0 done, 2 the user's mistake, 75 stopped by a signal after saving, 1 lost another process of the run (or what
-    `doctor` found is a fault). Any other failure is raised.
+    It is 0 done, 2 the user's mistake or the machine's failure, 75 stopped by a signal after saving, 1 lost another
+    process of the run (or what `doctor` found is a fault). Any other failure is a bug, and is raised.
     """
+    log_level = None
     first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
             return 0
+        for word in arguments:
+            if not word.isascii() and word != word.encode(errors="replace").decode():
+                raise UserError(f"cli.py: {word!r:.200}: not UTF-8, which files of a run could not hold")
         name, *rest = arguments
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
@@ -101,12 +136,10 @@ def main(arguments: list[str]) -> int:
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
-        with console.speaking(parsed.log_level), stdout_for_outputs(*vars(parsed).values()):
+        _expand_paths(parser, parsed)
+        log_level = parsed.log_level
+        with console.speaking(log_level), stdout_for_outputs(*vars(parsed).values()):
             return module.run(parsed, overrides) or 0
-    except UserError as error:
-        if first_here:
-            console.last_words(error, sys.stderr)
-        return EXIT_USER_ERROR
     except Stopped as stopped:
         if first_here:
             console.last_words(stopped)
@@ -115,6 +148,20 @@ def main(arguments: list[str]) -> int:
         if first_here:
             console.last_words(lost, sys.stderr)
         return EXIT_LOST
+    except Exception as error:
+        message = explain(error)
+        if message is None:
+            raise
+        message = "\n".join(line if len(line) <= _LINE else f"{line[:_LINE]} …" for line in message.splitlines())
+        if log_level == "debug":
+            traceback.print_exception(error)
+        if isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError):
+            if first_here:
+                console.last_words(message, sys.stderr)
+        else:  # the others may be well, and know nothing of it
+            rank = Mesh.from_environment().rank
+            console.last_words(f"[rank {rank}] {message}" if rank else message, sys.stderr)
+        return EXIT_USER_ERROR
 
 
 def entry_point() -> None:
@@ -123,6 +170,7 @@ def entry_point() -> None:
     # they are imported, and once more at the end: 1.4 s of a command.
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
+    console.print_any_character()
     console.outlive_readers()
     try:
         status = main(sys.argv[1:])

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 from nanogpt_hf.commands.console import show, show_text
 from nanogpt_hf.commands.sample import add_drawing_arguments, number, open_model
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import DataError, UserError
 
 _HELP = "/reset forgets the conversation, /quit leaves"
 
@@ -75,6 +75,9 @@ class Chat:
             ids, kept = ask(self.tokenizer, messages, most - self.room)
         except ValueError as error:
             say(f"too long: with what stands before it {error}, the model's context without room to answer; shorten it")
+            return
+        except DataError as error:
+            say(str(error))
             return
         if len(kept) < len(messages):
             say(f"the context is full: the oldest {len(messages) - len(kept)} messages are forgotten")

@@ -31,6 +31,12 @@ _OURS = "nanogpt_hf"
 _LIBRARIES = {"accelerate": None, "datasets": "DATASETS_VERBOSITY", "transformers": "TRANSFORMERS_VERBOSITY"}
 # Where torchao is installed transformers imports it, and it warns of kernels for inference that cannot be loaded here.
 _UNASKED = ("torchao", "torch.utils._pytree")
+# Warnings that are wrong or useless here, by their logger and a part of their text.
+_USELESS = {
+    "DeepSpeed": "Setting accelerator to CPU",  # once it is installed accelerate imports it, whatever is asked for
+    "transformers.modeling_utils": "LOAD REPORT",  # of a foreign model folder: our error says it in one line
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer",  # generation and export cut
+}
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,14 +70,16 @@ def show(*values: object, sep: str = " ", end: str = "\n", file: IO[str] | None 
     print(escape_controls(redact_urls(sep.join(map(str, values)))), end=end, file=file, flush=True)
 
 
-def show_error(error: object) -> None:
-    """Print a line that says what is wrong, to stderr."""
-    show(redact_message(str(error)), file=sys.stderr)
-
-
 def show_text(text: str, end: str = "") -> None:
     """Print a piece of what a model writes: control characters are escaped on a terminal, and stay elsewhere."""
     print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
+
+
+def print_any_character() -> None:
+    """Print what the terminal's encoding lacks, such as × in ASCII, as an escape: no text may end a command."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def shows_bars() -> bool:
@@ -170,6 +178,10 @@ class _Console(logging.Handler):
             show(redact_message(text) if stream is sys.stderr else text, file=stream)
 
 
+def _useful(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR or _USELESS[record.name] not in record.getMessage()
+
+
 @contextmanager
 def speaking(log_level: str | None) -> Iterator[None]:
     """Print as the options ask for, and leave logging as it was.
@@ -200,6 +212,9 @@ def speaking(log_level: str | None) -> Iterator[None]:
 
     spoken = [logging.getLogger(name) for name in (_OURS, "accelerate", "py.warnings")]  # the others print themselves
     os.environ.update(variables)
+    filtered = [logging.getLogger(name) for name in _USELESS] if log_level != "debug" else []
+    for logger in filtered:
+        logger.addFilter(_useful)
     for name, least_of_it in loggers.items():
         logging.getLogger(name).setLevel(least_of_it)
     for logger in spoken:
@@ -212,6 +227,8 @@ def speaking(log_level: str | None) -> Iterator[None]:
     finally:
         logging.captureWarnings(False)
         logging.setLogRecordFactory(make_record)
+        for logger in filtered:
+            logger.removeFilter(_useful)
         for logger in spoken:
             logger.removeHandler(handler)
         for name, level_before in before.items():

@@ -19,7 +19,7 @@ from typing import Any
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.runs.files import output_file, write_json
 
 PATIENCE = 60  # seconds that processes wait for each other
@@ -80,8 +80,6 @@ class Report:
         The clock is ours, because NCCL's own timeout kills the process without a word from us. It gives the others
         longer than the main process: the first process that ends takes the job, and the report, with it.
         """
-        import torch
-
         from nanogpt_hf.doctor.findings import ADVICE
 
         seconds = seconds or PATIENCE
@@ -94,11 +92,12 @@ class Report:
             clock.start()
         try:
             yield
-        except torch.OutOfMemoryError:
-            if not self.speaks:
-                raise
-            self.give_up(topic, "out of memory: halve train.micro_batch_size, or shard: accelerate_configs/fsdp2.yaml")
-        except RuntimeError as error:  # gloo's and NCCL's own kind
+        except (RuntimeError, MemoryError) as error:  # RuntimeError is gloo's and NCCL's own kind, too
+            if is_out_of_memory(error):
+                if not self.speaks:
+                    raise
+                advice = "halve train.micro_batch_size, or shard: accelerate_configs/fsdp2.yaml"
+                self.give_up(topic, f"out of memory: {advice}")
             if alone:
                 raise
             reason = re.sub(r"^\[\S+\] |\. .*", "", " ".join(str(error).split()))  # no place in its source, no chatter

@@ -57,7 +57,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         has_tokenizer = not Path(source).is_dir() or any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
         tokenizer = load_tokenizer(source) if has_tokenizer else None
         card = Path(source) / "README.md"
-        card = card.read_text(encoding="utf-8") if card.is_file() else None
+        card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
         as_gelu_new = None
         if kind == "gguf":
             from nanogpt_hf.export.gguf import export_gguf

@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break, or the first token)")
     prompt.add_argument("--prompt-file", metavar="FILE", help="a file with the text to go on from")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=500, help="default %(default)s")
-    parser.add_argument("--num-samples", type=number(int, 1), default=1, help="default %(default)s")
+    parser.add_argument("--num-samples", type=number(int, 1, 10_000), default=1, help="default %(default)s")
     add_drawing_arguments(parser)
 
 
@@ -52,7 +52,8 @@ def find_model(name: str, on_hub: bool = True) -> str:
     """
     from nanogpt_hf.runs.folder import RunFolder
 
-    run = RunFolder(os.path.expanduser(name))
+    name = os.path.expanduser(name)
+    run = RunFolder(name)
     if not run.recipe.is_file():
         return folder_or_hub_id(name) if on_hub else str(run.path)
     for folder in (run.best, run.final):

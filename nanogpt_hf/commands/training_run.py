@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import logging
 import os
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +13,7 @@ from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from nanogpt_hf.runs.folder import RunFolder
@@ -36,7 +37,6 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     `check` is called on every process when its data is prepared, and may raise UserError.
     """
     # The imports below take seconds; mistakes before and --help should not wait for them.
-    import torch
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.manifest import identity
@@ -81,12 +81,14 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
             check()
             return facts | identity(config, load_prepared(config).manifest)
 
+        resume = all_ready(get_ready)["resume"]
         try:
-            resume = all_ready(get_ready)["resume"]
             with one_line_for_a_lost_process(folder):
                 state = train(config, folder, resume=resume)
-        except torch.OutOfMemoryError as error:
-            raise UserError(out_of_memory(config)) from error
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            raise NotEnoughMemoryError(out_of_memory(config)) from error
     if main_process:
         logger.info(_summary(config, folder, state))
     return folder
@@ -102,13 +104,16 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
         f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration(state.seconds)}{rate}",
         f"  best validation loss {best}",
         f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}",
-        f"  curve    {folder.picture}",
-        f"  report   {folder.report}",
-        f"  metrics  {folder.metrics}",
+        *(
+            f"  {name:<8} {file}"
+            for name, file in (("curve", folder.picture), ("report", folder.report), ("metrics", folder.metrics))
+            if file.is_file()  # a run of a few steps has no curve
+        ),
     ]
     if state.step < config.train.max_steps:
         lines.insert(2, f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)")
-    sample = f"chat {folder.path}" if config.data.format == "chat" else f"sample {folder.path} --prompt 'The '"
+    path = shlex.quote(str(folder.path))
+    sample = f"chat {path}" if config.data.format == "chat" else f"sample {path} --prompt 'The '"
     return "\n".join([*lines, f"next: python cli.py {sample}"])
 
 

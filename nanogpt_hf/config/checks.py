@@ -1,10 +1,17 @@
 """What has to hold between knobs, whatever machine and data: each rule once, with its complaint."""
 
+import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanogpt_hf.config.schema import LORA_TARGETS, Config
+
+
+def divisors(number: int) -> list[int]:
+    """All of them, smallest first."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) -> str | None:
@@ -15,8 +22,8 @@ def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) 
         return None
     below = tokens // unit * unit
     nearest = f"{below + unit:,}" if below == 0 else f"{below:,} or {below + unit:,}"
-    most = min(micro - 1, tokens // (block * processes))
-    smaller = next((m for m in range(most, 0, -1) if tokens % (m * block * processes) == 0), None)
+    sequences, left_over = divmod(tokens, block * processes)
+    smaller = max((m for m in divisors(sequences) if m < micro), default=None) if not left_over else None
     return (
         f"{tokens:,} is not a multiple of train.micro_batch_size {micro} × data.block_size {block}"
         + (f" × {processes} processes" if processes > 1 else "")

@@ -5,6 +5,7 @@ import dataclasses
 import math
 import os
 import re
+import reprlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,16 @@ from typing import Any
 import yaml
 
 from nanogpt_hf.config.checks import CHECKS
-from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, Knob, get_value, kind_options, set_value
+from nanogpt_hf.config.schema import KNOBS, LARGEST, SECTIONS, Config, Knob, get_value, kind_options, set_value
 from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
-from nanogpt_hf.errors import ConfigError, did_you_mean
+from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 _WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
+_LARGEST_RECIPE = 1_000_000  # characters
+_MOST_NODES = 100_000  # of a recipe whose aliases are written out
+_SHORT = reprlib.Repr()  # of what was written instead of a value: aliases make a few lines of YAML gigabytes of it
+_SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 3, 3, 80, 80
+_NO_TEXT = re.compile(r"[\0\ud800-\udfff]")  # NUL, and halves of a character
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")  # as our own messages write numbers: 491,520
 
 
@@ -31,6 +37,21 @@ class _RecipeLoader(yaml.SafeLoader):
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        sizes: dict[int, int] = {}  # of a node with all that its aliases stand for
+
+        def size(node: yaml.Node) -> int:
+            if id(node) not in sizes:
+                sizes[id(node)] = _MOST_NODES + 1  # while it is counted: a node that holds itself has no end
+                parts = node.value if isinstance(node, yaml.CollectionNode) else []
+                parts = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
+                sizes[id(node)] = 1 + sum(map(size, parts))
+            return sizes[id(node)]
+
+        if size(node) > _MOST_NODES:
+            raise yaml.constructor.ConstructorError(None, None, "its aliases stand for too much", node.start_mark)
+        return super().construct_document(node)
 
 
 def _mapping(loader: _RecipeLoader, node: yaml.MappingNode) -> dict:
@@ -90,30 +111,39 @@ def convert(knob: Knob, value: Any) -> Any:
     else:
         plain = [_WANTED[o] for o in options if o in _WANTED]
         literal = [str(o) for o in options if o not in _WANTED and o is not type(None)]
-        got = "nothing" if value is None else f"{value!r:.80}"
+        got = "nothing" if value is None else _SHORT.repr(value)
         raise ValueError(f"expected {' or '.join(plain + [', '.join(literal)] * bool(literal))}, got {got}")
     if isinstance(result, int | float) and not isinstance(result, bool):
+        high = LARGEST if knob.high is None and isinstance(result, int) else knob.high
         if knob.low is not None and result < knob.low:
-            raise ValueError(f"must be at least {knob.low:g}, got {result}")
-        if knob.high is not None and result > knob.high:
-            raise ValueError(f"must be at most {knob.high:g}, got {result}")
+            raise ValueError(f"must be at least {knob.low:g}, got {result!s:.40}")
+        if high is not None and result > high:
+            raise ValueError(f"must be at most {f'{high:,}' if isinstance(high, int) else high}, got {result!s:.40}")
+    texts = result if isinstance(result, list) else [result]
+    if any(isinstance(text, str) and _NO_TEXT.search(text) for text in texts):
+        raise ValueError(f"has a character that no file can hold: {_SHORT.repr(value)}")
     return result
 
 
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     """The recipe's dotted keys and values, and what is wrong with its shape."""
     try:
-        tree = yaml.load(path.read_text(encoding="utf-8"), Loader=_RecipeLoader)
+        with path.open(encoding="utf-8") as file:
+            text = file.read(_LARGEST_RECIPE + 1)
+        if len(text) > _LARGEST_RECIPE:
+            raise ConfigError([f"{path}: is longer than {_LARGEST_RECIPE:,} characters, so it is no recipe"])
+        tree = yaml.load(text, Loader=_RecipeLoader)
     except FileNotFoundError:
         near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
         near = near or did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"]) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError([f"{path}: cannot be read as a recipe: {error}"]) from None
+        reason = getattr(error, "strerror", None) or error
+        raise ConfigError([f"{path}: cannot be read as a recipe: {reason}"]) from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         where = f"line {mark.line + 1}: " if mark else ""
-        reason = " ".join(str(getattr(error, "problem", error)).split())
+        reason = one_line(str(getattr(error, "problem", error)))
         raise ConfigError([f"{path}: {where}not valid YAML: {reason}"]) from None
     if tree is None:
         tree = {}
@@ -122,9 +152,10 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     values, problems = {}, []
     for section, body in tree.items():
         if section not in SECTIONS:
-            problems.append(f"{path}: {section}: unknown section{did_you_mean(str(section), SECTIONS)}")
+            near = did_you_mean(section, SECTIONS) if isinstance(section, str) else ""
+            problems.append(f"{path}: {section!s:.80}: unknown section{near}")
         elif body is not None and not isinstance(body, dict):
-            problems.append(f"{path}: {section}: expected knobs under it, got {body!r}")
+            problems.append(f"{path}: {section}: expected knobs under it, got {_SHORT.repr(body)}")
         else:
             values |= {f"{section}.{name}": value for name, value in (body or {}).items()}
     return values, problems
@@ -132,7 +163,10 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 def recipe_name(path: Path) -> str:
     """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its folder."""
-    return path.resolve().parent.name if path.stem == "recipe" else path.stem
+    name = path.resolve().parent.name if path.stem == "recipe" else path.stem
+    if name.strip(".") == "":
+        raise ConfigError([f"{path}: a run named after it would have no name; give the recipe another file name"])
+    return name
 
 
 def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
@@ -184,6 +218,7 @@ def load_config(
     if problems:
         raise ConfigError(problems)
     config.data.dir = os.path.expanduser(config.data.dir or f"data/{config.name}")
+    config.data.tokenizer = os.path.expanduser(config.data.tokenizer)
     return config
 
 

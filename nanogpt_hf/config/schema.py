@@ -9,6 +9,8 @@ import typing
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal
 
+LARGEST = 10**15  # an integer knob without an upper bound of its own; far beyond what any run counts
+
 
 def knob(default: Any, meaning: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with its one line of meaning and its inclusive bounds."""
@@ -20,12 +22,16 @@ def knob(default: Any, meaning: str, *, low: float | None = None, high: float | 
 
 @dataclass
 class ModelSection:
-    n_layer: int = knob(12, "transformer blocks", low=1)
-    n_head: int = knob(12, "attention heads a block; divides n_embd", low=1)
-    n_embd: int = knob(768, "width of the residual stream", low=1)
-    n_positions: int = knob(1024, "longest context the model has positions for, in tokens", low=1)
-    vocab_size: int | None = knob(None, "rows of the embedding; left out, the tokenizer's size (then padded)", low=1)
-    pad_vocab_to_multiple_of: int = knob(1, "round the rows up to this multiple: 64 is fast on GPUs", low=1)
+    n_layer: int = knob(12, "transformer blocks", low=1, high=1000)
+    n_head: int = knob(12, "attention heads a block; divides n_embd", low=1, high=10_000)
+    n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
+    n_positions: int = knob(1024, "longest context the model has positions for, in tokens", low=1, high=100_000_000)
+    vocab_size: int | None = knob(
+        None, "rows of the embedding; left out, the tokenizer's size (then padded)", low=1, high=100_000_000
+    )
+    pad_vocab_to_multiple_of: int = knob(
+        1, "round the rows up to this multiple: 64 is fast on GPUs", low=1, high=1_000_000
+    )
     bias: bool = knob(False, "biases in Linear and LayerNorm (GPT-2 has them, nanoGPT leaves them out)")
     dropout: float = knob(0.0, "dropout probability on embeddings, attention and residuals", low=0, high=0.99)
     activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu is exact, gelu_new is OpenAI's tanh form")
@@ -44,11 +50,13 @@ class DataSection:
     revision: str | None = knob(None, "commit or tag of a Hub data set")
     text_column: str = knob("text", "column that holds the text of a row")
     validation_fraction: float = knob(0.0005, "share held out: a lone document's tail, else documents", low=0, high=0.5)
-    validation_seed: int = knob(2357, "seed that draws the documents held out", low=0)
+    validation_seed: int = knob(2357, "seed that draws the documents held out", low=0, high=2**62)
     tokenizer: str = knob("gpt2", "char, gpt2, or a Hugging Face tokenizer's name or folder")
-    num_proc: int | None = knob(None, "processes that tokenize; left out, one a core where the text is large", low=1)
+    num_proc: int | None = knob(
+        None, "processes that tokenize; left out, one a core where the text is large", low=1, high=1024
+    )
     dir: str | None = knob(None, "folder of the prepared tokens; left out, data/<recipe name>")
-    block_size: int = knob(1024, "tokens of context in a training example", low=1)
+    block_size: int = knob(1024, "tokens of context in a training example", low=1, high=100_000_000)
     order: Literal["shuffled", "random"] = knob("shuffled", "every block once an epoch, or windows at random offsets")
     packing: Literal["packed", "padded"] = knob(
         "packed", "chat: several conversations in a block, blind to each other, or one and padding"
@@ -74,11 +82,13 @@ class OptimSection:
 @dataclass
 class TrainSection:
     max_steps: int = knob(600_000, "optimizer steps", low=1)
-    tokens_per_step: int = knob(491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1)
-    micro_batch_size: int | Literal["auto"] = knob(
-        12, "sequences in one forward pass of one process; auto takes the most that fit", low=1
+    tokens_per_step: int = knob(
+        491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1, high=10_000_000_000
     )
-    seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0)
+    micro_batch_size: int | Literal["auto"] = knob(
+        12, "sequences in one forward pass of one process; auto takes the most that fit", low=1, high=10_000_000
+    )
+    seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0, high=2**62)
     rollback_ratio: float | None = knob(
         None, "go back to the newest checkpoint, and past its data, at a loss this many times its average", low=1
     )
@@ -95,7 +105,7 @@ class EvalSection:
     tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
     tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
     samples: list[str] = knob([], "texts to continue at each evaluation, kept for the report")  # noqa: RUF009
-    sample_tokens: int = knob(100, "tokens written after each of eval.samples", low=1)
+    sample_tokens: int = knob(100, "tokens written after each of eval.samples", low=1, high=1_000_000)
 
 
 @dataclass
@@ -128,12 +138,16 @@ class FinetuneSection:
     )
     layer_decay: float = knob(1.0, "learning rate of a layer as a share of the one above it", low=0.01, high=1)
     prompts: list[str] = knob([], "texts to continue before and after; left out, from validation")  # noqa: RUF009
-    sample_tokens: int = knob(100, "tokens written for each prompt before and after; 0 writes none", low=0)
+    sample_tokens: int = knob(
+        100, "tokens written for each prompt before and after; 0 writes none", low=0, high=1_000_000
+    )
 
 
 @dataclass
 class LoraSection:
-    rank: int | None = knob(None, "train two thin matrices of this rank beside each target; left out, no LoRA", low=1)
+    rank: int | None = knob(
+        None, "train two thin matrices of this rank beside each target; left out, no LoRA", low=1, high=100_000
+    )
     alpha: float | None = knob(None, "their product is scaled by alpha / rank; left out, 2 x rank", low=0)
     dropout: float = knob(0.0, "dropout probability on what goes into them", low=0, high=0.99)
     targets: list[str] = knob(LORA_TARGETS, "linear layers that get them")  # noqa: RUF009
@@ -177,7 +191,7 @@ class Knob:
     default: Any
     meaning: str
     low: float | None
-    high: float | None
+    high: float | None  # integers have LARGEST beside it
 
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "name")

@@ -4,12 +4,13 @@ Whatever encodes the text, a Hugging Face tokenizer with the same ids is what a 
 becomes a special token: `<|endoftext|>` in a document is encoded as the characters that it is.
 """
 
+import contextlib
 import hashlib
 import importlib.util
 import json
 import os
 import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,9 +44,11 @@ def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(json.dumps(sorted(hf.get_vocab().items())).encode()).hexdigest()
 
 
-def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+@contextlib.contextmanager
+def unknown_characters_named(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> Iterator[None]:
+    """While `texts` are encoded: raise DataError that names the characters that the tokenizer has no token for."""
     try:
-        return hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        yield
     except Exception:  # what the Rust library raises, as it is, for a character it does not know
         unknown = sorted(set().union(*texts) - hf.get_vocab().keys())
         if not unknown:
@@ -53,6 +56,11 @@ def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[
         raise DataError(
             f"the tokenizer knows no {' '.join(map(repr, unknown[:8]))}; leave it out of the text"
         ) from None
+
+
+def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
+    with unknown_characters_named(hf, texts):
+        return hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
 
 
 def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -77,6 +85,8 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
         if "trust_remote_code" in str(error):  # the library's text says how to run that code
             reason = "it needs Python code that comes with it, and code of a model is never run here"
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
+    if not isinstance(hf.model_max_length, int | float):
+        raise DataError(f"{name}: no Hugging Face tokenizer {where}: its model_max_length is no number")
     # A model's config.json alone gives a tokenizer too: one that turns every text into nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")

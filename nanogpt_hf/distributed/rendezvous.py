@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from nanogpt_hf.errors import LostProcess, UserError
+from nanogpt_hf.errors import LostProcess, UserError, explain
 from nanogpt_hf.runs.folder import RunFolder
 
 # How long processes wait for one that gives no sign, in a collective or before one. All of them wait while the main one
@@ -29,9 +29,9 @@ def all_ready(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call `get_ready` on every process, and return what it returned on process 0, as JSON keeps it.
 
     It may take hours, and longer on one machine than on another: tokenizing does. So they do not meet in a collective,
-    which would time out, but in the launcher's key-value store, and give signs of life meanwhile. Where it raises a
-    UserError on one of them, or returns something that process 0 has otherwise, a UserError is raised on all. Raises
-    LostProcess where one gives no more sign.
+    which would time out, but in the launcher's key-value store, and give signs of life meanwhile. If it raises an
+    error that `explain` knows on one of them, or returns something that process 0 has otherwise, a UserError is raised
+    on all. Raises LostProcess where one gives no more sign.
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("RANK") or 0)
     if world_size == 1:
@@ -52,8 +52,11 @@ def all_ready(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         try:
             answer = {"host": socket.gethostname(), "ready": get_ready()}
-        except UserError as error:
-            answer = {"host": socket.gethostname(), "error": str(error)}
+        except Exception as error:
+            line = explain(error)
+            if line is None:
+                raise
+            answer = {"host": socket.gethostname(), "error": line}
         with one_line_for_a_lost_process():
             store.set(f"answer/{rank}", json.dumps(answer))
             if "error" in answer:

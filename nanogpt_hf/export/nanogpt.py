@@ -117,6 +117,8 @@ def _clean_state(path: Path, model: dict[str, Any]) -> dict[str, torch.Tensor]:
         dense = isinstance(weight, torch.Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
         if not dense or not weight.is_floating_point():
             raise _none(path, f"{name} is no tensor of floating-point numbers")
+        if not weight.float().isfinite().all():
+            raise _none(path, f"{name} holds NaN or infinity: the run that wrote it had diverged")
     return {name: weight.float() for name, weight in state.items() if not name.endswith(".attn.bias")}
 
 

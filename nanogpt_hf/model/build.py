@@ -1,5 +1,8 @@
 """A model from scratch, or from a folder or the Hub and ready to be fine-tuned."""
 
+import pickle
+import shlex
+import warnings
 from pathlib import Path
 
 import torch
@@ -12,7 +15,7 @@ from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -62,17 +65,39 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
     if folder.exists() and not (adapter or (folder / "config.json").is_file()):
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        if adapter:
-            from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
+        with warnings.catch_warnings():
+            # of a pickle that it is about to refuse torch warns as well
+            warnings.filterwarnings("ignore", module=r"torch\._weights_only_unpickler")
+            if adapter:
+                from nanogpt_hf.model.lora import load_merged  # peft takes a second to import
 
-            return load_merged(name)
-        return GPTForCausalLM.from_pretrained(
-            name, revision=revision, dtype=torch.float32, trust_remote_code=False, **options
-        )
+                return load_merged(name)
+            if folder.exists():
+                _check_enough_weights(folder)
+            return GPTForCausalLM.from_pretrained(
+                name, revision=revision, dtype=torch.float32, trust_remote_code=False, **options
+            )
     except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
-        reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
-        raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {reason}") from error
+        raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {_reason(error)}") from error
+
+
+def _check_enough_weights(folder: Path) -> None:
+    """Raises ValueError if config.json describes a far larger model than the weights beside it, which all get memory
+    before they are compared."""
+    parameters = count_parameters(GPTConfig.from_pretrained(folder))
+    size = sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+    if size and parameters > size:  # not even a byte for each
+        raise ValueError(f"its config.json describes {parameters:,} parameters, its weights have {size:,} bytes")
+
+
+def _reason(error: Exception) -> str:
+    """Why a model cannot be loaded, without torch's advice to open a pickle that may run code."""
+    if isinstance(error, pickle.UnpicklingError):
+        return "its weights are a damaged pickle, or one that holds more than tensors, and were not opened"
+    if isinstance(error, KeyError):
+        return f"a part of it is missing or unknown: {error}"
+    return explain(error) if is_out_of_memory(error) else one_line(error)
 
 
 def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0) -> GPTForCausalLM:
@@ -119,7 +144,9 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
     name = folder_or_hub_id(name)
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
-        raise UserError(f"{name}: is an adapter; make it a whole model first: python cli.py export {name} OUT")
+        raise UserError(
+            f"{name}: is an adapter; make it a whole model first: python cli.py export {shlex.quote(name)} OUT"
+        )
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
@@ -127,9 +154,8 @@ def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | 
         file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
     except Exception as error:  # of a config with nonsense in it, the network, ...
-        reason = " ".join(str(error).split())
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
-        raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {reason}") from error
+        raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {_reason(error)}") from error
     known = kind_options(KNOBS["model.activation_function"].kind)
     if config.activation_function not in known:
         raise UserError(f"{name}: its activation_function {config.activation_function} is none of {', '.join(known)}")

@@ -9,6 +9,15 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 
+# Sizes beyond these are damage or a slip: a machine would work on them for hours, or run out of memory, with no word.
+LARGEST = {
+    "n_layer": 1000,
+    "n_head": 10_000,
+    "n_embd": 100_000,
+    "n_positions": 100_000_000,
+    "vocab_size": 100_000_000,
+}
+
 
 @strict
 class GPTConfig(PreTrainedConfig):
@@ -47,7 +56,12 @@ class GPTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        if self.n_head < 1 or self.n_embd % self.n_head:
+        for name, largest in LARGEST.items():
+            if not 1 <= getattr(self, name) <= largest:
+                raise ValueError(f"{name} must be from 1 to {largest:,}, got {getattr(self, name)!s:.40}")
+        if not 0 <= self.dropout <= 1:
+            raise ValueError(f"dropout must be from 0 to 1, got {self.dropout}")
+        if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")

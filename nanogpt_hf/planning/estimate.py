@@ -4,7 +4,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.manifest import Manifest, read_manifest
 from nanogpt_hf.data.source import find_files
@@ -112,8 +112,7 @@ def estimate(
     on_gpu = dataclasses.replace(place, on_cpu=False)
     asked = [("this much memory", memory, place)] if memory else []
     peaks: dict[bool, dict[int, float]] = {
-        where.on_cpu: {size: of(size, where).peak for size in range(1, sequences + 1) if sequences % size == 0}
-        for where in {place, on_gpu}
+        where.on_cpu: {size: of(size, where).peak for size in divisors(sequences)} for where in {place, on_gpu}
     }
     flops_of = dict(BF16_PEAKS)
     devices = []

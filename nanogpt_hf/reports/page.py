@@ -3,6 +3,7 @@
 import base64
 import hashlib
 import json
+import math
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
@@ -33,7 +34,7 @@ def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) 
         raise UserError(f"{run.path}: holds no run: neither recipe.yaml nor metrics.jsonl is there")
     page = render(run, read_metrics(run) if events is None else events)
     with written_whole(path) as partial:
-        partial.write_text(page, encoding="utf-8")
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # a path may hold any byte
 
 
 def render(run: RunFolder, events: list[Event]) -> str:
@@ -110,4 +111,5 @@ def _chart_data(events: list[Event], verdict: Verdict | None, reference: Referen
 
 def _mean(stretch: list[Event], name: str) -> float | None:
     _, values = column(stretch, name)
-    return float(f"{values.mean():.6g}") if len(values) else None
+    mean = float(f"{values.mean():.6g}") if len(values) else math.nan
+    return mean if math.isfinite(mean) else None

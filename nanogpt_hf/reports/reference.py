@@ -20,7 +20,7 @@ from nanogpt_hf.config.shipped import shipped_folder
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import column, read_metrics
+from nanogpt_hf.runs.metrics import column, is_number, read_metrics
 
 SHIPPED = shipped_folder("recipes/reference")
 BAND = (
@@ -82,10 +82,18 @@ def read_reference(path: Path) -> Reference:
         tree = json.loads(path.read_text(encoding="utf-8"))
         tree["curves"] = {name: Curve(**curve) for name, curve in tree.get("curves", {}).items()}
         tree["points"] = [Point(**point) for point in tree.get("points", [])]
-        return Reference(**tree)
+        reference = Reference(**tree)
+        rows = [dataclasses.astuple(curve) for curve in reference.curves.values()]
+        numbers = [number for row in rows for values in row for number in values]
+        numbers += [number for point in reference.points for number in (point.loss, point.step or 0, point.tolerance)]
+        if any(len(set(map(len, row))) > 1 for row in rows) or not all(map(is_number, numbers)):
+            raise ValueError("its curves are no lists of numbers of one length, or its points no numbers")
+        if not (isinstance(reference.name, str) and isinstance(reference.experiment, dict)):
+            raise ValueError("its name is no text, or its experiment no knobs")
+        return reference
     except FileNotFoundError:
         raise UserError(f"{path}: there is no such reference") from None
-    except (OSError, ValueError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a reference curve: {error}") from None
 
 

@@ -1,6 +1,7 @@
 """The parts of report.html. All of what comes from a run is escaped here."""
 
 import html
+import shlex
 from datetime import datetime
 from typing import Any
 
@@ -176,4 +177,4 @@ def loading_section(run: RunFolder, config: Config | None) -> str:
         f"from {package} import {loader}\nfrom transformers import AutoTokenizer\n\n"
         f"model = {loader}.from_pretrained({best!r})\ntokenizer = AutoTokenizer.from_pretrained({best!r})"
     )
-    return f"<pre>{escape(code)}</pre><p>or <code>python cli.py sample {escape(path)}</code></p>"
+    return f"<pre>{escape(code)}</pre><p>or <code>python cli.py sample {escape(shlex.quote(path))}</code></p>"

@@ -31,6 +31,18 @@ def _clear(folder: Path) -> None:
         remove(path)
 
 
+def _holder_of(lock: Path) -> int | None:
+    """The process that holds a lock on the file, as far as this machine's kernel lists it (Linux does)."""
+    with contextlib.suppress(OSError, ValueError):
+        facts = lock.stat()
+        file = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
+        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
+            fields = line.split()  # such as 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
+            if fields[1] == "FLOCK" and fields[5] == file and int(fields[4]) > 0:
+                return int(fields[4])
+    return None
+
+
 class RunFolder:
     """Names of what is in a run folder, and its beginnings. Writing is the main process's business."""
 
@@ -46,7 +58,8 @@ class RunFolder:
         self.best = self.path / "best"
         self.final = self.path / "final"
         self.trackers = self.path / "trackers"
-        self._lock = filelock.FileLock(self.path / ".lock")
+        self._lock_file = self.path / ".lock"
+        self._lock = filelock.FileLock(self._lock_file)
 
     def check(self, *, resume: bool, overwrite: bool, auto_resume: bool = False) -> bool:
         """Return whether to resume; `auto_resume` decides between that and a new start. Nothing is changed.
@@ -55,6 +68,9 @@ class RunFolder:
         """
         if resume and overwrite:
             raise RunFolderError("--resume and --overwrite exclude each other")
+        if self._lock_file.is_file():
+            with self._locked():  # first, because a run at its beginning looks like one without checkpoints
+                pass
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
         self._check_folders()
@@ -207,23 +223,30 @@ class RunFolder:
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._lock.acquire(timeout=0)
+            self._locked()
             for folder in (self.best, self.final):
                 restore_folder(Path(os.path.realpath(folder)))
             for path in list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ():
                 if leftover := _LEFTOVER.fullmatch(path.name):
                     restore_folder(self.checkpoints / leftover[1])
-        except filelock.Timeout:
-            raise RunFolderError(f"{self.path}: another process is training in it; wait for it to end") from None
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def _locked(self) -> filelock.AcquireReturnProxy:
+        """The lock, held until the proxy is left or for good. Raises RunFolderError if another process holds it."""
+        try:
+            return self._lock.acquire(timeout=0)
+        except filelock.Timeout:
+            pid = _holder_of(self._lock_file)
+            who = f"another process{f' (pid {pid})' if pid else ''}"
+            raise RunFolderError(f"{self.path}: {who} is training in it; wait for it to end") from None
 
     def unlock(self) -> None:
         """Let others in; a folder in which nothing was begun goes again."""
         self._lock.release()
         if not self.recipe.exists():
-            (self.path / ".lock").unlink(missing_ok=True)
             with contextlib.suppress(OSError):
+                self._lock_file.unlink(missing_ok=True)
                 for folder in self._made:
                     folder.rmdir()
 

@@ -41,7 +41,7 @@ def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
 
 def read_starts(run: RunFolder) -> list[dict[str, Any]]:
     """The starts of a run, oldest first; none where machine.json is missing or is no such file."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
         return [start for start in starts if isinstance(start, dict)]
     return []

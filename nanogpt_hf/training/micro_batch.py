@@ -11,12 +11,13 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
 
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.full_state import check_moments, forget_moments, scaler_state, set_scaler_state
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.model.build import build_gpt_config, outline
 from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, moments_of
 from nanogpt_hf.planning.placement import Placement
@@ -104,7 +105,7 @@ def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Call
     process; several might be left waiting for each other, so there it ends the run. Raises UserError on machines that
     do not tell how much memory was needed.
     """
-    sizes = [size for size in range(1, sequences + 1) if sequences % size == 0]
+    sizes = divisors(sequences)
     needed: dict[int, int] = {}
     size = 1
     while size is not None:
@@ -113,8 +114,8 @@ def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Call
         try:
             rehearse(size)
             needed[size] = max(_of_all(accelerator, _peak(accelerator)))
-        except RuntimeError as error:  # torch.OutOfMemoryError is one
-            if Mesh.from_environment().world_size > 1 or not needed or "memory" not in str(error):
+        except Exception as error:
+            if Mesh.from_environment().world_size > 1 or not needed or not is_out_of_memory(error):
                 raise
             sizes = [smaller for smaller in sizes if smaller < size]
         gc.collect()
