@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import DataError, UserError
 
 PATIENCE = 60  # seconds that processes wait for each other
 _CPU_TOKENS = 1024  # in a timed micro-batch on a CPU, or one block
@@ -98,6 +98,8 @@ class Report:
             if not self.speaks:
                 raise
             self.give_up(topic, "out of memory: halve train.micro_batch_size, or shard: accelerate_configs/fsdp2.yaml")
+        except DataError as error:  # tokens that only reading them shows to be wrong
+            self.give_up(topic, str(error))
         except RuntimeError as error:  # gloo's and NCCL's own kind
             if alone:
                 raise
@@ -239,3 +241,5 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     size, of_step = f"{timed} × {config.data.block_size} tokens", accumulation * micro_batch_size / timed
     inseparable = "DeepSpeed's engine communicates as it computes" if deepspeed else ""
     report.add(*findings.judge_step(times, size, of_step, report.backend, sharded, inseparable))
+    if source == config.data.dir and report.speaks:  # last: it may take minutes, in which the others need not wait
+        report.add(findings.judge_bytes(source, *probes.verify_data(config)))

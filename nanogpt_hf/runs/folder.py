@@ -12,6 +12,7 @@ import filelock
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.runs.identity import is_fixed
 
 _STEP = re.compile(r"step_(\d{8,})")
 
@@ -81,9 +82,7 @@ class RunFolder:
             if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != found
         ]
         lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
-        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
-        free = ("data.dir", "data.num_proc", "finetune.prompts", "finetune.sample_tokens", "lora.merge")
-        other = [line for line in lines if line.startswith(fixed) and not line.startswith(free)]
+        other = [line for line in lines if is_fixed(line)]
         if other:
             what = "; ".join(other)
             raise RunFolderError(

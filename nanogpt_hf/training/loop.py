@@ -25,6 +25,7 @@ from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.save_trained import save_trained
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.layer_stats import Layers
@@ -45,6 +46,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
     # Set up: machine, data, model, optimizer.
     accelerator = build_accelerator(config, run)
     data = load_prepared(config)
+    identity = run_identity(config, data.manifest)
     thaws = config.finetune.unfreeze_every is not None
     first_step = newest_step(accelerator, run) if resume and thaws else 0
     model, optimizer, model_config = set_up(accelerator, config, data, first_step)
@@ -61,13 +63,13 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
 
     # Start anew, or stand where the newest checkpoint stood.
     if resume:
-        state = load_checkpoint(accelerator, model, optimizer, run)
+        state = load_checkpoint(accelerator, model, optimizer, run, identity)
         if state.step > config.train.max_steps:
             raise UserError(f"{run.path}: is at step {state.step:,}, past train.max_steps {config.train.max_steps:,}")
         if accelerator.is_main_process:
             run.go_on(config_to_yaml(config))
     else:
-        state = TrainState()
+        state = TrainState(identity=identity)
         if accelerator.is_main_process:
             run.start(config_to_yaml(config))
         accelerator.wait_for_everyone()
@@ -129,7 +131,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 model, optimizer = accelerator.free_memory(model, optimizer)
                 model, optimizer, _ = set_up(accelerator, config, data, state.step)
                 rehearse(config.train.micro_batch_size)
-                state = load_checkpoint(accelerator, model, optimizer, run)
+                state = load_checkpoint(accelerator, model, optimizer, run, identity)
                 model.train()
                 tracking.restart_clock(state)
 
@@ -151,7 +153,7 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
                 loss = accelerator.reduce(loss, "sum").item()
                 tracking.train(state, loss, learning_rate, health.report(state) | layers.report(grad_norm.item()))
                 if health.spiked(state, loss):
-                    before, state = state, load_checkpoint(accelerator, model, optimizer, run)
+                    before, state = state, load_checkpoint(accelerator, model, optimizer, run, identity)
                     health.rolled_back(before, state)
                     tracking.rewind(state)
             state.seconds += time.perf_counter() - started

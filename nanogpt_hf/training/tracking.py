@@ -56,7 +56,7 @@ class Tracking:
             start = describe_start(accelerator, state.step)
             if accelerator.log_with:
                 start_trackers(accelerator, config, run, start)
-            add_start(run, start)
+            add_start(run, start | {"data": state.identity and state.identity["data"]})
         if self.main and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty():
             self.bar = tqdm(total=config.train.max_steps, initial=state.step, unit="step", dynamic_ncols=True)
         self._last_line, self._last_picture = 0.0, -math.inf
