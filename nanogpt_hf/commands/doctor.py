@@ -19,7 +19,7 @@ from typing import Any
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError, is_out_of_memory
+from nanogpt_hf.errors import DataError, UserError, is_out_of_memory
 from nanogpt_hf.runs.files import output_file, write_json
 
 PATIENCE = 60  # seconds that processes wait for each other
@@ -92,6 +92,8 @@ class Report:
             clock.start()
         try:
             yield
+        except DataError as error:  # tokens that only reading them shows to be wrong
+            self.give_up(topic, str(error))
         except (RuntimeError, MemoryError) as error:  # RuntimeError is gloo's and NCCL's own kind, too
             if is_out_of_memory(error):
                 if not self.speaks:
@@ -167,6 +169,14 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     _check_batches(report, config, accelerator, data, source, gather)
     _measure_all_reduce(report, accelerator, gather, processes)
     _measure_steps(report, config, accelerator, data, gather)
+    if source == config.data.dir and report.speaks:  # last: it may take minutes, in which the others need not wait
+        _check_bytes(report, config, source)
+
+
+def _check_bytes(report: Report, config, source: str) -> None:
+    from nanogpt_hf.doctor import findings, probes
+
+    report.add(findings.judge_bytes(source, *probes.verify_data(config)))
 
 
 def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):

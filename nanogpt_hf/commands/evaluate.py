@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             data = DataSection(source=arguments.data, **knobs)
             with tempfile.TemporaryDirectory() as scratch:
                 got["corpus"] = read_corpus(data, split, tokenizer, Path(scratch))
-            facts["tokens_sha256"] = got["corpus"].tokens_sha256()
+            facts["tokens_sha256"] = got["corpus"].stream.sha256()
         return facts
 
     facts = all_ready(get_ready)

@@ -1,7 +1,8 @@
-"""Tokenize a recipe's text or conversations into arrow shards. A second call finds them and does nothing."""
+"""Tokenize a recipe's text or conversations into arrow shards. A second call finds them and verifies every byte."""
 
 import argparse
 import logging
+from pathlib import Path
 
 from nanogpt_hf.commands.console import shows_bars
 from nanogpt_hf.config.load import knob_lines, load_config
@@ -16,11 +17,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     config = load_config(arguments.recipe, overrides)
-    prepare_and_say(config)
+    if not prepare_and_say(config):
+        from nanogpt_hf.data.prepare import check_prepared
+        from nanogpt_hf.data.shards import NO_CHECKSUMS
+
+        verified = check_prepared(Path(config.data.dir))
+        logger.info(f"  {'verified: every byte is as it was written' if verified else NO_CHECKSUMS}")
 
 
-def prepare_and_say(config) -> None:
-    """Prepare a recipe's data, and say what there is now."""
+def prepare_and_say(config) -> bool:
+    """Prepare a recipe's data, and say what there is now; return whether anything had to be done."""
     import datasets
 
     from nanogpt_hf.data.prepare import load_prepared, prepare
@@ -39,6 +45,7 @@ def prepare_and_say(config) -> None:
                 f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.bytes_per_token:.2f} bytes per token"
             )
         logger.info(f"  {name:<10} {line}")
+    return anew
 
 
 def chat_line(facts, examples) -> str:

@@ -83,7 +83,7 @@ def _read_prompt(arguments: argparse.Namespace) -> str | None:
     if arguments.prompt_file is None:
         return arguments.prompt
     try:
-        return Path(arguments.prompt_file).read_text(encoding="utf-8")
+        return Path(arguments.prompt_file).read_text(encoding="utf-8-sig")  # a byte order mark is no text
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
 

@@ -1,5 +1,6 @@
 """Blocks of conversations: several examples packed into each block, or one and padding."""
 
+import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
 from pathlib import Path
@@ -8,6 +9,7 @@ import numpy as np
 import torch
 
 from nanogpt_hf.data.tokens import TokenStream, read_column
+from nanogpt_hf.errors import DataError
 
 
 class Examples:
@@ -34,14 +36,9 @@ class Examples:
         self.filled = int(self._positions[chosen].sum())  # positions that hold a token of an example
 
     @classmethod
-    def open(cls, folder: Path, *, block_size: int, packing: str) -> "Examples":
+    def open(cls, folder: Path, *, block_size: int, packing: str, vocab_size: int | None = None) -> "Examples":
         """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
-        chunks, answered = read_column(folder, "input_ids"), read_column(folder, "answered")
-        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
-        streams = (
-            TokenStream([c.flatten().to_numpy(zero_copy_only=True) for c in column]) for column in (chunks, answered)
-        )
-        return cls(*streams, lengths, block_size=block_size, packing=packing)
+        return cls(*_read(folder, vocab_size), block_size=block_size, packing=packing)
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -88,6 +85,27 @@ class Examples:
         """The tokens of answers in the blocks at `indices`."""
         numbers = (number for block in indices.tolist() for number in self.blocks[block])
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
+
+
+def _read(folder: Path, vocab_size: int | None = None) -> tuple[TokenStream, TokenStream, np.ndarray]:
+    """Ids, whether each is part of an answer, and the length of each example."""
+    chunks, answered = read_column(folder, "input_ids"), read_column(folder, "answered")
+    try:
+        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
+        ids, is_answer = ([c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, answered))
+    except (ValueError, AttributeError) as error:  # a column of something else
+        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
+    streams = TokenStream(ids, vocab_size), TokenStream(is_answer)
+    if len(streams[0]) != len(streams[1]):
+        raise DataError(f"{folder}: cannot be read as prepared tokens: its columns differ; prepare the data anew")
+    return *streams, lengths
+
+
+def examples_sha256(folder: Path) -> str:
+    """The sha256 of a split of conversations: of its ids, of which are in answers, and of the examples' lengths."""
+    ids, answered, lengths = _read(folder)
+    parts = ids.sha256(), answered.sha256(), TokenStream([lengths]).sha256()
+    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:

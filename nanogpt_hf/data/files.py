@@ -3,6 +3,7 @@
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import zlib
@@ -16,6 +17,7 @@ from nanogpt_hf.errors import DataError
 _COMPRESSED = (".gz", ".xz", ".zst")
 ROW_FORMATS = (".jsonl", ".json", ".csv", ".parquet")
 KNOWN_FORMATS = (".txt", ".md", *ROW_FORMATS)
+_BINARY = "holds NUL bytes: binary data, not text"
 
 
 def file_format(path: Path) -> str:
@@ -50,9 +52,13 @@ def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]
                 for number, line in enumerate(file, 1):
                     if line.strip():
                         try:
-                            yield f"line {number}", json.loads(line)
+                            row = json.loads(line)
                         except json.JSONDecodeError as error:
                             raise DataError(f"{path}: line {number}: not valid JSON: {error.msg}") from None
+                        except (ValueError, RecursionError) as error:  # a number of 5,000 digits, too many brackets
+                            reason = str(error).partition(";")[0]
+                            raise DataError(f"{path}: line {number}: cannot be read: {reason}") from None
+                        yield f"line {number}", row
         case ".json":
             try:
                 with _read_text(path) as file:
@@ -62,11 +68,8 @@ def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]
             for number, row in enumerate(tree if isinstance(tree, list) else [tree], 1):
                 yield f"row {number}", row
         case ".csv":
-            csv.field_size_limit(2**31 - 1)  # the most that every platform's C long holds
             with _read_text(path) as file:
-                reader = csv.DictReader(file, strict=True)  # or an open quote would swallow the rest of the file
-                for row in reader:
-                    yield f"line {reader.line_num}", row
+                yield from _csv_rows(path, file)
         case ".parquet":
             import pyarrow.parquet
 
@@ -78,6 +81,34 @@ def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]
                     for row in batch.to_pylist():
                         number += 1
                         yield f"row {number}", row
+
+
+def _csv_rows(path: Path, file: IO[str]) -> Iterator[tuple[str, dict[str, str | None]]]:
+    """(where, row) for each row below the header. Raises DataError for a row longer than the header."""
+    csv.field_size_limit(2**31 - 1)  # the largest value that every platform's C long holds
+    reader = csv.reader(file, strict=True)  # not strict, an open quote would swallow the rest of the file
+    header, line = None, 1  # of the row that is read next: a quoted field may span several lines
+    try:
+        for values in reader:
+            if not values:  # a blank line is no row
+                pass
+            elif header is None:
+                header = values
+                repeated = sorted({name for name in header if name and header.count(name) > 1})
+                if repeated:
+                    raise DataError(
+                        f"{path}: line {line}: several columns are named {', '.join(repeated)}; rename them"
+                    )
+            elif len(values) > len(header):
+                raise DataError(
+                    f"{path}: line {line}: {len(values)} fields, but the header has {len(header)}; "
+                    "a text with commas must be in quotes"
+                )
+            else:
+                yield f"line {line}", dict(itertools.zip_longest(header, values))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        raise DataError(f"{path}: line {line}: not valid CSV: {error}") from None
 
 
 def _text_of(row: object, text_column: str) -> str:
@@ -96,7 +127,9 @@ def _text_of(row: object, text_column: str) -> str:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError for what Python holds as text and UTF-8 cannot."""
+    """Raises ValueError for binary data, and for what Python holds as text and UTF-8 cannot."""
+    if "\0" in text:
+        raise ValueError(_BINARY)
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -110,7 +143,9 @@ def _one_line_errors(path: Path) -> Iterator[None]:
     except UnicodeDecodeError as error:
         bad = error.object[error.start]
         raise DataError(f"{path}: not UTF-8 text (byte 0x{bad:02x}); is it binary, or another encoding?") from None
-    except (OSError, EOFError, lzma.LZMAError, zlib.error, csv.Error, ValueError, RecursionError) as error:
+    except MemoryError:
+        raise DataError(f"{path}: too large for the memory of this machine") from None
+    except (OSError, EOFError, lzma.LZMAError, zlib.error, ValueError, RecursionError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
@@ -124,7 +159,7 @@ def read_file(path: Path, text_column: str) -> Iterator[str]:
             with _read_text(path) as file:
                 text = file.read()
             if "\0" in text:
-                raise DataError(f"{path}: holds NUL bytes: binary data, not text")
+                raise DataError(f"{path}: {_BINARY}")
             if text:
                 yield text
             return

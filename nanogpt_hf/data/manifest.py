@@ -3,17 +3,20 @@
 import dataclasses
 import json
 import sys
+import typing
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.config.schema import KNOBS, Config, DataSection, get_value
-from nanogpt_hf.data.source import file_digest, file_state, find_files, is_url
+from nanogpt_hf.config.schema import KNOBS, Config, DataSection, get_value, kind_options
+from nanogpt_hf.data.shards import ShardFacts
+from nanogpt_hf.data.source import file_digest, file_state, find_files, is_url, without_login
 from nanogpt_hf.errors import DataError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
+_COUNTS = ("documents", "tokens", "bytes", "answered", "vocab_size")  # none of them is ever 0
 
 # The knobs that decide which tokens come out. Prepared data is reused only where all of them agree.
 DECIDING_KNOBS = (
@@ -36,6 +39,8 @@ class SplitFacts:
     tokens: int
     bytes: int  # of UTF-8 text; of conversations, of their answers only
     answered: int | None = None  # tokens of conversations that are part of an answer
+    sha256: str | None = None  # of the tokens, however they are stored; older versions recorded neither this
+    shards: dict[str, ShardFacts] | None = None  # nor the files
 
     @property
     def bytes_per_token(self) -> float:
@@ -58,20 +63,60 @@ class Manifest:
     validation: SplitFacts
     versions: dict[str, str]
 
+    def content(self) -> dict[str, Any]:
+        """What the tokens are: equal for the same text and tokenizer, wherever and whenever they were prepared."""
+        facts = {name: getattr(self, name) for name in ("revision", "tokenizer_hash", "vocab_size")}
+        for name in ("train", "validation"):
+            split = getattr(self, name)
+            facts |= {f"{name} tokens": split.tokens, f"{name} sha256": split.sha256}
+        return facts
+
 
 def read_manifest(folder: Path) -> Manifest | None:
     """The manifest in `folder`, None where there is none. Raises DataError for one that is not ours."""
     try:
+        if not (folder / MANIFEST).is_file():
+            return None
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
             raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare it anew")
         raw["recipe"].setdefault("format", "text")  # the only one there was, before there were two
-        splits = {name: SplitFacts(**raw.pop(name)) for name in ("train", "validation")}
-        return Manifest(**raw, **splits)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise DataError(f"{folder / MANIFEST}: not a manifest of prepared data: {error}") from None
+        manifest = Manifest(**raw | {name: _split_facts(raw[name]) for name in ("train", "validation")})
+        _check_types(manifest)
+        for knob, value in manifest.recipe.items():
+            _check_type(f"recipe: {knob}", value, KNOBS[f"data.{knob}"].kind)
+        for split in (manifest.train, manifest.validation):
+            if (split.answered is None) != (manifest.recipe["format"] == "text"):
+                raise ValueError(f"answered is {split.answered} of format {manifest.recipe['format']}")
+        return manifest
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise DataError(
+            f"{folder / MANIFEST}: not a manifest of prepared data: {error}; remove the folder to prepare it anew"
+        ) from None
+
+
+def _split_facts(raw: dict[str, Any]) -> SplitFacts:
+    if raw.get("shards") is not None:
+        raw = raw | {"shards": {name: ShardFacts(**facts) for name, facts in raw["shards"].items()}}
+    facts = SplitFacts(**raw)
+    for part in (facts, *(facts.shards or {}).values()):
+        _check_types(part)
+    return facts
+
+
+def _check_types(facts: Any) -> None:
+    for name, kind in typing.get_type_hints(type(facts)).items():
+        _check_type(name, getattr(facts, name), kind)
+
+
+def _check_type(name: str, value: Any, kind: Any) -> None:
+    """Raises TypeError for a value of another type than annotated, and for a count below zero."""
+    options = tuple(typing.get_origin(option) or option for option in kind_options(kind))
+    types = tuple(type(option) if isinstance(option, str) else option for option in options)  # a Literal's
+    if isinstance(value, bool) or not isinstance(value, (*types, *[int] * (float in types))):
+        raise TypeError(f"{name} is {value!r:.40}")
+    if name in _COUNTS and value is not None and value < 1:
+        raise ValueError(f"{name} is {value}")
 
 
 def _same(knob: str, prepared: Any, wanted: Any) -> bool:
@@ -85,6 +130,8 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
     for knob in (knob for knob in DECIDING_KNOBS if knob in manifest.recipe):
         prepared, wanted = manifest.recipe[knob], getattr(data, knob)
         if not _same(knob, prepared, wanted):
+            if knob == "source":
+                prepared, wanted = without_login(prepared or ""), without_login(wanted)
             raise DataError(
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
                 "choose another --data.dir, or remove the folder to prepare it anew"
@@ -107,11 +154,7 @@ def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     """What has to be the same on all machines of a run: every knob but places and reports, and what the tokens are."""
     local = ("data.source", "data.dir", "data.num_proc", "tracking.", "hub.")
     facts = {key: get_value(config, key) for key in KNOBS if not key.startswith(local)}
-    for name in ("revision", "tokenizer_hash", "vocab_size"):
-        facts[f"the data's {name}"] = getattr(manifest, name)
-    for name in ("train", "validation"):
-        facts[f"the data's {name} tokens"] = getattr(manifest, name).tokens
-    return facts
+    return facts | {f"the data's {name}": value for name, value in manifest.content().items()}
 
 
 def tool_versions() -> dict[str, str]:

@@ -5,19 +5,21 @@ Whole or absent, whoever else is at it.
 
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import datasets
 import filelock
 import numpy as np
+import pyarrow
 import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.conversations import encode_conversations, teach_chat
-from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.examples import Examples, examples_sha256
+from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     FORMAT,
@@ -29,10 +31,11 @@ from nanogpt_hf.data.manifest import (
     tool_versions,
     write_manifest,
 )
-from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents
+from nanogpt_hf.data.shards import check_bytes, check_sizes, describe_shards
+from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents, without_login
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import DataError, Stopped
 
 TOKENIZER = "tokenizer"
 _SHARD_BYTES = 500_000_000
@@ -61,7 +64,8 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     """Prepare `config.data` in its folder; return the manifest and whether anything had to be done.
 
     Safe to call from several processes at once: one prepares, the others wait for it. An interruption leaves nothing
-    that looks finished. Raises DataError where the text cannot be read or the folder holds something else.
+    behind, SIGKILL nothing that looks finished. Raises DataError where the text cannot be read or the folder holds
+    something else, and Stopped at a signal.
     """
     folder = Path(config.data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
     try:
@@ -74,7 +78,9 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
             raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
         _check_source(config.data, folder)  # before any folder is made
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with filelock.FileLock(folder.parent / f".{folder.name}.lock"):
+        lock = folder.parent / f".{folder.name}.lock"
+        lock.touch()  # filelock would try for ever where no file can be made, as in /proc
+        with raise_on_signals(), filelock.FileLock(lock):
             if manifest := read_manifest(folder):  # another process was faster
                 check_fits(manifest, config.data)
                 return manifest, False
@@ -90,6 +96,11 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
+    except Interrupted as signal:
+        raise Stopped(f"{folder}: stopped by {signal} while it was being prepared; nothing was kept") from None
+    except MemoryError:
+        source = without_login(config.data.source)
+        raise DataError(f"data.source: {source}: too large for the memory of this machine") from None
     return manifest, True
 
 
@@ -108,14 +119,12 @@ def load_prepared(config: Config) -> PreparedData:
     if manifest is None:
         raise DataError(f"{folder}: no prepared data; run `prepare` first")
     check_fits(manifest, config.data)
-    tokenizer = load_tokenizer(folder / TOKENIZER)
-    if vocabulary_hash(tokenizer) != manifest.tokenizer_hash:
-        raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data anew")
+    tokenizer = open_tokenizer(folder, manifest)
+    tokens = [open_tokens(folder, split, manifest) for split in ("train", "validation")]
     block_size, packing = config.data.block_size, config.data.packing
     if config.data.format == "chat":
-        train, validation = (
-            Examples.open(folder / split, block_size=block_size, packing=packing) for split in ("train", "validation")
-        )
+        sizes = {"block_size": block_size, "packing": packing, "vocab_size": manifest.vocab_size}
+        train, validation = (Examples.open(folder / split, **sizes) for split in ("train", "validation"))
         for split, examples in (("train", train), ("validation", validation)):
             if not len(examples):
                 raise DataError(
@@ -123,7 +132,7 @@ def load_prepared(config: Config) -> PreparedData:
                     "none has an answer within them"
                 )
         return PreparedData(train, validation, tokenizer, manifest)
-    train, validation = (TokenStream.open(folder / split) for split in ("train", "validation"))
+    train, validation = tokens
     if len(train) <= block_size:
         raise DataError(
             f"data.block_size: {block_size} tokens and a next one are more than "
@@ -133,6 +142,47 @@ def load_prepared(config: Config) -> PreparedData:
         raise DataError(f"{folder}: {len(validation)} validation tokens; raise data.validation_fraction")
     blocks = TokenBlocks(train, block_size, stride=1 if config.data.order == "random" else None)
     return PreparedData(blocks, TokenBlocks(validation, block_size, partial=True), tokenizer, manifest)
+
+
+def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of prepared data. Raises DataError where it is not the manifest's."""
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if (vocabulary_hash(tokenizer), len(tokenizer)) != (manifest.tokenizer_hash, manifest.vocab_size):
+        raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data anew")
+    return tokenizer
+
+
+def open_tokens(folder: Path, split: str, manifest: Manifest) -> TokenStream:
+    """The tokens of a split. Raises DataError where they cannot be read, or are more or fewer than the manifest says.
+
+    Their values are checked as they are read (the vocabulary), and all bytes by `check_prepared`.
+    """
+    facts = getattr(manifest, split)
+    if facts.shards is not None:
+        check_sizes(folder / split, facts.shards)
+    stream = TokenStream.open(folder / split, manifest.vocab_size)
+    if len(stream) != facts.tokens:
+        raise DataError(
+            f"{folder / split}: holds {len(stream):,} tokens, but {MANIFEST} says {facts.tokens:,}; "
+            "copy the prepared data again, or remove it to prepare it anew"
+        )
+    return stream
+
+
+def check_prepared(folder: Path) -> bool:
+    """Read all of the prepared data; whether there are checksums to compare with (older versions recorded none).
+
+    Raises DataError for a byte that has changed since it was prepared, and for a token beyond the vocabulary.
+    """
+    manifest = read_manifest(folder)
+    open_tokenizer(folder, manifest)
+    for split in ("train", "validation"):
+        stream, shards = open_tokens(folder, split, manifest), getattr(manifest, split).shards
+        if shards is None:
+            stream.check_vocabulary()
+        else:
+            check_bytes(folder / split, shards)
+    return manifest.train.shards is not None
 
 
 def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -145,8 +195,12 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
     if count == 1:
         text = documents.train[0]["text"] or ""
         cut = int(len(text) * (1 - data.validation_fraction))
-        features = documents.train.features
-        return tuple(datasets.Dataset.from_dict({"text": [part]}, features) for part in (text[:cut], text[cut:]))
+        kind = documents.train.features.arrow_schema.field("text").type
+        # With a fingerprint of ours: for one of its own, datasets would pickle the whole text.
+        return tuple(
+            datasets.Dataset(pyarrow.table({"text": pyarrow.array([part], kind)}), fingerprint=name)
+            for name, part in (("train", text[:cut]), ("validation", text[cut:]))
+        )
     held_out = max(1, round(count * data.validation_fraction))
     # argsort of raw bits: a permutation that no version of NumPy changes
     bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
@@ -176,7 +230,7 @@ def _tokenize(
         for ids in encode_batch(texts) if texts else []:
             if len(ids) and ids.max() >= vocab_size:
                 raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
-            rows.append(np.append(ids, ending).astype(kind))  # checked: astype would wrap larger ids silently
+            rows.append(np.concatenate((ids, ending), dtype=kind, casting="unsafe"))  # checked: larger ids would wrap
         return {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
 
     features = datasets.Features(
@@ -231,11 +285,13 @@ def _tokenize_conversations(
     )
 
 
-def save_split(rows: datasets.Dataset, tokens: int, folder: Path) -> None:
-    """Write rows of `input_ids`, `tokens` in all, as arrow shards."""
+def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> SplitFacts:
+    """Write rows of `input_ids` as arrow shards; return their facts with the checksums."""
     itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
-    shards = -(-tokens * itemsize // _SHARD_BYTES)
+    shards = -(-facts.tokens * itemsize // _SHARD_BYTES)
     rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
+    sha256 = TokenStream.open(folder).sha256() if facts.answered is None else examples_sha256(folder)
+    return replace(facts, sha256=sha256, shards=describe_shards(folder))
 
 
 def _answered_tokens(rows: datasets.Dataset) -> int:
@@ -269,7 +325,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         )
         if not facts[name].tokens:
             raise DataError(f"data.source: {data.source}: too little text: there is none left for {name}")
-        save_split(rows.remove_columns("bytes"), facts[name].tokens, folder / name)
+        facts[name] = save_split(rows.remove_columns("bytes"), facts[name], folder / name)
     tokenizer.hf.save_pretrained(folder / TOKENIZER)
     local = find_files(data.source)
     manifest = Manifest(

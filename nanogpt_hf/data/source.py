@@ -13,6 +13,7 @@ import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import datasets
 
@@ -40,7 +41,12 @@ class Documents:
 
 
 def is_url(source: str) -> bool:
-    return source.startswith(("http://", "https://"))
+    return source.lower().startswith(("http://", "https://"))
+
+
+def without_login(source: str) -> str:
+    """A source for messages: a URL without its user and password."""
+    return re.sub(r"(?<=//)[^/?#]*@", "", source, count=1) if is_url(source) else source
 
 
 def find_files(source: str) -> list[Path]:
@@ -69,6 +75,8 @@ def find_files(source: str) -> list[Path]:
         if not files:
             raise DataError(f"data.source: {source}: no file matches")
         return files
+    if os.path.exists(path):
+        raise DataError(f"data.source: {source}: is not a regular file but a pipe or a device; save the text to a file")
     if source.startswith((".", "/", "~")) or file_format(path) in KNOWN_FORMATS or source.count("/") > 1:
         raise DataError(f"data.source: {source}: no such file or folder")
     return []
@@ -91,16 +99,14 @@ def file_digest(files: list[Path]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def _read_files(files: list[str], text_column: str) -> Iterator[dict[str, str]]:
+def _read_files(files: list[str], chat: bool, text_column: str, source: str) -> Iterator[dict[str, Any]]:
+    empty = True
     for path in files:
-        for text in read_file(Path(path), text_column):
-            yield {"text": text}
-
-
-def _read_chat_files(files: list[str], text_column: str) -> Iterator[dict[str, list]]:
-    for path in files:
-        for messages in read_conversations(Path(path)):
-            yield {"messages": messages}
+        for document in read_conversations(Path(path)) if chat else read_file(Path(path), text_column):
+            yield {"messages" if chat else "text": document}
+            empty = False
+    if empty:
+        raise DataError(f"data.source: {source}: empty; there is no text to train on")
 
 
 def _read_chat_rows(rows: datasets.Dataset, where: str) -> Iterator[dict[str, list]]:
@@ -123,16 +129,51 @@ def _collect(generator: Callable, features: datasets.Features, cache_dir: Path, 
             generator, features=features, cache_dir=str(cache_dir), gen_kwargs=arguments or None
         )
     except datasets.exceptions.DatasetGenerationError as error:
-        if isinstance(error.__cause__, DataError):
+        if isinstance(error.__cause__, DataError | MemoryError):
             raise error.__cause__ from None
         raise
+
+
+def _quoted(part: str) -> str:
+    """A part of a URL in ASCII; what is encoded already stays as it is."""
+    return urllib.parse.quote(part, safe="/%:@!$&'()*+,;=~?")
+
+
+def _opener(url: str) -> tuple[str, urllib.request.OpenerDirector]:
+    """The URL in ASCII and without its login, and an opener that sends the login to that host only.
+
+    Raises ValueError for what is no URL.
+    """
+    parts = urllib.parse.urlsplit(url)
+    login, _, address = parts.netloc.rpartition("@")
+    host = urllib.parse.urlsplit(f"//{address}")
+    if not host.hostname or host.port == 0:  # reading the port raises ValueError for what is none
+        raise ValueError("no host")
+    address = address if address.isascii() else address.encode("idna").decode()
+    passwords = urllib.request.HTTPPasswordMgrWithPriorAuth()
+    if login:
+        user, _, password = login.partition(":")
+        root = f"{parts.scheme}://{address}/"
+        passwords.add_password(
+            None, root, urllib.parse.unquote(user), urllib.parse.unquote(password), is_authenticated=True
+        )
+    plain = urllib.parse.urlunsplit((parts.scheme, address, _quoted(parts.path), _quoted(parts.query), ""))
+    return plain, urllib.request.build_opener(urllib.request.HTTPBasicAuthHandler(passwords))
 
 
 def _download(url: str, sha256: str | None, folder: Path) -> Path:
     digest = hashlib.sha256()
     try:
-        target = folder / (Path(urllib.parse.urlsplit(url).path).name or "download.txt")
-        with urllib.request.urlopen(url, timeout=60) as response, target.open("wb") as file:
+        plain, opener = _opener(url)
+    except ValueError:  # which part is wrong is not said, for it may be of a password
+        raise DataError(
+            "data.source: cannot be downloaded: not a URL; in a user name or password write / as %2F, : as %3A, "
+            "@ as %40, ? as %3F and # as %23"
+        ) from None
+    target = folder / (Path(urllib.parse.urlsplit(url).path).name or "download.txt")
+    url = without_login(url)
+    try:
+        with opener.open(plain, timeout=60) as response, target.open("wb") as file:
             while block := response.read(1 << 20):
                 digest.update(block)
                 file.write(block)
@@ -195,13 +236,16 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
         raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
     if data.source == PYTHON_DOCS:
         return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}")
+    downloaded = not files
     files = files or [_download(data.source, data.sha256, scratch)]
-    read, features, chosen = _read_files, _TEXT, [str(path) for path in files]
-    if data.format == "chat":
-        read, features = _read_chat_files, _CHAT
-        if os.path.isdir(os.path.expanduser(data.source)):  # a README beside the data is none of it
-            chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
-    if not any(True for _ in read(chosen, data.text_column)):
-        raise DataError(f"data.source: {data.source}: empty; there is no text to train on")
-    documents = _collect(read, features, scratch, files=chosen, text_column=data.text_column)
+    chat, chosen = data.format == "chat", [str(path) for path in files]
+    if chat and os.path.isdir(os.path.expanduser(data.source)):  # a README beside the data is none of it
+        chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
+    arguments = {"chat": chat, "text_column": data.text_column, "source": without_login(data.source)}
+    try:
+        documents = _collect(_read_files, _CHAT if chat else _TEXT, scratch, files=chosen, **arguments)
+    except DataError as error:
+        if not downloaded:
+            raise
+        raise DataError(str(error).replace(chosen[0], arguments["source"])) from None  # the file is deleted again
     return Documents(documents, None, file_digest(files))

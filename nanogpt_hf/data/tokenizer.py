@@ -26,6 +26,9 @@ _GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/m
 _GPT2_MERGES_SHA256 = "04e3597d7996f292ca9b8b7285ca4d58a6ae171ac47d73fc7140ceb0c7a6bbc0"  # of the merges, a line each
 
 
+_PIECE = 2**20  # characters numbered together: each takes four bytes meanwhile
+
+
 @dataclass(frozen=True)
 class Tokenizer:
     """A tokenizer as preparing data needs it."""
@@ -121,13 +124,18 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     rust.decoder = decoders.Fuse()
     hf = transformers.PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
-    id_of = np.full(max(map(ord, characters)) + 1, np.iinfo(np.uint32).max, dtype=np.uint32)
+    kind = np.uint16 if len(characters) < 2**16 else np.uint32  # its largest value stands for an unknown character
+    id_of = np.full(max(map(ord, characters)) + 1, np.iinfo(kind).max, dtype=kind)
     id_of[[ord(character) for character in characters]] = np.arange(len(characters))
 
-    def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        return [id_of[np.frombuffer(text.encode("utf-32-le"), dtype=np.uint32)] for text in texts]
+    def encode(text: str) -> np.ndarray:
+        ids = np.empty(len(text), dtype=kind)
+        for start in range(0, len(text), _PIECE):
+            piece = text[start : start + _PIECE].encode("utf-32-le")
+            ids[start : start + _PIECE] = id_of[np.frombuffer(piece, dtype=np.uint32)]
+        return ids
 
-    return Tokenizer("char", hf, encode_batch)
+    return Tokenizer("char", hf, lambda texts: [encode(text) for text in texts])
 
 
 def gpt2_tokenizer() -> Tokenizer:

@@ -1,5 +1,6 @@
 """TokenStream: memory-mapped arrow shards as one flat array of tokens, without a copy."""
 
+import hashlib
 from pathlib import Path
 
 import datasets
@@ -20,26 +21,34 @@ def read_column(folder: Path, name: str) -> list[pyarrow.Array]:
 class TokenStream:
     """The tokens of all documents one after another, over any number of arrow chunks and shards."""
 
-    def __init__(self, chunks: list[np.ndarray]):
+    def __init__(self, chunks: list[np.ndarray], vocab_size: int | None = None):
+        self.vocab_size = vocab_size  # no id read may reach it; None allows any
         self.chunks = [chunk for chunk in chunks if len(chunk)]
         self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
 
     @classmethod
-    def open(cls, folder: Path) -> "TokenStream":
+    def open(cls, folder: Path, vocab_size: int | None = None) -> "TokenStream":
         """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
         chunks = read_column(folder, "input_ids")
         try:
-            return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks])
+            return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks], vocab_size)
         except (ValueError, AttributeError) as error:  # a column of something else
             raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
+    def sha256(self) -> str:
+        """Of the ids as 32-bit numbers: equal for the same text under the same tokenizer, however it is stored."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks:
+            digest.update(np.ascontiguousarray(chunk, dtype="<u4"))
+        return digest.hexdigest()
+
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each offset in `starts`, as int64 of shape (len(starts), length).
 
-        Raises IndexError where a window leaves the stream.
+        Raises IndexError where a window leaves the stream, DataError for an id beyond the vocabulary.
         """
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"a window of {length} from {starts.max()} leaves the stream of {len(self)} tokens")
@@ -52,4 +61,17 @@ class TokenStream:
                 piece = self.chunks[number][offset : offset + length - filled]
                 row[filled : filled + len(piece)] = piece
                 filled, number, offset = filled + len(piece), number + 1, 0
+        self._check_ids(out)
         return out
+
+    def check_vocabulary(self) -> None:
+        """Raises DataError for an id beyond the vocabulary. Reads all of them."""
+        for chunk in self.chunks:
+            self._check_ids(chunk)
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if self.vocab_size is not None and ids.size and (largest := ids.max()) >= self.vocab_size:
+            raise DataError(
+                f"the prepared data holds token {largest}, beyond its vocabulary of {self.vocab_size:,} tokens: it is "
+                "damaged; remove it to prepare it anew"
+            )

@@ -5,6 +5,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from nanogpt_hf.data.shards import NO_CHECKSUMS
 from nanogpt_hf.doctor.interconnect import Link
 from nanogpt_hf.doctor.probes import StepTimes
 from nanogpt_hf.runs.machine import Place, Process
@@ -150,6 +151,14 @@ def judge_data(read: list[list[str]], expected: list[str], source: str) -> Findi
         return Finding("fault", "data", text)
     each = f"once, {len(read[0])} by each of {len(read)} processes" if len(read) > 1 else "by the one process"
     return Finding("ok", "data", f"{source}: the {plural(len(expected), 'window')} of a step are drawn {each}")
+
+
+def judge_bytes(folder: str, has_checksums: bool, problem: str | None) -> Finding:
+    if problem:
+        return Finding("fault", "data", problem)
+    if not has_checksums:
+        return Finding("warning", "data", f"{folder}: {NO_CHECKSUMS}")
+    return Finding("ok", "data", f"{folder}: every byte is as it was written")
 
 
 def judge_all_reduce(rows: list[tuple[int, float, float]], link: Link, backend: str) -> Finding:

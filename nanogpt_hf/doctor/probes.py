@@ -21,7 +21,7 @@ from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSec
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import PreparedData, load_prepared
+from nanogpt_hf.data.prepare import PreparedData, check_prepared, load_prepared, open_tokenizer
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.interconnect import Link, gpu_link, network_link
@@ -78,8 +78,9 @@ def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
 def vocab_size_of(config: Config) -> int:
     """Of the prepared data; where there is none, the recipe's, GPT-2's, or 256 as for characters."""
     with contextlib.suppress(DataError):  # said where the data is opened
-        if manifest := read_manifest(Path(config.data.dir)):
-            return manifest.vocab_size
+        folder = Path(config.data.dir)
+        if manifest := read_manifest(folder):
+            return len(open_tokenizer(folder, manifest))
     return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
 
 
@@ -102,6 +103,14 @@ def data_for(config: Config, use_prepared: bool) -> tuple[PreparedData | None, s
         return load_prepared(config), config.data.dir, None
     except DataError as error:
         return None, f"{config.data.dir} cannot be used", str(error)
+
+
+def verify_data(config: Config) -> tuple[bool, str | None]:
+    """Whether the prepared data has checksums, and how it differs from what was written. Reads all of it."""
+    try:
+        return check_prepared(Path(config.data.dir)), None
+    except DataError as error:
+        return True, str(error)
 
 
 def made_up_tokens(vocab_size: int, count: int) -> TokenStream:

@@ -1,6 +1,5 @@
 """Text to measure a model on -> one stream of the model's own tokens, and how much text that is."""
 
-import hashlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +9,7 @@ import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.manifest import MANIFEST, read_manifest
+from nanogpt_hf.data.prepare import open_tokens
 from nanogpt_hf.data.source import PYTHON_DOCS, find_files, is_url, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
@@ -27,13 +27,6 @@ class Corpus:
     documents: int
     bytes: int  # of UTF-8 text
     revision: str  # of the source: sha256 of files, a Hub commit, ...
-
-    def tokens_sha256(self) -> str:
-        """Of the ids as 32-bit numbers: the same text under the same tokenizer, wherever it came from."""
-        digest = hashlib.sha256()
-        for chunk in self.stream.chunks:
-            digest.update(np.ascontiguousarray(chunk, dtype="<u4").tobytes())
-        return digest.hexdigest()
 
 
 def read_corpus(data: DataSection, split: str | None, tokenizer: Tokenizer, scratch: Path) -> Corpus:
@@ -64,7 +57,7 @@ def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
     facts = getattr(manifest, split)
     if facts.answered is not None:
         raise DataError(f"--data: {folder}: conversations, whose answers a run measures as it trains; give a text")
-    stream = TokenStream.open(folder / split)
+    stream = open_tokens(folder, split, manifest)
     return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
 
 
@@ -89,7 +82,7 @@ def corpus_of(texts: Sequence[str | None], tokenizer: Tokenizer, name: str, revi
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         batch = [text for text in texts[first : first + _TEXTS_AT_ONCE] if text]  # a Hub data set has empty rows
         for ids in tokenizer.encode_batch(batch) if batch else []:
-            chunks.append(np.append(ids, ending).astype(kind))
+            chunks.append(np.concatenate((ids, ending), dtype=kind, casting="unsafe"))
         count += len(batch)
         size += sum(len(text.encode()) for text in batch)
     return Corpus(name, TokenStream(chunks), count, size, revision)

@@ -40,9 +40,9 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     for split, tokens in bins.items():
         scratch = folder / f"{split}.scratch"
         documents = _write_rows(tokens, end_of_text_id, scratch, f"writing {split}")
-        save_split(datasets.Dataset.from_file(str(scratch)), len(tokens), folder / split)
+        split_facts = SplitFacts(documents, len(tokens), int(counts[split] @ lengths))
+        facts[split] = save_split(datasets.Dataset.from_file(str(scratch)), split_facts, folder / split)
         scratch.unlink()
-        facts[split] = SplitFacts(documents, len(tokens), int(counts[split] @ lengths))
     tokenizer.hf.save_pretrained(folder / TOKENIZER)
     marked = end_of_text_id is not None and any(count[end_of_text_id] for count in counts.values())
     manifest = Manifest(

@@ -16,6 +16,7 @@ from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
+from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 

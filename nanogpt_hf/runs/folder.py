@@ -11,6 +11,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.identity import is_fixed
 from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folder
 
 _STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came before its successor's rename
@@ -155,9 +156,7 @@ class RunFolder:
             if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != found
         ]
         lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
-        fixed = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
-        free = ("data.dir", "data.num_proc", "finetune.prompts", "finetune.sample_tokens", "lora.merge")
-        other = [line for line in lines if line.startswith(fixed) and not line.startswith(free)]
+        other = [line for line in lines if is_fixed(line)]
         if other:
             what = "; ".join(other)
             raise RunFolderError(

@@ -29,6 +29,7 @@ from nanogpt_hf.distributed.full_state import (
 )
 from nanogpt_hf.errors import DivergedError, RunFolderError
 from nanogpt_hf.runs.folder import RunFolder, step_of
+from nanogpt_hf.runs.identity import differences
 from nanogpt_hf.runs.replace import remove_folder, replaced_folder
 from nanogpt_hf.training.evaluate import Evaluation
 
@@ -50,6 +51,7 @@ class TrainState:
     loss_average: float | None = None  # running, of the reported training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None
+    identity: dict[str, Any] | None = None  # of the run (runs/identity.py); older versions recorded none
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
         """Whether the evaluations since the best one, that of this step included, are as many as may pass."""
@@ -159,6 +161,7 @@ def _check_facts(facts: Any, step: int) -> None:
         raise ValueError(f"{_STATE} is no mapping")
     facts.setdefault("last_finite_step", step)
     facts.setdefault("scaler", None)
+    facts.setdefault("identity", None)
     _check_fields(TrainState, {name: value for name, value in facts.items() if name != "scaler"})
     if facts["evaluation"] is not None:
         _check_fields(Evaluation, facts["evaluation"])
@@ -206,16 +209,23 @@ def load_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     run: RunFolder,
+    identity: dict[str, Any] | None = None,
 ) -> TrainState:
     """Put the newest whole checkpoint into a prepared model and optimizer, and return where it stood.
 
     The main process reads and the others get theirs from it, so a shared file system is not needed. Raises
-    RunFolderError on all of them if no checkpoint is whole or it is of another model; then nothing has changed.
+    RunFolderError on all of them if no checkpoint is whole, or it is of another model or of another run than
+    `identity`; then nothing has changed. A checkpoint that records no run (older versions) is taken for this one's.
     """
     weights, moments, message = {}, {}, [None]
     if accelerator.is_main_process:
         try:
             weights, moments, facts = _newest_whole(run, logger.log)
+            if identity and facts.get("identity") and (differ := differences(facts["identity"], identity)):
+                raise RunFolderError(
+                    f"{run.checkpoints}: the newest checkpoint is of another run or other data: {'; '.join(differ)}; "
+                    "give it what it was trained with, or start again with --overwrite"
+                )
             if difference := misfit(accelerator, model, weights, moments):
                 raise RunFolderError(
                     f"{run.checkpoint(facts['step'])}: is of another model: {difference}; was the recipe's model "
@@ -240,4 +250,5 @@ def load_checkpoint(
         not facts.pop("has_best") and facts["best_step"] is not None
     ):  # somebody removed it: the next evaluation makes a new one
         facts |= {"best_loss": None, "best_step": None, "evaluated_step": -1}
+    facts["identity"] = identity or facts.get("identity")
     return TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))

@@ -28,6 +28,7 @@ from nanogpt_hf.export.background_push import BackgroundPush
 from nanogpt_hf.export.save_trained import save_trained
 from nanogpt_hf.reports.live import LiveReports
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.layer_stats import LayerStats
@@ -84,7 +85,8 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
         while (end := train_segment(run, observers, stop)) is not SegmentEnd.DONE:
             if end is SegmentEnd.UNFREEZE:
                 rebuild_model(run)
-            before, run.state = run.state, load_checkpoint(accelerator, run.model, run.optimizer, folder)
+            before = run.state
+            run.state = load_checkpoint(accelerator, run.model, run.optimizer, folder, before.identity)
             run.state.seconds = before.seconds
             run.saved = dataclasses.replace(run.state)
             if end is SegmentEnd.LOSS_SPIKE:
@@ -96,9 +98,10 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
 
 def start_or_resume(run: Run, resume: bool) -> None:
     """Start the run folder, or load the newest checkpoint from it."""
-    recipe = config_to_yaml(run.config)
+    recipe, identity = config_to_yaml(run.config), run_identity(run.config, run.data.manifest)
+    run.state.identity = identity
     if resume:
-        run.state = load_checkpoint(run.accelerator, run.model, run.optimizer, run.folder)
+        run.state = load_checkpoint(run.accelerator, run.model, run.optimizer, run.folder, identity)
         run.saved = dataclasses.replace(run.state)
         step, max_steps = run.state.step, run.config.train.max_steps
         if step > max_steps:

@@ -40,7 +40,7 @@ class Tracking:
             start = describe_start(run.accelerator, run.state.step)
             if run.accelerator.log_with:
                 start_trackers(run.accelerator, run.config, run.folder, start)
-            add_start(run.folder, start)
+            add_start(run.folder, start | {"data": run.state.identity and run.state.identity["data"]})
         if self.main and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty():
             self.bar = tqdm(total=run.config.train.max_steps, initial=run.state.step, unit="step", dynamic_ncols=True)
         self._last_line = 0.0

@@ -113,8 +113,9 @@ def test_the_command_writes_on_from_the_prompt(capsys, folder, tmp_path):
     assert len(out) == 34
     assert out == sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30)
     assert out != sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30, "--seed", 1)
-    (tmp_path / "prompt.txt").write_text("abc")
-    assert out == sample(capsys, folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 30)
+    for mark in (b"", b"\xef\xbb\xbf"):  # a byte order mark is no text, as in data
+        (tmp_path / "prompt.txt").write_bytes(mark + b"abc")
+        assert out == sample(capsys, folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 30)
 
 
 def test_several_samples_are_told_apart(capsys, folder):

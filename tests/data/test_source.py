@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import threading
+from base64 import b64encode
 
 import datasets
 import pyarrow
@@ -200,6 +201,19 @@ def test_a_path_to_nothing_is_a_clear_error(source, tmp_path, monkeypatch):
         find_files(source)
 
 
+def test_a_pipe_or_a_device_is_refused(tmp_path):
+    # It could be read only once, and text is read for its checksum, too.
+    os.mkfifo(tmp_path / "pipe.txt")
+    for source in (str(tmp_path / "pipe.txt"), "/dev/null"):
+        with pytest.raises(DataError, match=r"is not a regular file but a pipe or a device; save the text to a file"):
+            find_files(source)
+    reader, writer = os.pipe()  # as in --data.source <(command)
+    with pytest.raises(DataError, match="is not a regular file"):
+        find_files(f"/dev/fd/{reader}")
+    os.close(reader)
+    os.close(writer)
+
+
 @pytest.mark.parametrize("source", ["python-docs", "https://example.org/a.txt", "wikitext", "Owner/name", "x" * 300])
 def test_what_is_no_path_names_no_files(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -319,12 +333,51 @@ def test_a_row_whose_text_is_no_text_is_named(write, tmp_path, value):
         ("a.jsonl", '{"text": "x"}\nplain words\n', "line 2: not valid JSON: "),
         ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', "line 3: not valid JSON: "),
         ("a.json", "[" * 100_000, "cannot be read: "),
-        ("a.csv", 'text\n"an open quote would\nswallow, all\nthat follows\n', "cannot be read: unexpected end of data"),
+        ("a.csv", 'text\nx\n"an open quote would\nswallow, all\n', "line 3: not valid CSV: unexpected end of data"),
+        ("a.csv", 'text\n"two\nlines"\nalpha, beta\n', "line 4: 2 fields, but the header has 1"),
+        ("a.csv", "\ntext,id,text\nx,1,y\n", "line 2: several columns are named text"),
+        (
+            "a.jsonl",
+            '{"text": "x"}\n{"text": "y", "n": ' + "1" * 5000 + "}\n",
+            "line 2: cannot be read: Exceeds the limit",
+        ),
+        ("a.jsonl", '{"text": "x"}\n' + "[" * 100_000, "line 2: cannot be read: "),
     ],
 )
 def test_rows_that_cannot_be_read_say_where_and_why(write, tmp_path, name, data, complaint):
     path = write(name, data)
     assert error_of(path, tmp_path).startswith(f"{path}: {complaint}")
+
+
+def test_a_csv_row_may_be_shorter_blank_or_quoted_but_not_longer(write, tmp_path):
+    # An unquoted comma would cut the text off.
+    path = write("a.csv", 'text,id,,\n"a, b",1\n\n"c\nd",2,,\n')
+    assert texts_of(path, tmp_path) == ["a, b", "c\nd"]
+    for row in ("a, b,1,,\n", "a,1,,,\n"):
+        assert "line 2: 5 fields, but the header has 4; a text with commas must be in quotes" in error_of(
+            write("b.csv", "text,id,,\n" + row), tmp_path
+        )
+
+
+@pytest.mark.parametrize("compression", ["", ".gz"])
+@pytest.mark.parametrize("ending", FORMATS)
+def test_a_nul_is_binary_data_in_every_format(write, tmp_path, ending, compression):
+    data, _ = contents(ending, ["fine", "not\0fine"])
+    message = error_of(write(f"a{ending}{compression}", COMPRESSIONS[compression](data)), tmp_path)
+    assert message.endswith("holds NUL bytes: binary data, not text")
+    where = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}.get(ending, "row 2: ")
+    assert f"{ending}{compression}: {where}holds" in message
+
+
+def test_what_memory_cannot_hold_is_one_clear_line(write, tmp_path, monkeypatch):
+    path = write("a.txt.gz", gzip.compress(b"x"))
+
+    def read(self, *_):
+        raise MemoryError
+
+    monkeypatch.setattr(gzip.GzipFile, "read", read)
+    monkeypatch.setattr(gzip.GzipFile, "read1", read)
+    assert error_of(path, tmp_path) == f"{path}: too large for the memory of this machine"
 
 
 def test_half_a_surrogate_pair_is_an_error_and_a_whole_one_is_a_character(write, tmp_path):
@@ -369,13 +422,20 @@ def test_a_validation_split_of_what_has_no_splits_is_an_error(write, tmp_path, s
 @pytest.fixture
 def server(monkeypatch):
     """A web server on this machine; give it {path: bytes} to serve."""
-    monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
     files = {}
+    asked = files["asked"] = []  # (host, login) of each request
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
-            data = files.get(self.path.partition("?")[0])
-            self.send_response(404 if data is None else 200)
+            path, login = self.path.partition("?")[0], self.headers.get("Authorization")
+            asked.append((self.headers["Host"], login))
+            data = files.get(path)
+            private = path.startswith("/private") and login != "Basic " + b64encode(b"me:pa@ss").decode()
+            self.send_response(404 if data is None or private else 302 if path.endswith("/moved") else 200)
+            if path.endswith("/moved"):
+                self.send_header("Location", data.decode())
+                data = None
             # /short promises more than it sends, as a connection does that is lost on the way.
             self.send_header("Content-Length", str(len(data or b"") + 100 * (self.path == "/short.txt")))
             self.end_headers()
@@ -435,6 +495,57 @@ def test_a_download_that_breaks_off_is_not_taken_for_the_whole(server, tmp_path)
     url, files = server
     files["/short.txt"] = b"only the beginning"
     assert "cannot be downloaded" in error_of(f"{url}/short.txt", tmp_path)
+
+
+def test_an_error_in_a_download_names_the_url(server, tmp_path):
+    url, files = server
+    files["/a.jsonl"] = b'{"text": "x"}\n{"txt": "y"}\n'
+    message = error_of(f"{url.replace('//', '//me:secret@')}/a.jsonl", tmp_path)
+    assert message.startswith(f"{url}/a.jsonl: line 2: no column 'text'")
+
+
+@pytest.mark.parametrize("private", [True, False])
+def test_a_login_in_a_url_is_sent_and_never_shown(server, tmp_path, private):
+    url, files = server
+    path = "/private/a.txt" if private else "/a.txt"
+    files[path] = b"hello"
+    login = url.replace("//", "//me:pa%40ss@")
+    assert texts_of(login + path, tmp_path) == ["hello"]
+    wrong = url.replace("//", "//me:secret@")
+    for source, knobs in ((f"{wrong}/private/a.txt", {}), (f"{wrong}/none", {}), (wrong + path, {"sha256": "0" * 64})):
+        message = error_of(source, tmp_path, **knobs)
+        assert url in message
+        assert "secret" not in message
+    gc.collect()
+
+
+def test_a_login_stays_with_its_host(server, tmp_path):
+    url, files = server
+    files["/a.txt"] = b"hello"
+    files["/private/a.txt"] = b"private"
+    files["/private/moved"] = f"{url}/private/a.txt".encode()
+    login = url.replace("//", "//me:pa%40ss@")
+    assert texts_of(f"{login}/private/moved", tmp_path) == ["private"]
+    elsewhere = url.replace("127.0.0.1", "localhost")
+    files["/private/far/moved"] = f"{elsewhere}/a.txt".encode()
+    (tmp_path / "other").mkdir()
+    assert texts_of(f"{login}/private/far/moved", tmp_path / "other") == ["hello"]
+    assert files["asked"][-1] == (elsewhere.removeprefix("http://"), None)
+
+
+def test_a_url_may_have_capitals_letters_of_any_language_and_spaces(server, tmp_path):
+    url, files = server
+    files["/caf%C3%A9%20au%20lait.txt"] = b"hello"
+    for written in ("/café au lait.txt", "/caf%C3%A9%20au%20lait.txt", "/café%20au lait.txt?größe=1"):
+        assert texts_of(url.replace("http", "HTTP") + written, tmp_path) == ["hello"]
+
+
+@pytest.mark.parametrize("url", ["http://me:pa/ss@host/a.txt", "http://me:secret@/a.txt", "http://me:secret@[x/a.txt"])
+def test_what_is_no_url_is_a_clear_error_without_its_password(tmp_path, url):
+    message = error_of(url, tmp_path)
+    assert message.startswith("data.source: cannot be downloaded: not a URL; in a user name or password write / as %2F")
+    assert "pa/ss" not in message
+    assert "secret" not in message
 
 
 def test_a_page_in_place_of_text_that_is_binary_is_an_error(server, tmp_path):

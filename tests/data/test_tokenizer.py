@@ -2,6 +2,7 @@ import hashlib
 import importlib.util
 import json
 import random
+import tracemalloc
 from pathlib import Path
 
 import numpy as np
@@ -273,6 +274,24 @@ def test_char_ids_are_nanogpts():
     tokenizer = build_tokenizer("char", TEXTS)
     assert ids_of(tokenizer, TEXTS) == [[stoi[c] for c in text] for text in TEXTS]
     assert tokenizer.vocab_size == len(chars) > 40
+
+
+@pytest.mark.parametrize(
+    "characters",
+    ["ab\n", "aé日😀", "".join(map(chr, range(0x10000, 0x10000 + 66_000)))],
+    ids=["ascii", "mixed", "66,000"],
+)
+def test_char_numbers_long_text_in_pieces(characters):
+    # Four bytes a character for all of it at once would take more memory than the rest of preparing.
+    times = 2**23 // len(characters)
+    tokenizer, text = char_tokenizer(sorted(characters)), characters * times
+    expected = np.tile(np.argsort(np.argsort([ord(character) for character in characters])), times)
+    tracemalloc.start()
+    (ids,) = tokenizer.encode_batch([text])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    np.testing.assert_array_equal(ids, expected)
+    assert peak < ids.nbytes + 16 * 2**20
 
 
 def test_char_is_the_same_whatever_the_order_of_the_texts():

@@ -1,0 +1,60 @@
+"""Which run a checkpoint belongs to: the knobs that a resume may not change, and what its tokens are."""
+
+from typing import TYPE_CHECKING, Any
+
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.runs.redact import without_private_parts
+
+if TYPE_CHECKING:
+    from nanogpt_hf.data.manifest import Manifest
+
+_FIXED = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
+_FREE = ("data.dir", "data.num_proc", "finetune.prompts", "finetune.sample_tokens", "lora.merge")
+
+
+def is_fixed(key: str) -> bool:
+    """Whether a resumed run must have the knob's value that it began with: model, text, order, step, seed."""
+    return key.startswith(_FIXED) and not key.startswith(_FREE)
+
+
+def run_identity(config: Config, manifest: "Manifest") -> dict[str, Any]:
+    """What makes a run this one. Of the text it is the tokens that count, not where they lie or came from."""
+    knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
+    return {"knobs": knobs, "data": {"source": without_private_parts(config.data.source), **manifest.content()}}
+
+
+def differences(before: Any, now: dict[str, Any]) -> list[str]:
+    """How the identity that a checkpoint records differs from this run's, as `key: before -> now`.
+
+    What one of them does not know is not compared: older versions knew less.
+    """
+    try:
+        lines = [
+            f"{key}: {before['knobs'][key]} -> {value}"
+            for key, value in now["knobs"].items()
+            if key in before["knobs"] and before["knobs"][key] != value
+        ]
+        old, new = before["data"], now["data"]
+        known = [name for name in new if None not in (old.get(name), new[name])]
+        changed = {name for name in known if old[name] != new[name]} - {"source"}
+        tokenizer = changed & {"tokenizer_hash", "vocab_size"}
+        if tokenizer:
+            lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")
+            changed &= {"revision"}  # other ids come of the tokenizer alone
+        elif {"train sha256", "validation sha256"} <= set(known):
+            changed.discard("revision")  # the same tokens, from files that are split or stored in another way
+        if changed - tokenizer:
+            lines.append(f"text: {_text(old)} -> {_text(new)}")
+        return lines
+    except (TypeError, KeyError, AttributeError):
+        return ["its record of the run cannot be read"]
+
+
+def _tokenizer(data: dict[str, Any]) -> str:
+    return f"{data['vocab_size']:,} tokens (sha256 {data['tokenizer_hash'][:8]})"
+
+
+def _text(data: dict[str, Any]) -> str:
+    revision = data["revision"].removeprefix("sha256:")
+    short = f"sha256 {revision[:8]}" if revision != data["revision"] else revision
+    return f"{data['source']} ({short}, {data['train tokens']:,} + {data['validation tokens']:,} tokens)"

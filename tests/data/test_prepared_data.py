@@ -1,0 +1,299 @@
+"""Prepared data is what its manifest says: identity by content, files and bytes, and every field of the manifest."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data import prepare as module
+from nanogpt_hf.data.examples import examples_sha256
+from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
+from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.prepare import check_prepared, load_prepared, prepare
+from nanogpt_hf.errors import DataError, Stopped
+
+SPLITS = ("train", "validation")
+
+
+@pytest.fixture(params=["text", "chat"])
+def prepared(request, write_recipe, chat_file, byte_tokenizer):
+    """A config whose data is prepared: of text, and of conversations."""
+    chat = {"data__source": str(chat_file), "data__format": "chat", "data__tokenizer": str(byte_tokenizer)}
+    sizes = {"data__block_size": 128, "model__n_positions": 128, "train__tokens_per_step": 512}
+    config = load_config(write_recipe(**chat | sizes if request.param == "chat" else {}))
+    prepare(config)
+    return config
+
+
+def folder_of(config) -> Path:
+    return Path(config.data.dir)
+
+
+def edit_manifest(config, change) -> None:
+    path = folder_of(config) / "manifest.json"
+    raw = json.loads(path.read_text())
+    change(raw)
+    path.write_text(json.dumps(raw))
+
+
+def without_checksums(raw) -> None:
+    """The manifest as older versions wrote it."""
+    for split in SPLITS:
+        del raw[split]["sha256"], raw[split]["shards"]
+
+
+def complaint(use, *arguments) -> str:
+    with pytest.raises(DataError) as raised:
+        use(*arguments)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)
+
+
+def shard(config, split="train", number=0) -> Path:
+    return sorted((folder_of(config) / split).glob("*.arrow"))[number]
+
+
+# --- identity --------------------------------------------------------------------------------------------------------
+
+
+def content(config, **knobs) -> dict:
+    """What is recorded of the tokens when the data is prepared with these knobs, in a folder of its own."""
+    data = dataclasses.replace(config.data, **{"dir": f"{config.data.dir}_again", **knobs})
+    shutil.rmtree(data.dir, ignore_errors=True)
+    return prepare(dataclasses.replace(config, data=data))[0].content()
+
+
+def test_the_same_text_has_one_identity_whenever_and_however_it_is_prepared(prepared, tmp_path, monkeypatch):
+    first = read_manifest(folder_of(prepared)).content()
+    assert None not in first.values()
+    assert content(prepared) == first
+    moved = shutil.copy(prepared.data.source, tmp_path / f"moved{Path(prepared.data.source).suffix}")
+    os.utime(moved, ns=(1, 1))
+    assert content(prepared, source=str(moved)) == first
+    monkeypatch.setattr(module, "_SHARD_BYTES", 1000)
+    assert content(prepared, num_proc=2) == first
+    if prepared.data.format == "chat":
+        assert len(list(Path(f"{prepared.data.dir}_again/train").glob("*.arrow"))) > 1
+
+
+def test_one_other_character_is_another_identity(prepared, tmp_path):
+    first = read_manifest(folder_of(prepared)).content()
+    text = Path(prepared.data.source).read_text()
+    old, new = ("RED", "GED") if prepared.data.format == "chat" else ("cat", "tac")
+    at = text.index(old)
+    other = tmp_path / f"other{Path(prepared.data.source).suffix}"
+    other.write_text(text[:at] + new + text[at + 3 :])
+    second = content(prepared, source=str(other))
+    differing = {name for name in first if first[name] != second[name]}
+    assert differing in ({"revision", "train sha256"}, {"revision", "validation sha256"})
+    assert second["train tokens"] == first["train tokens"]
+
+
+def test_answers_and_ends_of_conversations_are_part_of_the_identity(tmp_path):
+    digests = set()
+    for ids, answered in (
+        ([[1, 2, 3], [4, 5]], [[0, 1, 1], [0, 1]]),
+        ([[1, 2, 3], [4, 6]], [[0, 1, 1], [0, 1]]),
+        ([[1, 2, 3], [4, 5]], [[0, 0, 1], [0, 1]]),
+        ([[1, 2], [3, 4, 5]], [[0, 1], [1, 0, 1]]),
+    ):
+        rows = {"input_ids": ids, "answered": answered}
+        features = datasets.Features({name: datasets.List(datasets.Value("uint16")) for name in rows})
+        datasets.Dataset.from_dict(rows, features).save_to_disk(tmp_path / "split")
+        digests.add(examples_sha256(tmp_path / "split"))
+    assert len(digests) == 4
+
+
+# --- files and bytes -------------------------------------------------------------------------------------------------
+
+
+def test_whole_data_is_verified_and_older_data_opens_without_checksums(prepared):
+    assert check_prepared(folder_of(prepared)) is True
+    tokens = len(load_prepared(prepared).train.batch(np.array([0]), prepared.data.block_size)["input_ids"])
+    edit_manifest(prepared, without_checksums)
+    assert check_prepared(folder_of(prepared)) is False
+    assert prepare(prepared)[1] is False
+    assert len(load_prepared(prepared).train.batch(np.array([0]), prepared.data.block_size)["input_ids"]) == tokens
+
+
+@pytest.mark.parametrize("damage", ["cut", "grown", "gone", "extra", "of another data set"])
+@pytest.mark.parametrize("split", SPLITS)
+def test_a_file_that_is_not_of_its_size_is_named_at_opening(prepared, split, damage, tmp_path):
+    path = shard(prepared, split)
+    if damage == "gone":
+        path.unlink()
+    elif damage == "extra":
+        path = Path(shutil.copy(path, path.with_name("data-00001-of-00002.arrow")))
+    elif damage == "of another data set":
+        shutil.copy(shard(prepared, "train" if split == "validation" else "validation"), path)
+    else:
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-8] if damage == "cut" else whole + bytes(8))
+    assert complaint(load_prepared, prepared).startswith(f"{path}: ")
+    assert complaint(check_prepared, folder_of(prepared)).startswith(f"{path}: ")
+
+
+def test_other_tokens_in_data_without_checksums_are_found_by_their_count(prepared):
+    edit_manifest(prepared, without_checksums)
+    shutil.rmtree(folder_of(prepared) / "train")
+    shutil.copytree(folder_of(prepared) / "validation", folder_of(prepared) / "train")
+    assert "/train: holds " in complaint(load_prepared, prepared)
+
+
+@pytest.mark.parametrize("split", SPLITS)
+def test_one_flipped_bit_is_found_by_reading_all_bytes(prepared, split, caplog, capsys):
+    path = shard(prepared, split)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    load_prepared(prepared)  # as before: a run does not read all of its data before the first step
+    assert complaint(check_prepared, folder_of(prepared)).startswith(f"{path}: is damaged: its sha256 has changed")
+    recipe = str(folder_of(prepared).parent / "tiny.yaml")
+    assert main(["prepare", recipe]) == 2
+    assert f"{path}: is damaged" in capsys.readouterr().err
+
+
+def test_the_command_verifies_data_that_is_there(prepared, capsys):
+    recipe = str(folder_of(prepared).parent / "tiny.yaml")
+    assert main(["prepare", recipe]) == 0
+    assert "  verified: every byte is as it was written" in capsys.readouterr().out
+    edit_manifest(prepared, without_checksums)
+    assert main(["prepare", recipe]) == 0
+    assert "an older version, which recorded no checksums" in capsys.readouterr().out
+
+
+def test_a_token_beyond_the_vocabulary_is_one_clear_line_where_it_is_read(prepared):
+    split = folder_of(prepared) / "train"
+    vocab_size = read_manifest(folder_of(prepared)).vocab_size
+    rows = datasets.load_from_disk(str(split)).to_dict()
+    rows["input_ids"][-1][0] = vocab_size
+    features = datasets.load_from_disk(str(split)).features
+    shutil.rmtree(split)
+    datasets.Dataset.from_dict(rows, features).save_to_disk(split)
+    edit_manifest(prepared, without_checksums)  # with them, the command and doctor name the file
+    message = (
+        f"the prepared data holds token {vocab_size}, beyond its vocabulary of {vocab_size:,} tokens: it is damaged"
+    )
+
+    def read_all() -> None:
+        train, size = load_prepared(prepared).train, prepared.data.block_size
+        train.batch(np.arange(0, train.positions, size), size)
+
+    assert message in complaint(read_all)
+    assert message in complaint(check_prepared, folder_of(prepared))
+
+
+# --- the manifest ----------------------------------------------------------------------------------------------------
+
+OPTIONAL = {"file_state", "end_of_text_id", "answered", "sha256", "shards"}
+COUNTS = {"vocab_size", "documents", "tokens", "bytes", "answered"}
+
+
+def fields_of(tree, above=()):
+    """The path of every field of a manifest, those of sections, and the sections themselves."""
+    for name, value in tree.items():
+        yield (*above, name)
+        if isinstance(value, dict):
+            yield from fields_of(value, (*above, name))
+
+
+def test_any_field_of_a_wrong_type_is_one_clear_line(prepared):
+    path = folder_of(prepared) / "manifest.json"
+    whole = json.loads(path.read_text())
+    refused = 0
+    for field in fields_of(whole):
+        if field[0] == "versions" and len(field) > 1:
+            continue  # told in the model card, and never used
+        for value in ("x", None, -1, 0, 1.5, True, [], {}):
+            raw = json.loads(json.dumps(whole))
+            section = raw
+            for name in field[:-1]:
+                section = section[name]
+            before, section[field[-1]] = section[field[-1]], value
+            path.write_text(json.dumps(raw))
+            allowed = type(value) is type(before) or (value is None and (field[-1] in OPTIONAL or field[0] == "recipe"))
+            allowed |= field[-1] in OPTIONAL and before is None and isinstance(value, str | int)
+            allowed |= field[0] == "recipe" and isinstance(value, str | int | float)
+            if not allowed or (field[-1] in COUNTS and isinstance(value, int | float) and value < 1):
+                for use in (prepare, load_prepared):
+                    assert str(folder_of(prepared)) in complaint(use, prepared), (field, value)
+                refused += 1
+            else:
+                with contextlib.suppress(DataError):
+                    load_prepared(prepared)
+    assert refused > 100
+
+
+@pytest.mark.parametrize("vocab_size", [1, 1_000_000])
+def test_a_vocabulary_of_another_size_is_one_clear_line(prepared, vocab_size):
+    edit_manifest(prepared, lambda raw: raw.update(vocab_size=vocab_size))
+    assert "/tokenizer: not the tokenizer that made these tokens" in complaint(load_prepared, prepared)
+
+
+def test_a_manifest_that_is_no_file_is_no_manifest(prepared):
+    path = folder_of(prepared) / "manifest.json"
+    path.unlink()
+    os.mkfifo(path)  # opened, it would be waited for
+    assert "exists and holds no manifest.json" in complaint(prepare, prepared)
+
+
+# --- places and signals ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
+def test_a_folder_in_which_nothing_can_be_made_is_refused_at_once(write_recipe):
+    started = time.monotonic()
+    assert "cannot be written" in complaint(prepare, load_config(write_recipe(data__dir="/proc/x")))
+    assert time.monotonic() - started < 20
+
+
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
+def test_a_signal_leaves_nothing_behind_and_is_told(write_recipe, monkeypatch, tmp_path, name):
+    config = load_config(write_recipe())
+    before = sorted(path.name for path in tmp_path.iterdir())
+
+    def interrupted(files):
+        assert (tmp_path / ".data.partial" / "train").is_dir(), "much is written already"
+        os.kill(os.getpid(), getattr(signal, name))
+        time.sleep(10)
+
+    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
+    monkeypatch.setattr(module, "file_state", interrupted)
+    with pytest.raises(Stopped, match=f"data: stopped by {name} while it was being prepared; nothing was kept"):
+        prepare(config)
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, ".data.lock"])
+    assert signal.signal(getattr(signal, name), signal.SIG_DFL) == signal.SIG_DFL
+
+
+def test_a_signal_reaches_this_process_only_inside():
+    def work() -> None:
+        with raise_on_signals():
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(10)
+
+    with pytest.raises(Interrupted):
+        work()
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_forked_processes_end_at_a_signal_however_early_it_comes():
+    # A pool ends its processes so. One that survived would be waited for without end.
+    with raise_on_signals():
+        for _ in range(30):
+            child = os.fork()
+            if child == 0:
+                time.sleep(60)
+                os._exit(0)
+            os.kill(child, signal.SIGTERM)
+            assert os.waitpid(child, 0)[1] == signal.SIGTERM
