@@ -65,7 +65,7 @@ class RunFolder:
                     f"{self.path}: holds a run; add --resume to go on, --overwrite to start anew, or choose another "
                     "--run-dir"
                 )
-        elif self.path.exists() and any(path.name != ".lock" for path in self.path.iterdir()):
+        elif self.path.exists() and any(path.name not in (".lock", "lost+found") for path in self.path.iterdir()):
             raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
 
     def changes(self, config: Config) -> list[str]:
@@ -103,7 +103,10 @@ class RunFolder:
             for file in (self.metrics, self.picture, self.report, self.machine, self.samples):
                 file.unlink(missing_ok=True)
             self.checkpoints.mkdir(parents=True)
-            self.recipe.write_text(recipe_yaml, encoding="utf-8")
+            self.go_on(recipe_yaml)
+        except UserError:
+            self.take_back()
+            raise
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
@@ -116,7 +119,8 @@ class RunFolder:
 
     def go_on(self, recipe_yaml: str) -> None:
         """Write the recipe with what a resumed run changed in it."""
-        self.recipe.write_text(recipe_yaml, encoding="utf-8")
+        with written_whole(self.recipe) as partial:
+            partial.write_text(recipe_yaml, encoding="utf-8")
 
     def lock(self) -> None:
         """Keep other processes out until this one ends, and put right what a killed one left.

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 from accelerate import Accelerator
+from safetensors import SafetensorError
 
 from nanogpt_hf.config.checks import seconds_of
 from nanogpt_hf.config.finetune import frozen_layers_at
@@ -20,7 +21,7 @@ from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.distributed.accelerator import build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.distributed.full_state import full_weights
-from nanogpt_hf.errors import Stopped, UserError
+from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.save_trained import save_trained
@@ -77,7 +78,10 @@ def train(config: Config, run: RunFolder, *, resume: bool = False) -> TrainState
         weights = full_weights(accelerator, model)
         if accelerator.is_main_process:
             machine = describe_machine(accelerator)
-            save_trained(folder, config, model_config, weights, data, state, machine)
+            try:
+                save_trained(folder, config, model_config, weights, data, state, machine)
+            except (OSError, SafetensorError) as error:
+                raise RunFolderError(f"{folder}: the model cannot be written: {error}") from None
         accelerator.wait_for_everyone()
 
     model.train()

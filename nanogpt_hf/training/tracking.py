@@ -12,13 +12,14 @@ from tqdm import tqdm
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import describe_machine
+from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.background_push import Pushing
 from nanogpt_hf.model.build import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.curves import draw_run
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.reports.sections import duration
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.checkpoint import TrainState
@@ -65,9 +66,8 @@ class Tracking:
         """Forget the events after the state, whose steps are done again. Trackers that have got them keep them."""
         if self.main:
             self.events = [event for event in read_metrics(self.run) if event["step"] <= state.step]
-            partial = self.run.metrics.with_name(f".{self.run.metrics.name}")
-            partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
-            partial.replace(self.run.metrics)
+            with written_whole(self.run.metrics) as partial:
+                partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
         self.restart_clock(state)
 
     def restart_clock(self, state: TrainState) -> None:
@@ -85,8 +85,11 @@ class Tracking:
         event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
         self.events.append(event)
         if self.main:
-            with self.run.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
+            try:
+                with self.run.metrics.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(event) + "\n")
+            except OSError as error:  # a line that was cut short goes when the run is resumed
+                raise RunFolderError(f"{self.run.metrics}: cannot be written: {error.strerror}") from None
 
     def samples(self, state: TrainState, samples: list[dict[str, str]]) -> None:
         """Keep what was written after the prompts of `eval.samples`, in metrics.jsonl only."""
@@ -169,7 +172,9 @@ class Tracking:
             try:
                 draw_run(self.run, self.config, self.events)
             except Exception as error:
-                logger.warning(f"{self.run.picture}: cannot be drawn: {error}")
+                logger.warning(
+                    error if isinstance(error, UserError) else f"{self.run.picture}: cannot be drawn: {error}"
+                )
 
     def report(self) -> None:
         """Write report.html. As with the picture, nothing here may end a run."""
@@ -177,7 +182,8 @@ class Tracking:
             try:
                 write_report(self.run, self.run.report, self.events)
             except Exception as error:
-                logger.warning(f"{self.run.report}: cannot be written: {error}")
+                said = error if isinstance(error, UserError) else f"{self.run.report}: cannot be written: {error}"
+                logger.warning(said)
 
     def __enter__(self) -> "Tracking":
         train = self.config.train
