@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import random
+import shutil
+import subprocess
 from pathlib import Path
 
 # Before any Hugging Face library is imported: a test never waits for a network.
@@ -249,3 +251,18 @@ def operations():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture
+def volume(tmp_path):
+    """A file system of its own, 4 MB large."""
+    place = tmp_path / "volume"
+    place.mkdir()
+    mount = shutil.which("mount")
+    if (
+        not mount
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True).returncode
+    ):
+        pytest.skip("no file system can be mounted here: that needs root on Linux")
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)

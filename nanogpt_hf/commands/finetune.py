@@ -55,6 +55,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.data.prepare import load_prepared
     from nanogpt_hf.export.samples import as_question, prompts_from, samples_page, write_samples
     from nanogpt_hf.model.build import load_model
+    from nanogpt_hf.runs.folder import written_whole
 
     disable_progress_bar()
     main_process = Mesh.from_environment().is_main
@@ -82,7 +83,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         page = samples_page(
             f"{config.name}: before and after", prompts, {"before": before, "after": after}, options["seed"]
         )
-        folder.samples.write_text(page, encoding="utf-8")
+        with written_whole(folder.samples) as partial:
+            partial.write_text(page, encoding="utf-8")
         logger.info(f"\n{page}\nkept in {folder.samples}")
 
 

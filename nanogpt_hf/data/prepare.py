@@ -31,9 +31,10 @@ from nanogpt_hf.data.manifest import (
     tool_versions,
     write_manifest,
 )
+from nanogpt_hf.data.place import is_vacant, lock_of, partial_of, put_in_place
 from nanogpt_hf.data.shards import check_bytes, check_sizes, describe_shards
 from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents, without_login
-from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError, Stopped
 
@@ -70,7 +71,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     folder = Path(config.data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
     try:
         # In this order: a folder that another process has just finished is full, but its manifest is there by then.
-        occupied = folder.is_file() or (folder.is_dir() and any(folder.iterdir()))
+        occupied = not is_vacant(folder) and not partial_of(folder).exists()
         if manifest := read_manifest(folder):
             check_fits(manifest, config.data)
             return manifest, False
@@ -78,20 +79,20 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
             raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
         _check_source(config.data, folder)  # before any folder is made
         folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = folder.parent / f".{folder.name}.lock"
-        lock.touch()  # filelock would try for ever where no file can be made, as in /proc
+        lock = lock_of(folder)
+        lock.touch()  # filelock would retry for ever if no file can be made, as in /proc
         with raise_on_signals(), filelock.FileLock(lock):
             if manifest := read_manifest(folder):  # another process was faster
                 check_fits(manifest, config.data)
                 return manifest, False
-            partial = folder.parent / f".{folder.name}.partial"
+            if not is_vacant(folder):
+                raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
+            partial = partial_of(folder)
             shutil.rmtree(partial, ignore_errors=True)  # what a killed process left: nobody else is at it now
             partial.mkdir()
             try:
                 manifest = _prepare_in(partial, config.data)
-                if folder.exists():
-                    folder.rmdir()
-                partial.rename(folder)
+                put_in_place(partial, folder, last=MANIFEST)
             finally:
                 shutil.rmtree(partial, ignore_errors=True)
     except OSError as error:
@@ -326,7 +327,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         if not facts[name].tokens:
             raise DataError(f"data.source: {data.source}: too little text: there is none left for {name}")
         facts[name] = save_split(rows.remove_columns("bytes"), facts[name], folder / name)
-    tokenizer.hf.save_pretrained(folder / TOKENIZER)
+    save_tokenizer(tokenizer.hf, folder / TOKENIZER)
     local = find_files(data.source)
     manifest = Manifest(
         format=FORMAT,

@@ -9,6 +9,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import re
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -94,6 +95,16 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
     return hf
+
+
+def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a Hugging Face tokenizer. Raises OSError where it cannot be written, as everything else in Python does."""
+    try:
+        hf.save_pretrained(folder)
+    except Exception as error:  # the Rust library raises plain Exception, such as "Permission denied (os error 13)"
+        if type(error) is Exception and (number := re.search(r"\(os error (\d+)\)$", str(error))):
+            raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
+        raise
 
 
 def build_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from transformers.activations import ACT2FN
 
+from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.export.model_folder import finite_logits_of, largest_difference, logits_of, weights_as
 from nanogpt_hf.model.configuration_gpt import GPTConfig
@@ -55,7 +56,7 @@ def export_gguf(
     writer.close()
     plain = config.to_gpt2()
     plain.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    save_tokenizer(tokenizer, folder)
 
     # With its config: transformers 5.23 reads neither the number of positions nor an activation from GGUF.
     opened = transformers.AutoModelForCausalLM.from_pretrained(

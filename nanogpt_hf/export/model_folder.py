@@ -9,6 +9,8 @@ import safetensors
 import torch
 import transformers
 
+from nanogpt_hf.data.place import is_vacant, partial_of, put_in_place
+from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -43,29 +45,29 @@ def write_model_folder(
     shell.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
     if tokenizer is not None:
         tokenizer.model_max_length = config.n_positions
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder that becomes `out` when the block has ended well, and is gone when it has not.
+    """A hidden folder that becomes `out`, or its content if `out` is there and empty, when the block has ended well.
+
+    It is gone when the block has not.
 
     Raises RunFolderError where `out` holds something already or cannot be written.
     """
     out = out.resolve()  # of a link, its target: no folder can be renamed over the link itself
-    if out.is_file() or (out.is_dir() and any(out.iterdir())):
+    if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
-    partial = out.parent / f".{out.name}.partial"
+    partial = partial_of(out)
     made = [folder for folder in out.parents if not folder.exists()]
     try:
         shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
         partial.mkdir(parents=True)
         yield partial
-        if out.exists():
-            out.rmdir()
-        partial.rename(out)
+        put_in_place(partial, out)
     except (OSError, safetensors.SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise RunFolderError(f"{out}: cannot be written: {reason}") from error

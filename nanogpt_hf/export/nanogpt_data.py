@@ -12,7 +12,7 @@ from tqdm import tqdm
 
 from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions, write_manifest
 from nanogpt_hf.data.prepare import TOKENIZER, save_split
-from nanogpt_hf.data.tokenizer import Tokenizer, gpt2_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokenizer import Tokenizer, gpt2_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.export.nanogpt import load_meta
 
@@ -43,7 +43,7 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
         split_facts = SplitFacts(documents, len(tokens), int(counts[split] @ lengths))
         facts[split] = save_split(datasets.Dataset.from_file(str(scratch)), split_facts, folder / split)
         scratch.unlink()
-    tokenizer.hf.save_pretrained(folder / TOKENIZER)
+    save_tokenizer(tokenizer.hf, folder / TOKENIZER)
     marked = end_of_text_id is not None and any(count[end_of_text_id] for count in counts.values())
     manifest = Manifest(
         format=FORMAT,

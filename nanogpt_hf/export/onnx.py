@@ -11,6 +11,7 @@ import onnxruntime
 import torch
 import transformers
 
+from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, largest_difference
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -56,7 +57,7 @@ def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.Pre
         registration.setLevel(level)
     config.to_gpt2().save_pretrained(folder)
     if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+        save_tokenizer(tokenizer, folder)
 
     session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
     ids = fixed_input(config)

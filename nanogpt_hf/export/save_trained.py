@@ -6,6 +6,7 @@ import torch
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.export.model_folder import save_model_folder, write_model_folder
 from nanogpt_hf.model.configuration_gpt import GPTConfig
@@ -42,5 +43,5 @@ def save_trained(
         else:
             save_adapter(partial, *adapter)
             data.tokenizer.model_max_length = model_config.n_positions
-            data.tokenizer.save_pretrained(partial)
+            save_tokenizer(data.tokenizer, partial)
             (partial / "README.md").write_text(card, encoding="utf-8")

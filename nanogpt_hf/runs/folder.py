@@ -103,7 +103,7 @@ class RunFolder:
         """Whether `path` may be in a folder without a recipe: a kill in `start` left it, or it is empty."""
         if path in (self.checkpoints, self.best, self.final):
             return os.path.isdir(path) and set(os.listdir(path)) <= {_NONE_YET}
-        return path.name in (".lock", f".{self.recipe.name}.partial")
+        return path.name in (".lock", "lost+found") or bool(re.fullmatch(r"\.[0-9a-f]{12}\.partial.*", path.name))
 
     def _check_folders(self) -> None:
         """Raises RunFolderError if a folder of the run is a link or a mount that cannot be written through."""

@@ -177,7 +177,9 @@ def _check_fields(kind: type, values: Any) -> None:
     if not isinstance(values, dict) or values.keys() != fields.keys():
         raise ValueError(f"{_STATE} does not have the facts {', '.join(fields)}")
     for name, types in fields.items():
-        types = [dict if t is Evaluation else typing.get_origin(t) or t for t in types] + ([int] if float in types else [])
+        types = [dict if t is Evaluation else typing.get_origin(t) or t for t in types] + (
+            [int] if float in types else []
+        )
         value, low = values[name], -1 if name == "evaluated_step" else 0
         if type(value) not in types or (type(value) is int and not low <= value < 2**63):
             raise ValueError(f"{_STATE}: {name} is {value!r:.80}")

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
+from safetensors import SafetensorError
+
 from nanogpt_hf.config.checks import seconds_of
 from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
@@ -21,7 +23,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.distributed.accelerator import StopRequest, build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.distributed.full_state import full_weights
-from nanogpt_hf.errors import Stopped, UserError
+from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.background_push import BackgroundPush
@@ -196,7 +198,10 @@ def save_model(run: Run, path: Path) -> None:
     weights = full_weights(run.accelerator, run.model)
     if run.mesh.is_main:
         machine = describe_machine(run.accelerator)
-        save_trained(path, run.config, run.model_config, weights, run.data, run.state, machine)
+        try:
+            save_trained(path, run.config, run.model_config, weights, run.data, run.state, machine)
+        except (OSError, SafetensorError) as error:
+            raise RunFolderError(f"{path}: the model cannot be written: {error}") from None
     run.accelerator.wait_for_everyone()
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanogpt_hf.distributed.accelerator import describe_machine
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.reports.sections import duration, figure
 from nanogpt_hf.runs.files import written_whole
@@ -76,8 +77,11 @@ class Tracking:
         event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
         self.events.append(event)
         if self.main:
-            with self.folder.metrics.open("a", encoding="utf-8") as file:
-                file.write(json.dumps(event) + "\n")
+            try:
+                with self.folder.metrics.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(event) + "\n")
+            except OSError as error:  # a line that was cut short goes when the run is resumed
+                raise RunFolderError(f"{self.folder.metrics}: cannot be written: {error.strerror}") from None
 
     def samples(self, samples: list[dict[str, str]]) -> None:
         """Keep what was written after the prompts of `eval.samples`, in metrics.jsonl only."""
