@@ -210,10 +210,13 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
 
 
 def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
-    """How many processes tokenize: as told, else one a core where the text is large enough to pay for their start."""
+    """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough to pay for their start.
+
+    At most four per core: a larger number has no use, and each process takes memory of its own.
+    """
     size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection of rows has the data of all
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-    return min(text.num_rows, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
+    return min(text.num_rows, 4 * cores, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
 
 
 def _tokenize(
