@@ -472,12 +472,9 @@ def test_aliases_that_stand_for_gigabytes_are_refused(recipe, text):
     assert "its aliases stand for too much" in said
 
 
-@pytest.mark.parametrize("value", ["x" * 10**5, "[" + "a, " * 10**4 + "b]", "{a: {b: {c: {d: {e: f}}}}}"])
+@pytest.mark.parametrize("value", ["x" * 10**5, "[" + "a, " * 10**4 + "b]", "[{a: {b: {c: {d: {e: f}}}}}]"])
 def test_what_stands_in_a_wrong_place_is_shown_in_short(recipe, value):
-    for text in (
-        f"data: {{source: a.txt}}\nmodel: {value if value[0] != '{' else '[' + value + ']'}\n",
-        f"{LEAST}model: {{n_layer: {value}}}\n",
-    ):
+    for text in (f"{LEAST}model: {value}\n", f"{LEAST}model: {{n_layer: {value}}}\n"):
         (said,) = problems(recipe(text))
         assert len(said) < 200
 
@@ -492,7 +489,7 @@ def test_characters_that_no_file_can_hold_are_refused(recipe, value):
 
 def test_a_file_that_never_ends_is_no_recipe():
     (said,) = problems(Path("/dev/zero"))
-    assert said == "/dev/zero: is longer than 1,000,000 characters, so it is no recipe"
+    assert said == "is longer than 1,000,000 characters, so it is no recipe"
 
 
 @pytest.mark.parametrize("name", ["..yaml", "...yaml"])
