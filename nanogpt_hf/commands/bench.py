@@ -6,6 +6,7 @@ accelerate launch [--config_file F] cli.py bench RECIPE. With several processes 
 """
 
 import argparse
+import os
 from pathlib import Path
 
 from nanogpt_hf.commands.console import show
@@ -14,6 +15,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
+_PROCESSES_PER_CORE = 4  # beyond, they would fill the memory and tell nothing
 RIVALS = ("bare", "trainer")
 
 
@@ -62,8 +64,8 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     """The rivals and the numbers of processes that were asked for. Raises UserError for what is no such thing."""
     if overrides and not arguments.recipe:
         raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
-    if arguments.windows < 1:
-        raise UserError(f"--windows {arguments.windows}: must be at least 1")
+    if not 1 <= arguments.windows <= 10_000:
+        raise UserError(f"--windows {arguments.windows}: must be at least 1 and at most 10,000")
     rivals = arguments.against.split(",") if arguments.against else []
     for name in rivals:
         if name not in RIVALS:
@@ -71,6 +73,9 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     words = arguments.processes.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
+    cores = os.cpu_count() or 1
+    if max(map(int, words)) > _PROCESSES_PER_CORE * cores:
+        raise UserError(f"--processes {arguments.processes:.80}: too many for this machine's {cores} cores")
     if arguments.scaling and Mesh.from_environment().world_size > 1:
         raise UserError("--scaling launches its processes itself; start it without accelerate launch")
     if arguments.scaling and not arguments.recipe:

@@ -50,7 +50,7 @@ class DataSection:
     revision: str | None = knob(None, "commit or tag of a Hub data set")
     text_column: str = knob("text", "column that holds the text of a row")
     validation_fraction: float = knob(0.0005, "share held out: a lone document's tail, else documents", low=0, high=0.5)
-    validation_seed: int = knob(2357, "seed that draws the documents held out", low=0, high=2**62)
+    validation_seed: int = knob(2357, "seed that draws the documents held out", low=0, high=2**64 - 1)
     tokenizer: str = knob("gpt2", "char, gpt2, or a Hugging Face tokenizer's name or folder")
     num_proc: int | None = knob(
         None, "processes that tokenize; left out, one a core where the text is large", low=1, high=1024
@@ -88,7 +88,7 @@ class TrainSection:
     micro_batch_size: int | Literal["auto"] = knob(
         12, "sequences in one forward pass of one process; auto takes the most that fit", low=1, high=10_000_000
     )
-    seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0, high=2**62)
+    seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0, high=2**64 - 1)
     rollback_ratio: float | None = knob(
         None, "go back to the newest checkpoint, and past its data, at a loss this many times its average", low=1
     )

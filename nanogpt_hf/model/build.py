@@ -75,9 +75,9 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
                 return load_merged(name)
             if folder.exists():
                 _check_enough_weights(folder)
-            return GPTForCausalLM.from_pretrained(
-                name, revision=revision, dtype=torch.float32, trust_remote_code=False, **options
-            )
+            # ignored by transformers, whose error would name none of them; from_pretrained has one that does
+            options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True}
+            return GPTForCausalLM.from_pretrained(name, revision=revision, trust_remote_code=False, **options)
     except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
         hint = "" if folder.exists() else "; it is no folder here, so it was looked up on the Hub"
         raise UserError(f"{name}: cannot be loaded as a GPT-2 model{hint}: {_reason(error)}") from error

@@ -253,8 +253,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             kwargs["config"].bias = True
         elif zeros_for_no_bias:
             kwargs["bias"] = True
-        kwargs |= {"output_loading_info": True, "ignore_mismatched_sizes": True}  # else its error names none of them
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, **kwargs)
+        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
         wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]
         if wrong:
             raise ValueError(f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}")

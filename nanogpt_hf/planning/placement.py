@@ -79,6 +79,9 @@ def _placement(path: str, asked) -> Placement:
     kind, processes, precision = str(asked.distributed_type), int(asked.num_processes), str(asked.mixed_precision)
     fsdp, deepspeed = asked.fsdp_config or {}, asked.deepspeed_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in (asked.parallelism_config or {}).items()}
+    copies = int(mesh.get("dp_replicate_size") or 1)
+    if processes < 1 or copies < 1:
+        raise UserError(f"--config_file {path}: num_processes {processes} and dp_replicate_size {copies} start at 1")
     for size in ("tp_size", "cp_size", "sp_size"):
         if int(mesh.get(size) or 1) > 1:
             raise UserError(f"--config_file {path}: {size} {mesh[size]} is not supported")
@@ -93,7 +96,6 @@ def _placement(path: str, asked) -> Placement:
     if "FSDP" in kind:
         if int(fsdp.get("fsdp_version") or 1) != 2:
             raise UserError(f"--config_file {path}: asks for FSDP 1; set fsdp_version: 2 in its fsdp_config")
-        copies = int(mesh.get("dp_replicate_size") or 1)
         if processes % copies:
             raise UserError(
                 f"--config_file {path}: {processes} processes are no multiple of dp_replicate_size {copies}"

@@ -237,8 +237,8 @@ class RunFolder:
             return self._lock.acquire(timeout=0)
         except filelock.Timeout:
             pid = _holder_of(self._lock_file)
-            who = f"another process{f' (pid {pid})' if pid else ''}"
-            raise RunFolderError(f"{self.path}: {who} is training in it; wait for it to end") from None
+            which = f" (pid {pid})" if pid else ""
+            raise RunFolderError(f"{self.path}: another process is training in it{which}; wait for it to end") from None
 
     def unlock(self) -> None:
         """Let others in; a folder in which nothing was begun goes again."""

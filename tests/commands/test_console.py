@@ -264,3 +264,28 @@ def test_a_terminal_that_is_closed_makes_a_run_save(root, tmp_path, write_recipe
         assert process.wait(timeout=60) == 75
     assert int(run.newest_checkpoint().name.removeprefix("step_")) >= 5
     assert run.report.exists()
+
+
+USELESS = {
+    "DeepSpeed": "Setting accelerator to CPU. If you have GPU or other accelerator, we were unable to detect it.",
+    "transformers.modeling_utils": "GPTForCausalLM LOAD REPORT from: m",
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer than the specified maximum",
+}
+
+
+@pytest.mark.parametrize("name", USELESS)
+@pytest.mark.parametrize(("log_level", "useless"), [(None, False), ("warning", False), ("debug", True)])
+def test_a_useless_warning_of_a_library_is_debugging_and_its_other_ones_are_not(name, log_level, useless):
+    library, heard = logging.getLogger(name), []
+    handler = logging.Handler()
+    handler.emit = lambda record: heard.append(record.getMessage())
+    with console.speaking(log_level):
+        library.addHandler(handler)
+        before, library.level = library.level, logging.WARNING  # as DeepSpeed sets it when it is imported
+        library.warning(USELESS[name])
+        library.warning("another")
+        library.error(USELESS[name])
+        library.removeHandler(handler)
+        library.level = before
+    assert heard == [USELESS[name]] * useless + ["another", USELESS[name]]
+    assert not library.filters

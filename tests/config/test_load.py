@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.load import config_to_dict, config_to_yaml, knob_lines, load_config
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, get_value
 from nanogpt_hf.errors import ConfigError
@@ -194,7 +195,7 @@ def test_a_value_below_its_bound_is_refused(recipe, key):
 def test_a_value_above_its_bound_is_refused(recipe, key):
     high = KNOBS[key].high
     (said,) = problems(recipe(LEAST), [(key, str(high + 1))])
-    assert said.startswith(f"--{key}: must be at most {high:g}, got ")
+    assert said.startswith(f"--{key}: must be at most {f'{high:,}' if isinstance(high, int) else high}, got ")
 
 
 def test_an_unknown_key_shows_the_nearest(recipe):
@@ -453,3 +454,74 @@ def test_a_shipped_recipe_is_found_by_its_bare_name_unless_there_is_such_a_file(
     assert problems("recipes/quickstart.yaml") == ["no such recipe; did you mean quickstart?"]
     Path("quickstart").write_text(LEAST + "train: {max_steps: 30_000}\n")
     assert load_config("quickstart").train.max_steps == 30_000
+
+
+def test_sizes_no_model_has_are_refused_before_anything_is_made(recipe):
+    for key, value in (("model.n_layer", "1e30"), ("model.vocab_size", "1e12"), ("model.n_positions", "1e10")):
+        (said,) = problems(recipe(LEAST), [(key, value)])
+        assert said.startswith(f"--{key}: must be at most ")
+        assert len(said) < 120
+    (said,) = problems(recipe(LEAST), [("eval.every", "9" * 4000)])  # an integer without a bound of its own
+    assert said == f"--eval.every: must be at most 1,000,000,000,000,000, got {'9' * 40}"
+
+
+ALIASES = "a: &a [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"{'bcdefghi'[i]}: &{'bcdefghi'[i]} [{', '.join(['*' + 'abcdefgh'[i]] * 9)}]\n" for i in range(8)
+)
+MERGES = "a: &a {k: v}\n" + "".join(
+    f"{'bcdefghi'[i]}: &{'bcdefghi'[i]} {{<<: [{', '.join(['*' + 'abcdefgh'[i]] * 9)}]}}\n" for i in range(8)
+)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [ALIASES + "model: *i\n", MERGES, "a: &a [*a]\n", "model: &a {n_layer: *a}\n"],
+    ids=["lists", "merges", "self", "map"],
+)
+def test_aliases_that_stand_for_gigabytes_are_refused(recipe, text):
+    (said,) = problems(recipe(text))
+    assert "its aliases stand for too much" in said
+
+
+@pytest.mark.parametrize("value", ["x" * 10**5, "[" + "a, " * 10**4 + "b]", "[{a: {b: {c: {d: {e: f}}}}}]"])
+def test_what_stands_in_a_wrong_place_is_shown_in_short(recipe, value):
+    for text in (f"{LEAST}model: {value}\n", f"{LEAST}model: {{n_layer: {value}}}\n"):
+        (said,) = problems(recipe(text))
+        assert len(said) < 200
+
+
+@pytest.mark.parametrize("value", ["a\\0b", "a\\ud800b"])
+def test_characters_that_no_file_can_hold_are_refused(recipe, value):
+    (said,) = problems(recipe(f'data: {{source: "{value}"}}\n'))
+    assert "data.source: has a character that no file can hold" in said
+    (said,) = problems(recipe(f'{LEAST}eval: {{samples: [fine, "{value}"]}}\n'))
+    assert "eval.samples: has a character that no file can hold" in said
+
+
+def test_a_file_that_never_ends_is_no_recipe():
+    (said,) = problems(Path("/dev/zero"))
+    assert said == "is longer than 1,000,000 characters, so it is no recipe"
+
+
+@pytest.mark.parametrize("name", ["..yaml", "...yaml"])
+def test_a_recipe_has_to_give_the_run_a_name(tmp_path, name):
+    (tmp_path / name).write_text(LEAST)
+    (said,) = problems(tmp_path / name)
+    assert "would have no name" in said
+
+
+def test_thousands_of_problems_are_counted_and_not_all_shown(recipe):
+    with pytest.raises(ConfigError) as error:
+        load_config(recipe(LEAST + "model: {" + ", ".join(f"k{i}: 1" for i in range(150)) + "}\n"))
+    lines = str(error.value).splitlines()
+    assert lines[-2:] == ["... and 50 more", "150 problems; nothing was started."]
+
+
+@pytest.mark.parametrize("number", [1, 2, 12, 97, 480, 1024])
+def test_divisors_are_all_of_them(number):
+    assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+
+
+def test_the_divisors_of_a_huge_step_take_no_time():
+    assert divisors(10**10)[-2:] == [5 * 10**9, 10**10]
+    assert divisors(9_999_999_967) == [1, 9_999_999_967]

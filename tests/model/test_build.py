@@ -1,11 +1,21 @@
 """Models from recipes and folders."""
 
+import json
+import pickle
+import warnings
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.commands import console
+from nanogpt_hf.config.schema import KNOBS, ModelSection
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.export.model_folder import logits_of
+from nanogpt_hf.generate import generate_tokens
 from nanogpt_hf.model.build import build_gpt_config, build_model, load_model
+from nanogpt_hf.model.configuration_gpt import LARGEST
 
 SECTION = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
 
@@ -44,3 +54,90 @@ def test_what_is_no_model_is_one_clear_line(tmp_path):
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="cannot be loaded as a GPT-2 model"):
         load_model(str(tmp_path))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A model folder to damage."""
+    build_model(build_gpt_config(SECTION, 61), seed=1).save_pretrained(tmp_path)
+    return tmp_path
+
+
+def refusal(folder) -> str:
+    with pytest.raises(UserError) as error:
+        load_model(str(folder))
+    assert "\n" not in str(error.value)
+    assert len(str(error.value)) < 500
+    return str(error.value).removeprefix(f"{folder}: cannot be loaded as a GPT-2 model: ")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("n_layer", 10**9),
+        ("n_layer", 0),
+        ("n_positions", 0),
+        ("n_positions", 10**10),
+        ("n_embd", 2**31 - 2),
+        ("dropout", 2.0),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_it_is_built(folder, name, value):
+    config = json.loads((folder / "config.json").read_text())
+    names = ["resid_pdrop"] if name == "dropout" else [name]
+    (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(names, value)))
+    assert refusal(folder).startswith(f"{name} must be from ")
+
+
+@pytest.mark.parametrize(("name", "value"), [("n_embd", 20_000), ("vocab_size", 10**7), ("n_layer", 900)])
+def test_a_config_of_a_far_larger_model_takes_no_memory(folder, name, value):
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {name: value}))
+    assert "its config.json describes " in refusal(folder)
+
+
+def test_the_bounds_of_the_schema_and_of_the_model_are_the_same():
+    assert {name: KNOBS[f"model.{name}"].high for name in LARGEST} == LARGEST
+
+
+@pytest.mark.parametrize(
+    ("damage", "reason"),
+    [
+        (lambda w: w.pop("transformer.ln_f.weight"), "missing keys: ['transformer.ln_f.weight']"),
+        (lambda w: w.update(more=torch.ones(1)), "unexpected keys: ['more']"),
+        (lambda w: w.update({"transformer.ln_f.weight": torch.ones(3)}), "mismatched keys: "),
+    ],
+    ids=["missing", "more", "shape"],
+)
+def test_weights_of_another_model_are_named_in_one_line(folder, capfd, damage, reason):
+    weights = load_file(folder / "model.safetensors")
+    damage(weights)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with console.speaking(None):
+        assert reason in refusal(folder)
+    assert "REPORT" not in capfd.readouterr().err  # none of the pages of transformers
+
+
+@pytest.mark.parametrize("protocol", [2, 4])
+def test_a_pickle_is_refused_without_the_advice_to_open_it(folder, protocol):
+    (folder / "model.safetensors").unlink()
+    (folder / "pytorch_model.bin").write_bytes(pickle.dumps([Path("x"), "x" * 10**5], protocol))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert refusal(folder).endswith("holds more than tensors, and were not opened")
+
+
+def test_weights_of_a_run_that_diverged_are_refused(folder):
+    weights = load_file(folder / "model.safetensors")
+    weights["transformer.ln_f.weight"][0] = float("nan")
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(UserError, match=r"ln_f\.weight holds NaN or infinity: the run that wrote it had diverged"):
+        load_model(str(folder))
+    weights["transformer.ln_f.weight"][0] = 1.0
+    huge = {name: weight * 1e30 for name, weight in weights.items()}  # finite, but what is computed with them is not
+    save_file(huge, folder / "model.safetensors", {"format": "pt"})
+    model = load_model(str(folder)).eval()
+    with pytest.raises(UserError, match="computes NaN or infinity and cannot write"):
+        list(generate_tokens(model, [1], max_new_tokens=1))
+    with pytest.raises(UserError, match="computes NaN or infinity, so there is nothing to export"):
+        logits_of(model)

@@ -1,0 +1,210 @@
+"""What becomes of failures that no command expects: one line and status 2, or the traceback of a bug."""
+
+import io
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import filelock
+import pytest
+import torch
+
+from nanogpt_hf.commands import console, main
+from nanogpt_hf.runs.metrics import Event
+from nanogpt_hf.training.tracking import Tracking
+
+
+def fail_with(monkeypatch, error: Exception) -> None:
+    def run(arguments, overrides):
+        raise error
+
+    monkeypatch.setattr("nanogpt_hf.commands.prepare.run", run)
+
+
+def complaint(capsys, *arguments) -> str:
+    status = main([str(a) for a in arguments])
+    err = capsys.readouterr().err
+    assert status == 2
+    assert "Traceback" not in err
+    assert len(err.splitlines()) == 1
+    return err.rstrip("\n")
+
+
+def test_a_failure_of_the_system_is_one_line_and_its_traceback_is_for_debugging(capsys, monkeypatch):
+    fail_with(monkeypatch, FileNotFoundError(2, "No such file or directory", "/gone"))
+    assert complaint(capsys, "prepare", "r.yaml") == "/gone: No such file or directory"
+    assert main(["prepare", "r.yaml", "--log-level", "debug"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("Traceback")
+    assert err.endswith("\n/gone: No such file or directory\n")
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch):
+    fail_with(monkeypatch, TypeError("a bug"))
+    with pytest.raises(TypeError, match="a bug"):
+        main(["prepare", "r.yaml"])
+
+
+def test_a_failure_of_another_process_is_told_with_its_rank(capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    fail_with(monkeypatch, OSError(28, "No space left on device", "/data/x"))
+    assert complaint(capsys, "prepare", "r.yaml") == "[rank 3] /data/x: No space left on device"
+
+
+def test_an_endless_message_is_cut(capsys, monkeypatch):
+    fail_with(monkeypatch, OSError("x" * 10**6))
+    assert len(complaint(capsys, "prepare", "r.yaml")) < 3000
+    assert len(complaint(capsys, "report", "x/" * 10**5)) < 3000
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["pretrain", "R", "--run-dir", "X"],
+        ["doctor", "--run-dir", "X"],
+        ["report", "X"],
+        ["sample", "X"],
+        ["export", "X", "out"],
+        ["import-nanogpt", "X", "out"],
+        ["push", "X", "me/model"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_a_name_that_is_too_long_is_one_line_everywhere(capsys, tmp_path, monkeypatch, write_recipe, words):
+    monkeypatch.chdir(tmp_path)
+    words = [{"X": "a" * 300, "R": str(write_recipe())}.get(word, word) for word in words]
+    assert "File name too long" in complaint(capsys, *words)
+    assert not [path for path in tmp_path.iterdir() if path.name not in ("tiny.yaml", "data")]
+
+
+@pytest.mark.parametrize(
+    "words", [["pretrain", "R", "--run-dir", ""], ["sample", ""], ["estimate", "R", "--json", ""], ["compare", ""]]
+)
+def test_an_empty_path_is_no_default(capsys, write_recipe, words):
+    words = [str(write_recipe()) if word == "R" else word for word in words]
+    assert complaint(capsys, *words).endswith(": expected a path or a name, got nothing")
+
+
+def test_arguments_that_are_not_utf_8_are_refused(capsys):
+    assert "not UTF-8" in complaint(capsys, "report", b"run\xff".decode("utf-8", "surrogateescape"))
+
+
+def test_the_home_folder_is_found_in_every_path(capsys, tmp_path, monkeypatch, write_recipe):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    words = ["pretrain", str(write_recipe(train__max_steps=2, eval__every=1)), "--run-dir", "~/a run", "-q"]
+    assert main(words) == 0
+    assert (tmp_path / "a run" / "final").is_dir()
+    assert main(["sample", "~/a run", "--max-new-tokens", "1"]) == 0
+    assert main(["report", "~/a run", "--output", "~/page.html"]) == 0
+    assert (tmp_path / "page.html").is_file()
+    assert not Path("~").exists()
+
+
+def test_what_to_do_next_can_be_pasted_and_names_no_file_that_is_not_there(capsys, tmp_path, monkeypatch, write_recipe):
+    monkeypatch.chdir(tmp_path)
+    recipe = write_recipe(train__max_steps=2, eval__every=2, tracking__every=5)
+    assert main(["pretrain", str(recipe), "--run-dir", "a run"]) == 0
+    out = capsys.readouterr().out
+    assert "next: python cli.py sample 'a run' --prompt" in out
+    assert "curve" not in out
+    assert f"report   {Path('a run', 'report.html')}" in out
+
+
+def test_a_run_folder_that_goes_away_ends_the_run_in_one_line(capsys, tmp_path, monkeypatch, write_recipe):
+    keep = Tracking._keep
+
+    def keep_and_move(self, state, values: Event) -> None:
+        if state.step == 2:
+            shutil.move(self.run.path, tmp_path / "elsewhere")
+        keep(self, state, values)
+
+    monkeypatch.setattr(Tracking, "_keep", keep_and_move)
+    recipe = write_recipe(eval__every=100, checkpoint__every=100)
+    said = complaint(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
+    assert said == f"{tmp_path / 'run' / 'metrics.jsonl'}: No such file or directory"
+    assert not (tmp_path / "run").exists()
+
+
+def test_too_little_memory_of_the_machine_names_the_knobs_and_leaves_nothing(
+    capsys, monkeypatch, tmp_path, write_recipe
+):
+    def full(*arguments, **options):
+        torch.empty(10**15)
+
+    monkeypatch.setattr("nanogpt_hf.training.loop.train_step", full)
+    said = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
+    assert "activations of 4 sequences about 0.0 GB. train.micro_batch_size 2 saves" in said
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_live_run_is_seen_before_its_first_checkpoint_is_missed(capsys, tmp_path, write_recipe):
+    (tmp_path / "run").mkdir()
+    hold = (
+        "import sys; from nanogpt_hf.runs.folder import RunFolder; run = RunFolder(sys.argv[1]);"
+        "run.lock(); print(flush=True); input()"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", hold, tmp_path / "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as other:
+        other.stdout.readline()
+        said = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run", "--resume")
+        other.communicate(b"\n")
+    assert "another process is training in it" in said
+    if "(pid" in said:  # where the kernel lists it
+        assert f"(pid {other.pid})" in said
+    with filelock.FileLock(tmp_path / "run" / ".lock", timeout=0):
+        pass  # asking has left no lock
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_a_terminal_without_the_character_gets_an_escape(monkeypatch, encoding):
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    console.print_any_character()
+    print("2 × 3 → \N{SNOWMAN}", flush=True)
+    assert raw.getvalue().decode(encoding).startswith("2 ")
+    assert "\\u2603" in raw.getvalue().decode(encoding)
+
+
+def test_samples_are_bounded_before_anything_is_allocated(capsys, letter_model):
+    said = complaint(capsys, "sample", letter_model, "--num-samples", 10**9)
+    assert "must be at least 1 and at most 10000" in said
+
+
+def test_a_trace_that_cannot_be_written_is_not_called_written(capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
+    work = type("Work", (), {"accelerator": type("Accelerator", (), {"is_main_process": True})()})()
+    from nanogpt_hf.bench.report import write_trace
+
+    with pytest.raises(IsADirectoryError):
+        write_trace(work, tmp_path)
+
+
+def test_more_processes_than_a_machine_can_hold_are_not_started(capsys, write_recipe):
+    words = ["bench", write_recipe(), "--scaling", "weak", "--processes", "1,100000"]
+    assert "too many for this machine's" in complaint(capsys, *words)
+
+
+def test_deep_json_beside_a_run_is_left_out(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n" + "[" * 100_000 + "\n")
+    (tmp_path / "machine.json").write_text("[" * 100_000)
+    assert main(["report", str(tmp_path)]) == 0
+    assert "metrics.jsonl: left out line 2: " in capsys.readouterr().err
+    (tmp_path / "metrics.jsonl").unlink()
+    (tmp_path / "metrics.jsonl").mkdir()
+    (tmp_path / "recipe.yaml").write_text("")
+    assert complaint(capsys, "report", tmp_path) == f"{tmp_path / 'metrics.jsonl'}: Is a directory"
+
+
+def test_a_reference_with_nonsense_in_it_is_refused(capsys, tmp_path):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "val/loss": 1.0}) + "\n")
+    rows = {"step": [1], "mean": [1], "low": [1], "high": [1]}
+    for damage in ({"step": ["a"]}, {"mean": []}, {"low": [None]}, {"high": 3}):
+        tree = {"name": "x", "experiment": {}, "curves": {"val/loss": rows | damage}}
+        (tmp_path / "reference.json").write_text(json.dumps(tree))
+        said = complaint(capsys, "compare", tmp_path, "--reference", tmp_path / "reference.json")
+        assert "not a reference curve" in said

@@ -1,0 +1,73 @@
+"""Which failures are explained in one line, and which are bugs that keep their traceback."""
+
+import errno
+
+import httpx
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
+
+
+def raised(action) -> Exception:
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (of which kind is what the tests are about)
+        action()
+    return caught.value
+
+
+def test_failures_of_the_system_name_the_file_and_the_reason(tmp_path):
+    assert explain(raised((tmp_path / "none").read_text)) == f"{tmp_path}/none: No such file or directory"
+    assert explain(raised((tmp_path / ("a" * 300)).read_text)).endswith(": File name too long")
+    assert explain(raised(lambda: (tmp_path / "none").rename(tmp_path / "b"))).startswith(f"{tmp_path}/b: No such")
+    assert explain(raised(tmp_path.read_text)) == f"{tmp_path}: Is a directory"
+    assert explain(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
+    assert explain(OSError("a library's\n   own words")) == "a library's own words"
+    assert explain(httpx.ConnectError("no route")) == "the network: no route"
+
+
+def test_a_damaged_file_of_weights_is_explained(tmp_path):
+    (tmp_path / "w.safetensors").write_bytes(b"x" * 100)
+    error = raised(lambda: safe_open(tmp_path / "w.safetensors", "pt").__enter__())
+    assert explain(error).startswith("a file of weights cannot be read or written: ")
+
+
+@pytest.mark.parametrize(
+    "allocate",
+    [
+        lambda: torch.empty(10**15),
+        lambda: np.empty(10**15),
+        lambda: bytearray(2**62),
+        lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")),
+        lambda: (_ for _ in ()).throw(OSError(errno.ENOMEM, "Cannot allocate memory")),
+    ],
+    ids=["torch", "numpy", "python", "cuda", "system"],
+)
+def test_a_lack_of_memory_is_one_whoever_says_so(allocate):
+    error = raised(allocate)
+    assert is_out_of_memory(error)
+    assert explain(error).startswith("out of memory")
+
+
+@pytest.mark.parametrize(
+    "bug",
+    [TypeError("x"), AssertionError(), KeyError("x"), ZeroDivisionError(), RuntimeError("shape"), RecursionError("x")],
+    ids=lambda bug: type(bug).__name__,
+)
+def test_a_bug_is_not_explained(bug):
+    assert explain(bug) is None
+    assert not is_out_of_memory(bug)
+
+
+def test_a_library_that_wraps_a_failure_is_seen_through():
+    error = RuntimeError("generation failed")
+    error.__cause__ = FileNotFoundError(errno.ENOENT, "No such file or directory", "/gone")
+    assert explain(error) == "/gone: No such file or directory"
+    assert explain(UserError("ours, as it is")) == "ours, as it is"
+    assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None  # nobody reads the line
+
+
+def test_pages_of_a_library_become_a_line():
+    assert one_line("a\n  b\t c") == "a b c"
+    assert one_line("x" * 1000, limit=10) == "xxxxxxxx …"
