@@ -128,7 +128,7 @@ def way_back(run: RunFolder, state: TrainState) -> str:
             for later in diverged:
                 remove_folder(later)
             gone = ", ".join(later.name for later in diverged)
-            return f"go on with --resume from {folder}{gone and f' ({gone} had diverged and was removed)'}"
+            return f"go on with --resume from {folder}{gone and f' (diverged, and so removed: {gone})'}"
     return "start again with --overwrite: no checkpoint is from before the divergence"
 
 
