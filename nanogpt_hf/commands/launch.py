@@ -15,13 +15,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+from nanogpt_hf.commands.console import last_words, show
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
 
 
 def run(words: list[str], commands: dict[str, str]) -> int:
     """Launch one of `commands` with `words`, which are accelerate's options and then the command; its exit status."""
     if words[:1] in (["--help"], ["-h"]):
-        print(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")
+        show(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")
         return 0
     # These take seconds.
     import psutil
@@ -80,7 +81,7 @@ def _status(statuses: dict[int, int], stopped: bool) -> int:
         return EXIT_STOPPED  # before the first step, or killed before it could save: the newest checkpoint is left
     for rank, status in statuses.items():
         if status < 0 and -status != signal.SIGTERM:  # SIGTERM is how the launcher ends what a lost process leaves
-            print(f"process {rank} was ended by {signal.Signals(-status).name}", file=sys.stderr)
+            last_words(f"process {rank} was ended by {signal.Signals(-status).name}", sys.stderr)
     return statuses[0] if len(statuses) == 1 and statuses.get(0, -1) > 0 else 1
 
 

@@ -210,7 +210,7 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
 
 
 def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
-    """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough to pay for their start.
+    """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough for that to pay.
 
     At most four per core: a larger number has no use, and each process takes memory of its own.
     """

@@ -135,7 +135,7 @@ def judge_parameters(digests: list[dict[str, str]], when: str) -> Finding:
         rank, name = different[0]
         tensors = plural(len({name for _, name in different}), "tensor")
         return Finding("fault", "parameters", f"{when}: {tensors} not as on rank 0, first {name} on rank {rank}")
-    equal = f"equal on all {len(digests)} processes" if len(digests) > 1 else "one process, nobody to differ from"
+    equal = f"equal on all {len(digests)} processes" if len(digests) > 1 else "single process (nothing to compare)"
     return Finding("ok", "parameters", f"{when}: {len(digests[0])} tensors, {equal}")
 
 
@@ -188,7 +188,7 @@ def judge_step(
     figures = {"seconds": step, "data": data, "compute": compute, "communication": rest}
     text = f"{step * 1e3:,.1f} ms with {size} a process: data {data / step:.0%}, compute {compute / step:.0%}"
     if len(times) == 1:
-        said = "communication: one process: nothing to talk to"
+        said = "communication: n/a with one process"
         return [Finding("ok", "step", text, (said,), figures)]
     if inseparable:
         return [Finding("ok", "step", text, (f"communication is part of compute here: {inseparable}",), figures)]

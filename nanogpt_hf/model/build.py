@@ -86,7 +86,7 @@ def load_model(name: str, revision: str | None = None, **options) -> GPTForCausa
 def _check_enough_weights(folder: Path) -> None:
     """Raises ValueError if config.json describes a far larger model than the weights beside it, which all get memory
     before they are compared."""
-    parameters = count_parameters(GPTConfig.from_pretrained(folder))
+    parameters = count_parameters(GPTConfig.from_pretrained(folder, trust_remote_code=False))
     size = sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
     if size and parameters > size:  # not even a byte for each
         raise ValueError(f"its config.json describes {parameters:,} parameters, its weights have {size:,} bytes")

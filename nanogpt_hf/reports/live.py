@@ -29,7 +29,7 @@ class LiveReports:
 
     def finish(self, events: list[Event]) -> None:
         """Draw the plot and write the report, as complete as the metrics."""
-        if not self.is_main:
+        if not self.is_main or not self.folder.path.is_dir():  # a folder that is gone is why the run ended
             return
         self._plot(events)
         try:

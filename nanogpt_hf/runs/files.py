@@ -55,7 +55,7 @@ def output_file(text: str) -> Path:
     """An argparse type: where the user wants an output, `-` for stdout. Refuses at once what cannot be written."""
     if text in _NAMES_OF_STDOUT:
         return STDOUT
-    target = Path(os.path.realpath(text))
+    target = Path(os.path.realpath(os.path.expanduser(text)))
     if os.path.isdir(target):
         raise argparse.ArgumentTypeError(f"{text}: is a folder; name a file")
     if not os.path.isdir(target.parent):

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.runs.redact import redact
+from nanogpt_hf.runs.redact import redact, redact_tree
 
 if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
@@ -20,6 +20,7 @@ def is_fixed(key: str) -> bool:
 def run_identity(config: Config, manifest: "Manifest") -> dict[str, Any]:
     """What makes a run this one. Of the text it is the tokens that count, not where they lie or came from."""
     knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
+    knobs = redact_tree(knobs)  # a checkpoint may be shared
     return {"knobs": knobs, "data": {"source": redact(config.data.source), **manifest.content()}}
 
 

@@ -5,12 +5,9 @@ masks never depend on how the process got there. So a run may stop at any step a
 ends when frozen layers are unfrozen or after a loss spike; both load a checkpoint, as a resumed run does.
 """
 
-import contextlib
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 
@@ -26,20 +23,16 @@ from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
-from nanogpt_hf.export.background_push import BackgroundPush
 from nanogpt_hf.export.save_trained import save_trained
-from nanogpt_hf.reports.live import LiveReports
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
-from nanogpt_hf.training.layer_stats import LayerStats
-from nanogpt_hf.training.monitor import Monitor
+from nanogpt_hf.training.observers import Observers, finishing, observe
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.schedule import learning_rate_at
 from nanogpt_hf.training.setup import build_run, rebuild_model
 from nanogpt_hf.training.step import train_step
-from nanogpt_hf.training.tracking import Tracking
 
 
 class SegmentEnd(Enum):
@@ -48,19 +41,6 @@ class SegmentEnd(Enum):
     DONE = "done"
     UNFREEZE = "unfreeze"
     LOSS_SPIKE = "loss spike"
-
-
-@dataclass
-class Observers:
-    """What looks at a run and changes none of its numbers."""
-
-    tracking: Tracking
-    monitor: Monitor
-    layers: LayerStats
-    tasks: TrainingTasks
-    samples: TrainingSamples
-    reports: LiveReports
-    push: BackgroundPush
 
 
 def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainState:
@@ -74,15 +54,7 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
     run = build_run(config, accelerator, load_prepared(config), folder, step=step, resume=resume)
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)
     start_or_resume(run, resume)
-    observers = Observers(
-        tracking=Tracking(run),
-        monitor=Monitor(accelerator, run.config, folder),
-        layers=LayerStats(accelerator, run.config, run.data.validation),
-        tasks=tasks,
-        samples=samples,
-        reports=LiveReports(folder, run.config, is_main=run.mesh.is_main),
-        push=BackgroundPush(config.hub, folder, is_main=run.mesh.is_main),
-    )
+    observers = observe(run, tasks, samples)
     with stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop, finishing(observers):
         while (end := train_segment(run, observers, stop)) is not SegmentEnd.DONE:
             if end is SegmentEnd.UNFREEZE:
@@ -203,18 +175,3 @@ def save_model(run: Run, path: Path) -> None:
         except (OSError, SafetensorError) as error:
             raise RunFolderError(f"{path}: the model cannot be written: {error}") from None
     run.accelerator.wait_for_everyone()
-
-
-@contextlib.contextmanager
-def finishing(observers: Observers) -> Iterator[None]:
-    """Whatever ends the run: draw the plot, write the report, close the trackers and finish the push."""
-    done = False
-    try:
-        with observers.tracking:
-            try:
-                yield
-            finally:
-                observers.reports.finish(observers.tracking.events)
-        done = True
-    finally:
-        observers.push.finish(done=done)

@@ -184,7 +184,9 @@ def test_half_of_few_documents_can_be_held_out(rows, tmp_path):
 @pytest.fixture
 def hub(monkeypatch):
     splits = {}
-    monkeypatch.setattr(datasets, "load_dataset", lambda name, config, split, revision: splits[split])
+    monkeypatch.setattr(
+        datasets, "load_dataset", lambda name, config, split, revision, trust_remote_code: splits[split]
+    )
     return splits
 
 

@@ -119,11 +119,11 @@ def test_answers_and_ends_of_conversations_are_part_of_the_identity(tmp_path):
 
 def test_whole_data_is_verified_and_older_data_opens_without_checksums(prepared):
     assert check_prepared(folder_of(prepared)) is True
-    tokens = len(load_prepared(prepared).train.batch(np.array([0]), prepared.data.block_size)["input_ids"])
+    tokens = len(load_prepared(prepared).train.batch(np.array([0]))["input_ids"])
     edit_manifest(prepared, without_checksums)
     assert check_prepared(folder_of(prepared)) is False
     assert prepare(prepared)[1] is False
-    assert len(load_prepared(prepared).train.batch(np.array([0]), prepared.data.block_size)["input_ids"]) == tokens
+    assert len(load_prepared(prepared).train.batch(np.array([0]))["input_ids"]) == tokens
 
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "gone", "extra", "of another data set"])
@@ -186,8 +186,8 @@ def test_a_token_beyond_the_vocabulary_is_one_clear_line_where_it_is_read(prepar
     )
 
     def read_all() -> None:
-        train, size = load_prepared(prepared).train, prepared.data.block_size
-        train.batch(np.arange(0, train.positions, size), size)
+        train = load_prepared(prepared).train
+        train.batch(np.arange(len(train)))
 
     assert message in complaint(read_all)
     assert message in complaint(check_prepared, folder_of(prepared))

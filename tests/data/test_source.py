@@ -562,7 +562,7 @@ def hub(monkeypatch):
     """Stands for the Hub: {split: data set} to give, and the list of what was asked for."""
     splits, asked = {}, []
 
-    def load_dataset(name, config=None, *, split, revision=None):
+    def load_dataset(name, config=None, *, split, revision=None, trust_remote_code):
         asked.append((name, config, split, revision))
         return splits[split]
 

@@ -45,7 +45,8 @@ def config_for(data_dir, source, tokenizer, **knobs) -> Config:
     return config
 
 
-def flat(stream) -> list[int]:
+def flat(blocks) -> list[int]:
+    stream = blocks.stream
     return stream.windows(np.array([0]), len(stream))[0].tolist()
 
 
@@ -89,7 +90,7 @@ def test_gpt2s_tokens_without_an_end_mark_are_one_row(tmp_path):
     manifest = import_bins(write_bins(tmp_path / "bins", range(100), range(20)), tmp_path / "out")
     assert manifest.train.documents == manifest.validation.documents == 1
     assert manifest.end_of_text_id is None
-    assert len(load_prepared(config_for(tmp_path / "out", tmp_path / "bins", "gpt2")).train) == 100
+    assert len(load_prepared(config_for(tmp_path / "out", tmp_path / "bins", "gpt2")).train.stream) == 100
 
 
 @pytest.mark.parametrize("longest", [8, 1000])

@@ -1,6 +1,7 @@
 """A path that does not exist is never looked up on the Hub, and a look-up is printed first."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -57,7 +58,7 @@ def test_a_path_that_is_not_there_is_one_line_and_asks_nobody(command, stranger,
         assert main([names.get(word, word) for word in command]) == 2
         out, err = capsys.readouterr()
         assert out == ""
-        assert f"{path}: no such folder" in err
+        assert f"{os.path.expanduser(path)}: no such folder" in err
         assert err.count("\n") == 1
     assert stranger.requests == []
 

@@ -132,7 +132,7 @@ def test_a_planted_partial_file_is_neither_followed_nor_used(tmp_path, monkeypat
 def test_a_planted_partial_folder_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".best.partial").symlink_to(tmp_path / "elsewhere")
-    with pytest.raises(FileExistsError), replaced_folder(tmp_path / "best") as partial:
+    with replaced_folder(tmp_path / "best") as partial:
         (partial / "x").write_text("x")
     assert list((tmp_path / "elsewhere").iterdir()) == []
 

@@ -206,9 +206,9 @@ def test_facts_of_wrong_types_are_one_line(run):
     assert len(facts) > 10
     wrong = [[], None, 3, "x", {}, [facts], facts | {"more": 1}, facts | {"step": 5}]
     wrong += ["", "{", "[" * 100_000, "9" * 5000, json.dumps(facts).replace("4", "9" * 5000, 1)]
-    for name in facts.keys() - {"last_finite_step", "scaler"}:  # which older versions did not write
+    for name in facts.keys() - {"last_finite_step", "scaler", "identity"}:  # which older versions did not write
         wrong.append({other: value for other, value in facts.items() if other != name})
-    for name in facts.keys() - {"evaluated_step"}:
+    for name in facts.keys() - {"evaluated_step", "identity"}:
         wrong += [facts | {name: value} for value in ("1", [1], True, {"a": "b"}, 2**63, -2, -1, [None])]
     wrong += [facts | {"step": None}, facts | {"tokens": 1.5}, facts | {"seconds": None}]
     for name in facts["evaluation"]:
