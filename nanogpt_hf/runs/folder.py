@@ -16,6 +16,7 @@ from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folde
 
 _STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came before its successor's rename
 _LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
+_LEFTOVER_FILE = re.compile(r"\.[0-9a-f]{12}\.partial.*")  # of written_whole
 _NONE_YET = ".no_checkpoint_yet"  # a file in checkpoints/ until the first is written: an empty folder without it is odd
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
@@ -103,7 +104,7 @@ class RunFolder:
         """Whether `path` may be in a folder without a recipe: a kill in `start` left it, or it is empty."""
         if path in (self.checkpoints, self.best, self.final):
             return os.path.isdir(path) and set(os.listdir(path)) <= {_NONE_YET}
-        return path.name in (".lock", "lost+found") or bool(re.fullmatch(r"\.[0-9a-f]{12}\.partial.*", path.name))
+        return path.name in (".lock", "lost+found") or bool(_LEFTOVER_FILE.fullmatch(path.name))
 
     def _check_folders(self) -> None:
         """Raises RunFolderError if a folder of the run is a link or a mount that cannot be written through."""
@@ -228,6 +229,9 @@ class RunFolder:
             for path in list(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ():
                 if leftover := _LEFTOVER.fullmatch(path.name):
                     restore_folder(self.checkpoints / leftover[1])
+            for path in list(self.path.iterdir()):
+                if _LEFTOVER_FILE.fullmatch(path.name):
+                    path.unlink()
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 

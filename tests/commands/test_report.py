@@ -5,7 +5,7 @@ import shutil
 import pytest
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.training import tracking
+from nanogpt_hf.reports import live
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +52,7 @@ def test_a_report_that_cannot_be_written_ends_no_run(write_recipe, tmp_path, cap
     def fail(*arguments):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(tracking, "write_report", fail)
+    monkeypatch.setattr(live, "write_report", fail)
     assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
     assert "report.html: cannot be written: the disk is full" in capsys.readouterr().err
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
