@@ -72,6 +72,7 @@ def test_the_trace_is_of_our_step_and_nothing_else_was_written(out):
         (["--against", "trainr"], "--against: 'trainr' is none of bare, trainer; did you mean trainer?"),
         (["--windows", "0"], "--windows 0: must be at least 1"),
         (["--json", "nowhere/x.json"], "argument --json: nowhere/x.json: there is no folder nowhere"),
+        (["--windows", "1" + "0" * 19], "must be at least 1 and at most 10,000"),
         (["--scaling", "strong"], "--scaling: name a RECIPE, whose step is to be shared"),
         (["--processes", "two"], "--processes two: expected numbers such as 1,2,4"),
         (["--train.seed", "1"], "cli.py bench: --train.seed: is a recipe's knob, and there is no RECIPE"),

@@ -45,6 +45,8 @@ def test_all_of_them_were_read():
         (("dp_replicate_size: 2", "dp_replicate_size: 3"), "16 processes are no multiple of dp_replicate_size 3"),
         (("tp_size: 1", "tp_size: 2"), "tp_size 2 is not supported"),
         (("num_machines", "numb_machines"), "not an accelerate config"),
+        (("num_processes: 16", "num_processes: 0"), "num_processes 0 and dp_replicate_size 2 start at 1"),
+        (("dp_replicate_size: 2", "dp_replicate_size: -2"), "num_processes 16 and dp_replicate_size -2 start at 1"),
         (("num_processes: 16", "num_processes: many"), "not an accelerate config"),
         (("num_processes: 16", "num_processes: [1"), "not an accelerate config"),
         (("compute_environment: LOCAL_MACHINE", "compute_environment: MOON"), "not an accelerate config"),

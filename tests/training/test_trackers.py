@@ -84,7 +84,7 @@ def test_a_tracker_gets_the_recipe_the_machine_and_what_the_metrics_hold(pretrai
     assert [step for step, _ in book.logged] == [event["step"] for event in read_metrics(run)]
     (start,) = read_starts(run)
     assert book.told["model.n_embd"] == 16
-    assert {f"start.{name}" for name in start if name != "versions"} < set(book.told)
+    assert {f"start.{name}" for name in start if name not in ("versions", "data")} < set(book.told)
     assert book.told["start.versions.torch"] == start["versions"]["torch"]
     assert {name for name in book.told if not name.startswith("start.")} < set(KNOBS)
     assert all(isinstance(value, str | int | float | bool) for value in book.told.values())
@@ -124,7 +124,7 @@ def test_each_start_is_written_down_without_secrets(pretrain):
     assert [start["step"] for start in starts] == [0, 2]
     for start in starts:
         assert list(start) == [
-            *("step", "time", "machine", "processes", "precision", "device", "versions", "code", "command")
+            *("step", "time", "machine", "processes", "precision", "device", "versions", "code", "command", "data")
         ]
         assert datetime.fromisoformat(start["time"]).tzinfo is not None
         assert (start["processes"], start["precision"]) == (1, "fp32")
