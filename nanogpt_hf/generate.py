@@ -12,6 +12,7 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
+from nanogpt_hf.data.chat_prompt import render_prompt
 from nanogpt_hf.data.tokenizer import unknown_characters_named
 from nanogpt_hf.errors import DivergedError
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -99,7 +100,8 @@ def ask(
     """
     while True:
         with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
-            ids = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            text = render_prompt(tokenizer, messages)
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if len(ids) <= most:
             return ids, messages
         first = 1 if messages[0]["role"] == "system" else 0

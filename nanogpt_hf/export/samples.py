@@ -5,6 +5,7 @@ import torch
 import transformers
 
 from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.chat_prompt import render_prompt
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.tokenizer import encode_ordinary
 from nanogpt_hf.generate import continue_text
@@ -35,7 +36,7 @@ def prompts_from(blocks: TokenBlocks | Examples, tokenizer: transformers.PreTrai
 def as_question(prompt: str, tokenizer: transformers.PreTrainedTokenizerBase) -> str:
     """The prompt as a user's message in the tokenizer's chat template, which then waits for the answer."""
     message = {"role": "user", "content": prompt}
-    return tokenizer.apply_chat_template([message], add_generation_prompt=True, tokenize=False)
+    return render_prompt(tokenizer, [message])
 
 
 def write_samples(
