@@ -10,6 +10,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.objective import Objective
@@ -31,3 +32,7 @@ class Run:
     state: TrainState
     saved: TrainState | None = None  # the state in the newest checkpoint
     folder: RunFolder | None = None
+
+    @property
+    def architecture(self) -> Architecture:
+        return architecture_of(self.model_config)

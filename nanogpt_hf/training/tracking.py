@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.model.architecture import architecture_of, count_parameters
+from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.reports.sections import duration, figure
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
@@ -31,8 +31,7 @@ class Tracking:
     def __init__(self, run: Run):
         self.run, self.accelerator, self.config, self.folder = run, run.accelerator, run.config, run.folder
         self.main = run.mesh.is_main
-        architecture = architecture_of(run.model_config)
-        self.flops_per_token = architecture.flops_per_token(run.model_config, run.config.data.block_size)
+        self.flops_per_token = run.architecture.flops_per_token(run.model_config, run.config.data.block_size)
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
         self.bar = None
