@@ -2,7 +2,6 @@
 
 import errno
 
-import httpx
 import numpy as np
 import pytest
 import torch
@@ -24,6 +23,7 @@ def test_failures_of_the_system_name_the_file_and_the_reason(tmp_path):
     assert explain(raised(tmp_path.read_text)) == f"{tmp_path}: Is a directory"
     assert explain(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
     assert explain(OSError("a library's\n   own words")) == "a library's own words"
+    httpx = pytest.importorskip("httpx", reason="huggingface_hub brings httpx, or httpx2")
     assert explain(httpx.ConnectError("no route")) == "the network: no route"
 
 

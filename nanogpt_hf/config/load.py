@@ -134,7 +134,7 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
             raise ConfigError([f"{path}: is longer than {_LARGEST_RECIPE:,} characters, so it is no recipe"])
         tree = yaml.load(text, Loader=_RecipeLoader)
     except FileNotFoundError:
-        near = did_you_mean(path.name, (p.name for p in path.parent.glob("*.y*ml")) if path.parent.is_dir() else ())
+        near = did_you_mean(path.name, (p.name for p in path.parent.glob("[!.]*.y*ml")) if path.parent.is_dir() else ())
         near = near or did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"]) from None
     except (OSError, UnicodeDecodeError) as error:

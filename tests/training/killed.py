@@ -56,7 +56,7 @@ while True:
         saved = begun and any(not name.startswith(".") for name in os.listdir(os.path.join(folder, "checkpoints")))
         os._exit(main([*arguments, "--resume" if saved else "--overwrite"]))
     if where == "anywhere" and kills < 12:
-        time.sleep(draw.uniform(0.1, 1.5))
+        time.sleep(draw.uniform(0.1, 0.7))
         os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     if status == -signal.SIGKILL:
