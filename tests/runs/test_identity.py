@@ -1,0 +1,66 @@
+"""A resumed run goes on with the text and tokenizer it was trained on, wherever they lie, or stops with one line."""
+
+import json
+import shutil
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.runs.folder import RunFolder
+
+LETTERS = "the quick brown fox jumps over the lazy dog. " * 60
+
+
+@pytest.fixture
+def resume(tmp_path, write_recipe, forget_accelerate):
+    """Train to step 4 on LETTERS, change what a test wants, and resume to step 6; return the exit status."""
+    text = tmp_path / "text.txt"
+    text.write_text(LETTERS)
+
+    def train(*arguments: str, steps: int) -> int:
+        forget_accelerate()
+        options = {"data__source": str(text), "data__dir": str(tmp_path / "data"), "data__tokenizer": "char"}
+        recipe = write_recipe(**options, train__max_steps=steps, checkpoint__every=4, eval__every=4)
+        return main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *arguments])
+
+    def change_and_resume(change, *arguments: str) -> int:
+        assert train(steps=4) == 0
+        change(text)
+        return train("--resume", *arguments, steps=6)
+
+    return change_and_resume
+
+
+def prepare_again(content: str, tmp_path):
+    def change(text) -> None:
+        text.write_text(content)
+        shutil.rmtree(tmp_path / "data")
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("content", "difference"),
+    [(LETTERS.upper(), "tokenizer: "), (LETTERS[::-1], "text: "), (LETTERS + "dog " * 40, "text: ")],
+)
+def test_another_text_or_tokenizer_is_refused_before_the_first_step(resume, tmp_path, capsys, content, difference):
+    assert resume(prepare_again(content, tmp_path)) == 2
+    said = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the newest checkpoint is of another run or other data: " in said
+    assert difference in said
+    state = json.loads((RunFolder(tmp_path / "run").newest_checkpoint() / "state.json").read_text())
+    assert state["step"] == 4
+
+
+def test_the_same_text_prepared_again_elsewhere_is_accepted(resume, tmp_path):
+    assert resume(prepare_again(LETTERS, tmp_path), "--data.dir", str(tmp_path / "moved")) == 0
+
+
+def test_a_checkpoint_of_another_seed_is_refused(resume, tmp_path, capsys):
+    def change(_) -> None:
+        run = RunFolder(tmp_path / "run")
+        recipe = run.recipe.read_text()
+        run.recipe.write_text(recipe.replace("seed: 1337", "seed: 7"))
+
+    assert resume(change, "--train.seed", "7") == 2
+    assert "train.seed: 1337 -> 7" in capsys.readouterr().err
