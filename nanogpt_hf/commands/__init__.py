@@ -110,7 +110,7 @@ def main(arguments: list[str]) -> int:
     process of the run (or what `doctor` found is a fault). Any other failure is a bug, and is raised.
     """
     log_level = None
-    first_here = os.environ.get("LOCAL_RANK", "0") == "0"  # what all processes say is said once a machine
+    first_here = Mesh.from_environment().local_rank == 0  # what all processes print is printed once per machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())

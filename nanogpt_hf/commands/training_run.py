@@ -13,6 +13,7 @@ from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.prepare import prepare_and_say
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--run-dir", metavar="DIR", help="the run folder (default runs/<recipe name>)")
     parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint in the run folder")
     parser.add_argument("--overwrite", action="store_true", help="throw away the run that is in the run folder")
-    parser.add_argument("--auto-resume", action="store_true", help="--resume if there is a checkpoint, else start anew")
+    parser.add_argument(
+        "--auto-resume", action="store_true", help="--resume if there is a checkpoint, else start again"
+    )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its size, and stop")
     parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
 
@@ -48,7 +51,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
     disable_progress_bar()
     folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
-    main_process = os.environ.get("RANK", "0") == "0"
+    main_process = Mesh.from_environment().is_main
     ours, data = folder.path.resolve(), Path(config.data.dir).resolve()
     if ours.is_relative_to(data) or data.is_relative_to(ours):
         raise UserError(

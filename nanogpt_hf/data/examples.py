@@ -94,10 +94,10 @@ def _read(folder: Path, vocab_size: int | None = None) -> tuple[TokenStream, Tok
         lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
         ids, is_answer = ([c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, answered))
     except (ValueError, AttributeError) as error:  # a column of something else
-        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
+        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again") from None
     streams = TokenStream(ids, vocab_size), TokenStream(is_answer)
     if len(streams[0]) != len(streams[1]):
-        raise DataError(f"{folder}: cannot be read as prepared tokens: its columns differ; prepare the data anew")
+        raise DataError(f"{folder}: cannot be read as prepared tokens: its columns differ; prepare the data again")
     return *streams, lengths
 
 

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import rendezvous
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.runs.folder import RunFolder
@@ -68,7 +69,7 @@ def check_launch(config: Config) -> int:
         if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
             raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
     try:
-        accumulation = accumulation_steps(config, int(os.environ.get("WORLD_SIZE") or 1))
+        accumulation = accumulation_steps(config, _world_size())
     except ValueError as error:
         raise UserError(str(error)) from None
     stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
@@ -128,7 +129,7 @@ def _stated_elsewhere(key: str, stated: object, ours: object, knob: str) -> str:
 
 
 def _world_size() -> int:
-    return int(os.environ.get("WORLD_SIZE") or 1)
+    return Mesh.from_environment().world_size
 
 
 def _take_the_cpu_where_there_is_nothing_else() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import os
 import re
 import socket
 import threading
@@ -13,6 +12,7 @@ from typing import Any
 
 import torch
 
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import LostProcess, UserError, explain
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -33,7 +33,8 @@ def all_ready(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     error that `explain` knows on one of them, or returns something that process 0 has otherwise, a UserError is raised
     on all. Raises LostProcess where one gives no more sign.
     """
-    world_size, rank = int(os.environ.get("WORLD_SIZE") or 1), int(os.environ.get("RANK") or 0)
+    mesh = Mesh.from_environment()
+    world_size, rank = mesh.world_size, mesh.rank
     if world_size == 1:
         return get_ready()
     with one_line_for_a_lost_process():
