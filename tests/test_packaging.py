@@ -151,6 +151,10 @@ def test_make_clean_leaves_what_a_user_made(tmp_path):
     kept, removed = ("runs/a/best", "data/a/train"), (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests")
     for folder in kept + removed:
         (tmp_path / folder).mkdir(parents=True)
-    subprocess.run(["make", "clean"], cwd=tmp_path, check=True, capture_output=True)
+    # make hands its own options and variables (VENV=.ci/venv) to what it starts: not to this make
+    environment = {
+        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "VENV")
+    }
+    subprocess.run(["make", "clean"], cwd=tmp_path, env=environment, check=True, capture_output=True)
     assert all((tmp_path / folder).is_dir() for folder in kept)
     assert not any((tmp_path / folder).exists() for folder in removed[:-1])
