@@ -22,7 +22,7 @@ from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.optim.optimizer import build_optimizer
 
 Pair = tuple[float, float]  # seconds of a step, ours and the rival's
 

@@ -8,8 +8,8 @@ from accelerate import Accelerator
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.doctor.probes import data_for, made_up_data
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.schedule import learning_rate_at
 from nanogpt_hf.training.setup import build_run
 from nanogpt_hf.training.step import train_step
 

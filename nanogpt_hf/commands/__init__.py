@@ -138,7 +138,7 @@ def main(arguments: list[str]) -> int:
             _refuse(parser, unknown[0])
         _expand_paths(parser, parsed)
         log_level = parsed.log_level
-        with console.speaking(log_level), stdout_for_outputs(*vars(parsed).values()):
+        with console.configure_logging(log_level), stdout_for_outputs(*vars(parsed).values()):
             return module.run(parsed, overrides) or 0
     except Stopped as stopped:
         if first_here:

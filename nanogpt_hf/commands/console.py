@@ -183,7 +183,7 @@ def _useful(record: logging.LogRecord) -> bool:
 
 
 @contextmanager
-def speaking(log_level: str | None) -> Iterator[None]:
+def configure_logging(log_level: str | None) -> Iterator[None]:
     """Print as the options ask for, and leave logging as it was.
 
     Processes other than the first say warnings and errors only, each with its rank in front, whoever says them: this

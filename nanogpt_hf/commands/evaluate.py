@@ -84,7 +84,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
     from nanogpt_hf.distributed.mesh import Mesh
-    from nanogpt_hf.distributed.rendezvous import all_ready, one_line_for_a_lost_process
+    from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
     from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
     from nanogpt_hf.evaluation.text import evaluate_text
@@ -122,7 +122,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             facts["tokens_sha256"] = got["corpus"].stream.sha256()
         return facts
 
-    facts = all_ready(get_ready)
+    facts = prepare_on_all_ranks(get_ready)
     with one_line_for_a_lost_process():
         accelerator = build_evaluation_accelerator()
         model = got["model"].to(accelerator.device)

@@ -46,7 +46,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     config, base = finetune_config(arguments.recipe, [(k, v) for k, v in flags if v is not None] + overrides)
     vocabulary = _check_tokenizer(config)
     if arguments.dry_run:
-        _say_what_trains(config, base)
+        _print_trainable(config, base)
         dry_run(config)
         return
 
@@ -185,7 +185,7 @@ def _check_tokenizer(config: Config) -> str:
     return vocabulary_hash(given)
 
 
-def _say_what_trains(config: Config, base: "GPTConfig") -> None:
-    from nanogpt_hf.model.build import outline, what_trains
+def _print_trainable(config: Config, base: "GPTConfig") -> None:
+    from nanogpt_hf.model.build import describe_trainable, meta_model
 
-    show(f"{config.finetune.model}: {what_trains(outline(config, base), config)}\n")
+    show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")

@@ -17,7 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     config = load_config(arguments.recipe, overrides)
-    if not prepare_and_say(config):
+    if not prepare_and_report(config):
         from nanogpt_hf.data.prepare import check_prepared
         from nanogpt_hf.data.shards import NO_CHECKSUMS
 
@@ -25,7 +25,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         logger.info(f"  {'verified: every byte is as it was written' if verified else NO_CHECKSUMS}")
 
 
-def prepare_and_say(config) -> bool:
+def prepare_and_report(config) -> bool:
     """Prepare a recipe's data, and say what there is now; return whether anything had to be done."""
     import datasets
 

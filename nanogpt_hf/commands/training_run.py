@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.prepare import prepare_and_say
+from nanogpt_hf.commands.prepare import prepare_and_report
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.mesh import Mesh
@@ -18,7 +18,7 @@ from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from nanogpt_hf.runs.folder import RunFolder
-    from nanogpt_hf.training.checkpoint import TrainState
+    from nanogpt_hf.runs.state import TrainState
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     from nanogpt_hf.data.manifest import identity
     from nanogpt_hf.data.prepare import load_prepared
     from nanogpt_hf.distributed.accelerator import check_launch
-    from nanogpt_hf.distributed.rendezvous import all_ready, one_line_for_a_lost_process
+    from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.training.loop import train
 
@@ -80,11 +80,11 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
                     if problem := check_login(config.hub.repo):
                         logger.warning(problem)
-            prepare_and_say(config)
+            prepare_and_report(config)
             check()
             return facts | identity(config, load_prepared(config).manifest)
 
-        resume = all_ready(get_ready)["resume"]
+        resume = prepare_on_all_ranks(get_ready)["resume"]
         try:
             with one_line_for_a_lost_process(folder):
                 state = train(config, folder, resume=resume)

@@ -46,7 +46,7 @@ def _cannot_freeze(frozen: int, start: str | None, layers: int) -> str | None:
     return f"{frozen} is more than the model's {layers} blocks" if frozen > layers else None
 
 
-def _cannot_thaw(frozen: int | None, micro: int | str) -> str | None:
+def _cannot_unfreeze(frozen: int | None, micro: int | str) -> str | None:
     if frozen is None:
         return "nothing is frozen that could thaw; give --freeze-layers N"
     if micro == "auto":
@@ -137,7 +137,7 @@ CHECKS = (
     ),
     Check(
         ("finetune.unfreeze_every", "finetune.freeze_layers", "train.micro_batch_size"),
-        lambda every, frozen, micro: (every and _cannot_thaw(frozen, micro)) or None,
+        lambda every, frozen, micro: (every and _cannot_unfreeze(frozen, micro)) or None,
     ),
     Check(
         ("lora.rank", "finetune.model", "finetune.freeze_layers"),

@@ -118,7 +118,7 @@ def encode_conversations(
     return out["input_ids"], out["assistant_masks"]
 
 
-def teach_chat(hf: transformers.PreTrainedTokenizerBase, name: str) -> None:
+def set_chat_template(hf: transformers.PreTrainedTokenizerBase, name: str) -> None:
     """Give a tokenizer our template, in place of one that it may have.
 
     Raises DataError for one that has no token to end an answer with, or whose tokens reach across an answer's start.

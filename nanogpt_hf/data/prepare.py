@@ -17,7 +17,7 @@ import transformers
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.conversations import encode_conversations, teach_chat
+from nanogpt_hf.data.conversations import encode_conversations, set_chat_template
 from nanogpt_hf.data.examples import Examples, examples_sha256
 from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
 from nanogpt_hf.data.manifest import (
@@ -311,7 +311,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     texts = (row["text"] or "" for split in splits.values() for row in split)  # nobody asks for them of conversations
     tokenizer = build_tokenizer(data.tokenizer, texts)
     if chat:
-        teach_chat(tokenizer.hf, data.tokenizer)
+        set_chat_template(tokenizer.hf, data.tokenizer)
     # A lone document has no neighbour to be told apart from, so nothing marks its end (nor the cut through it).
     several = documents.validation is not None or len(documents.train) > 1
     end_of_text_id = tokenizer.hf.eos_token_id if several else None

@@ -31,8 +31,8 @@ from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.optim.adamw_8bit import check_8bit
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.adamw_8bit import check_8bit
 
 
 def check_launch(config: Config) -> int:
@@ -132,7 +132,7 @@ def _world_size() -> int:
     return Mesh.from_environment().world_size
 
 
-def _take_the_cpu_where_there_is_nothing_else() -> None:
+def _default_to_cpu() -> None:
     if _world_size() > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
         # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
         os.environ["ACCELERATE_USE_CPU"] = "true"
@@ -152,7 +152,7 @@ def build_evaluation_accelerator() -> Accelerator:
     Raises UserError where `check_config` does, and where the launch did not give as many processes as it started.
     """
     check_config()
-    _take_the_cpu_where_there_is_nothing_else()
+    _default_to_cpu()
     accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
     _check_processes(accelerator)
     return accelerator
@@ -164,7 +164,7 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     Raises UserError where `check_launch` does, and where the launch did not give what the accelerate config asks for.
     """
     accumulation = check_launch(config)
-    _take_the_cpu_where_there_is_nothing_else()
+    _default_to_cpu()
     # sync_with_dataloader: no dataloader is prepared, so none may cut an accumulation short.
     plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(

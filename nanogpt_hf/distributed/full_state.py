@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.training.adamw_8bit import as_float32, held_by
+from nanogpt_hf.optim.adamw_8bit import as_float32, held_by
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
@@ -43,7 +43,7 @@ def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, 
     return _collect(accelerator, ((name, _whole_weight(parameter)) for name, parameter in parameters.items()))
 
 
-def full_moments(
+def full_optimizer_state(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, torch.Tensor]:
     """The optimizer's state, whole, on the main process's CPU, as `<parameter>.<key>`; {} elsewhere."""
@@ -54,13 +54,13 @@ def full_moments(
         steps = torch.as_tensor(next(_zero_states(optimizer))["step"], dtype=torch.float32)
         moments = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in _MOMENTS)
         return _collect(accelerator, moments) | ({f"{n}.step": steps.cpu().clone() for n in trained})
-    check_moments(accelerator, model, optimizer)
+    check_optimizer_state(accelerator, model, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
     moments = ((f"{n}.{k}", _gathered(as_float32(v))) for n, state in states.items() for k, v in state.items())
     return _collect(accelerator, moments)
 
 
-def check_moments(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Raises UserError if the optimizer has a state for some of the parameters that train, but not for all.
 
     It then does not know the others: what prepared the model has put other parameters in their place, which would
@@ -77,7 +77,7 @@ def check_moments(accelerator: Accelerator, model: torch.nn.Module, optimizer: t
         )
 
 
-def misfit(
+def first_mismatch(
     accelerator: Accelerator,
     model: torch.nn.Module,
     weights: dict[str, torch.Tensor],
@@ -124,7 +124,7 @@ def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[
                 _set_zero(accelerator, parameter, value)
 
 
-def set_moments(
+def set_optimizer_state(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
@@ -142,7 +142,7 @@ def set_moments(
         keys = [key for key in layout if key.rpartition(".")[0] == name]
         if not _is_zero(accelerator):
             state = {key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys}
-            optimizer.state[parameter] = held_by(optimizer.optimizer, parameter, state or _no_moments(parameter))
+            optimizer.state[parameter] = held_by(optimizer.optimizer, parameter, state or _initial_state(parameter))
             continue
         for key in keys:
             value, kind = _broadcast(accelerator, moments.get(key), *layout[key]), key.rpartition(".")[2]
@@ -153,7 +153,7 @@ def set_moments(
                     state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
 
 
-def _no_moments(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
+def _initial_state(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
     """What AdamW itself makes before a parameter's first step."""
     step = torch.zeros((), dtype=torch.float32, device=parameter.device)
     return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
@@ -178,7 +178,7 @@ def set_scaler_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer,
         vars(optimizer.optimizer.loss_scaler).update(state)
 
 
-def forget_moments(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
+def reset_optimizer_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
     """Put the optimizer where it stood before its first step."""
     if not _is_zero(accelerator):
         optimizer.state.clear()

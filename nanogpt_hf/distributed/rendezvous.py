@@ -25,7 +25,7 @@ _LOOK = 0.2  # seconds between two looks at who is ready
 _kept = []  # without a launcher process 0 serves the store while this object lives, to the process group as well
 
 
-def all_ready(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+def prepare_on_all_ranks(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Call `get_ready` on every process, and return what it returned on process 0, as JSON keeps it.
 
     It may take hours, and longer on one machine than on another: tokenizing does. So they do not meet in a collective,

@@ -44,7 +44,7 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
         raise UserError(f"{where}: needs lm-eval; run `pip install 'nanogpt_hf[lm-eval]'`")
     files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
     specs = {name: _read_local_task(Path(name), where) for name in files}
-    with _quietly(), _offline_where_the_hub_is_out_of_reach(len(files) < len(names)) as offline:
+    with _quietly(), _go_offline_if_unreachable(len(files) < len(names)) as offline:
         from lm_eval.tasks import TaskManager
 
         random.seed(_PYTHON_SEED)  # what a task draws while it is loaded
@@ -207,7 +207,7 @@ def _quietly(show_progress: bool = False) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _offline_where_the_hub_is_out_of_reach(wanted: bool) -> Iterator[bool]:
+def _go_offline_if_unreachable(wanted: bool) -> Iterator[bool]:
     """Whether there is no Hub. Then nobody asks it meanwhile: `datasets` would try for half a minute a task."""
     settings = (huggingface_hub.constants, datasets.config)
     before = [setting.HF_HUB_OFFLINE for setting in settings]

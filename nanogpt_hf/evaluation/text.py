@@ -12,7 +12,7 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
-from nanogpt_hf.training.evaluate import Evaluation
+from nanogpt_hf.runs.state import Evaluation
 
 _RESAMPLES = 1000
 _SEED = 1337

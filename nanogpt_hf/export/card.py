@@ -16,7 +16,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.reports.sections import figure
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import redact
-from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.runs.state import TrainState
 
 
 def model_card(

@@ -11,7 +11,7 @@ from nanogpt_hf.export.card import model_card
 from nanogpt_hf.export.model_folder import save_model_folder, write_model_folder
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.runs.replace import replaced_folder
-from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.runs.state import TrainState
 
 
 def save_trained(

@@ -118,10 +118,10 @@ def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, ste
             f"data.tokenizer: has {vocab_size:,} tokens, {finetune.model} only {model.config.vocab_size:,}; take the "
             "model's own (leave data.tokenizer out)"
         )
-    return _made_to_train(model, config, step)
+    return _prepare_for_finetuning(model, config, step)
 
 
-def _made_to_train(model: GPTForCausalLM, config: Config, step: int) -> GPTForCausalLM:
+def _prepare_for_finetuning(model: GPTForCausalLM, config: Config, step: int) -> GPTForCausalLM:
     crop_positions(model, config.model.n_positions)
     freeze(model, frozen_layers_at(step, config.finetune))
     if config.lora.rank:
@@ -131,10 +131,10 @@ def _made_to_train(model: GPTForCausalLM, config: Config, step: int) -> GPTForCa
     return model
 
 
-def outline(config: Config, base: GPTConfig, step: int = 0) -> GPTForCausalLM:
+def meta_model(config: Config, base: GPTConfig, step: int = 0) -> GPTForCausalLM:
     """The model that a fine-tuning run has at `step`, without its weights, to count them."""
     with torch.device("meta"):
-        return _made_to_train(GPTForCausalLM(base), config, step)
+        return _prepare_for_finetuning(GPTForCausalLM(base), config, step)
 
 
 def load_base_config(name: str, revision: str | None) -> tuple[GPTConfig, str | None]:
@@ -184,7 +184,7 @@ def freeze(model: GPTForCausalLM, layers: int) -> None:
         module.requires_grad_(False)
 
 
-def what_trains(model: GPTForCausalLM, config: Config, step: int = 0) -> str:
+def describe_trainable(model: GPTForCausalLM, config: Config, step: int = 0) -> str:
     """A line such as `trains 100,864 of 211,712 parameters; frozen: the embeddings and blocks 1 to 2`."""
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layers, of = frozen_layers_at(step, config.finetune), model.num_parameters()

@@ -11,12 +11,12 @@ from nanogpt_hf.data.source import find_files
 from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.build import build_gpt_config, outline
+from nanogpt_hf.model.build import build_gpt_config, meta_model
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.optim.adamw_8bit import NOT_UNDER_ZERO
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.placement import Placement
-from nanogpt_hf.training.adamw_8bit import NOT_UNDER_ZERO
 from nanogpt_hf.training.micro_batch import SHARE
 from nanogpt_hf.training.throughput import BF16_PEAKS
 
@@ -95,7 +95,7 @@ def estimate(
     if config.optim.moments == "8bit" and place.zero:
         raise UserError(NOT_UNDER_ZERO)
     manifest = read_manifest(Path(config.data.dir))
-    model, vocabulary = _outline(config, base, manifest)
+    model, vocabulary = _meta_model(config, base, manifest)
     try:
         accumulation = accumulation_steps(config, place.processes)
     except ValueError as error:
@@ -162,14 +162,14 @@ def run_bytes(parameters: int, trained: int, keep: int) -> int:
     return (4 * parameters + 8 * trained) * (max(keep, 2) + 1) + 4 * parameters * 3
 
 
-def _outline(config: Config, base: GPTConfig | None, manifest: Manifest | None) -> tuple[GPTForCausalLM, str]:
+def _meta_model(config: Config, base: GPTConfig | None, manifest: Manifest | None) -> tuple[GPTForCausalLM, str]:
     """The run's model on the meta device, with what trains in the last step, when it is the most; its vocabulary."""
     if base is not None:
-        return outline(
+        return meta_model(
             config, base, step=config.train.max_steps - 1
         ), f"{base.vocab_size:,}, of {config.finetune.model}"
     size, known = _vocabulary(config, manifest)
-    return outline(config, build_gpt_config(config.model, size)), f"{size:,}, {known}"
+    return meta_model(config, build_gpt_config(config.model, size)), f"{size:,}, {known}"
 
 
 def _by_part(model: GPTForCausalLM) -> dict[str, int]:

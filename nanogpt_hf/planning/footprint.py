@@ -12,8 +12,8 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
+from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
 from nanogpt_hf.planning.placement import Placement
-from nanogpt_hf.training.adamw_8bit import bytes_in_8_bits
 
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
 LOSS, TOP, BOTTOM, EMBEDDING = "the loss", "the top block", "the bottom block", "the embedding's gradient"
@@ -89,7 +89,7 @@ def footprint(
     residual = 4 * rows * config.hidden_size  # float32
     whole_block = rows * _whole_block(model, block_size, place)
     kept_block = rows * kept_by_a_block(model, block_size, place)
-    state, offloaded = _state(n, place, moments_of(model, moments_kind, place.shards))
+    state, offloaded = _state(n, place, optimizer_state_of(model, moments_kind, place.shards))
     gradients = state.pop("gradients")
     standing = gradients * accumulates
     head = n.head * n.head_trains * (value if place.kind == "FSDP2" else 4)  # a gradient of the head, not yet reduced
@@ -191,7 +191,7 @@ def _mlp_gradients(model: PreTrainedModel) -> int:
     return proj.in_features * (2 if hasattr(proj, "lora_A") else 1)
 
 
-def moments_of(model: PreTrainedModel, kind: str, shards: int = 1) -> float:
+def optimizer_state_of(model: PreTrainedModel, kind: str, shards: int = 1) -> float:
     """Bytes of AdamW's two moments of what trains, on one of the processes that share them.
 
     What torchao's step holds besides, both moments of one tensor in float32, is less than the gradients that the

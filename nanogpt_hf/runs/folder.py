@@ -199,7 +199,7 @@ class RunFolder:
         except OSError as error:
             raise RunFolderError(f"{error.filename or self.path}: cannot be removed: {error.strerror}") from None
 
-    def take_back(self) -> None:
+    def undo_start(self) -> None:
         """Undo `start`, for a run that did not come to its first step; `unlock` then removes the folder."""
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # of a link, or with files of somebody else in it, it stays
@@ -210,7 +210,7 @@ class RunFolder:
         for file in (self.metrics, self.recipe):
             file.unlink(missing_ok=True)
 
-    def go_on(self, recipe_yaml: str) -> None:
+    def update_recipe(self, recipe_yaml: str) -> None:
         """Write the recipe with what a resumed run changed in it."""
         with written_whole(self.recipe) as partial:
             partial.write_text(recipe_yaml, encoding="utf-8")

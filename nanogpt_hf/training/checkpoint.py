@@ -7,7 +7,6 @@ import json
 import logging
 import typing
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +16,12 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from nanogpt_hf.config.schema import EvalSection
 from nanogpt_hf.distributed.full_state import (
-    full_moments,
+    first_mismatch,
+    full_optimizer_state,
     full_weights,
-    misfit,
     scaler_state,
-    set_moments,
+    set_optimizer_state,
     set_scaler_state,
     set_weights,
 )
@@ -31,33 +29,10 @@ from nanogpt_hf.errors import DivergedError, RunFolderError
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.identity import differences
 from nanogpt_hf.runs.replace import remove_folder, replaced_folder
-from nanogpt_hf.training.evaluate import Evaluation
+from nanogpt_hf.runs.state import Evaluation, TrainState
 
 logger = logging.getLogger(__name__)
 _MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
-
-
-@dataclass
-class TrainState:
-    """Where a run stands; with the recipe and the weights, all that going on needs."""
-
-    step: int = 0  # optimizer steps done
-    tokens: int = 0  # training tokens seen
-    seconds: float = 0.0  # spent training and evaluating, over all resumes
-    evaluation: Evaluation | None = None  # the last one
-    evaluated_step: int = -1
-    skipped_steps: int = 0  # whose data was left out after loss spikes: step s sees the data of s + skipped_steps
-    last_finite_step: int = 0  # the last step whose gradient was finite; those after it changed no weight
-    loss_average: float | None = None  # running, of the reported training losses
-    best_loss: float | None = None  # validation loss of best/
-    best_step: int | None = None
-    identity: dict[str, Any] | None = None  # of the run (runs/identity.py); older versions recorded none
-
-    def out_of_patience(self, eval_section: EvalSection) -> bool:
-        """Whether the evaluations since the best one, that of this step included, are as many as may pass."""
-        if eval_section.patience is None or self.best_step is None or self.evaluated_step < self.step:
-            return False
-        return self.step - self.best_step >= eval_section.patience * eval_section.every
 
 
 def _file_digest(path: Path) -> str:
@@ -87,14 +62,14 @@ def save_checkpoint(
     not finite; the checkpoints before it stay as they are.
     """
     weights = full_weights(accelerator, model)
-    moments = full_moments(accelerator, model, optimizer)
+    moments = full_optimizer_state(accelerator, model, optimizer)
     if accelerator.is_main_process and state.step > 0 and not moments:
         raise RuntimeError("there is no optimizer state to save")
     if accelerator.is_main_process:
         if name := _not_finite(weights, moments):
             raise DivergedError(
                 f"step {state.step:,}: {name} is not finite, so no checkpoint was written; lower optim.learning_rate "
-                f"and {way_back(run, state)}"
+                f"and {recovery_advice(run, state)}"
             )
         facts = dataclasses.asdict(state) | {"scaler": scaler_state(accelerator, optimizer)}
         target = run.checkpoint(state.step)
@@ -114,7 +89,7 @@ def save_checkpoint(
     accelerator.wait_for_everyone()
 
 
-def way_back(run: RunFolder, state: TrainState) -> str:
+def recovery_advice(run: RunFolder, state: TrainState) -> str:
     """How to go on after the weights of `state` turned out to have diverged; the main process calls it.
 
     The gradients of all steps after `last_finite_step` were not finite, and its weights are those of now. So the
@@ -228,7 +203,7 @@ def load_checkpoint(
                     f"{run.checkpoints}: the newest checkpoint is of another run or other data: {'; '.join(differ)}; "
                     "give it what it was trained with, or start again with --overwrite"
                 )
-            if difference := misfit(accelerator, model, weights, moments):
+            if difference := first_mismatch(accelerator, model, weights, moments):
                 raise RunFolderError(
                     f"{run.checkpoint(facts['step'])}: is of another model: {difference}; was the recipe's model "
                     "changed?"
@@ -243,7 +218,7 @@ def load_checkpoint(
     facts, layout = message[0]
 
     set_weights(accelerator, model, weights)
-    set_moments(accelerator, model, optimizer, moments, layout)
+    set_optimizer_state(accelerator, model, optimizer, moments, layout)
     scaler = facts.pop("scaler")
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)

@@ -1,8 +1,6 @@
 """Loss on fixed validation tokens: the same windows at every evaluation, on any number of processes."""
 
-import math
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -11,23 +9,8 @@ from torch.nn import functional as F
 
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.runs.state import Evaluation
 from nanogpt_hf.training.objective import Objective
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    loss: float  # mean over the tokens, in nats
-    tokens: int
-    bytes_per_token: float
-
-    @property
-    def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700.0))
-
-    @property
-    def bits_per_byte(self) -> float:
-        """Comparable across tokenizers: nats a token -> bits a byte of the split's text."""
-        return self.loss / math.log(2) / self.bytes_per_token
 
 
 def evaluation_indices(blocks: Blocks, tokens: int | str) -> np.ndarray:

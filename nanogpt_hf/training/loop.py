@@ -24,13 +24,14 @@ from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.save_trained import save_trained
+from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
-from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, newest_step, save_checkpoint
+from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.observers import Observers, finishing, observe
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.schedule import learning_rate_at
 from nanogpt_hf.training.setup import build_run, rebuild_model
 from nanogpt_hf.training.step import train_step
 
@@ -81,7 +82,7 @@ def start_or_resume(run: Run, resume: bool) -> None:
         if step > max_steps:
             raise UserError(f"{run.folder.path}: is at step {step:,}, past train.max_steps {max_steps:,}")
     if run.mesh.is_main:
-        (run.folder.go_on if resume else run.folder.start)(recipe)
+        (run.folder.update_recipe if resume else run.folder.start)(recipe)
     run.accelerator.wait_for_everyone()
 
 

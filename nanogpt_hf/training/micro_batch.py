@@ -15,11 +15,16 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.full_state import check_moments, forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.distributed.full_state import (
+    check_optimizer_state,
+    reset_optimizer_state,
+    scaler_state,
+    set_scaler_state,
+)
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
-from nanogpt_hf.model.build import build_gpt_config, outline
-from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, moments_of
+from nanogpt_hf.model.build import build_gpt_config, meta_model
+from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, optimizer_state_of
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
@@ -51,7 +56,7 @@ def state_restored(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -
     yield
     accelerator.gradient_accumulation_steps = accumulation
     accelerator.step = 0  # it counts micro-batches, and steps at multiples of the accumulation
-    forget_moments(accelerator, optimizer)
+    reset_optimizer_state(accelerator, optimizer)
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)
 
@@ -68,7 +73,7 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     with state_restored(accelerator, run.optimizer):
         batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
         train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
-        check_moments(accelerator, run.model, run.optimizer)
+        check_optimizer_state(accelerator, run.model, run.optimizer)
 
 
 def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
@@ -171,11 +176,11 @@ def _peak(accelerator: Accelerator) -> int:
 
 def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
     """What took the memory of a GPU, and about what would save some: footprint.py's arithmetic."""
-    model = outline(config, build_gpt_config(config.model, vocab_size))
+    model = meta_model(config, build_gpt_config(config.model, vocab_size))
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)
-    state = (4 * counts.held + 4 * counts.trained + moments_of(model, config.optim.moments)) / 1e9
+    state = (4 * counts.held + 4 * counts.trained + optimizer_state_of(model, config.optim.moments)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
@@ -185,7 +190,7 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
     )
-    moments = (moments_of(model, "float32") - moments_of(model, "8bit")) / 1e9
+    moments = (optimizer_state_of(model, "float32") - optimizer_state_of(model, "8bit")) / 1e9
     in_8_bits = f"optim.moments 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
     first = smaller * (micro > 1) + in_8_bits * (config.optim.moments == "float32")
     saved = activations(micro) - activations(micro, checkpointing=True)

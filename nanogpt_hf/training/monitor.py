@@ -11,7 +11,8 @@ from accelerate import Accelerator
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import DivergedError, UserError
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.checkpoint import TrainState, way_back
+from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training.checkpoint import recovery_advice
 
 BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
 ROLLBACKS_IN_A_ROW = 3  # to the same checkpoint: other data does not help
@@ -66,7 +67,7 @@ class Monitor:
         norms = self.settle(state)
         bad = [not math.isfinite(norm) for norm in norms]
         if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
-            then = f" and {way_back(self.run, state)}" if self.main else ""
+            then = f" and {recovery_advice(self.run, state)}" if self.main else ""
             raise DivergedError(
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
                 f"optim.learning_rate{then}"

@@ -11,12 +11,12 @@ from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.model.build import start_model, what_trains
+from nanogpt_hf.model.build import describe_trainable, start_model
+from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.checkpoint import TrainState
+from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import build_batches, settle_micro_batch
 from nanogpt_hf.training.objective import next_token_loss
-from nanogpt_hf.training.optimizer import build_optimizer
 from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ def rebuild_model(run: Run) -> None:
 def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, step: int) -> dict:
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
     if config.finetune.model:
-        logger.info(f"{f'from step {step:,} on ' if step else ''}{what_trains(model, config, step)}")
+        logger.info(f"{f'from step {step:,} on ' if step else ''}{describe_trainable(model, config, step)}")
     optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay)
     with prepared_blocks(model, accelerator):
         prepared, optimizer = accelerator.prepare(model, optimizer)

@@ -48,7 +48,7 @@ def start_trackers(accelerator: Accelerator, config: Config, run: RunFolder, sta
                 tracker.store_init_configuration(_configuration(config, start))
     except Exception as error:  # whatever theirs may raise
         if not run.checkpoint_folders():
-            run.take_back()
+            run.undo_start()
         why = " ".join(str(error).split())
         raise UserError(
             f"tracking.trackers: {', '.join(config.tracking.trackers)} did not start ({type(error).__name__}: {why}); "

@@ -6,7 +6,7 @@ import torch
 from nanogpt_hf.bench import baselines
 from nanogpt_hf.bench.baselines import bare_step, check_comparable, pairs_with_bare, pairs_with_trainer
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.optim.optimizer import build_optimizer
 
 
 def test_the_bare_loop_ends_at_our_weights(work, monkeypatch):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.conversations import teach_chat
+from nanogpt_hf.data.conversations import set_chat_template
 from nanogpt_hf.generate import ask
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory, byte_tokenizer):
     )
     GPTForCausalLM(config).save_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    teach_chat(tokenizer, "bytes")
+    set_chat_template(tokenizer, "bytes")
     tokenizer.save_pretrained(path)
     return path
 

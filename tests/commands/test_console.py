@@ -37,7 +37,7 @@ def say_everything() -> None:
     ],
 )
 def test_each_level_prints_itself_and_what_is_above_it(capsys, log_level, out, err):
-    with console.speaking(log_level):
+    with console.configure_logging(log_level):
         say_everything()
     said = capsys.readouterr()
     assert said.out.splitlines() == [f"our {level}, 100 % of it" for level in out]
@@ -55,7 +55,7 @@ def test_other_processes_only_warn_and_give_their_rank(capsys, monkeypatch, log_
     library = logging.getLogger("a_library")
     handler = logging.StreamHandler(sys.stderr)
     library.addHandler(handler)
-    with console.speaking(log_level):
+    with console.configure_logging(log_level):
         say_everything()
         library.warning("theirs: %s", "slow")
     library.removeHandler(handler)
@@ -71,10 +71,10 @@ def test_the_libraries_get_the_level_only_when_it_is_given(monkeypatch):
     monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "critical")  # what a user has set
     library = logging.getLogger("datasets")
     before = library.level
-    with console.speaking(None):
+    with console.configure_logging(None):
         assert library.level == before
         assert console.os.environ["TRANSFORMERS_VERBOSITY"] == "critical"
-    with console.speaking("debug"):
+    with console.configure_logging("debug"):
         assert library.level == logging.getLogger("transformers").level == logging.DEBUG
         assert console.os.environ["TRANSFORMERS_VERBOSITY"] == "debug"  # for those that are imported later
     assert library.level == before
@@ -85,7 +85,7 @@ def test_the_libraries_get_the_level_only_when_it_is_given(monkeypatch):
 def test_kernels_of_torchao_that_cannot_be_loaded_are_debugging(log_level, said):
     torchao = logging.getLogger("torchao")
     before = torchao.isEnabledFor(logging.WARNING)
-    with console.speaking(log_level):
+    with console.configure_logging(log_level):
         assert torchao.isEnabledFor(logging.WARNING) == said
     assert torchao.isEnabledFor(logging.WARNING) == before
 
@@ -94,14 +94,14 @@ def test_logging_is_left_as_it_was(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     ours, factory, show = logging.getLogger("nanogpt_hf"), logging.getLogRecordFactory(), warnings.showwarning
     before = ours.level, list(ours.handlers)
-    with pytest.raises(ZeroDivisionError), console.speaking("error"):
+    with pytest.raises(ZeroDivisionError), console.configure_logging("error"):
         _ = 1 / 0
     assert (ours.level, ours.handlers) == before
     assert (logging.getLogRecordFactory(), warnings.showwarning) == (factory, show)
 
 
 def test_a_line_stands_above_a_live_bar(capsys):
-    with console.speaking(None), tqdm(total=3, file=sys.stderr, ncols=40) as bar:
+    with console.configure_logging(None), tqdm(total=3, file=sys.stderr, ncols=40) as bar:
         bar.update()
         OURS.info("a line")
         bar.update()
@@ -166,7 +166,7 @@ def nobody_reads(monkeypatch):
 
 
 def test_nobody_needs_to_read_the_log_the_warnings_and_the_bars(monkeypatch):
-    with nobody_reads(monkeypatch), console.speaking("info"):
+    with nobody_reads(monkeypatch), console.configure_logging("info"):
         for _ in range(3):
             OURS.info("a line")
             OURS.warning("a warning")
@@ -279,7 +279,7 @@ def test_a_useless_warning_of_a_library_is_debugging_and_its_other_ones_are_not(
     library, heard = logging.getLogger(name), []
     handler = logging.Handler()
     handler.emit = lambda record: heard.append(record.getMessage())
-    with console.speaking(log_level):
+    with console.configure_logging(log_level):
         library.addHandler(handler)
         before, library.level = library.level, logging.WARNING  # as DeepSpeed sets it when it is imported
         library.warning(USELESS[name])

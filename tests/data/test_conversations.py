@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data.conversations import conversation_of, encode_conversations, teach_chat
+from nanogpt_hf.data.conversations import conversation_of, encode_conversations, set_chat_template
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
@@ -39,7 +39,7 @@ NASTY = [
 @pytest.fixture(scope="module")
 def gpt2():
     tokenizer = build_tokenizer("gpt2", ()).hf
-    teach_chat(tokenizer, "gpt2")
+    set_chat_template(tokenizer, "gpt2")
     return tokenizer
 
 
@@ -152,7 +152,7 @@ def test_plain_text_and_a_lone_conversation_are_refused(prepare_rows, text_file)
 
 def test_a_tokenizer_without_an_end_is_refused():
     with pytest.raises(DataError, match="no end-of-text token to end an answer with"):
-        teach_chat(char_tokenizer(list("abc")).hf, "abc")
+        set_chat_template(char_tokenizer(list("abc")).hf, "abc")
 
 
 def test_the_template_of_the_saved_tokenizer_gives_the_tokens_that_were_trained_on(prepare_rows):

@@ -15,7 +15,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import seconds_of
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import _hand_to_deepspeed, stop_on_signals
-from nanogpt_hf.distributed.full_state import forget_moments, scaler_state, set_scaler_state
+from nanogpt_hf.distributed.full_state import reset_optimizer_state, scaler_state, set_scaler_state
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
 from nanogpt_hf.errors import LostProcess, UserError
 from nanogpt_hf.runs.folder import RunFolder
@@ -161,7 +161,7 @@ def test_deepspeeds_moments_start_anew_also_where_a_step_that_overflowed_made_no
     accelerator = SimpleNamespace(distributed_type="DEEPSPEED")
     for left in ({}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}):
         adamw.state[flat] = left
-        forget_moments(accelerator, SimpleNamespace(optimizer=zero))
+        reset_optimizer_state(accelerator, SimpleNamespace(optimizer=zero))
         state = adamw.state[flat]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         assert not any(value.any() for value in state.values())

@@ -117,11 +117,11 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
     for setting in settings:
         monkeypatch.setattr(setting, "HF_HUB_OFFLINE", False)
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    with tasks._offline_where_the_hub_is_out_of_reach(wanted=True) as offline:
+    with tasks._go_offline_if_unreachable(wanted=True) as offline:
         assert offline
         assert all(setting.HF_HUB_OFFLINE for setting in settings)
     assert not any(setting.HF_HUB_OFFLINE for setting in settings)
-    with tasks._offline_where_the_hub_is_out_of_reach(wanted=False) as offline:
+    with tasks._go_offline_if_unreachable(wanted=False) as offline:
         assert not offline
 
 

@@ -11,8 +11,7 @@ from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.export.card import imported_card, model_card, plain_card
 from nanogpt_hf.model import GPTConfig
-from nanogpt_hf.training.checkpoint import TrainState
-from nanogpt_hf.training.evaluate import Evaluation
+from nanogpt_hf.runs.state import Evaluation, TrainState
 
 MODEL = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bias=False)
 MANIFEST = Manifest(

@@ -111,7 +111,7 @@ def test_weights_of_another_model_are_named_in_one_line(folder, capfd, damage, r
     weights = load_file(folder / "model.safetensors")
     damage(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    with console.speaking(None):
+    with console.configure_logging(None):
         assert reason in refusal(folder)
     assert "REPORT" not in capfd.readouterr().err  # none of the pages of transformers
 

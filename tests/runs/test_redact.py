@@ -149,7 +149,7 @@ def test_what_is_printed_holds_none(trained, write_recipe, tmp_path, capsys, cap
         clean(out + err)
         if status:
             assert err.count("\n") <= 2
-    with console.speaking(None):
+    with console.configure_logging(None):
         logging.getLogger("nanogpt_hf.x").info(f"from {URL}")
         logging.getLogger("nanogpt_hf.x").warning(f"no {URL}: 'pa55word@127.0.0.1'")
     out, err = capsys.readouterr()

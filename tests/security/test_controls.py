@@ -100,7 +100,7 @@ def test_error_lines_made_from_files_show_them(evil_model, tmp_path, capsys, wri
 
 
 def test_log_lines_show_them(capsys):
-    with console.speaking(None):
+    with console.configure_logging(None):
         logging.getLogger("nanogpt_hf.x").info(EVIL)
         logging.getLogger("nanogpt_hf.x").warning("%s", EVIL)
     for text in capsys.readouterr():

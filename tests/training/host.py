@@ -15,7 +15,7 @@ from datetime import timedelta
 import torch
 
 from nanogpt_hf.commands import main, training_run
-from nanogpt_hf.commands.prepare import prepare_and_say
+from nanogpt_hf.commands.prepare import prepare_and_report
 from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.training import loop  # noqa: F401  (imported once, for all forks)
 
@@ -32,8 +32,8 @@ for line in sys.stdin:
         rendezvous.PEER_TIMEOUT = timedelta(seconds=order["peer_timeout"])
         rendezvous._SIGN_OF_LIFE = 0.5
         if order["busy"]:
-            training_run.prepare_and_say = lambda config, busy=order["busy"]: (
-                time.sleep(busy) or prepare_and_say(config)
+            training_run.prepare_and_report = lambda config, busy=order["busy"]: (
+                time.sleep(busy) or prepare_and_report(config)
             )
         status = 1
         try:

@@ -14,12 +14,12 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs import replace
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import Evaluation, TrainState
 from nanogpt_hf.training import checkpoint
-from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, read_checkpoint, save_checkpoint
-from nanogpt_hf.training.evaluate import Evaluation
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
 
 @pytest.fixture

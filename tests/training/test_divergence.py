@@ -70,7 +70,7 @@ def test_what_is_not_finite_is_never_saved_nor_gone_back_to(pretrain, tmp_path, 
     assert f"resuming from {run.checkpoint(2)}" in said
     read_checkpoint(run.newest_checkpoint())
 
-    full = getattr(checkpoint, "full_weights" if what == "model" else "full_moments")
+    full = getattr(checkpoint, "full_weights" if what == "model" else "full_optimizer_state")
 
     def with_an_infinity(*arguments):
         tensors = full(*arguments)

@@ -12,7 +12,8 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.training.evaluate import Evaluation, evaluate, evaluation_indices
+from nanogpt_hf.runs.state import Evaluation
+from nanogpt_hf.training.evaluate import evaluate, evaluation_indices
 from nanogpt_hf.training.objective import next_token_loss
 
 

@@ -14,10 +14,10 @@ from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.export.model_folder import save_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.checkpoint import TrainState, load_checkpoint, read_checkpoint, save_checkpoint
-from nanogpt_hf.training.evaluate import Evaluation
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.runs.state import Evaluation, TrainState
+from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 NOTHING = {"bos_token_id": None, "eos_token_id": None}
@@ -197,7 +197,7 @@ def test_a_new_start_never_mixes_two_runs_wherever_it_is_killed(tmp_path, traine
     assert point > 12
 
 
-@pytest.mark.parametrize("begin", ["start", "go_on"])
+@pytest.mark.parametrize("begin", ["start", "update_recipe"])
 def test_a_recipe_is_the_old_one_or_the_new_one_and_a_folder_just_begun_can_be_used(tmp_path, operations, begin):
     run = RunFolder(tmp_path / "run")
 
@@ -208,11 +208,11 @@ def test_a_recipe_is_the_old_one_or_the_new_one_and_a_folder_just_begun_can_be_u
 
     for point in itertools.count(1):
         shutil.rmtree(run.path, ignore_errors=True)
-        if begin == "go_on":
+        if begin == "update_recipe":
             run.start("name: before\n")
         died = operations.killed(tmp_path, point, write)
         assert run.check(resume=False, overwrite=False, auto_resume=True) is False
-        allowed = {"name: after\n"} | ({"name: before\n"} if begin == "go_on" else set())
+        allowed = {"name: after\n"} | ({"name: before\n"} if begin == "update_recipe" else set())
         assert not run.recipe.exists() or run.recipe.read_text() in allowed, f"killed at {point}"
         if not died:
             break

@@ -20,10 +20,11 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.model.build import freeze, load_model
+from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.checkpoint import TrainState, read_checkpoint
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]

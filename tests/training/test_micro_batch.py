@@ -10,13 +10,13 @@ from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.full_state import check_moments
+from nanogpt_hf.distributed.full_state import check_optimizer_state
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import micro_batch
 from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_of_memory_advice, state_restored
-from nanogpt_hf.training.optimizer import build_optimizer
 
 
 @pytest.mark.parametrize(
@@ -143,7 +143,7 @@ def test_a_dry_run_step_finds_weights_that_the_optimizer_does_not_know():
     accelerator.backward(model(tokens, labels=tokens).loss)
     optimizer.step()
     with pytest.raises(UserError, match=r"^1 of \d+ parameters .*, first transformer.h.0.mlp.fc.weight, are unknown"):
-        check_moments(accelerator, model, optimizer)
+        check_optimizer_state(accelerator, model, optimizer)
 
 
 def trained(folder, recipe, *arguments: str) -> RunFolder:

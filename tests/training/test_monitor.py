@@ -11,8 +11,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, set_value
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.checkpoint import TrainState
 from nanogpt_hf.training.monitor import Monitor, memory_peak
 from nanogpt_hf.training.tracking import read_metrics
 

@@ -4,7 +4,7 @@ import torch
 
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.training.optimizer import build_optimizer
+from nanogpt_hf.optim.optimizer import build_optimizer
 
 
 def test_matrices_decay_and_vectors_do_not_and_each_parameter_is_in_one_group():

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.training.adamw_8bit import build_adamw_8bit, in_8_bits
+from nanogpt_hf.optim.adamw_8bit import build_adamw_8bit, in_8_bits
 
 
 def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: float = 1.0) -> torch.optim.Optimizer:

@@ -1,0 +1,46 @@
+"""Progress of a run and its last evaluation, as checkpoints store them."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from nanogpt_hf.config.schema import EvalSection
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    loss: float  # mean over the tokens, in nats
+    tokens: int
+    bytes_per_token: float
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700.0))
+
+    @property
+    def bits_per_byte(self) -> float:
+        """Comparable across tokenizers: nats per token -> bits per byte of the split's text."""
+        return self.loss / math.log(2) / self.bytes_per_token
+
+
+@dataclass
+class TrainState:
+    """Progress of a run: with the recipe, weights and optimizer state, all that a resume needs."""
+
+    step: int = 0  # optimizer steps done
+    tokens: int = 0  # training tokens seen
+    seconds: float = 0.0  # spent training and evaluating, over all resumes
+    evaluation: Evaluation | None = None  # the last one
+    evaluated_step: int = -1
+    skipped_steps: int = 0  # whose data was left out after loss spikes: step s sees the data of s + skipped_steps
+    last_finite_step: int = 0  # the last step whose gradient was finite; those after it changed no weight
+    loss_average: float | None = None  # running, of the reported training losses
+    best_loss: float | None = None  # validation loss of best/
+    best_step: int | None = None
+    identity: dict[str, Any] | None = None  # of the run (runs/identity.py); older versions recorded none
+
+    def out_of_patience(self, eval_section: EvalSection) -> bool:
+        """Whether the evaluations since the best one, that of this step included, are as many as may pass."""
+        if eval_section.patience is None or self.best_step is None or self.evaluated_step < self.step:
+            return False
+        return self.step - self.best_step >= eval_section.patience * eval_section.every
