@@ -48,7 +48,7 @@ Facts = dict[str, Any]
 # Other names of a knob, by the name used below: the first that the checkout's --help lists is set. None at the end of
 # the names: the knob is left out of the recipe if the checkout has none of them.
 KNOBS: dict[str, tuple[str | None, ...]] = {
-    "optim.moments": ("optim.moments",),
+    "optim.state": ("optim.state", "optim.moments"),
     "finetune.sample_tokens": ("finetune.sample_tokens", None),
 }
 # Keys of metrics.jsonl whose values must not change, by the name that facts have. One with / at its end is a prefix.
@@ -305,7 +305,7 @@ def resumed(bench: Bench) -> Facts:
 def adamw_8bit(bench: Bench) -> Facts:
     """8-bit optimizer state."""
     needs("torchao")
-    bench.command(*bench.start("adamw_8bit", {"optim.moments": "8bit"}))
+    bench.command(*bench.start("adamw_8bit", {"optim.state": "8bit"}))
     return must_differ(bench.facts("pretrain"), run_facts(bench.folder / "adamw_8bit"), "no state was in 8 bits")
 
 

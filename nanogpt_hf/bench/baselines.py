@@ -143,7 +143,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             max_steps=WARM_STEPS + windows * steps + 1,
             per_device_train_batch_size=config.train.micro_batch_size,
             gradient_accumulation_steps=work.run.batches.accumulation,
-            optim="adamw_torch_8bit" if config.optim.moments == "8bit" else "adamw_torch_fused",
+            optim="adamw_torch_8bit" if config.optim.state == "8bit" else "adamw_torch_fused",
             learning_rate=config.optim.learning_rate,
             weight_decay=config.optim.weight_decay,
             max_grad_norm=config.optim.max_grad_norm,

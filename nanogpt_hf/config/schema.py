@@ -76,7 +76,7 @@ class OptimSection:
     beta1: float = knob(0.9, "AdamW's momentum", low=0, high=0.999999)
     beta2: float = knob(0.95, "AdamW's second-moment decay", low=0, high=0.999999)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm; 0 clips nothing", low=0)
-    moments: Literal["float32", "8bit"] = knob("float32", "8bit holds AdamW's moments in 8 bits (needs torchao)")
+    state: Literal["float32", "8bit"] = knob("float32", "precision of AdamW's state; 8bit needs torchao")
 
 
 @dataclass

@@ -54,7 +54,7 @@ def check_launch(config: Config) -> int:
             "tracking.layers: DeepSpeed keeps gradients and weights to itself; leave it out, or take "
             "accelerate_configs/fsdp2.yaml"
         )
-    if config.optim.moments == "8bit":
+    if config.optim.state == "8bit":
         check_8bit(zero=_asked_for("DEEPSPEED"))
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(

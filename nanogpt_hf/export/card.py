@@ -120,7 +120,7 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
         "steps": f"{state.step:,} of {train.max_steps:,}",
         "tokens a step": f"{train.tokens_per_step:,}, in sequences of {data.block_size:,}",
         "optimizer": f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
-        + ", moments in 8 bits (torchao)" * (optim.moments == "8bit"),
+        + ", 8-bit state (torchao)" * (optim.state == "8bit"),
         "learning rate": f"{rate}, after {optim.warmup_steps:,} steps of warm-up",
         "gradient clipping": f"norm {optim.max_grad_norm:g}" if optim.max_grad_norm else "none",
         "dropout": f"{config.model.dropout:g}",

@@ -1,4 +1,4 @@
-"""AdamW's moments in 8 bits: torchao's optimizer, its moments as float32, and float32 as its moments.
+"""AdamW with 8-bit state: torchao's optimizer, and conversion between its state and float32.
 
 Each 256 values are a block with a scale, about its largest magnitude, and a code for each value: which of 256 shares of
 the scale is nearest (Dettmers et al. 2022, arXiv:2110.02861). Tensors of fewer than 4096 values, or that blocks do not
@@ -19,7 +19,7 @@ from nanogpt_hf.errors import UserError
 
 logger = logging.getLogger(__name__)
 NOT_UNDER_ZERO = (
-    "optim.moments 8bit: DeepSpeed's ZeRO keeps its moments in flat float32 buffers; leave it out, or take "
+    "optim.state 8bit: DeepSpeed's ZeRO keeps the optimizer state in flat float32 buffers; leave the knob out, or use "
     "accelerate_configs/fsdp2.yaml"
 )
 
@@ -27,19 +27,19 @@ _BLOCK, _LEAST = 256, 4096  # values
 
 
 def check_8bit(*, zero: bool) -> None:
-    """Raises UserError where moments in 8 bits are asked for and cannot be had; `zero`: under DeepSpeed's ZeRO."""
+    """Raises UserError if this machine cannot hold the optimizer state in 8 bits; `zero`: under DeepSpeed's ZeRO."""
     if zero:
         raise UserError(NOT_UNDER_ZERO)
     if find_spec("torchao") is None:
-        raise UserError("optim.moments 8bit: torchao is not installed; run `pip install torchao`")
+        raise UserError("optim.state 8bit: torchao is not installed; run `pip install torchao`")
     # as torch's inductor looks for it; on a GPU it is for the step's number, which torchao keeps on the CPU
     compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     if shutil.which(compiler) is None:
-        raise UserError(f"optim.moments 8bit: torchao compiles its step, and {compiler} is not there; install it")
+        raise UserError(f"optim.state 8bit: torchao compiles its step, and {compiler} is not installed")
 
 
 def bytes_in_8_bits(values: int) -> int:
-    """Of both moments of a tensor, or of a process's shard of one: codes, scales, and for each the list of shares."""
+    """Bytes of AdamW's 8-bit state of a tensor or of a shard: codes, scales, and two lists of 256 shares."""
     if values < _LEAST or values % _BLOCK:
         return 2 * 4 * values
     return 2 * (values + 4 * (values // _BLOCK) + 4 * 256)
@@ -50,7 +50,7 @@ def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) 
     from torchao.optim import AdamW8bit
 
     kernels = {(group["weight_decay"], p.shape) for group in groups for p in group["params"]}
-    logger.info(f"moments in 8 bits: the first step compiles {len(kernels)} kernels, which may take a while")
+    logger.info(f"8-bit optimizer state: the first step compiles {len(kernels)} kernels, which may take a while")
     # of a cache between processes, which only saves compiling
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
     return AdamW8bit(groups, lr=lr, betas=betas, block_size=_BLOCK)

@@ -28,7 +28,7 @@ def build_optimizer(model: torch.nn.Module, optim: OptimSection, layer_decay: fl
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
                 groups.setdefault((decays, scale), group)["params"].append(parameter)
     groups, rate, betas = list(groups.values()), optim.learning_rate, (optim.beta1, optim.beta2)
-    if optim.moments == "8bit":
+    if optim.state == "8bit":
         optimizer = build_adamw_8bit(groups, rate, betas)
     else:
         optimizer = torch.optim.AdamW(groups, lr=rate, betas=betas, fused=True)

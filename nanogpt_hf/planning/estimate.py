@@ -92,7 +92,7 @@ def estimate(
     `memory`: bytes of a device that is asked about beside the GPUs that are known. Raises UserError where the steps do
     not divide over the processes, where the vocabulary cannot be known, and for moments in 8 bits under ZeRO.
     """
-    if config.optim.moments == "8bit" and place.zero:
+    if config.optim.state == "8bit" and place.zero:
         raise UserError(NOT_UNDER_ZERO)
     manifest = read_manifest(Path(config.data.dir))
     model, vocabulary = _meta_model(config, base, manifest)
@@ -107,7 +107,7 @@ def estimate(
 
     def of(size: int, where: Placement) -> Footprint:
         sizes = {"micro_batch_size": size, "block_size": block_size}
-        return footprint(model, where, **sizes, accumulates=size < sequences, moments_kind=config.optim.moments)
+        return footprint(model, where, **sizes, accumulates=size < sequences, optimizer_state=config.optim.state)
 
     on_gpu = dataclasses.replace(place, on_cpu=False)
     asked = [("this much memory", memory, place)] if memory else []

@@ -77,19 +77,19 @@ def footprint(
     micro_batch_size: int,
     block_size: int,
     accumulates: bool,
-    moments_kind: str = "float32",
+    optimizer_state: str = "float32",
 ) -> Footprint:
     """The footprint of a step whose micro-batches have that many sequences; `model` may be on the meta device.
 
     `accumulates`: whether a step has several of them, so that gradients lie there from the first one on.
-    `moments_kind`: of the recipe's optim.moments.
+    `optimizer_state`: of the recipe's optim.state.
     """
     config, n, value = model.config, Counts.of(model), place.compute_bytes
     rows = micro_batch_size * block_size
     residual = 4 * rows * config.hidden_size  # float32
     whole_block = rows * _whole_block(model, block_size, place)
     kept_block = rows * kept_by_a_block(model, block_size, place)
-    state, offloaded = _state(n, place, optimizer_state_of(model, moments_kind, place.shards))
+    state, offloaded = _state(n, place, optimizer_state_of(model, optimizer_state, place.shards))
     gradients = state.pop("gradients")
     standing = gradients * accumulates
     head = n.head * n.head_trains * (value if place.kind == "FSDP2" else 4)  # a gradient of the head, not yet reduced

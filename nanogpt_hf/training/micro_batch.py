@@ -180,7 +180,7 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)
-    state = (4 * counts.held + 4 * counts.trained + optimizer_state_of(model, config.optim.moments)) / 1e9
+    state = (4 * counts.held + 4 * counts.trained + optimizer_state_of(model, config.optim.state)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
@@ -191,8 +191,8 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         "tokens, by more accumulation); "
     )
     moments = (optimizer_state_of(model, "float32") - optimizer_state_of(model, "8bit")) / 1e9
-    in_8_bits = f"optim.moments 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
-    first = smaller * (micro > 1) + in_8_bits * (config.optim.moments == "float32")
+    in_8_bits = f"optim.state 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
+    first = smaller * (micro > 1) + in_8_bits * (config.optim.state == "float32")
     saved = activations(micro) - activations(micro, checkpointing=True)
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "

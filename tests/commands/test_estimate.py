@@ -67,7 +67,7 @@ def test_moments_in_8_bits_take_a_quarter(write_recipe):
     place = Placement(kind="FSDP2", processes=2, shards=2)
 
     def moments(kind):
-        config = load_config(write_recipe(**sizes, optim__moments=kind))
+        config = load_config(write_recipe(**sizes, optim__state=kind))
         return estimate(config, place).memory.moments["the loss"]["optimizer"]
 
     halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [128 * 256]  # attention, MLP, 256 characters' embedding
@@ -135,7 +135,7 @@ def test_what_thaws_is_counted(tiny_base, text_file, tmp_path):
         (["RECIPE", "--model.n_embd", "ten"], "--model.n_embd: expected an integer, got 'ten'"),
         (["RECIPE", "--finetune.model", "./nowhere"], "nowhere"),
         (["RECIPE", "--data.tokenizer", "./nowhere"], "data.tokenizer: its size is not known yet, run `prepare` first"),
-        (["RECIPE", "--config_file", "ZERO", "--optim.moments", "8bit"], "optim.moments 8bit: DeepSpeed's ZeRO"),
+        (["RECIPE", "--config_file", "ZERO", "--optim.state", "8bit"], "optim.state 8bit: DeepSpeed's ZeRO"),
         (["RECIPE", "--config_file", "CPU_DDP", "--train.tokens_per_step", "64"], "× 2 processes = 128; nearest: 128"),
     ],
 )

@@ -210,7 +210,7 @@ def test_three_processes_resume_bit_for_bit(recipe, launch_warm, tmp_path, machi
 
 @needs_torchao
 def test_moments_in_8_bits_resume_bit_for_bit_and_move(recipe, launch_warm, tmp_path):
-    options = ["--optim.moments=8bit", "--optim.learning_rate=1e-3", "--train.max_steps=4", "--model.n_embd=128"]
+    options = ["--optim.state=8bit", "--optim.learning_rate=1e-3", "--train.max_steps=4", "--model.n_embd=128"]
     options += [
         "--model.n_positions=128",
         "--model.pad_vocab_to_multiple_of=128",

@@ -50,8 +50,8 @@ def test_it_says_how_the_model_was_made_and_measured_and_holds_its_recipe(write_
         "| bits per byte | 1.4427 |",
     ):
         assert row in card.text.splitlines()
-    quantised = card_of(load_config(write_recipe(optim__moments="8bit"))).text
-    assert "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1, moments in 8 bits (torchao) |" in quantised
+    quantised = card_of(load_config(write_recipe(optim__state="8bit"))).text
+    assert "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1, 8-bit state (torchao) |" in quantised
     assert "over 900 of the 1,000 tokens of the\nvalidation split, in windows of 16 tokens" in card.text
     assert "held out before training" in card.text
     assert "It sees 8 tokens at most." in card.text

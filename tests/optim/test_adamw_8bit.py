@@ -31,7 +31,7 @@ OPTIONS = {
     "model__n_positions": 128,
     "model__pad_vocab_to_multiple_of": 128,
     "optim__learning_rate": 1e-3,
-    "optim__moments": "8bit",
+    "optim__state": "8bit",
     "train__micro_batch_size": 8,  # the whole step
     "checkpoint__every": 3,
     "tracking__layers": True,
@@ -117,7 +117,7 @@ def test_the_steps_are_those_of_bare_torchao(whole, recipe):
 
 
 def test_the_losses_are_near_those_with_float32_moments_and_not_the_same(whole, train, recipe):
-    exact = column(train("float32", "pretrain", recipe, "--optim.moments", "float32"), "val/loss")
+    exact = column(train("float32", "pretrain", recipe, "--optim.state", "float32"), "val/loss")
     assert column(whole, "val/loss") == pytest.approx(exact, abs=2e-3)
     assert column(whole, "val/loss") != exact
     assert exact[6] < exact[0] - 0.2
@@ -128,7 +128,7 @@ def test_a_run_resumes_bit_for_bit(whole, half, train, recipe):
 
 
 def test_a_run_goes_on_with_the_other_kind_and_back(whole, half, train, recipe):
-    switched = train(half("switched").path.name, "pretrain", recipe, "--resume", "--optim.moments", "float32")
+    switched = train(half("switched").path.name, "pretrain", recipe, "--resume", "--optim.state", "float32")
     assert column(switched, "val/loss") == pytest.approx(column(whole, "val/loss"), abs=2e-3)
     back = train(half("back", of=switched).path.name, "pretrain", recipe, "--resume")
     assert_same_bits(back, whole)
@@ -136,7 +136,7 @@ def test_a_run_goes_on_with_the_other_kind_and_back(whole, half, train, recipe):
 
 def test_a_run_that_thaws_ends_where_it_would_have(whole, train, folder, recipe, text_file):
     words = ["finetune", "--from", whole.best, "--freeze-layers", 2, "--unfreeze-every", 3, "--data", text_file]
-    words += ["--optim.moments", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
+    words += ["--optim.state", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
     words += ["--data.block_size", 16, "--checkpoint.keep", 5, "--finetune.sample_tokens", 0]
     thawed = train("thawed", *words)
     assert sorted(path.name for path in thawed.checkpoint_folders()) == ["step_00000003", "step_00000006"]
@@ -156,7 +156,7 @@ def stepped():
     sizes = GPTConfig(vocab_size=128, n_positions=128, n_embd=128, n_layer=1, n_head=2, bias=False)
     torch.manual_seed(0)
     model = GPTForCausalLM(sizes)
-    optimizer = build_optimizer(model, OptimSection(moments="8bit"))
+    optimizer = build_optimizer(model, OptimSection(state="8bit"))
 
     def step(scale: float = 1.0, learning_rate: float = 1e-3) -> None:
         for parameter in model.parameters():
@@ -241,9 +241,12 @@ def test_float32_gives_back_the_very_values_codes_and_scales(stepped, kind):
 @pytest.mark.parametrize(
     ("lack", "line"),
     [
-        ("torchao", "optim.moments 8bit: torchao is not installed; run `pip install torchao`"),
-        ("compiler", "optim.moments 8bit: torchao compiles its step, and c-plus-plus is not there; install it"),
-        ("ZeRO", "optim.moments 8bit: DeepSpeed's ZeRO keeps its moments in flat float32 buffers; leave it out"),
+        ("torchao", "optim.state 8bit: torchao is not installed; run `pip install torchao`"),
+        ("compiler", "optim.state 8bit: torchao compiles its step, and c-plus-plus is not installed"),
+        (
+            "ZeRO",
+            "optim.state 8bit: DeepSpeed's ZeRO keeps the optimizer state in flat float32 buffers; leave the knob out",
+        ),
     ],
 )
 def test_what_cannot_be_is_one_line_before_anything_is_written(recipe, tmp_path, monkeypatch, capsys, lack, line):

@@ -46,7 +46,7 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
     plugin = GradientAccumulationPlugin(num_steps=case.accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, gradient_accumulation_plugin=plugin)
     model = build(**case.model)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(moments=case.moments)))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(state=case.moments)))
     model.train()
     sizes = accelerator.unwrap_model(model).config
     batches = Batches(
@@ -129,7 +129,7 @@ def estimated(case: Case, *, on_cpu: bool):
         micro_batch_size=case.micro_batch_size,
         block_size=model.config.n_positions,
         accumulates=case.accumulation > 1,
-        moments_kind=case.moments,
+        optimizer_state=case.moments,
     )
 
 

@@ -190,7 +190,7 @@ def test_an_optimizer_in_8_bits_is_compared_too(run):
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=16, n_layer=1, n_head=2))
     accelerator = Accelerator()
-    parts = accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection(moments="8bit")))
+    parts = accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection(state="8bit")))
     rewrite(run.checkpoint(4), "model.safetensors", {name: p.detach() for name, p in model.named_parameters()})
     rewrite(run.checkpoint(4), "optimizer.safetensors", small)
     with pytest.raises(RunFolderError, match=r"is of another model: optimizer state .* instead of"):

@@ -184,11 +184,11 @@ def test_the_advice_names_the_knobs_and_what_they_save():
     assert "optimizer state take 2.0 GB, activations of 64 sequences about 24.2 GB" in advice
     assert "train.micro_batch_size 32 saves 12.1 GB" in advice
     assert "checkpoints activations saves about 21.7 GB" in advice
-    assert "optim.moments 8bit saves 0.7 GB" in advice  # 8 - 2.03 bytes · 124 M
+    assert "optim.state 8bit saves 0.7 GB" in advice  # 8 - 2.03 bytes · 124 M
     assert "\n" not in advice
-    config.optim.moments = "8bit"
+    config.optim.state = "8bit"
     advice = out_of_memory_advice(config, 50257, "bf16")
     assert "optimizer state take 1.2 GB" in advice
-    assert "optim.moments" not in advice
+    assert "optim.state" not in advice
     config.train.micro_batch_size = 1
     assert "micro_batch_size 0" not in out_of_memory_advice(config, 50257, "no")
