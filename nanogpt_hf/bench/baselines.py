@@ -24,11 +24,11 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim.optimizer import build_optimizer
 
-Pair = tuple[float, float]  # seconds of a step, ours and the rival's
+Pair = tuple[float, float]  # seconds of a step, ours and the baseline's
 
 
 def check_comparable(work: Workload) -> None:
-    """Raises UserError where a rival could not do the same work."""
+    """Raises UserError where a baseline could not do the same work."""
     accelerator, config = work.run.accelerator, work.run.config
     if work.run.mesh.world_size > 1:
         raise UserError("--against compares on one process; start it without accelerate launch, or with one")

@@ -28,21 +28,21 @@ from nanogpt_hf.training.throughput import peak_flops
 _TRACED_STEPS = 5
 
 
-def figures_of(work: Workload, windows: int, say: Callable[[str], None]) -> dict[str, Any]:
-    """Measure everything but the rivals, on all processes. Times are seconds, rates tokens a second, memory bytes."""
+def measure_all(work: Workload, windows: int, say: Callable[[str], None]) -> dict[str, Any]:
+    """Measure all but the baselines, on all processes. Seconds, tokens per second, bytes."""
     accelerator, config, batches = work.run.accelerator, work.run.config, work.run.batches
     device, train = accelerator.device, config.train
     figures = {
         "recipe": config.name,
         "machine": describe_machine(accelerator),
-        "tokens_from": work.tokens_from,
+        "token_source": work.token_source,
         "parameters": count_parameters(work.run.model_config),
         "tokens_per_step": train.tokens_per_step,
         "step_is": f"{train.micro_batch_size} sequences × {config.data.block_size} × "
         f"{work.run.mesh.dp_size} processes × {batches.accumulation} accumulated",
     }
     say(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
-    say(f"tokens      {work.tokens_from}")
+    say(f"tokens      {work.token_source}")
     say(f"machine     {figures['machine']}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
@@ -88,7 +88,7 @@ def _peak_memory(device: torch.device) -> int | None:
     return None
 
 
-def lines_of(figures: dict[str, Any]) -> list[str]:
+def summary_lines(figures: dict[str, Any]) -> list[str]:
     """The figures for a reader. What could not be measured here says so."""
     step, phases = figures["step_seconds"], figures["phases_seconds"]
     lines = [
@@ -126,15 +126,15 @@ def _ms(spread: dict[str, float]) -> str:
     return f"{median:,.2f} ms ({low:,.2f} to {high:,.2f})"
 
 
-def compare(work: Workload, rival: str, windows: int) -> tuple[dict[str, Any], str]:
-    """The figures against a rival, and a line that says them. The ratio is ours to theirs: below 1, ours is faster."""
+def compare_with_baseline(work: Workload, baseline: str, windows: int) -> tuple[dict[str, Any], str]:
+    """Measurements against a baseline, and a line about them. A ratio (ours / baseline) below 1: ours is faster."""
     steps = warm_up(work)
-    measure = baselines.pairs_with_bare if rival == "bare" else baselines.pairs_with_trainer
+    measure = baselines.pairs_with_bare if baseline == "bare" else baselines.pairs_with_trainer
     pairs = measure(work, windows, steps)
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
     ratio = spread([mine / other for mine, other in pairs])
     line = (
-        f"against     {rival}: {ratio.median:.3f} of its step ({ratio.low:.3f} to {ratio.high:.3f}); ours "
+        f"against     {baseline}: {ratio.median:.3f} of its step ({ratio.low:.3f} to {ratio.high:.3f}); ours "
         f"{ours.median * 1e3:,.2f} ms, its {theirs.median * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
     )
     return _plain({"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs, "steps_per_window": steps}), line

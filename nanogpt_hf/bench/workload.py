@@ -19,7 +19,7 @@ class Workload:
     """A run before its first step, and the number of steps taken since."""
 
     run: Run
-    tokens_from: str  # the folder of the tokens, or that they are made up and why
+    token_source: str  # the folder of the tokens, or that they are made up and why
     next_step: int = 0
 
     def step(self) -> None:
@@ -34,16 +34,16 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
 
     Raises UserError if the prepared data does not fit the recipe, or the recipe the machine.
     """
-    data, tokens_from, problem = data_for(config, use_prepared)
+    data, token_source, problem = data_for(config, use_prepared)
     if problem:
         raise UserError(problem)
     if data is None:
-        tokens_from = f"made-up tokens ({tokens_from})"
+        token_source = f"made-up tokens ({token_source})"
         data = made_up_data(config)
-    return Workload(build_run(config, accelerator, data), tokens_from)
+    return Workload(build_run(config, accelerator, data), token_source)
 
 
-def strong(config: Config, processes: int) -> Config:
+def strong_scaling(config: Config, processes: int) -> Config:
     """The same step shared by `processes`: with the largest micro-batch, up to the recipe's, that divides it."""
     train, block = config.train, config.data.block_size
     sequences = train.tokens_per_step // block
@@ -54,7 +54,7 @@ def strong(config: Config, processes: int) -> Config:
     return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=sizes[-1]))
 
 
-def weak(config: Config, processes: int) -> Config:
+def weak_scaling(config: Config, processes: int) -> Config:
     """As many tokens in a step for each of `processes` as the recipe gives one."""
     train = dataclasses.replace(config.train, tokens_per_step=config.train.tokens_per_step * processes)
     return dataclasses.replace(config, train=train)

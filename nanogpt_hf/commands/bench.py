@@ -16,7 +16,7 @@ from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
 _PROCESSES_PER_CORE = 4  # beyond, they would fill the memory and tell nothing
-RIVALS = ("bare", "trainer")
+BASELINES = ("bare", "trainer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -24,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--windows", metavar="N", type=int, default=10, help="measurements of each figure (default 10)")
     parser.add_argument(
         "--against",
-        metavar="RIVALS",
+        metavar="BASELINES",
         help="take turns with others in this process: bare (the same model in a loop of plain PyTorch), "
         "trainer (transformers' Trainer on GPT2LMHeadModel), or bare,trainer",
     )
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    rivals, counts = _check(arguments, overrides)
+    baselines, counts = _check(arguments, overrides)
     config = load_config(arguments.recipe, overrides) if arguments.recipe else None
     # The imports below take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
@@ -57,19 +57,19 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if arguments.scaling:
         _scale(arguments, config, overrides, counts)
     else:
-        _measure(arguments, config, rivals)
+        _measure(arguments, config, baselines)
 
 
 def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
-    """The rivals and the numbers of processes that were asked for. Raises UserError for what is no such thing."""
+    """The baselines and the numbers of processes that were asked for. Raises UserError for what is no such thing."""
     if overrides and not arguments.recipe:
         raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
     if not 1 <= arguments.windows <= 10_000:
         raise UserError(f"--windows {arguments.windows}: must be at least 1 and at most 10,000")
-    rivals = arguments.against.split(",") if arguments.against else []
-    for name in rivals:
-        if name not in RIVALS:
-            raise UserError(f"--against: {name!r} is none of {', '.join(RIVALS)}{did_you_mean(name, RIVALS)}")
+    baselines = arguments.against.split(",") if arguments.against else []
+    for name in baselines:
+        if name not in BASELINES:
+            raise UserError(f"--against: {name!r} is none of {', '.join(BASELINES)}{did_you_mean(name, BASELINES)}")
     words = arguments.processes.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
@@ -80,14 +80,14 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
         raise UserError("--scaling launches its processes itself; start it without accelerate launch")
     if arguments.scaling and not arguments.recipe:
         raise UserError("--scaling: name a RECIPE, whose step is to be shared")
-    if arguments.scaling and (rivals or arguments.profile):
+    if arguments.scaling and (baselines or arguments.profile):
         raise UserError("--scaling goes without --against and --profile")
-    return rivals, sorted({1, *map(int, words)})
+    return baselines, sorted({1, *map(int, words)})
 
 
-def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
+def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> None:
     from nanogpt_hf.bench.baselines import check_comparable
-    from nanogpt_hf.bench.report import compare, figures_of, lines_of, write_trace
+    from nanogpt_hf.bench.report import compare_with_baseline, measure_all, summary_lines, write_trace
     from nanogpt_hf.bench.workload import build_workload
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder
@@ -99,13 +99,13 @@ def _measure(arguments: argparse.Namespace, config, rivals: list[str]) -> None:
         if accelerator.is_main_process:
             show(line)
 
-    if rivals:
+    if baselines:
         check_comparable(work)
-    figures = figures_of(work, arguments.windows, say)
-    for line in lines_of(figures):
+    figures = measure_all(work, arguments.windows, say)
+    for line in summary_lines(figures):
         say(line)
-    for rival in rivals:
-        figures[f"against_{rival}"], line = compare(work, rival, arguments.windows)
+    for baseline in baselines:
+        figures[f"against_{baseline}"], line = compare_with_baseline(work, baseline, arguments.windows)
         say(line)
     if arguments.profile:
         with output_target(arguments.profile) as target:
@@ -119,9 +119,11 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
     import dataclasses
 
     from nanogpt_hf.bench import scaling
-    from nanogpt_hf.bench.workload import strong, weak
+    from nanogpt_hf.bench.workload import strong_scaling, weak_scaling
 
-    shared = {count: (strong if arguments.scaling == "strong" else weak)(config, count) for count in counts}
+    shared = {
+        count: (strong_scaling if arguments.scaling == "strong" else weak_scaling)(config, count) for count in counts
+    }
 
     def words(count: int) -> list[str]:
         train = shared[count].train

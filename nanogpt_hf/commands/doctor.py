@@ -146,7 +146,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     except UserError as error:
         report.add(findings.Finding("fault", "launch", str(error)))
         return report.end()
-    asked, obtained = machine.asked_and_obtained(accelerator)
+    asked, obtained = machine.requested_and_actual(accelerator)
     report.add(
         *findings.judge_launch(asked, obtained, mesh.world_size, mesh.local_world_size, torch.cuda.device_count())
     )

@@ -13,6 +13,7 @@ from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.runs.files import output_file, write_json
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def _share(text: str) -> float:
 
 
 def _figures(found: "Estimate") -> dict:
-    memory = {"peak": found.memory.peak, "fullest": found.memory.fullest}
+    memory = {"peak": found.memory.peak, "peak_phase": found.memory.peak_phase}
     figures = dataclasses.asdict(found)
     return figures | {"memory": memory | figures["memory"]}
 
@@ -97,22 +98,22 @@ def _model(found: "Estimate") -> list[str]:
 
 
 def _memory(found: "Estimate", place: "Placement") -> list[str]:
-    moments, memory = found.memory.moments, found.memory
+    memory, phases = found.memory, found.memory.phases
     unit, name = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
-    rows = [(name, *moments)]
-    for part in moments[memory.fullest]:
-        values = [parts[part] for parts in moments.values()]
+    rows = [(name, *phases)]
+    for part in phases[memory.peak_phase]:
+        values = [parts[part] for parts in phases.values()]
         if any(values):
             rows.append((part, *(f"{value / unit:,.2f}" for value in values)))
-    rows.append(("sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in moments.values())))
+    rows.append(("sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in phases.values())))
     lines = [
-        f"memory of a device: {_size(memory.peak)} at most, at {memory.fullest}",
+        f"memory of a device: {format_bytes(memory.peak)} at most, at {memory.peak_phase}",
         f"  {found.machine}; micro-batches of {found.micro_batch_size} × {found.block_size:,} tokens"
         + f", {found.accumulation} to a step" * (found.accumulation > 1),
         *_table(rows),
     ]
     if memory.offloaded:
-        lines.append(f"  {_size(memory.offloaded)} a process lie in the machine's memory instead")
+        lines.append(f"  {format_bytes(memory.offloaded)} a process lie in the machine's memory instead")
     if place.compiles:
         lines.append("  compiled blocks keep fewer activations than this")
     return lines
@@ -147,12 +148,10 @@ def _tokens(found: "Estimate") -> list[str]:
 def _disk(found: "Estimate") -> list[str]:
     data = "not known before `prepare`"
     if found.data_bytes is not None:
-        data = _size(found.data_bytes) + (", prepared" if found.data_is_prepared else " at most, not prepared yet")
-    return [f"disk: {_size(found.run_bytes)} for the run folder at its fullest", f"  data: {data}"]
-
-
-def _size(count: float) -> str:
-    return f"{count / 1e9:,.1f} GB" if count >= 1e9 else f"{count / 1e6:,.1f} MB"
+        data = format_bytes(found.data_bytes) + (
+            ", prepared" if found.data_is_prepared else " at most, not prepared yet"
+        )
+    return [f"disk: {format_bytes(found.run_bytes)} for the run folder at its fullest", f"  data: {data}"]
 
 
 def _amount(count: float) -> str:

@@ -218,9 +218,9 @@ def _count(number: int, word: str) -> str:
 
 def _figure(value: float, error: float, digits: int) -> str:
     """3.1234 ± 0.0045"""
-    from nanogpt_hf.reports.sections import figure
+    from nanogpt_hf.formatting import format_number
 
-    return figure(value, digits) + (f" ± {figure(error, digits)}" if math.isfinite(error) else "")
+    return format_number(value, digits) + (f" ± {format_number(error, digits)}" if math.isfinite(error) else "")
 
 
 class _bar:  # noqa: N801  (used as a function)

@@ -48,30 +48,30 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     pushed = push(
         folder,
         arguments.repo_id,
-        plain_card=plain_card_of(folder, arguments.repo_id),
-        extra=(run.recipe, run.metrics, run.picture) if of_run else (),
+        minimal_card=minimal_card_of(folder, arguments.repo_id),
+        extra=(run.recipe, run.metrics, run.loss_plot) if of_run else (),
         private=arguments.private,
         revision=arguments.revision,
         message=arguments.message,
     )
-    if pushed.left_out:
-        show(f"left out, being no files of a model: {', '.join(pushed.left_out)}")
-    if pushed.left_there:
-        show(f"still in the repository from before, and perhaps stale: {', '.join(pushed.left_there)}")
+    if pushed.skipped:
+        show(f"left out, being no files of a model: {', '.join(pushed.skipped)}")
+    if pushed.stale_weights:
+        show(f"still in the repository from before, and perhaps stale: {', '.join(pushed.stale_weights)}")
     what = (
         f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "all of it was there already"
     )
-    show(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.made else ''})")
+    show(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.repo_created else ''})")
 
 
-def plain_card_of(folder: Path, repo_id: str) -> str | None:
+def minimal_card_of(folder: Path, repo_id: str) -> str | None:
     """A card for a GPT-2 that came without one; None where there is a card, or another kind of model."""
     if (folder / "README.md").exists() or not (folder / "config.json").is_file():
         return None
-    from nanogpt_hf.export.card import plain_card
+    from nanogpt_hf.export.card import minimal_card
     from nanogpt_hf.model.configuration_gpt import GPTConfig
 
     try:
-        return plain_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder, trust_remote_code=False))
+        return minimal_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder, trust_remote_code=False))
     except Exception:  # of a config with nonsense in it: no GPT-2
         return None

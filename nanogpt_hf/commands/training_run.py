@@ -99,17 +99,17 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
 def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     """The last words of a run that is done: what it took, what it came to, and what to do next."""
-    from nanogpt_hf.reports.sections import duration, figure
+    from nanogpt_hf.formatting import format_duration, format_number
 
-    best = f"{figure(state.best_loss, 4)} at step {state.best_step:,}" if state.best_loss is not None else "none"
+    best = f"{format_number(state.best_loss, 4)} at step {state.best_step:,}" if state.best_loss is not None else "none"
     rate = f" ({state.tokens / state.seconds:,.0f} tokens/s, evaluations included)" if state.seconds else ""
     lines = [
-        f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration(state.seconds)}{rate}",
+        f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {format_duration(state.seconds)}{rate}",
         f"  best validation loss {best}",
         f"  model    {folder.best} (the best), {folder.final} (the last); {how_they_open(config)}",
         *(
             f"  {name:<8} {file}"
-            for name, file in (("curve", folder.picture), ("report", folder.report), ("metrics", folder.metrics))
+            for name, file in (("curve", folder.loss_plot), ("report", folder.report), ("metrics", folder.metrics))
             if file.is_file()  # a run of a few steps has no curve
         ),
     ]

@@ -8,6 +8,7 @@ from typing import Any
 from nanogpt_hf.data.shards import NO_CHECKSUMS
 from nanogpt_hf.doctor.interconnect import Link
 from nanogpt_hf.doctor.probes import StepTimes
+from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.runs.machine import Place, Process
 
 _LITTLE_DISK = 5e9  # bytes: caches, compiled kernels and a small run fit
@@ -41,15 +42,6 @@ class Finding:
     figures: dict[str, Any] = field(default_factory=dict)
 
 
-def plural(count: int, word: str) -> str:
-    """`1 process`, `2 processes`."""
-    return f"{count:,} {word}" + ("" if count == 1 else "es" if word.endswith("s") else "s")
-
-
-def gigabytes(size: float) -> str:
-    return f"{size / 1e9:,.1f} GB" if size >= 1e8 else f"{size / 1e6:,.1f} MB"
-
-
 def binary(size: int) -> str:
     """`4 KiB`, `64 MiB`: sizes that are powers of two."""
     return f"{size >> 10:,} KiB" if size < 1 << 20 else f"{size >> 20:,} MiB"
@@ -67,16 +59,16 @@ def judge_places(places: list[Place], needed: int | None, host: str = "") -> lis
     """The disk under each folder. `needed`: bytes that the run folder, the first of them, will hold at most."""
     findings = []
     for place, wanted in zip(places, [needed] + [None] * len(places), strict=False):
-        text = f"{host}{place.what}: {gigabytes(place.free)} free in {place.path}"
+        text = f"{host}{place.what}: {format_bytes(place.free)} free in {place.path}"
         level = "fault"
         if not place.writable:
             text += ", where this user cannot write: choose another folder"
         elif wanted and place.free < wanted:
-            text += f", but the run's checkpoints and models take {gigabytes(wanted)}"
+            text += f", but the run's checkpoints and models take {format_bytes(wanted)}"
         elif place.free < _LITTLE_DISK:
-            level, text = "warning", f"{text}, less than {gigabytes(_LITTLE_DISK)}"
+            level, text = "warning", f"{text}, less than {format_bytes(_LITTLE_DISK)}"
         else:
-            level, text = "ok", text + (f"; the run takes up to {gigabytes(wanted)}" if wanted else "")
+            level, text = "ok", text + (f"; the run takes up to {format_bytes(wanted)}" if wanted else "")
         findings.append(Finding(level, "disk", text, figures=dataclasses.asdict(place) | {"needed": wanted}))
     return findings
 
@@ -101,7 +93,7 @@ def judge_processes(processes: list[Process]) -> list[Finding]:
     """Who runs where; two on one GPU, more threads than cores, versions that are not those of rank 0."""
     hosts = Counter(p.host for p in processes)
     lines = [
-        f"rank {p.rank}  {p.host}  pid {p.pid}  {p.device}, {gigabytes(p.free)} of {gigabytes(p.memory)} free, "
+        f"rank {p.rank}  {p.host}  pid {p.pid}  {p.device}, {format_bytes(p.free)} of {format_bytes(p.memory)} free, "
         f"{plural(p.threads, 'thread')}"
         for p in processes
     ]
@@ -164,10 +156,10 @@ def judge_bytes(folder: str, has_checksums: bool, problem: str | None) -> Findin
 def judge_all_reduce(rows: list[tuple[int, float, float]], link: Link, backend: str) -> Finding:
     """Rows of (bytes, seconds, bus GB/s) against what the link can carry."""
     best = max(speed for _, _, speed in rows)
-    most = f"at most {link.most:,.1f} GB/s ({link.why})" if link.most else "n/a"
+    expected = f"at most {link.peak:,.1f} GB/s ({link.peak_source})" if link.peak else "n/a"
     lines = [f"{binary(size):>9} {seconds * 1e3:>10,.2f} ms {speed:>8.2f} GB/s" for size, seconds, speed in rows]
-    lines.append(f"link: {link.name} ({link.how}); expected: {most}")
-    slow = bool(link.most) and best < link.most / 4
+    lines.append(f"link: {link.name} ({link.detected_by}); expected: {expected}")
+    slow = bool(link.peak) and best < link.peak / 4
     if slow:
         lines += ["less than a quarter of that", *ADVICE[backend][1:]]
     text = f"{backend}, {best:.2f} GB/s at best"

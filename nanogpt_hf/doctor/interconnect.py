@@ -1,4 +1,4 @@
-"""How the GPUs of a run are joined, and how much that can carry at most. What cannot be known is not guessed."""
+"""Detect the interconnect of a run's GPUs and its theoretical bandwidth; None if it is unknown."""
 
 import os
 import re
@@ -14,12 +14,12 @@ _PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938}  # by generation
 
 @dataclass(frozen=True)
 class Link:
-    """What an all-reduce runs over. `most` is the ceiling of its bus bandwidth in GB/s, None where it is not known."""
+    """The interconnect that an all-reduce uses."""
 
     name: str
-    how: str  # it was recognised
-    most: float | None = None
-    why: str = "n/a"  # the arithmetic of `most`
+    detected_by: str
+    peak: float | None = None  # bus bandwidth, GB/s
+    peak_source: str = "n/a"  # how `peak` was computed
 
 
 def _nvidia_smi(*arguments: str) -> str:
@@ -50,9 +50,9 @@ def gpu_link(uuids: list[str], capability: int) -> Link:
         count, each = min(int(way[2:]) for way in ways), _NVLINK.get(capability)
         return Link("NVLink", how, each and count * each, f"{count} links × {each} GB/s each way" if each else "n/a")
     each = _PCIE_LANE.get(lanes[0])
-    most = each and lanes[1] * each
+    peak = each and lanes[1] * each
     return Link(
-        "PCIe", how, most, f"{lanes[1]} lanes of generation {lanes[0]} × {each} GB/s each way" if each else "n/a"
+        "PCIe", how, peak, f"{lanes[1]} lanes of generation {lanes[0]} × {each} GB/s each way" if each else "n/a"
     )
 
 

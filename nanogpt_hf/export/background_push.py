@@ -16,7 +16,7 @@ from pathlib import Path
 
 import nanogpt_hf
 from nanogpt_hf.config.schema import HubSection
-from nanogpt_hf.export.hub import stage_of
+from nanogpt_hf.export.hub import staging_folder
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
@@ -117,7 +117,7 @@ class BackgroundPush:
         except subprocess.TimeoutExpired:
             self._process.kill()
             self._process.wait()
-        shutil.rmtree(stage_of(self.folder, self._process.pid), ignore_errors=True)
+        shutil.rmtree(staging_folder(self.folder, self._process.pid), ignore_errors=True)
         self._clear()
         logger.warning(f"hub: the last push was given up; {self._by_hand()}")
 

@@ -10,10 +10,10 @@ from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.source import PYTHON_DOCS
-from nanogpt_hf.export.hub import PLACE
+from nanogpt_hf.export.hub import PATH_PLACEHOLDER
+from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.reports.sections import figure
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.runs.state import TrainState
@@ -60,7 +60,7 @@ def imported_card(name: str, model_config: GPTConfig, facts: dict[str, str]) -> 
     return _card(name, model_config, origin, ModelCardData(), sections)
 
 
-def plain_card(name: str, model_config: GPTConfig) -> str:
+def minimal_card(name: str, model_config: GPTConfig) -> str:
     """README.md of a model of which nothing is known but what it is."""
     sections = [("Licence", _licence(None, None))]
     return _card(name, model_config, "whose training is not recorded here", ModelCardData(), sections)
@@ -137,9 +137,9 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
     result = state.evaluation
     table = _table(
         {
-            "validation loss": f"{figure(result.loss, 4)} nats a token",
-            "perplexity": f"{figure(result.perplexity, 2)} a token",
-            "bits per byte": figure(result.bits_per_byte, 4),
+            "validation loss": f"{format_number(result.loss, 4)} nats a token",
+            "perplexity": f"{format_number(result.perplexity, 2)} a token",
+            "bits per byte": format_number(result.bits_per_byte, 4),
         }
     )
     if config.data.validation_split:
@@ -251,8 +251,8 @@ def _card(
 ```python
 {imports}
 
-model = {loader}.from_pretrained("{PLACE}")
-tokenizer = AutoTokenizer.from_pretrained("{PLACE}")
+model = {loader}.from_pretrained("{PATH_PLACEHOLDER}")
+tokenizer = AutoTokenizer.from_pretrained("{PATH_PLACEHOLDER}")
 ```
 
 {rest}

@@ -13,7 +13,7 @@ from transformers.activations import ACT2FN
 
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.export.model_folder import finite_logits_of, largest_difference, logits_of, weights_as
+from nanogpt_hf.export.model_folder import cast_weights, finite_logits_of, logits_of, max_difference
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -38,7 +38,7 @@ def export_gguf(
     config = model.config
     if config.activation_function not in ("gelu", "gelu_new"):
         raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
-    weights_as(model, dtype)  # raises where a weight is too large
+    cast_weights(model, dtype)  # raises where a weight is too large
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
     _write_facts(writer, config, _TYPES[dtype][1])
     _write_tokenizer(writer, config, tokenizer)
@@ -63,12 +63,12 @@ def export_gguf(
         folder, gguf_file=FILE, config=plain, dtype=torch.float32, trust_remote_code=False
     )
     original = finite_logits_of(model)
-    difference = largest_difference(logits_of(opened), original, exact=dtype == torch.float32)
+    difference = max_difference(logits_of(opened), original, exact=dtype == torch.float32)
     if config.activation_function == "gelu_new":
         return difference, None
     for block in opened.transformer.h:
         block.mlp.act = ACT2FN["gelu_new"]
-    return difference, largest_difference(logits_of(opened), original, exact=False)
+    return difference, max_difference(logits_of(opened), original, exact=False)
 
 
 def _write_facts(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.LlamaFileType) -> None:

@@ -21,7 +21,7 @@ from huggingface_hub.utils import get_session
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.runs.redact import holds_token, redact, redact_tree
 
-PLACE = "path/to/this/folder"  # where a card's example loads from; a push puts the repository's name there
+PATH_PLACEHOLDER = "path/to/this/folder"  # where a card's example loads from; a push replaces it by the repository
 CARD = "README.md"
 _WEIGHTS = ("*.safetensors", "*.gguf", "*.onnx", "*.onnx.data")
 _ANY_WEIGHTS = (*_WEIGHTS, "*.bin", "*.index.json")
@@ -52,9 +52,9 @@ class Pushed:
     url: str  # of the commit
     files: list[str]
     size: int  # bytes
-    left_out: list[str]  # files of the folder that are none of a model's
-    left_there: list[str]  # weights in the repository that are not of this push
-    made: bool  # whether the repository was made
+    skipped: list[str]  # files of the folder that are none of a model's
+    stale_weights: list[str]  # weights in the repository that are not of this push
+    repo_created: bool  # whether the repository was made
     changed: bool  # whether there was anything to commit
 
 
@@ -82,31 +82,31 @@ def push(
     repo_id: str,
     *,
     extra: tuple[Path, ...] = (),
-    plain_card: str | None = None,
+    minimal_card: str | None = None,
     private: bool = False,
     revision: str | None = None,
     message: str | None = None,
 ) -> Pushed:
     """Push a model folder, and `extra` files beside it, to the model repository `repo_id` (user/name).
 
-    `plain_card` is the model card of a folder that has none. The repository is made where it does not exist, and so is
-    the branch `revision`; nothing is ever deleted. Raises UserError where there is no login, no right, no network or no
-    model, and before anything is made or sent, a line each, for files that are not what their names say, hold a token
-    or a private key, or are links out of the folder.
+    `minimal_card` is the model card for a folder without one. A missing repository or branch `revision` is created;
+    nothing is ever deleted. Raises UserError if there is no login, permission, network or model, and, before anything
+    is created or sent and one line each, for files whose content does not match their name, that hold a token or a
+    private key, or that are links out of the folder.
     """
-    made, sending = "", False  # what a failure leaves on the Hub
+    created, sending = "", False  # what a failure leaves on the Hub
     huggingface_hub.utils.logging.set_verbosity_error()  # it would tell of every retry
     try:
         get_session().timeout = _PATIENCE
         token = _login(repo_id)
         if holds_token((message or "").encode(), token):
             raise UserError("--message: holds a token of the Hub or a private key; take it out first")
-        with _staged(folder, extra, plain_card, repo_id, revision, token) as (stage, left_out):
+        with _staged(folder, extra, minimal_card, repo_id, revision, token) as (stage, skipped):
             files = sorted(path.name for path in stage.iterdir())
             api = HfApi(token=token)
             if not _exists(api, repo_id, private):
                 api.create_repo(repo_id, private=private or None)
-                made = f"; the repository {repo_id} was made and is empty"
+                created = f"; the repository {repo_id} was made and is empty"
             if revision and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             before = api.repo_info(repo_id, revision=revision)
@@ -123,7 +123,7 @@ def push(
     except RunFolderError as error:
         raise RunFolderError(f"{error}; nothing was pushed") from error
     except Exception as error:  # of the network, the Hub, the storage behind it, ...
-        state = f"nothing was pushed{made}"
+        state = f"nothing was pushed{created}"
         if sending and _is_network(error):
             state = f"a push is one commit, so all of it arrived or nothing: see {constants.ENDPOINT}/{repo_id}"
         raise UserError(f"{repo_id}: {_reason(error)}; {state}") from error
@@ -132,9 +132,9 @@ def push(
         url=commit.commit_url,
         files=files,
         size=size,
-        left_out=left_out,
-        left_there=[name for name in names_before if _matches(name, _ANY_WEIGHTS) and name not in files],
-        made=bool(made),
+        skipped=skipped,
+        stale_weights=[name for name in names_before if _matches(name, _ANY_WEIGHTS) and name not in files],
+        repo_created=bool(created),
         changed=commit.oid != before.sha,
     )
 
@@ -169,30 +169,30 @@ def _exists(api: HfApi, repo_id: str, private: bool) -> bool:
 
 @contextlib.contextmanager
 def _staged(
-    folder: Path, extra: tuple[Path, ...], plain_card: str | None, repo_id: str, revision: str | None, token: str
+    folder: Path, extra: tuple[Path, ...], minimal_card: str | None, repo_id: str, revision: str | None, token: str
 ) -> Iterator[tuple[Path, list[str]]]:
     """A hidden folder with the files as they go, and what of `folder` does not.
 
     A training run may replace its model folder at any moment; what was gathered stays as it is.
     """
-    stage = stage_of(folder, os.getpid())
+    stage = staging_folder(folder, os.getpid())
     try:
         try:
             stage.mkdir()
         except OSError:  # the model lies where nothing may be written
             stage = Path(tempfile.mkdtemp(prefix="push-"))
         try:
-            left_out = _gather(stage, folder, extra)
+            skipped = _gather(stage, folder, extra)
             _check_content(stage, folder, token)
-            _address(stage, plain_card, repo_id, revision)
+            _address(stage, minimal_card, repo_id, revision)
         except OSError as error:
             raise RunFolderError(f"{folder}: cannot be read or copied: {error.strerror or error}") from error
-        yield stage, left_out
+        yield stage, skipped
     finally:
         shutil.rmtree(stage, ignore_errors=True)
 
 
-def stage_of(folder: Path, process: int) -> Path:
+def staging_folder(folder: Path, process: int) -> Path:
     """Where the push of process number `process` gathers what it sends."""
     return folder.parent / f".push-{process}"
 
@@ -227,14 +227,14 @@ def _link_or_copy(path: Path, target: Path) -> None:
     shutil.copyfile(path, target)
 
 
-def _address(stage: Path, plain_card: str | None, repo_id: str, revision: str | None) -> None:
+def _address(stage: Path, minimal_card: str | None, repo_id: str, revision: str | None) -> None:
     """Make the copies what others should see: a card that loads from the repository, nothing private."""
     card = stage / CARD
-    if not card.exists() and plain_card:
-        card.write_text(plain_card, encoding="utf-8")
+    if not card.exists() and minimal_card:
+        card.write_text(minimal_card, encoding="utf-8")
     if card.exists():
         place = f'"{repo_id}", revision={json.dumps(revision)}' if revision else f'"{repo_id}"'
-        text = card.read_text(encoding="utf-8", errors="replace").replace(f'"{PLACE}"', place)
+        text = card.read_text(encoding="utf-8", errors="replace").replace(f'"{PATH_PLACEHOLDER}"', place)
         card.write_text(text, encoding="utf-8")
     recipe, metrics = stage / "recipe.yaml", stage / "metrics.jsonl"
     if recipe.exists():

@@ -100,7 +100,7 @@ def finite_logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
     return logits
 
 
-def largest_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
+def max_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
     """How far two models' logits lie apart at most. Raises RuntimeError where an export that is `exact` is not."""
     difference = (logits - original).abs().max().item()
     allowed = 1e-4 * max(1.0, original.abs().max().item())
@@ -122,15 +122,15 @@ def export_gpt2(
     Raises UserError where a weight is too large for `dtype`.
     """
     original = finite_logits_of(model)
-    weights = weights_as(model, dtype)
+    weights = cast_weights(model, dtype)
     write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
     opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
     if tokenizer is not None:
         check_tokenizer(folder, tokenizer)
-    return largest_difference(logits_of(opened), original, exact=dtype == torch.float32)
+    return max_difference(logits_of(opened), original, exact=dtype == torch.float32)
 
 
-def weights_as(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def cast_weights(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The model's weights in `dtype`. Raises UserError where one is finite and its rounding is not."""
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     for name, weight in weights.items():

@@ -12,7 +12,7 @@ import torch
 import transformers
 
 from nanogpt_hf.data.tokenizer import save_tokenizer
-from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, largest_difference
+from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, max_difference
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 FILE = "model.onnx"
@@ -65,5 +65,5 @@ def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.Pre
     worst = 0.0
     for batch, length in ((2, ids.shape[1]), (1, 1)):  # other sizes than those it was traced with, too
         (logits,) = session.run(None, {"input_ids": ids[:batch, :length].numpy()})
-        worst = max(worst, largest_difference(torch.from_numpy(logits), original[:batch, :length], exact=True))
+        worst = max(worst, max_difference(torch.from_numpy(logits), original[:batch, :length], exact=True))
     return worst

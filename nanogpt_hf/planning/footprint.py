@@ -1,4 +1,4 @@
-"""Bytes that a training step needs on a device: its tensors by name, at the four moments where they may be the most.
+"""Bytes that a training step needs on a device: its tensors by name, in the four phases that can be the peak.
 
 Everything follows from the model, its loss and training/loop.py: what autograd keeps of a block and of the loss, and
 when gradients come and go. tests/planning/test_footprint.py compares it with what the allocator gave out.
@@ -24,19 +24,19 @@ _ZERO_BUCKET = 5e8  # gradients that it reduces at once: its reduce_bucket_size
 
 @dataclass(frozen=True)
 class Footprint:
-    """Bytes on one device by part, at each moment of a step where there may be the most."""
+    """Bytes on one device by part, in each phase of a step that can be the peak."""
 
-    moments: dict[str, dict[str, float]]
+    phases: dict[str, dict[str, float]]
     offloaded: float  # bytes that each process keeps in the machine's memory instead
 
     @property
-    def fullest(self) -> str:
-        """The moment of the peak."""
-        return max(self.moments, key=lambda moment: sum(self.moments[moment].values()))
+    def peak_phase(self) -> str:
+        """The phase with the most bytes."""
+        return max(self.phases, key=lambda phase: sum(self.phases[phase].values()))
 
     @property
     def peak(self) -> float:
-        return sum(self.moments[self.fullest].values())
+        return sum(self.phases[self.peak_phase].values())
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ def footprint(
             "copies": _copies(n, place, blocks=1 if place.checkpointing else n.kept_blocks - done, backward=True),
         }
 
-    moments = {
+    phases = {
         LOSS: {
             "gradients": standing + gradient_of_head,
             # with what the last LayerNorm takes in and gives
@@ -122,7 +122,7 @@ def footprint(
         },
     }
     nothing = dict.fromkeys(PARTS, 0.0)
-    return Footprint({name: nothing | state | parts for name, parts in moments.items()}, offloaded)
+    return Footprint({name: nothing | state | parts for name, parts in phases.items()}, offloaded)
 
 
 def _loss(model: PreTrainedModel, n: Counts, place: Placement, rows: int) -> tuple[float, float, float]:

@@ -3,7 +3,7 @@
 import numpy as np
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.reports.sections import duration
+from nanogpt_hf.formatting import format_duration
 from nanogpt_hf.runs.metrics import Event, column
 
 
@@ -14,7 +14,7 @@ def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
         steps, values = column(events, metric)
         _, rates = column(events, "train/tokens_per_second")
         last = events[-1]
-        row = [name, f"{last['step']:,}", f"{last.get('tokens', 0):,}", duration(last.get("seconds", 0))]
+        row = [name, f"{last['step']:,}", f"{last.get('tokens', 0):,}", format_duration(last.get("seconds", 0))]
         row.append(f"{np.median(rates):,.0f}" if len(rates) else "–")
         if len(values):
             best = values.argmin()

@@ -27,7 +27,7 @@ def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
     reference = find_reference(config)
     if reference and differences(reference, config)[0]:
         reference = None
-    draw_curves(events, run.path.resolve().name, run.picture, reference)
+    draw_curves(events, run.path.resolve().name, run.loss_plot, reference)
 
 
 def draw_curves(events: list[Event], title: str, path: Path, reference: Reference | None = None) -> None:

@@ -41,4 +41,4 @@ class LiveReports:
         try:
             draw_run(self.folder, self.config, events)
         except Exception as error:
-            logger.warning(f"{self.folder.picture}: cannot be drawn: {error}")
+            logger.warning(f"{self.folder.loss_plot}: cannot be drawn: {error}")

@@ -47,8 +47,8 @@ def render(run: RunFolder, events: list[Event]) -> str:
     machine = read_starts(run)
     if not machine:
         missing.append("machine.json: not there, or not to be read (older versions wrote none)")
-    if run.picture.is_file():
-        picture = base64.b64encode(run.picture.read_bytes()).decode()
+    if run.loss_plot.is_file():
+        picture = base64.b64encode(run.loss_plot.read_bytes()).decode()
     if not events:
         missing.append("metrics.jsonl: no event yet")
     reference = find_reference(config) if config else None

@@ -7,6 +7,7 @@ from typing import Any
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.verdict import Verdict
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, is_number, names
@@ -50,13 +51,15 @@ def figures_section(events: list[Event]) -> str:
     evaluated = [event for event in events if is_number(event.get("val/loss"))]
     if evaluated:
         best = min(evaluated, key=lambda event: event["val/loss"])
-        tiles.append(("best validation loss", figure(best["val/loss"], 4), f"nats a token, at step {best['step']:,}"))
+        tiles.append(
+            ("best validation loss", format_number(best["val/loss"], 4), f"nats a token, at step {best['step']:,}")
+        )
         for metric, title, digits in (("val/perplexity", "perplexity", 2), ("val/bits_per_byte", "bits per byte", 3)):
             if is_number(best.get(metric)):
-                tiles.append((title, figure(best[metric], digits), "at that step"))
+                tiles.append((title, format_number(best[metric], digits), "at that step"))
     if events:
         tiles.append(("tokens seen", f"{events[-1].get('tokens', 0):,}", ""))
-        tiles.append(("time", duration(events[-1].get("seconds", 0)), "training and evaluation"))
+        tiles.append(("time", format_duration(events[-1].get("seconds", 0)), "training and evaluation"))
     _, rates = column(events, "train/tokens_per_second")
     if len(rates):
         tiles.append(("tokens per second", f"{sorted(rates)[len(rates) // 2]:,.0f}", "median of the reports"))
@@ -64,20 +67,6 @@ def figures_section(events: list[Event]) -> str:
         f"<div><dt>{title}</dt><dd>{escape(value)}<small>{escape(beneath)}</small></dd></div>"
         for title, value, beneath in tiles
     )
-
-
-def figure(value: float, digits: int) -> str:
-    """A number to print, with so many digits after the point: 3.1416, and 1e+300 for what would take 300 digits."""
-    return f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.3g}"
-
-
-def duration(seconds: float) -> str:
-    """3725 -> 1 h 2 min"""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours:,} h {minutes} min"
-    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def samples_section(events: list[Event]) -> str:
@@ -129,7 +118,7 @@ def evaluations_section(events: list[Event]) -> str:
     shown = [name for name in names(evaluated) if not name.endswith("_stderr")]
     best = min((e["val/loss"] for e in evaluated if is_number(e["val/loss"])), default=None)
     rows = [
-        [f"{event['step']:,}", f"{event.get('tokens', 0):,}", duration(event.get("seconds", 0))]
+        [f"{event['step']:,}", f"{event.get('tokens', 0):,}", format_duration(event.get("seconds", 0))]
         + [f"{event[name]:.4f}" if is_number(event.get(name)) else "–" for name in shown]
         for event in evaluated
     ]

@@ -52,7 +52,7 @@ class RunFolder:
         self.path = Path(path)
         self.recipe = self.path / "recipe.yaml"
         self.metrics = self.path / "metrics.jsonl"
-        self.picture = self.path / "loss.png"
+        self.loss_plot = self.path / "loss.png"
         self.report = self.path / "report.html"
         self.samples = self.path / "samples.md"
         self.machine = self.path / "machine.json"
@@ -194,7 +194,7 @@ class RunFolder:
                 remove_folder(checkpoint)
             for folder in folders:
                 _clear(folder)
-            for file in (self.metrics, self.picture, self.report, self.machine, self.samples):
+            for file in (self.metrics, self.loss_plot, self.report, self.machine, self.samples):
                 file.unlink(missing_ok=True)
         except OSError as error:
             raise RunFolderError(f"{error.filename or self.path}: cannot be removed: {error.strerror}") from None

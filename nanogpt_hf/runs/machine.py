@@ -144,7 +144,7 @@ def describe_host() -> str:
     return f"{socket.gethostname()}: {cores()} CPU cores, {psutil.virtual_memory().total / 1e9:.1f} GB RAM, {gpus}"
 
 
-def asked_and_obtained(accelerator: Accelerator) -> tuple[dict[str, str], dict[str, str]]:
+def requested_and_actual(accelerator: Accelerator) -> tuple[dict[str, str], dict[str, str]]:
     """What the accelerate config asks for by name, as far as it tells us, and what there is."""
     obtained = {
         "device": accelerator.device.type,

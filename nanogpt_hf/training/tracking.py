@@ -11,8 +11,8 @@ from tqdm import tqdm
 
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.errors import RunFolderError
+from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.reports.sections import duration, figure
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
@@ -112,16 +112,16 @@ class Tracking:
         self._write(values)
         said = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            self._show(f"loss {figure(loss, 4)}, {said}")
+            self._show(f"loss {format_number(loss, 4)}, {said}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
-            self._say(f"{self._at()}: train loss {figure(loss, 4)}, {said}, {duration(left)} left")
+            self._say(f"{self._at()}: train loss {format_number(loss, 4)}, {said}, {format_duration(left)} left")
 
     def _show(self, facts: str) -> None:
         """Write them beside the bar."""
         loss = self.run.state.best_loss
-        best = "" if loss is None else f", best validation loss {figure(loss, 4)}"
+        best = "" if loss is None else f", best validation loss {format_number(loss, 4)}"
         self.bar.set_postfix_str(f"{facts}{best}")
 
     def _at(self) -> str:
@@ -143,11 +143,12 @@ class Tracking:
             },
         )
         self._say(
-            f"{self._at()}: validation loss {figure(result.loss, 4)} (perplexity {figure(result.perplexity, 2)}, "
-            f"{figure(result.bits_per_byte, 3)} bits a byte){' -> best/' if is_best else ''}"
+            f"{self._at()}: validation loss {format_number(result.loss, 4)} (perplexity "
+            f"{format_number(result.perplexity, 2)}, "
+            f"{format_number(result.bits_per_byte, 3)} bits a byte){' -> best/' if is_best else ''}"
         )
         if self.bar:
-            self._show(f"validation loss {figure(result.loss, 4)}")
+            self._show(f"validation loss {format_number(result.loss, 4)}")
         tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
             self._say(f"  {', '.join(shown)}")

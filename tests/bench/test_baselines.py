@@ -1,4 +1,4 @@
-"""Rivals do the same work: bare PyTorch's first steps give our losses, and the Trainer takes turns with us."""
+"""Baselines do the same work: bare PyTorch's first steps give our losses, and the Trainer takes turns with us."""
 
 import pytest
 import torch

@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from nanogpt_hf.bench import workload
-from nanogpt_hf.bench.workload import strong, weak
+from nanogpt_hf.bench.workload import strong_scaling, weak_scaling
 from nanogpt_hf.config.schema import Config, DataSection, TrainSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.training import loop
@@ -23,7 +23,7 @@ def test_the_step_is_the_loops_own(work, monkeypatch):
 
 
 def test_made_up_tokens_are_said_to_be(work, tmp_path):
-    assert work.tokens_from == f"made-up tokens ({tmp_path / 'none'} is not prepared yet)"
+    assert work.token_source == f"made-up tokens ({tmp_path / 'none'} is not prepared yet)"
     assert work.run.model_config.vocab_size == 256
 
 
@@ -37,14 +37,14 @@ def sizes(shared: Config) -> tuple:
 
 def test_strong_scaling_shares_the_step():
     recipe = config(tokens=12 * 8, micro=12)
-    assert [sizes(strong(recipe, n)) for n in (1, 2, 3, 4)] == [(96, 12), (96, 6), (96, 4), (96, 3)]
-    assert sizes(strong(config(96, 4), 2)) == (96, 3)  # 4 · 2 does not divide 12
-    assert sizes(strong(config(96, "auto"), 1)) == (96, 12)
+    assert [sizes(strong_scaling(recipe, n)) for n in (1, 2, 3, 4)] == [(96, 12), (96, 6), (96, 4), (96, 3)]
+    assert sizes(strong_scaling(config(96, 4), 2)) == (96, 3)  # 4 · 2 does not divide 12
+    assert sizes(strong_scaling(config(96, "auto"), 1)) == (96, 12)
     with pytest.raises(UserError, match="5 do not divide a step of 12 sequences; try --scaling weak"):
-        strong(recipe, 5)
+        strong_scaling(recipe, 5)
 
 
 def test_weak_scaling_gives_each_process_the_same():
     recipe = config(tokens=96, micro=12)
-    assert sizes(weak(recipe, 3)) == (288, 12)
+    assert sizes(weak_scaling(recipe, 3)) == (288, 12)
     assert dataclasses.asdict(recipe) == dataclasses.asdict(config(96, 12))  # as it was

@@ -330,8 +330,8 @@ def test_links_are_recognised_by_nvidia_smi(monkeypatch, way, capability, name, 
 
     monkeypatch.setattr(interconnect.subprocess, "run", smi)
     link = interconnect.gpu_link(["aa", "bb"], capability)
-    assert (link.name, link.how) == (name, f"nvidia-smi topo -m shows {way}")
-    assert link.most == pytest.approx(most, abs=0.1)
+    assert (link.name, link.detected_by) == (name, f"nvidia-smi topo -m shows {way}")
+    assert link.peak == pytest.approx(most, abs=0.1)
     assert interconnect.gpu_link(["aa", "zz"], capability).most is None
 
 

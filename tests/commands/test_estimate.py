@@ -38,7 +38,7 @@ def test_gpt2_on_8_gpus(capsys, tmp_path):
     assert (asked["memory"], asked["seconds"]) == (16 * 2**30, None)
     assert 60 % asked["micro_batch_size"] == 0  # 480 sequences over 8 processes
     assert found["memory"]["peak"] == pytest.approx(
-        sum(found["memory"]["moments"][found["memory"]["fullest"]].values())
+        sum(found["memory"]["phases"][found["memory"]["peak_phase"]].values())
     )
     assert found["data_bytes"] is None
     assert "nothing was started" in said
@@ -68,7 +68,7 @@ def test_moments_in_8_bits_take_a_quarter(write_recipe):
 
     def moments(kind):
         config = load_config(write_recipe(**sizes, optim__state=kind))
-        return estimate(config, place).memory.moments["the loss"]["optimizer"]
+        return estimate(config, place).memory.phases["the loss"]["optimizer"]
 
     halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [128 * 256]  # attention, MLP, 256 characters' embedding
     assert moments("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (8 * 256 + 3 * 128)
@@ -103,7 +103,7 @@ def test_lora_has_gradients_and_moments_of_its_adapters_only(capsys, tiny_base, 
     found = json.loads(figures.read_text())
     adapters = 4 * 2 * (4 * (16 + 16) + 2 * (16 + 64))  # blocks, rank, (in + out) of each target
     assert found["trained"] == found["by_part"]["adapters"] == adapters
-    moments = found["memory"]["moments"].values()
+    moments = found["memory"]["phases"].values()
     assert {parts["optimizer"] for parts in moments} == {8 * adapters}
     assert {parts["weights"] for parts in moments} == {4 * found["parameters"]}
     assert f"of which {adapters:,} train" in capsys.readouterr().out

@@ -264,7 +264,7 @@ def test_a_model_that_is_replaced_while_it_is_read_goes_whole(capsys, hub, run, 
 
 @pytest.mark.skipif(os.name == "nt" or not hasattr(os, "geteuid"), reason="needs POSIX permissions")
 def test_a_model_in_a_folder_that_cannot_be_written_is_pushed_all_the_same(capsys, hub, run, monkeypatch):
-    monkeypatch.setattr(hub_module, "stage_of", lambda folder, process: run / "nowhere" / "stage")
+    monkeypatch.setattr(hub_module, "staging_folder", lambda folder, process: run / "nowhere" / "stage")
     push(capsys, run, "tester/tiny")
     assert len(hub.commits("tester/tiny")) == 1
 

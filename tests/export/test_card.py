@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.errors import ConfigError
-from nanogpt_hf.export.card import imported_card, model_card, plain_card
+from nanogpt_hf.export.card import imported_card, minimal_card, model_card
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.runs.state import Evaluation, TrainState
 
@@ -82,7 +82,7 @@ def test_what_is_unknown_is_left_out_of_the_metadata_and_said_to_be_unknown(writ
         card_of(config, state=TrainState()),
         card_of(config, state=dataclasses.replace(STATE, evaluation=Evaluation(float("nan"), 900, 2.0))),
         ModelCard(imported_card("name", MODEL, {"trained with": "nanoGPT"})),
-        ModelCard(plain_card("name", MODEL)),
+        ModelCard(minimal_card("name", MODEL)),
     ]
     for card in cards:
         assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}

@@ -87,7 +87,7 @@ def allocated_at_most(work) -> int:
 
 @dataclasses.dataclass
 class Case:
-    fullest: str  # which of the four moments it is about
+    peak_phase: str  # which of the four moments it is about
     model: dict = dataclasses.field(default_factory=dict)
     precision: str = "no"
     micro_batch_size: int = 8
@@ -144,7 +144,7 @@ def test_the_estimate_is_what_the_cpu_allocator_gave_out(case, monkeypatch):
             pytest.skip("no g++ is there to compile the step for a CPU")
     found = estimated(case, on_cpu=True)
     assert found.peak == pytest.approx(allocated_at_most(lambda: take_two_steps(case)), rel=0.1)
-    assert found.fullest == case.fullest
+    assert found.peak_phase == case.peak_phase
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here, whose allocator could be asked")
@@ -190,7 +190,7 @@ def state(place: Placement) -> dict[str, float]:
     with torch.device("meta"):
         model = build()
     found = footprint(model, place, micro_batch_size=1, block_size=64, accumulates=True)
-    parts = found.moments[LOSS] | {"offloaded": found.offloaded}
+    parts = found.phases[LOSS] | {"offloaded": found.offloaded}
     return {part: parts[part] / model.num_parameters() for part in ("weights", "gradients", "optimizer", "offloaded")}
 
 

@@ -113,7 +113,7 @@ def test_a_run_learns_and_writes_everything_it_promises(start):
         card = (folder / "README.md").read_text()
         assert "pipeline_tag: text-generation" in card
         assert f"{min(losses.values()):.4f} nats" in card
-    assert run.picture.read_bytes().startswith(b"\x89PNG")
+    assert run.loss_plot.read_bytes().startswith(b"\x89PNG")
     assert not [p for p in run.path.rglob("*") if "partial" in p.name or p.name.endswith(".old")]
     resolved = load_config(run.recipe)
     assert resolved.train.max_steps == 60

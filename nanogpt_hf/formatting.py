@@ -1,0 +1,27 @@
+"""Format numbers, durations, byte counts and plurals for messages and reports."""
+
+
+def format_number(value: float, digits: int) -> str:
+    """A number with `digits` decimals: 3.1416; 1e+300 for one that would fill a line."""
+    return f"{value:.{digits}f}" if abs(value) < 1e9 else f"{value:.3g}"
+
+
+def format_duration(seconds: float) -> str:
+    """3725 -> 1 h 2 min"""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours:
+        return f"{hours:,} h {minutes} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
+
+
+def format_bytes(size: float) -> str:
+    """2.5e9 -> 2.5 GB, 3e6 -> 3.0 MB"""
+    return f"{size / 1e9:,.1f} GB" if size >= 1e9 else f"{size / 1e6:,.1f} MB"
+
+
+def plural(count: int, noun: str) -> str:
+    """1 process, 2 processes, 1,000 tensors"""
+    if count == 1:
+        return f"1 {noun}"
+    return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
