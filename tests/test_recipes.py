@@ -1,5 +1,6 @@
 """Every recipe and every accelerate config that ships: loads, says what it means, and trains two real steps."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -118,8 +119,7 @@ def test_recipe_states_only_what_differs_from_the_defaults_or_defines_it(recipe)
 )
 def test_gpt2_recipes_have_gpt2s_shapes_and_nanogpts_tokens(name, with_biases):
     config = load_config(ROOT / "recipes" / f"{name}.yaml")
-    config.model.bias = True
-    model = build_gpt_config(config.model, 50257)
+    model = build_gpt_config(dataclasses.replace(config.model, bias=True), 50257)
     assert count_parameters(model) == with_biases
     assert model.padded_vocab_size == 50304
     assert config.train.tokens_per_step == 12 * 1024 * 5 * 8

@@ -6,6 +6,7 @@ accelerate launch [--config_file F] cli.py bench RECIPE. With several processes 
 """
 
 import argparse
+import dataclasses
 import os
 from pathlib import Path
 
@@ -52,8 +53,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     logging.disable_progress_bar()
     if config is None:
-        config = small_config(Mesh.from_environment().world_size)
-        config.name = "bench"
+        config = dataclasses.replace(small_config(Mesh.from_environment().world_size), name="bench")
     if arguments.scaling:
         _scale(arguments, config, overrides, counts)
     else:
@@ -116,8 +116,6 @@ def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> Non
 
 
 def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str]], counts: list[int]) -> None:
-    import dataclasses
-
     from nanogpt_hf.bench import scaling
     from nanogpt_hf.bench.workload import strong_scaling, weak_scaling
 

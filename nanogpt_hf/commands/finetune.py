@@ -14,7 +14,7 @@ from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_run
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
 from nanogpt_hf.config.load import convert, load_config, stated_knobs
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 
@@ -129,12 +129,12 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
         wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
         raise ConfigError(wrong)
+    resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if "model.n_positions" not in stated:
-        config.model.n_positions = config.data.block_size
+        resolved["model.n_positions"] = config.data.block_size
     if stated.get("data.dir") is None:
-        config.data.dir = f"data/{text}-{_short(config.data.tokenizer)}"
-    config.finetune.model, config.finetune.revision = start, revision or commit
-    return config, base
+        resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
+    return replace_knobs(config, resolved), base
 
 
 def _stated_number(stated: dict[str, Any], key: str) -> int | None:

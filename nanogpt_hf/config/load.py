@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from nanogpt_hf.config.checks import CHECKS
-from nanogpt_hf.config.schema import KNOBS, LARGEST, SECTIONS, Config, Knob, get_value, kind_options, set_value
+from nanogpt_hf.config.schema import KNOBS, LARGEST, SECTIONS, Config, Knob, get_value, kind_options, replace_knobs
 from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
@@ -102,6 +102,8 @@ def convert(knob: Knob, value: Any) -> Any:
     Raises ValueError with a message such as "expected an integer, got 'ten'".
     """
     options = kind_options(knob.kind)
+    if knob.default == "":  # null leaves it out, as it does for a knob whose default is null
+        options = (type(None), *options)
     for option in sorted(options, key=lambda option: option is str):  # text last: `null` is None before it is a word
         try:
             result = _as(option, value)
@@ -113,6 +115,8 @@ def convert(knob: Knob, value: Any) -> Any:
         literal = [str(o) for o in options if o not in _WANTED and o is not type(None)]
         got = "nothing" if value is None else _SHORT.repr(value)
         raise ValueError(f"expected {' or '.join(plain + [', '.join(literal)] * bool(literal))}, got {got}")
+    if result is None and knob.default == "":
+        return ""
     if isinstance(result, int | float) and not isinstance(result, bool):
         high = LARGEST if knob.high is None and isinstance(result, int) else knob.high
         if knob.low is not None and result < knob.low:
@@ -191,12 +195,10 @@ def load_config(
     fit each other. A key with a problem of its own is left out of the rules over several keys.
     """
     recipe = find_recipe(recipe) if recipe else None
-    values, problems = _read_recipe(recipe) if recipe else ({}, [])
-    config, bad = Config(name=recipe_name(recipe) if recipe else name), set()
-    for key, value in (defaults or {}).items():
-        set_value(config, key, value)
+    stated, problems = _read_recipe(recipe) if recipe else ({}, [])
+    values, bad = dict(defaults or {}), set()
     said_by = {}
-    for origin, pairs in ((f"{recipe}: ", values.items()), ("--", overrides)):
+    for origin, pairs in ((f"{recipe}: ", stated.items()), ("--", overrides)):
         for key, value in pairs:
             if key not in KNOBS:
                 problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
@@ -204,10 +206,11 @@ def load_config(
             said_by[key] = origin
             bad.discard(key)
             try:
-                set_value(config, key, convert(KNOBS[key], value))
+                values[key] = convert(KNOBS[key], value)
             except ValueError as error:
                 problems.append(f"{origin}{key}: {error}")
                 bad.add(key)
+    config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
     for check in CHECKS:
         if not bad & set(check.keys):
             problem = check.problem(*(get_value(config, key) for key in check.keys))
@@ -217,9 +220,8 @@ def load_config(
                 )
     if problems:
         raise ConfigError(problems)
-    config.data.dir = os.path.expanduser(config.data.dir or f"data/{config.name}")
-    config.data.tokenizer = os.path.expanduser(config.data.tokenizer)
-    return config
+    folder = os.path.expanduser(config.data.dir or f"data/{config.name}")
+    return replace_knobs(config, {"data.dir": folder, "data.tokenizer": os.path.expanduser(config.data.tokenizer)})
 
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
@@ -240,6 +242,6 @@ def knob_lines() -> list[str]:
             lines += ["", f"{section}:"]
         literals = [str(o) for o in kind_options(knob.kind) if isinstance(o, str)]
         choices = f" [{'|'.join(literals)}]" if len(literals) > 1 else ""
-        default = "" if knob.default is None else f" (default {knob.default})"
+        default = "" if knob.default in (None, "") else f" (default {knob.default})"
         lines.append(f"  --{key:<32} {knob.meaning}{choices}{default}")
     return lines[1:]

@@ -6,7 +6,8 @@ A new knob is one line below; `--help`, the checks and the resolved recipe follo
 
 import types
 import typing
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 LARGEST = 10**15  # an integer knob without an upper bound of its own; far beyond what any run counts
@@ -20,7 +21,7 @@ def knob(default: Any, meaning: str, *, low: float | None = None, high: float | 
     return field(default=default, metadata=metadata)
 
 
-@dataclass
+@dataclass(frozen=True)
 class ModelSection:
     n_layer: int = knob(12, "transformer blocks", low=1, high=1000)
     n_head: int = knob(12, "attention heads a block; divides n_embd", low=1, high=10_000)
@@ -37,9 +38,9 @@ class ModelSection:
     activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu is exact, gelu_new is OpenAI's tanh form")
 
 
-@dataclass
+@dataclass(frozen=True)
 class DataSection:
-    source: str | None = knob(None, "python-docs, a file, folder, glob or http(s) URL, or a Hub data set's name")
+    source: str = knob("", "python-docs, a file, folder, glob or http(s) URL, or a Hub data set's name")
     format: Literal["text", "chat"] = knob("text", "text to go on from, or conversations: loss on the answers only")
     sha256: str | None = knob(None, "expected sha256 of a URL's content")
     config: str | None = knob(None, "configuration of a Hub data set")
@@ -55,7 +56,7 @@ class DataSection:
     num_proc: int | None = knob(
         None, "processes that tokenize; left out, one a core where the text is large", low=1, high=1024
     )
-    dir: str | None = knob(None, "folder of the prepared tokens; left out, data/<recipe name>")
+    dir: str = knob("", "folder of the prepared tokens; left out, data/<recipe name>")
     block_size: int = knob(1024, "tokens of context in a training example", low=1, high=100_000_000)
     order: Literal["shuffled", "random"] = knob("shuffled", "every block once an epoch, or windows at random offsets")
     packing: Literal["packed", "padded"] = knob(
@@ -63,7 +64,7 @@ class DataSection:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class OptimSection:
     learning_rate: float = knob(6e-4, "peak learning rate", low=0)
     min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", low=0)
@@ -79,7 +80,7 @@ class OptimSection:
     state: Literal["float32", "8bit"] = knob("float32", "precision of AdamW's state; 8bit needs torchao")
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrainSection:
     max_steps: int = knob(600_000, "optimizer steps", low=1)
     tokens_per_step: int = knob(
@@ -95,7 +96,7 @@ class TrainSection:
     max_time: str | None = knob(None, "save and stop after this time, for example 11h30m or 45m (exit status 75)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class EvalSection:
     every: int = knob(1000, "steps between evaluations", low=1)
     tokens: int | Literal["all"] = knob(2_457_600, "validation tokens in one evaluation, or all", low=1)
@@ -108,13 +109,13 @@ class EvalSection:
     sample_tokens: int = knob(100, "tokens written after each of eval.samples", low=1, high=1_000_000)
 
 
-@dataclass
+@dataclass(frozen=True)
 class CheckpointSection:
     every: int = knob(1000, "steps between checkpoints", low=1)
     keep: int = knob(2, "newest checkpoints kept, and always the newest one that is known to be sound", low=1)
 
 
-@dataclass
+@dataclass(frozen=True)
 class TrackingSection:
     every: int = knob(10, "steps between training lines in metrics.jsonl and the trackers", low=1)
     trackers: list[str] = knob([], "accelerate's trackers by name: wandb, tensorboard, ...")  # noqa: RUF009
@@ -126,7 +127,7 @@ class TrackingSection:
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "fc", "proj"]
 
 
-@dataclass
+@dataclass(frozen=True)
 class FinetuneSection:
     model: str | None = knob(None, "what to start from: a Hub id, a model folder, a run folder; left out, scratch")
     revision: str | None = knob(None, "commit or tag of a Hub id; left out, the newest, which is then written down")
@@ -143,7 +144,7 @@ class FinetuneSection:
     )
 
 
-@dataclass
+@dataclass(frozen=True)
 class LoraSection:
     rank: int | None = knob(
         None, "train two thin matrices of this rank beside each target; left out, no LoRA", low=1, high=100_000
@@ -155,7 +156,7 @@ class LoraSection:
     quantize: Literal["8bit", "4bit"] | None = knob(None, "hold the frozen weights in 8 or 4 bits (needs bitsandbytes)")
 
 
-@dataclass
+@dataclass(frozen=True)
 class HubSection:
     push: Literal["best", "final"] | None = knob(
         None, "push to the Hub: each new best model as the run goes, or the last"
@@ -165,7 +166,7 @@ class HubSection:
     license: str | None = knob(None, "licence for the model card, by the Hub's name for it, for example apache-2.0")
 
 
-@dataclass
+@dataclass(frozen=True)
 class Config:
     """A resolved recipe. `name` is the recipe's name, which run and data folders take when not told otherwise."""
 
@@ -216,9 +217,14 @@ def get_value(config: Config, key: str) -> Any:
     return getattr(getattr(config, section), name)
 
 
-def set_value(config: Config, key: str, value: Any) -> None:
-    section, _, name = key.partition(".")
-    setattr(getattr(config, section), name, value)
+def replace_knobs(config: Config, values: Mapping[str, Any]) -> Config:
+    """A copy of `config` with other values of some knobs: replace_knobs(config, {"train.seed": 7})."""
+    changes: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        changes.setdefault(section, {})[name] = value
+    sections = {section: replace(getattr(config, section), **knobs) for section, knobs in changes.items()}
+    return replace(config, **sections)
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +65,7 @@ def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scrat
     if not find_files(data.source) and data.source != PYTHON_DOCS and not is_url(data.source):
         if split is None:
             raise DataError(f"--data: {data.source}: no file here; of a data set on the Hub, say --data.split test")
-        data.split = split
+        data = replace(data, split=split)
     elif split is not None:
         raise DataError("--data.split: only a Hub data set and prepared data have splits")
     documents = load_documents(data, scratch)

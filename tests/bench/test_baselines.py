@@ -5,6 +5,7 @@ import torch
 
 from nanogpt_hf.bench import baselines
 from nanogpt_hf.bench.baselines import bare_step, check_comparable, pairs_with_bare, pairs_with_trainer
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.optimizer import build_optimizer
 
@@ -46,6 +47,6 @@ def test_the_trainer_takes_turns_and_our_steps_stay_whole(work):
 
 
 def test_what_cannot_be_compared_is_refused(work):
-    work.run.config.finetune.model = "gpt2"
+    work.run.config = replace_knobs(work.run.config, {"finetune.model": "gpt2"})
     with pytest.raises(UserError, match="compares pretraining on text"):
         check_comparable(work)

@@ -8,6 +8,7 @@ import pytest
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.planning.estimate import GPU_MEMORY, estimate, run_bytes
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
@@ -49,9 +50,9 @@ def test_the_largest_micro_batch_is_the_largest_divisor_that_fits(tmp_path, writ
     config = load_config(write_recipe(train__tokens_per_step=12 * 16))
     peak = {}
     for size in (1, 2, 3, 4, 6, 12):
-        config.train.micro_batch_size = size
+        config = replace_knobs(config, {"train.micro_batch_size": size})
         peak[size] = estimate(config, Placement()).memory.peak
-    config.train.micro_batch_size = "auto"
+    config = replace_knobs(config, {"train.micro_batch_size": "auto"})
 
     def largest(memory):
         return estimate(config, Placement(), memory=memory).devices[0].micro_batch_size

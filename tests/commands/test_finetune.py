@@ -13,6 +13,7 @@ from transformers import AutoTokenizer, GPT2LMHeadModel
 
 from nanogpt_hf.commands import finetune, main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import UserError
@@ -200,8 +201,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
     assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "large"]) == 2
     assert "large has 95 tokens, bare only" in capsys.readouterr().err
     config, _ = finetune.finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
-    config.data.tokenizer = str(tiny_base)
-    assert finetune._check_tokenizer(config)
+    assert finetune._check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}))
 
 
 def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_base, capsys):

@@ -431,7 +431,7 @@ def test_help_lists_every_knob_once_with_its_meaning_and_default():
     for key, knob in KNOBS.items():
         (line,) = (line for line in lines if line.split()[:1] == [f"--{key}"])
         assert knob.meaning in line
-        assert knob.default is None or f"(default {knob.default})" in line
+        assert knob.default in (None, "") or f"(default {knob.default})" in line
     assert any("[cosine|linear|constant|wsd]" in line for line in lines)
 
 

@@ -11,7 +11,7 @@ from nanogpt_hf.config.schema import (
     Config,
     get_value,
     kind_options,
-    set_value,
+    replace_knobs,
 )
 
 
@@ -38,10 +38,8 @@ def test_sections_are_those_of_the_config():
     assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
 
 
-def test_get_and_set_reach_every_knob():
-    config = Config()
-    for number, key in enumerate(KNOBS):
-        set_value(config, key, number)
+def test_get_value_and_replace_knobs_reach_every_knob():
+    config = replace_knobs(Config(), {key: number for number, key in enumerate(KNOBS)})
     assert [get_value(config, key) for key in KNOBS] == list(range(len(KNOBS)))
 
 
@@ -51,8 +49,7 @@ def test_checks_name_knobs_that_exist():
 
 
 def test_defaults_fit_each_other_once_a_source_is_given():
-    config = Config()
-    config.data.source = "python-docs"
+    config = replace_knobs(Config(), {"data.source": "python-docs"})
     assert [check.problem(*(get_value(config, key) for key in check.keys)) for check in CHECKS] == [None] * len(CHECKS)
 
 
@@ -73,9 +70,9 @@ def test_an_annotation_opens_into_what_it_allows(kind, options):
 
 @pytest.fixture
 def config():
-    config = Config()
-    config.train.tokens_per_step, config.train.micro_batch_size, config.data.block_size = 491_520, 12, 1024
-    return config
+    return replace_knobs(
+        Config(), {"train.tokens_per_step": 491_520, "train.micro_batch_size": 12, "data.block_size": 1024}
+    )
 
 
 @pytest.mark.parametrize(("processes", "steps"), [(1, 40), (2, 20), (5, 8), (8, 5), (40, 1)])
@@ -91,12 +88,9 @@ def test_accumulation_that_is_no_whole_number_shows_the_sum_and_the_nearest_valu
         "train.tokens_per_step: 491,520 is not a multiple of train.micro_batch_size 12 × data.block_size 1024 × "
         "3 processes = 36,864; nearest: 479,232 or 516,096, or train.micro_batch_size 10"
     )
-    config.train.micro_batch_size = 10
-    assert accumulation_steps(config, 3) == 16
-    config.train.micro_batch_size = 12
+    assert accumulation_steps(replace_knobs(config, {"train.micro_batch_size": 10}), 3) == 16
     for nearest in (479_232, 516_096):
-        config.train.tokens_per_step = nearest
-        assert accumulation_steps(config, 3) == nearest // 36_864
+        assert accumulation_steps(replace_knobs(config, {"train.tokens_per_step": nearest}), 3) == nearest // 36_864
 
 
 def test_more_processes_than_a_step_has_tokens_for_is_refused(config):
@@ -105,12 +99,10 @@ def test_more_processes_than_a_step_has_tokens_for_is_refused(config):
 
 
 def test_a_micro_batch_beyond_all_reason_is_refused_at_once(config):
-    config.train.micro_batch_size = 10**15
     with pytest.raises(ValueError, match=r"train\.micro_batch_size 480$"):
-        accumulation_steps(config, 1)
+        accumulation_steps(replace_knobs(config, {"train.micro_batch_size": 10**15}), 1)
 
 
 def test_no_smaller_micro_batch_is_offered_where_none_divides(config):
-    config.train.tokens_per_step = 491_521
     with pytest.raises(ValueError, match=r"nearest: 491,520 or 503,808$"):
-        accumulation_steps(config, 1)
+        accumulation_steps(replace_knobs(config, {"train.tokens_per_step": 491_521}), 1)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.conversations import conversation_of, encode_conversations, set_chat_template
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
@@ -205,9 +206,8 @@ def test_manifest_and_report_count_answers(prepare_rows, chat_file, capsys):
 
 def test_data_of_the_other_format_is_refused(prepare_rows, chat_file, write_recipe):
     config = prepare_rows([], data__source=str(chat_file))
-    config.data.format = "text"
     with pytest.raises(DataError, match=r"prepared with data\.format 'chat', the recipe says 'text'"):
-        prepare(config)
+        prepare(replace_knobs(config, {"data.format": "text"}))
     with pytest.raises(DataError, match="conversations, whose answers a run measures as it trains; give a text"):
         read_corpus(
             dataclasses.replace(config.data, source=config.data.dir),
@@ -225,9 +225,8 @@ def test_text_prepared_before_there_were_formats_is_text(write_recipe, tmp_path)
     del raw["recipe"]["format"], raw["train"]["answered"], raw["validation"]["answered"]
     path.write_text(json.dumps(raw))
     assert prepare(config)[1] is False
-    config.data.format = "chat"
     with pytest.raises(DataError, match="'text'"):
-        prepare(config)
+        prepare(replace_knobs(config, {"data.format": "chat"}))
 
 
 def test_a_folder_with_a_readme_and_rows_of_the_hub(prepare_rows, tmp_path, monkeypatch):

@@ -13,7 +13,7 @@ import datasets
 import numpy as np
 import pytest
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
 from nanogpt_hf.data import manifest as manifest_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import source as source_module
@@ -52,12 +52,8 @@ def rows(tmp_path):
 
 def make(source, folder, **knobs):
     """A config with everything small."""
-    config = Config()
     defaults = {"tokenizer": "char", "validation_fraction": 0.1, "block_size": 8}
-    for name, value in {"source": str(source), "dir": str(folder), **defaults, **knobs}.items():
-        assert hasattr(config.data, name)
-        setattr(config.data, name, value)
-    return config
+    return Config(data=DataSection(source=str(source), dir=str(folder), **(defaults | knobs)))
 
 
 def everything_in(folder):
@@ -453,7 +449,7 @@ def test_a_knob_that_decides_the_tokens_may_not_change(text, tmp_path, knob, val
     prepare(config)
     old = getattr(config.data, knob)
     before = everything_in(tmp_path)
-    setattr(config.data, knob, value)
+    config = replace_knobs(config, {f"data.{knob}": value})
     for use in (prepare, load_prepared):
         with pytest.raises(DataError) as raised:
             use(config)
@@ -465,8 +461,8 @@ def test_a_knob_that_decides_the_tokens_may_not_change(text, tmp_path, knob, val
 def test_other_knobs_may_change(text, tmp_path):
     config = make(text(), tmp_path / "data")
     prepare(config)
-    for name, value in {"block_size": 4, "order": "random", "num_proc": 2, "sha256": "abc"}.items():
-        setattr(config.data, name, value)
+    others = {"data.block_size": 4, "data.order": "random", "data.num_proc": 2, "data.sha256": "abc"}
+    config = replace_knobs(config, others)
     assert prepare(config)[1] is False
     assert load_prepared(config)
 
@@ -523,7 +519,7 @@ def test_the_prepared_folder_can_be_moved(text, tmp_path):
     tokens = flat(load_prepared(config).train)
     (tmp_path / "data").rename(tmp_path / "elsewhere")
     (tmp_path / "input.txt").unlink()
-    config.data.dir = str(tmp_path / "elsewhere")
+    config = replace_knobs(config, {"data.dir": str(tmp_path / "elsewhere")})
     assert flat(load_prepared(config).train) == tokens
 
 
@@ -536,9 +532,9 @@ def test_a_url_is_held_to_the_recipes_sha256_afterwards_too(monkeypatch, text, t
     monkeypatch.setattr(source_module, "_download", download)
     config = make("https://example.org/input.txt", tmp_path / "data")
     manifest, _ = prepare(config)
-    config.data.sha256 = manifest.revision.removeprefix("sha256:").upper()
+    config = replace_knobs(config, {"data.sha256": manifest.revision.removeprefix("sha256:").upper()})
     assert prepare(config) == (manifest, False)
-    config.data.sha256 = "0" * 64
+    config = replace_knobs(config, {"data.sha256": "0" * 64})
     for use in (prepare, load_prepared):
         with pytest.raises(DataError, match="not the recipe's 0000"):
             use(config)
@@ -820,12 +816,11 @@ def test_what_is_opened_has_the_prepared_tokens_and_their_tokenizer(text, tmp_pa
 def test_a_block_as_long_as_the_data_is_a_clear_error(text, tmp_path):
     config = make(text("x" * 100), tmp_path / "data")
     prepare(config)
-    config.data.block_size = 89  # 90 training tokens: one block and the token after it
-    assert load_prepared(config)
+    # 90 training tokens: one block and the token after it
+    assert load_prepared(replace_knobs(config, {"data.block_size": 89}))
     for block_size in (90, 91, 1024):
-        config.data.block_size = block_size
         with pytest.raises(DataError, match=rf"^data\.block_size: {block_size} tokens .* the 90 training tokens in "):
-            load_prepared(config)
+            load_prepared(replace_knobs(config, {"data.block_size": block_size}))
 
 
 def test_validation_text_too_short_to_predict_anything_is_a_clear_error(text, tmp_path):

@@ -48,7 +48,6 @@ def test_prepared_data_gives_the_split_that_training_evaluates_on(read, write_re
     assert len(read(config.data.dir, tokenizer, "train").stream) == len(prepared.train.stream)
     # the same text under the same tokenizer has the same hash, wherever it came from
     text = prepared.tokenizer.decode(tokens(corpus))
-    config.data.source = "text.txt"
     (path := write_recipe().parent / "text.txt").write_text(text)
     assert read(path, tokenizer).stream.sha256() == corpus.stream.sha256()
     with pytest.raises(DataError, match="made by another tokenizer"):

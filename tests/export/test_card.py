@@ -7,6 +7,7 @@ import yaml
 from huggingface_hub import ModelCard
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.export.card import imported_card, minimal_card, model_card
@@ -129,7 +130,7 @@ def test_strings_of_the_recipe_become_neither_html_nor_markdown(write_recipe):
     markdown_it = pytest.importorskip("markdown_it", reason="a Markdown parser is not installed")
     recipe = write_recipe(data__source=f"{EVIL}\n\n# heading\n---\n", eval__samples=["```\n<script>x</script>\n```"])
     config = dataclasses.replace(load_config(recipe), name=f"r{EVIL}\n---\nlicense: mit")
-    config.data.validation_split = EVIL
+    config = replace_knobs(config, {"data.validation_split": EVIL})
     cards = [
         card_of(config, base_model=f"{EVIL}\n# heading"),
         ModelCard(imported_card(config.name, MODEL, {"trained with": f"{EVIL}\n| c | d |"})),

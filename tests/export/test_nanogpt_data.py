@@ -6,7 +6,7 @@ import datasets
 import numpy as np
 import pytest
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.data.tokenizer import gpt2_tokenizer
 from nanogpt_hf.errors import DataError
@@ -38,11 +38,9 @@ def characters(tmp_path):
 
 
 def config_for(data_dir, source, tokenizer, **knobs) -> Config:
-    config = Config()
-    for name, value in {"dir": str(data_dir), "source": str(source), "tokenizer": tokenizer, **knobs}.items():
-        setattr(config.data, name, value)
-    config.data.block_size = 8
-    return config
+    return Config(
+        data=DataSection(dir=str(data_dir), source=str(source), tokenizer=tokenizer, block_size=8, **knobs),
+    )
 
 
 def flat(blocks) -> list[int]:

@@ -3,7 +3,7 @@
 import pytest
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import set_value
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.reports import verdict
 from nanogpt_hf.reports.reference import Curve, Point, Reference, experiment_of
 from nanogpt_hf.reports.verdict import judge
@@ -40,8 +40,7 @@ def test_back_in_the_band_is_normal_and_says_where_it_was_not(reference, config)
 
 
 def test_above_the_band_says_from_where_and_what_differs_first(reference, config):
-    config.optim.learning_rate = 0.5
-    config.train.tokens_per_step = 64
+    config = replace_knobs(config, {"optim.learning_rate": 0.5, "train.tokens_per_step": 64})
     answer = judge(reference, config, run(4, 3.2, 2.5, 2.9))
     assert answer.kind == "above"
     assert answer.sentence.startswith("above the band of 3 reference runs of tiny from step 30 on: ")
@@ -94,8 +93,7 @@ def test_too_early_to_say(reference, config):
 
 
 def test_another_experiment_is_not_comparable(reference, config):
-    config.model.n_layer = 6
-    config.data.block_size = 8
+    config = replace_knobs(config, {"model.n_layer": 6, "data.block_size": 8})
     answer = judge(reference, config, run(4, 3, 2.5))
     assert answer.kind == "other"
     assert answer.sentence == (
@@ -110,7 +108,7 @@ def test_without_a_reference_it_says_how_to_make_one(config):
 
 
 def test_normal_with_another_recipe_says_so(reference, config):
-    set_value(config, "optim.weight_decay", 0.2)
+    config = replace_knobs(config, {"optim.weight_decay": 0.2})
     assert judge(reference, config, run(4, 3)).sentence.endswith("this run's optim.weight_decay is not the reference's")
 
 

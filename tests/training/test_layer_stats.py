@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import load_prepared, prepare
@@ -170,8 +170,7 @@ def hooks_of(model) -> list[list]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation(model, compiled):
     stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
-    config = Config()
-    config.data.block_size, config.train.micro_batch_size, config.tracking.layers = 24, 3, True
+    config = replace_knobs(Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True})
     looks = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True))
     tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64))
     hidden = model.eval()(tokens, output_hidden_states=True).hidden_states

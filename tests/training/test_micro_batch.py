@@ -9,7 +9,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.full_state import check_optimizer_state
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -177,8 +177,7 @@ def test_auto_measures_this_machine(tmp_path, write_recipe):
 
 
 def test_the_advice_names_the_knobs_and_what_they_save():
-    config = Config()
-    config.train.micro_batch_size = 64
+    config = replace_knobs(Config(), {"train.micro_batch_size": 64})
     advice = out_of_memory_advice(config, 50257, "bf16")
     # 40 · 12 layers · 1,024 tokens · 768 wide · 64 sequences = 24.2 GB; 16 bytes · 124 M = 2.0 GB
     assert "optimizer state take 2.0 GB, activations of 64 sequences about 24.2 GB" in advice
@@ -186,9 +185,9 @@ def test_the_advice_names_the_knobs_and_what_they_save():
     assert "checkpoints activations saves about 21.7 GB" in advice
     assert "optim.state 8bit saves 0.7 GB" in advice  # 8 - 2.03 bytes · 124 M
     assert "\n" not in advice
-    config.optim.state = "8bit"
+    config = replace_knobs(config, {"optim.state": "8bit"})
     advice = out_of_memory_advice(config, 50257, "bf16")
     assert "optimizer state take 1.2 GB" in advice
     assert "optim.state" not in advice
-    config.train.micro_batch_size = 1
+    config = replace_knobs(config, {"train.micro_batch_size": 1})
     assert "micro_batch_size 0" not in out_of_memory_advice(config, 50257, "no")

@@ -8,7 +8,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.schema import Config, set_value
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
@@ -110,9 +110,7 @@ def monitor(tmp_path):
     """A Monitor of a run without a checkpoint, with knobs such as tracking__every=5."""
 
     def build(**knobs) -> Monitor:
-        config = Config()
-        for key, value in knobs.items():
-            set_value(config, key.replace("__", "."), value)
+        config = replace_knobs(Config(), {key.replace("__", "."): value for key, value in knobs.items()})
         return Monitor(Accelerator(), config, RunFolder(tmp_path / "none"))
 
     return build
