@@ -7,7 +7,7 @@ import pytest
 
 # A floor may use those below it. What shares a floor may use each other as long as no circle results.
 FLOORS = [
-    {"errors", "config", "formatting"},
+    {"errors", "config", "formatting", "cpu"},
     {"model", "data", "generate"},
     {"optim"},
     {"training", "runs", "distributed", "export", "evaluation", "reports", "bench", "planning", "doctor"},

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import written_whole
 
@@ -44,7 +45,7 @@ def measure(counts: list[int], arguments: Callable[[int], list[str]], say: Calla
 
     A process has the same number of CPU threads in all of them. Raises UserError where one of them fails.
     """
-    threads = max(1, len(os.sched_getaffinity(0)) // max(counts)) if hasattr(os, "sched_getaffinity") else 1
+    threads = max(1, allowed_cores() // max(counts))
     points = []
     for count in counts:
         say(f"{count} process{'es' * (count > 1)} of {threads} CPU thread{'s' * (threads > 1)} ...")

@@ -10,6 +10,7 @@ import traceback
 from pathlib import Path
 
 from nanogpt_hf.commands import console
+from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import (
     EXIT_LOST,
@@ -168,6 +169,7 @@ def entry_point() -> None:
     """The `nanogpt-hf` program, and `python cli.py`."""
     # The libraries make 400,000 objects that stay. Python's collector would look through them again and again while
     # they are imported, and once more at the end: 1.4 s of a command.
+    limit_spinning()
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     console.print_any_character()

@@ -7,11 +7,11 @@ accelerate launch [--config_file F] cli.py bench RECIPE. With several processes 
 
 import argparse
 import dataclasses
-import os
 from pathlib import Path
 
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
@@ -73,7 +73,7 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     words = arguments.processes.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
-    cores = os.cpu_count() or 1
+    cores = allowed_cores()
     if max(map(int, words)) > _PROCESSES_PER_CORE * cores:
         raise UserError(f"--processes {arguments.processes:.80}: too many for this machine's {cores} cores")
     if arguments.scaling and Mesh.from_environment().world_size > 1:

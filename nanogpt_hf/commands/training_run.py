@@ -13,6 +13,7 @@ from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.prepare import prepare_and_report
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.cpu import CpuTimes, allowed_cores, free_threads, stated_threads
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 
@@ -39,6 +40,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
 
     `check` is called on every process when its data is prepared, and may raise UserError.
     """
+    start = CpuTimes.now()
     # The imports below take seconds; mistakes before and --help should not wait for them.
     from transformers.utils.logging import disable_progress_bar
 
@@ -49,6 +51,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.training.loop import train
 
+    busy_cores = start.cores_of_others(CpuTimes.now())
     disable_progress_bar()
     folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
     main_process = Mesh.from_environment().is_main
@@ -85,6 +88,8 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
             return facts | identity(config, load_prepared(config).manifest)
 
         resume = prepare_on_all_ranks(get_ready)["resume"]
+        if not resume:  # a resumed run keeps its number of threads
+            leave_busy_cores(busy_cores)
         try:
             with one_line_for_a_lost_process(folder):
                 state = train(config, folder, resume=resume)
@@ -95,6 +100,26 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     if main_process:
         logger.info(_summary(config, folder, state))
     return folder
+
+
+def leave_busy_cores(busy_cores: float) -> None:
+    """Compute with no more CPU threads than other programs leave cores free, unless the user stated a number.
+
+    Threads wait for each other at every operation: one that has to share its core stops all of them.
+    """
+    import torch
+
+    local_world_size = Mesh.from_environment().local_world_size
+    if stated_threads(local_world_size) is not None:
+        return
+    default = torch.get_num_threads()
+    threads = free_threads(busy_cores, default, local_world_size)
+    if threads < default:
+        torch.set_num_threads(threads)
+        logger.info(
+            f"other programs use {busy_cores:.1f} of {allowed_cores()} CPU cores: CPU threads {default} -> {threads} "
+            "(OMP_NUM_THREADS sets another number)"
+        )
 
 
 def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:

@@ -16,6 +16,7 @@ import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.conversations import encode_conversations, set_chat_template
 from nanogpt_hf.data.examples import Examples, examples_sha256
@@ -215,7 +216,7 @@ def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
     At most four per core: a larger number has no use, and each process takes memory of its own.
     """
     size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection of rows has the data of all
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
+    cores = allowed_cores()
     return min(text.num_rows, 4 * cores, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
 
 

@@ -21,6 +21,7 @@ from packaging.requirements import Requirement
 
 import nanogpt_hf
 from nanogpt_hf import __version__
+from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.distributed.mesh import Mesh
 
 _SHOWN = ("transformers", "accelerate", "datasets")
@@ -131,17 +132,13 @@ def places_of_a_run(run_folder: Path, data_folder: str) -> list[Place]:
     ]
 
 
-def cores() -> int:
-    """CPU cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1  # not on macOS
-
-
 def describe_host() -> str:
     """One line such as `node1: 16 CPU cores, 128.0 GB RAM, 8 × NVIDIA H200 (150.8 GB)`."""
     cards = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
     kinds = Counter(f"{card.name} ({card.total_memory / 1e9:.1f} GB)" for card in cards)
     gpus = ", ".join(f"{count} × {kind}" for kind, count in kinds.items()) or "no CUDA GPU"
-    return f"{socket.gethostname()}: {cores()} CPU cores, {psutil.virtual_memory().total / 1e9:.1f} GB RAM, {gpus}"
+    ram = psutil.virtual_memory().total / 1e9
+    return f"{socket.gethostname()}: {allowed_cores()} CPU cores, {ram:.1f} GB RAM, {gpus}"
 
 
 def requested_and_actual(accelerator: Accelerator) -> tuple[dict[str, str], dict[str, str]]:
@@ -168,7 +165,7 @@ def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
         gpu=str(getattr(torch.cuda.get_device_properties(device), "uuid", device)) if on_gpu else None,
         free=free,
         memory=memory,
-        cores=cores(),
+        cores=allowed_cores(),
         threads=torch.get_num_threads(),
         versions=versions(),
         places=places,

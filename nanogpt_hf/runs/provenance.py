@@ -2,12 +2,14 @@
 
 import contextlib
 import json
+import logging
 import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.cpu import allowed_cores, stated_threads
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -16,6 +18,8 @@ from nanogpt_hf.runs.redact import redact
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
+logger = logging.getLogger(__name__)
+
 
 def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
     """This start of a run, that goes on from `step`, as the main process sees it.
@@ -23,6 +27,8 @@ def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
     Nothing of the environment is in it, and no secret of a URL on the command line.
     """
     # These bring torch and accelerate; `report` only reads.
+    import torch
+
     from nanogpt_hf.distributed.accelerator import describe_device, precision_of
     from nanogpt_hf.runs.machine import code_version, describe_host, versions
 
@@ -33,6 +39,7 @@ def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
         "processes": Mesh.from_environment().world_size,
         "precision": precision_of(accelerator),
         "device": describe_device(accelerator.device),
+        "threads": torch.get_num_threads(),
         "versions": versions(),
         "code": code_version(),
         "command": shlex.join(map(redact, [Path(sys.argv[0]).name, *sys.argv[1:]])),
@@ -52,3 +59,22 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
     starts = [*read_starts(run), start]
     with written_whole(run.machine) as partial:
         partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")
+
+
+def restore_threads(run: RunFolder) -> None:
+    """Compute with as many CPU threads as the run did at its last start: their number decides the last bits of a sum.
+
+    A number that the user states wins, and so does the machine if it has fewer cores; a difference is logged.
+    """
+    import torch
+
+    before = (read_starts(run) or [{}])[-1].get("threads")
+    if type(before) is not int or before < 1:  # older versions recorded none
+        return
+    if stated_threads(Mesh.from_environment().local_world_size) is None and before <= allowed_cores():
+        torch.set_num_threads(before)
+    if before != (now := torch.get_num_threads()):
+        logger.warning(
+            f"CPU threads: {before} until now, {now} from here on: the run continues, but its losses will agree to "
+            f"rounding only, not bit for bit (OMP_NUM_THREADS={before} OMP_DYNAMIC=false keeps the number)"
+        )

@@ -27,6 +27,7 @@ from nanogpt_hf.export.save_trained import save_trained
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
+from nanogpt_hf.runs.provenance import restore_threads
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step, save_checkpoint
 from nanogpt_hf.training.evaluate import evaluate
@@ -51,6 +52,8 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
     the run early, after saving.
     """
     accelerator = build_accelerator(config, folder)
+    if resume and accelerator.device.type == "cpu":
+        restore_threads(folder)
     step = newest_step(accelerator, folder) if resume and config.finetune.unfreeze_every else 0
     run = build_run(config, accelerator, load_prepared(config), folder, step=step, resume=resume)
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)

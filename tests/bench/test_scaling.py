@@ -26,7 +26,7 @@ def launches(monkeypatch):
         return SimpleNamespace(returncode=0, stdout="", stderr="")
 
     monkeypatch.setattr(scaling.subprocess, "run", launch)
-    monkeypatch.setattr(scaling.os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+    monkeypatch.setattr(scaling, "allowed_cores", lambda: 8)
     return found
 
 

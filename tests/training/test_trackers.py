@@ -124,7 +124,19 @@ def test_each_start_is_written_down_without_secrets(pretrain):
     assert [start["step"] for start in starts] == [0, 2]
     for start in starts:
         assert list(start) == [
-            *("step", "time", "machine", "processes", "precision", "device", "versions", "code", "command", "data")
+            *(
+                "step",
+                "time",
+                "machine",
+                "processes",
+                "precision",
+                "device",
+                "threads",
+                "versions",
+                "code",
+                "command",
+                "data",
+            )
         ]
         assert datetime.fromisoformat(start["time"]).tzinfo is not None
         assert (start["processes"], start["precision"]) == (1, "fp32")
