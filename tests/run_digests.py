@@ -114,7 +114,7 @@ FINETUNE = {name: value for name, value in PRETRAIN.items() if name.partition(".
     "eval.every": 5,
     "eval.tokens": 512,
     "eval.patience": None,
-    "finetune.sample_tokens": 0,
+    "finetune.sample_tokens": 0,  # of commits that have it
     "tracking.every": 1,
 }
 

@@ -4,7 +4,6 @@ No recipe is needed: cli.py finetune --from gpt2 --data my.txt
 """
 
 import argparse
-import logging
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +14,10 @@ from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_r
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
 from nanogpt_hf.config.load import convert, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 
 if TYPE_CHECKING:
     from nanogpt_hf.model import GPTConfig
-
-logger = logging.getLogger(__name__)
 
 # Short for a knob.
 _FLAGS = {
@@ -53,39 +49,16 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.prepare import load_prepared
-    from nanogpt_hf.export.samples import as_question, prompts_from, samples_page, write_samples
-    from nanogpt_hf.model.build import load_model
-    from nanogpt_hf.runs.folder import written_whole
 
     disable_progress_bar()
-    main_process = Mesh.from_environment().is_main
-    options = {"tokens": config.finetune.sample_tokens, "seed": config.train.seed}
-    prompts, before = list(config.finetune.prompts), []
 
-    def check_and_write() -> None:
-        data = load_prepared(config)
-        if data.manifest.tokenizer_hash != vocabulary:
+    def check_tokenizer_of_data() -> None:
+        if load_prepared(config).manifest.tokenizer_hash != vocabulary:
             raise DataError(
-                f"{config.data.dir}: made by another tokenizer than {config.data.tokenizer}; prepare it anew"
+                f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; prepare it again"
             )
-        if main_process and options["tokens"]:
-            if prompts and config.data.format == "chat":
-                prompts[:] = [as_question(prompt, data.tokenizer) for prompt in prompts]
-            prompts[:] = prompts or prompts_from(data.validation, data.tokenizer)
-            model = load_model(config.finetune.model, config.finetune.revision)
-            before.extend(write_samples(model, data.tokenizer, prompts, **options))
-            logger.info(samples_page("Before fine-tuning", prompts, {"before": before}, config.train.seed))
 
-    folder = start_run(arguments, config, check_and_write)
-    if main_process and options["tokens"]:
-        model = load_model(str(folder.best if folder.best.is_dir() else folder.final))
-        after = write_samples(model, load_prepared(config).tokenizer, prompts, **options)
-        page = samples_page(
-            f"{config.name}: before and after", prompts, {"before": before, "after": after}, options["seed"]
-        )
-        with written_whole(folder.samples) as partial:
-            partial.write_text(page, encoding="utf-8")
-        logger.info(f"\n{page}\nkept in {folder.samples}")
+    start_run(arguments, config, check_tokenizer_of_data)
 
 
 def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "GPTConfig"]:

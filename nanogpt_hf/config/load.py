@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import re
@@ -13,9 +14,21 @@ from typing import Any
 import yaml
 
 from nanogpt_hf.config.checks import CHECKS
-from nanogpt_hf.config.schema import KNOBS, LARGEST, SECTIONS, Config, Knob, get_value, kind_options, replace_knobs
+from nanogpt_hf.config.schema import (
+    KNOBS,
+    LARGEST,
+    REMOVED_KNOBS,
+    SECTIONS,
+    Config,
+    Knob,
+    get_value,
+    kind_options,
+    replace_knobs,
+)
 from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
+
+logger = logging.getLogger(__name__)
 
 _WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
 _LARGEST_RECIPE = 1_000_000  # characters
@@ -200,6 +213,13 @@ def load_config(
     said_by = {}
     for origin, pairs in ((f"{recipe}: ", stated.items()), ("--", overrides)):
         for key, value in pairs:
+            if key in REMOVED_KNOBS:
+                default, remedy = REMOVED_KNOBS[key]
+                if origin == "--":
+                    problems.append(f"{origin}{key}: no longer exists; {remedy}")
+                elif value not in (default, str(default)):
+                    logger.warning(f"{origin}{key}: no longer exists and is ignored; {remedy}")
+                continue
             if key not in KNOBS:
                 problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
                 continue

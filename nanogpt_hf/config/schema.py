@@ -105,7 +105,7 @@ class EvalSection:
     )
     tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
     tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
-    samples: list[str] = knob([], "texts to continue at each evaluation, kept for the report")  # noqa: RUF009
+    samples: list[str] = knob([], "texts to continue at step 0 and at each evaluation, shown in the report")  # noqa: RUF009
     sample_tokens: int = knob(100, "tokens written after each of eval.samples", low=1, high=1_000_000)
 
 
@@ -138,10 +138,6 @@ class FinetuneSection:
         None, "steps after which the topmost frozen block thaws, and so on down; the embeddings thaw last", low=1
     )
     layer_decay: float = knob(1.0, "learning rate of a layer as a share of the one above it", low=0.01, high=1)
-    prompts: list[str] = knob([], "texts to continue before and after; left out, from validation")  # noqa: RUF009
-    sample_tokens: int = knob(
-        100, "tokens written for each prompt before and after; 0 writes none", low=0, high=1_000_000
-    )
 
 
 @dataclass(frozen=True)
@@ -194,6 +190,13 @@ class Knob:
     low: float | None
     high: float | None  # integers have LARGEST beside it
 
+
+# Knobs of older versions: the default they had, and what replaces them. A recipe may still hold them; they are ignored.
+REMOVED_KNOBS: dict[str, tuple[Any, str]] = {
+    "optim.moments": ("float32", "use optim.state"),
+    "finetune.prompts": ([], "use eval.samples"),
+    "finetune.sample_tokens": (100, "use eval.sample_tokens"),
+}
 
 SECTIONS = tuple(f.name for f in fields(Config) if f.name != "name")
 

@@ -48,15 +48,6 @@ class Examples:
         start, length = self._starts[number : number + 1], int(self._positions[number]) + 1
         return self._ids.windows(start, length)[0], self._answered.windows(start, length)[0, 1:] == 1
 
-    def first_questions(self, count: int) -> list[list[int]]:
-        """Ids of `count` examples, evenly spread, up to where their first answer begins."""
-        chosen = np.unique(np.linspace(0, len(self.blocks) - 1, count).astype(int))
-        questions = []
-        for number in (self.blocks[block][0] for block in chosen):
-            tokens, is_target = self._targets_of(number)
-            questions.append(tokens[: int(is_target.argmax()) + 1].tolist())
-        return questions
-
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices), block_size).
 

@@ -8,12 +8,14 @@ from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.chat_prompt import render_prompt
 from nanogpt_hf.data.tokenizer import encode_ordinary
 from nanogpt_hf.errors import DataError, DivergedError, UserError
-from nanogpt_hf.export.samples import TEMPERATURE, as_question
 from nanogpt_hf.generate import continue_text
 
 logger = logging.getLogger(__name__)
+
+_TEMPERATURE = 0.8
 
 
 class TrainingSamples:
@@ -26,7 +28,9 @@ class TrainingSamples:
     def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
         self.config, self.tokenizer, self.prompts = config, tokenizer, []
         for prompt in config.eval.samples:
-            text = as_question(prompt, tokenizer) if config.data.format == "chat" else prompt
+            text = prompt
+            if config.data.format == "chat":
+                text = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
             try:
                 ids = encode_ordinary(tokenizer, text)
             except DataError as error:
@@ -66,7 +70,7 @@ class TrainingSamples:
                     self.tokenizer,
                     ids,
                     max_new_tokens=self.config.eval.sample_tokens,
-                    temperature=TEMPERATURE,
+                    temperature=_TEMPERATURE,
                     seed=derive_seed(self.config.train.seed, "samples", step, number),
                     to_the_end=True,
                 )

@@ -35,12 +35,11 @@ _TEXT = ("data.source", "data.config", "data.split", "data.validation_split", "d
 _TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer")
 _OF_THE_MODEL = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
 _DEFINING = (*(f"model.{name}" for name in _OF_THE_MODEL), "data.format", "data.block_size", "data.packing")
-_DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora."))) + _TEXT
+_DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora.")) and key != "lora.merge") + _TEXT
 # Where one of these does, the losses may be compared, and it is what to look at first if they differ.
 _MOVING = ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
 _MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
 _MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
-_NOT_THE_LOSS = ("finetune.prompts", "finetune.sample_tokens", "lora.merge")
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def text_facts(config: Config) -> dict[str, Any] | None:
 
 def experiment_of(config: Config) -> dict[str, Any]:
     """The knobs that decide the loss, a local text's place left out: it is nobody else's."""
-    keys = [key for key in KNOBS if key in _DEFINING + _MOVING and key not in _NOT_THE_LOSS]
+    keys = [key for key in KNOBS if key in _DEFINING + _MOVING]
     experiment = {key: get_value(config, key) for key in keys}
     for key in keys:
         if key.startswith(("finetune.", "lora.")) and experiment[key] == KNOBS[key].default:

@@ -54,7 +54,6 @@ class RunFolder:
         self.metrics = self.path / "metrics.jsonl"
         self.loss_plot = self.path / "loss.png"
         self.report = self.path / "report.html"
-        self.samples = self.path / "samples.md"
         self.machine = self.path / "machine.json"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
@@ -194,7 +193,8 @@ class RunFolder:
                 remove_folder(checkpoint)
             for folder in folders:
                 _clear(folder)
-            for file in (self.metrics, self.loss_plot, self.report, self.machine, self.samples):
+            older = self.path / "samples.md"  # of versions before 0.2
+            for file in (self.metrics, self.loss_plot, self.report, self.machine, older):
                 file.unlink(missing_ok=True)
         except OSError as error:
             raise RunFolderError(f"{error.filename or self.path}: cannot be removed: {error.strerror}") from None

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
 
 _FIXED = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
-_FREE = ("data.dir", "data.num_proc", "finetune.prompts", "finetune.sample_tokens", "lora.merge")
+_FREE = ("data.dir", "data.num_proc", "lora.merge")
 
 
 def is_fixed(key: str) -> bool:

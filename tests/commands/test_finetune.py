@@ -31,7 +31,6 @@ SHORT = {
     "eval.tokens": 512,
     "checkpoint.every": 4,
     "tracking.every": 1,
-    "finetune.sample_tokens": 0,
 }
 
 
@@ -63,9 +62,9 @@ def losses(run: RunFolder) -> dict[int, float]:
     return found
 
 
-def test_without_a_recipe_the_defaults_suit_and_the_samples_show_what_changed(tiny_base, tmp_path, capsys):
+def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     arguments = ["--from", str(tiny_base), "--data", "my.txt", "--freeze-layers", "2"]
-    few = ["--train.max_steps", "10", "--eval.every", "5", "--finetune.sample_tokens", "12"]
+    few = ["--train.max_steps", "10", "--eval.every", "5", "--eval.samples", "[The cat]", "--eval.sample_tokens", "12"]
     assert main(["finetune", *arguments, *few]) == 0
     run = RunFolder(tmp_path / "runs" / "tiny-gpt2-my")
     config = load_config(run.recipe)
@@ -78,27 +77,16 @@ def test_without_a_recipe_the_defaults_suit_and_the_samples_show_what_changed(ti
     trained = sum(p.numel() for p in load_model(str(run.best)).transformer.h[2:].parameters()) + 2 * 16
     assert f"trains {trained:,} of " in printed
     assert "frozen: the embeddings and blocks 1 to 2" in printed
-    page = run.samples.read_text()
-    assert page in printed
-    assert page.count("\n## ") == 3
-    assert page.count("before:\n") == page.count("after:\n") == 3
+    samples = {event["step"]: event["samples"] for event in read_metrics(run) if "samples" in event}
+    assert list(samples) == [0, 5, 10]
+    assert samples[0] != samples[10]
     assert losses(run)[10] < losses(run)[0]
 
     # the run folder's recipe is the same run
     assert main(["finetune", str(run.recipe), "--run-dir", "again"]) == 0
     again = RunFolder(tmp_path / "again")
     assert (again.final / "model.safetensors").read_bytes() == (run.final / "model.safetensors").read_bytes()
-    assert again.samples.read_text().partition("\n")[2] == page.partition("\n")[2]
-
-
-def test_prompts_are_continued_before_and_after_on_the_same_seed(run, tiny_base):
-    trained = run("--finetune.prompts", "[The cat, Two rats]", finetune__sample_tokens=20, name="prompted")
-    page = trained.samples.read_text()
-    assert page.count("\n## The cat\n") == page.count("\n## Two rats\n") == 1
-    before, after = page.split("## Two rats")[0].split("````text")[1:3]
-    assert before.startswith("\nThe cat")
-    assert after.startswith("\nThe cat")
-    assert before.split("````")[0] != after.split("````")[0]
+    assert samples == {event["step"]: event["samples"] for event in read_metrics(again) if "samples" in event}
 
 
 @pytest.mark.parametrize("extra", [("--lora", "2"), ("--freeze-layers", "4")], ids=["lora", "frozen"])
@@ -145,7 +133,7 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 
 def test_a_recipe_may_say_it_all_and_pretrain_sends_it_here(tiny_base, tmp_path, make_recipe, capsys):
     tree = yaml.safe_load(make_recipe(tmp_path / "r.yaml").read_text())
-    tree |= {"model": {"dropout": 0.0}, "finetune": {"model": str(tiny_base), "freeze_layers": 0, "sample_tokens": 0}}
+    tree |= {"model": {"dropout": 0.0}, "finetune": {"model": str(tiny_base), "freeze_layers": 0}}
     del tree["data"]["tokenizer"]
     Path("r.yaml").write_text(yaml.safe_dump(tree))
     assert main(["pretrain", "r.yaml"]) == 2
@@ -262,11 +250,11 @@ def test_the_shipped_recipes_train(name, tiny_base, tmp_path):
         "train.max_steps": 2,
         "optim.warmup_steps": 0,
         "eval.tokens": 256,
-        "finetune.sample_tokens": 5,
+        "eval.sample_tokens": 5,
     }
     words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
     assert main(["finetune", str(ROOT / "recipes" / f"{name}.yaml"), *words]) == 0
-    assert (tmp_path / "runs" / name / "samples.md").is_file()
+    assert (tmp_path / "runs" / name / "final").is_dir()
 
 
 def test_needing_an_adapter_to_be_whole_is_said(run, tiny_base, capsys):

@@ -37,6 +37,16 @@ def problems(path, overrides=()):
     return [line.removeprefix(f"{path}: ") for line in found]
 
 
+def test_removed_knobs_of_older_recipes_are_ignored(recipe, caplog):
+    path = recipe(LEAST + "finetune: {prompts: [], sample_tokens: 100}\n")
+    assert load_config(path).finetune == Config().finetune
+    assert not caplog.records
+    load_config(recipe(LEAST + "finetune: {prompts: [The]}\n"))
+    assert caplog.messages == [f"{path}: finetune.prompts: no longer exists and is ignored; use eval.samples"]
+    removed = [("finetune.prompts", "[]")]
+    assert problems(path, removed) == ["--finetune.prompts: no longer exists; use eval.samples"]
+
+
 def test_command_line_beats_recipe_beats_defaults(recipe):
     path = recipe(LEAST + "optim: {beta1: 0.5, beta2: 0.5}\n")
     config = load_config(path, [("optim.beta2", "0.25")])

@@ -57,12 +57,6 @@ def test_positions_begin_anew_with_each_example_and_padding_needs_none():
     assert padded["shift_labels"].tolist() == [[-100, -100, 3, 4] + [-100] * 12]
 
 
-def test_first_questions_end_where_the_answer_begins():
-    some = examples([6, 4], packing="padded")  # answers are the second halves
-    assert some.first_questions(2) == [[0, 1, 2], [6, 7]]
-    assert some.first_questions(1) == [[0, 1, 2]]
-
-
 def test_what_is_longer_than_a_block_is_cut_and_what_has_no_answer_left_goes():
     answered = np.concatenate([[0] * 16 + [1] * 4, [0] * 17 + [1] * 3, [0, 1]]).astype(np.uint8)
     some = examples([20, 20, 2], answered=answered)

@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_the_other_kind_and_back(whole, half, train, recipe):
 def test_a_run_that_thaws_ends_where_it_would_have(whole, train, folder, recipe, text_file):
     words = ["finetune", "--from", whole.best, "--freeze-layers", 2, "--unfreeze-every", 3, "--data", text_file]
     words += ["--optim.state", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
-    words += ["--data.block_size", 16, "--checkpoint.keep", 5, "--finetune.sample_tokens", 0]
+    words += ["--data.block_size", 16, "--checkpoint.keep", 5]
     thawed = train("thawed", *words)
     assert sorted(path.name for path in thawed.checkpoint_folders()) == ["step_00000003", "step_00000006"]
     shutil.copytree(thawed.path, folder / "thawed again")

@@ -176,18 +176,21 @@ def test_the_command_says_what_to_type_next(write_chat_recipe, tmp_path, capsys,
     assert "data.packing: packed -> padded" in capsys.readouterr().err
 
 
-def test_finetune_takes_the_recipe_and_asks_questions_before_and_after(
+def test_finetune_runs_a_chat_recipe_with_samples(
     start, chat_file, byte_tokenizer, root, tmp_path, monkeypatch, forget_accelerate, capsys
 ):
     base = start("base", train__max_steps=2)
     forget_accelerate()
     monkeypatch.chdir(tmp_path)
     knobs = {"data.source": chat_file, "data.sha256": "null", "data.block_size": 128, "train.tokens_per_step": 512}
-    knobs |= {"train.max_steps": 4, "finetune.sample_tokens": 5, "finetune.prompts": "red blue"}
+    knobs |= {"train.max_steps": 4, "eval.sample_tokens": 5, "eval.samples": "red blue"}
     words = [str(word) for key, value in knobs.items() for word in (f"--{key}", value)]
     recipe = str(root / "recipes" / "sft_instructions.yaml")
     assert main(["finetune", recipe, "--from", str(base.path), "--run-dir", "tuned", *words]) == 0
     assert "next: python cli.py chat tuned" in capsys.readouterr().out
-    page = RunFolder(tmp_path / "tuned").samples.read_text()
-    assert page.count("### User:\nred blue\n\n### Assistant:\n") == 2  # before and after
-    assert "## red blue" in page
+    events = read_metrics(RunFolder(tmp_path / "tuned"))
+    assert [(event["step"], event["samples"][0]["prompt"]) for event in events if "samples" in event] == [
+        (0, "red blue"),
+        (3, "red blue"),
+        (4, "red blue"),
+    ]

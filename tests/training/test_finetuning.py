@@ -43,7 +43,6 @@ KNOBS = {
     "checkpoint.every": 100,
     "checkpoint.keep": 9,
     "tracking.every": 1,
-    "finetune.sample_tokens": 0,
 }
 FREEZING = {"finetune.freeze_layers": 2}
 THAWING = FREEZING | {"finetune.unfreeze_every": 2}
