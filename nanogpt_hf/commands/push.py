@@ -1,6 +1,6 @@
 """Push a model to the Hub in one commit: weights, tokenizer, generation config and model card.
 
-Of a run folder its resolved recipe, metrics and loss curve go along. The token is the one that `hf auth login` stored,
+A run folder's resolved recipe, metrics and loss plot are pushed too. The token is the one that `hf auth login` stored,
 or HF_TOKEN. Nothing in the repository is ever deleted.
 """
 
@@ -23,10 +23,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a run folder (its best model), its best/ or final/, a model or adapter folder"
     )
-    parser.add_argument("repo_id", metavar="REPO_ID", type=_repo_id, help="user/name; made if it is not there")
-    parser.add_argument("--private", action="store_true", help="make the repository a private one")
-    parser.add_argument("--revision", metavar="BRANCH", help="a branch to push to, made if it is not there")
-    parser.add_argument("--message", help="of the commit")
+    parser.add_argument("repo_id", metavar="REPO_ID", type=_repo_id, help="user/name; created if it does not exist")
+    parser.add_argument("--private", action="store_true", help="create a private repository")
+    parser.add_argument("--revision", metavar="BRANCH", help="a branch to push to, created if it does not exist")
+    parser.add_argument("--message", help="the commit message")
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
@@ -48,24 +48,22 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     pushed = push(
         folder,
         arguments.repo_id,
-        minimal_card=minimal_card_of(folder, arguments.repo_id),
+        default_card=_minimal_card_of(folder, arguments.repo_id),
         extra=(run.recipe, run.metrics, run.loss_plot) if of_run else (),
         private=arguments.private,
         revision=arguments.revision,
         message=arguments.message,
     )
     if pushed.skipped:
-        show(f"left out, being no files of a model: {', '.join(pushed.skipped)}")
+        show(f"skipped (not model files): {', '.join(pushed.skipped)}")
     if pushed.stale_weights:
-        show(f"still in the repository from before, and perhaps stale: {', '.join(pushed.stale_weights)}")
-    what = (
-        f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "all of it was there already"
-    )
+        show(f"left in the repository by earlier pushes, perhaps stale: {', '.join(pushed.stale_weights)}")
+    what = f"{len(pushed.files)} files, {pushed.size / 1e6:,.1f} MB" if pushed.changed else "nothing had changed"
     show(f"{folder} -> {pushed.url} ({what}{', a new repository' if pushed.repo_created else ''})")
 
 
-def minimal_card_of(folder: Path, repo_id: str) -> str | None:
-    """A card for a GPT-2 that came without one; None where there is a card, or another kind of model."""
+def _minimal_card_of(folder: Path, repo_id: str) -> str | None:
+    """A card for a GPT-2 folder without one; None if there is a card, or the model is no GPT-2."""
     if (folder / "README.md").exists() or not (folder / "config.json").is_file():
         return None
     from nanogpt_hf.export.card import minimal_card

@@ -1,4 +1,4 @@
-"""The model card: what a model is, how it was made and measured, how to open it, what it is not."""
+"""Write the model card (README.md of a model folder): training, evaluation, limits, licence, recipe."""
 
 import math
 import re
@@ -10,7 +10,7 @@ from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.source import PYTHON_DOCS
-from nanogpt_hf.export.hub import PATH_PLACEHOLDER
+from nanogpt_hf.export.staging import PATH_PLACEHOLDER
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
@@ -28,10 +28,10 @@ def model_card(
     base_model: str | None = None,
     adapter: bool = False,
 ) -> str:
-    """README.md of a model folder, or of a LoRA adapter's, with the front matter that the Hub reads.
+    """The card of a trained model, or of a LoRA adapter, with the metadata that the Hub reads.
 
-    `state` is where the training stood, `machine` one line about where it ran, `base_model` the Hub id or name of the
-    model that it began from, if any.
+    `state` is the training state when it was saved, `machine` one line about the hardware, `base_model` the Hub id or
+    name of the model that fine-tuning started from.
     """
     source, results = config.data.source, _eval_results(config, manifest, state)
     metadata = ModelCardData(
@@ -41,8 +41,8 @@ def model_card(
         model_name=config.name if results else None,
         eval_results=results or None,
     )
-    began = f"fine-tuned from {_code(base_model)}" if base_model else "trained from scratch"
-    origin = f"{began} on {_code(source)} with nanogpt_hf"
+    start = f"fine-tuned from {_code(base_model)}" if base_model else "trained from scratch"
+    origin = f"{start} on {_code(source)} with nanogpt_hf"
     sections = [
         ("Training", _table(_training(config, manifest, state, machine))),
         ("Evaluation", _evaluation(config, manifest, state)),
@@ -54,32 +54,32 @@ def model_card(
 
 
 def imported_card(name: str, model_config: GPTConfig, facts: dict[str, str]) -> str:
-    """README.md of a model that nanoGPT trained: there is no recipe of ours to show."""
+    """The card of a model that nanoGPT trained, which has no recipe."""
     origin = "trained by nanoGPT and imported with nanogpt_hf"
     sections = [("Training", _table(facts)), ("Licence", _licence(None, None))]
     return _card(name, model_config, origin, ModelCardData(), sections)
 
 
 def minimal_card(name: str, model_config: GPTConfig) -> str:
-    """README.md of a model of which nothing is known but what it is."""
+    """The card of a model whose training is unknown."""
     sections = [("Licence", _licence(None, None))]
     return _card(name, model_config, "whose training is not recorded here", ModelCardData(), sections)
 
 
 def _is_on_hub(config: Config, manifest: Manifest) -> bool:
-    """Whether the text is a data set on the Hub; of files and downloads the revision is a checksum."""
+    """Whether the text is a data set on the Hub. The revision of files and downloads is a checksum."""
     return config.data.source != PYTHON_DOCS and not manifest.revision.startswith("sha256:")
 
 
 def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list[EvalResult]:
-    """The validation loss as the Hub's model-index wants it; none where there is no finite one."""
+    """The validation loss in the format of the Hub's model-index; empty if there is no finite loss."""
     if state.evaluation is None or not math.isfinite(state.evaluation.loss):
         return []
     source = config.data.source
     values = {
-        ("loss", "validation loss, nats a token"): state.evaluation.loss,
-        ("perplexity", "validation perplexity, a token"): state.evaluation.perplexity,
-        ("bits_per_byte", "validation bits a byte"): state.evaluation.bits_per_byte,
+        ("loss", "validation loss, nats per token"): state.evaluation.loss,
+        ("perplexity", "validation perplexity, per token"): state.evaluation.perplexity,
+        ("bits_per_byte", "validation bits per byte"): state.evaluation.bits_per_byte,
     }
     on_hub = _is_on_hub(config, manifest)
     return [
@@ -101,31 +101,38 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
 def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
     data, optim, train = config.data, config.optim, config.train
     packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
-    split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
-    seen = f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)"
     if data.format == "chat":
-        answered = f"{manifest.train.answered:,}"
-        split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, {answered} in answers"
-        seen = f"{state.tokens:,} positions ({data.packing}), those that nothing fills included"
-    splits = f", configuration {data.config}" * bool(data.config) + f", split {data.split}"
+        split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, "
+        split += f"{manifest.train.answered:,} in answers"
+        seen = f"{state.tokens:,} positions ({data.packing}), padding included"
+    else:
+        split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
+        seen = f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)"
+    source = data.source
+    if _is_on_hub(config, manifest):
+        if data.config:
+            source += f", configuration {data.config}"
+        source += f", split {data.split}"
+    optimizer = f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
+    if optim.state == "8bit":
+        optimizer += ", 8-bit state (torchao)"
     rate = f"{optim.learning_rate:g}, {optim.schedule}"
     if optim.schedule != "constant":
         rate += f" to {optim.min_learning_rate:g}"
     return {
-        "data": data.source + (splits if _is_on_hub(config, manifest) else ""),
+        "data": source,
         "data revision": manifest.revision,
         "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens",
         "training split": split,
         "tokens seen": seen,
         "steps": f"{state.step:,} of {train.max_steps:,}",
-        "tokens a step": f"{train.tokens_per_step:,}, in sequences of {data.block_size:,}",
-        "optimizer": f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
-        + ", 8-bit state (torchao)" * (optim.state == "8bit"),
+        "tokens per step": f"{train.tokens_per_step:,}, in sequences of {data.block_size:,}",
+        "optimizer": optimizer,
         "learning rate": f"{rate}, after {optim.warmup_steps:,} steps of warm-up",
         "gradient clipping": f"norm {optim.max_grad_norm:g}" if optim.max_grad_norm else "none",
         "dropout": f"{config.model.dropout:g}",
         "seed": str(train.seed),
-        "trained on": f"{machine} (where this was saved; a run may move)",
+        "trained on": f"{machine} (when this was saved; a run can change machines)",
         "software": ", ".join([f"nanogpt_hf {code_version()}", *(f"{name} {v}" for name, v in packages.items())]),
         "time": f"{timedelta(seconds=round(state.seconds))} (h:mm:ss) of training and evaluation",
     }
@@ -137,8 +144,8 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
     result = state.evaluation
     table = _table(
         {
-            "validation loss": f"{format_number(result.loss, 4)} nats a token",
-            "perplexity": f"{format_number(result.perplexity, 2)} a token",
+            "validation loss": f"{format_number(result.loss, 4)} nats per token",
+            "perplexity": f"{format_number(result.perplexity, 2)} per token",
             "bits per byte": format_number(result.bits_per_byte, 4),
         }
     )
@@ -146,46 +153,50 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
         split = f"The validation split is {_code(config.data.validation_split)} of the data set."
     elif "validation_fraction" in manifest.recipe:
         split = (
-            f"The validation split is {config.data.validation_fraction:.4g} of the text, held out before training: a "
-            "lone document's tail, else whole documents drawn by a seed."
+            f"The validation split is {config.data.validation_fraction:.4g} of the text, held out before training: "
+            "the end of a single document, or whole documents drawn with a seed."
         )
-    else:  # tokens made by nanoGPT
-        split = "The validation split came with the data."
+    else:  # prepared by nanoGPT
+        split = "The validation split is part of the data."
     if config.data.format == "chat":
         return f"""{table}
 
 Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.answered:,} tokens in
-answers of the validation split, conversations cut at {config.data.block_size:,} tokens; none sees another. The loss is
-the mean cross-entropy of the answers' tokens, perplexity its exponential; bits per byte divide by the answers' bytes.
+answers of the validation split. Conversations are cut at {config.data.block_size:,} tokens and do not see each other.
+The loss is the mean cross-entropy of the answers' tokens and perplexity its exponential; bits per byte divide by the
+answers' bytes.
 
 {split.replace("of the text", "of the conversations")}"""
     return f"""{table}
 
 Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.tokens:,} tokens of the
-validation split, in windows of {config.data.block_size:,} tokens that lie end to end; every token counts once and sees
-only its own window. The loss is the mean cross-entropy, perplexity its exponential; bits per byte divide by the bytes
-of the text, and so compare across tokenizers.
+validation split, in consecutive windows of {config.data.block_size:,} tokens. Every token counts once and sees only its
+window. The loss is the mean cross-entropy and perplexity its exponential; bits per byte divide by the bytes of the
+text, which makes tokenizers comparable.
 
 {split}"""
 
 
 def _limits(config: Config, model_config: GPTConfig) -> str:
-    does = "answers as its training conversations do" if config.data.format == "chat" else None
+    answers = config.data.format == "chat"
+    purpose = (
+        "answers in the style of its training conversations" if answers else "continues text like its training text"
+    )
     lines = [
-        f"It {does or 'continues text as its training text does'}: what it writes need not be true, kind or safe to "
-        "follow.",
-        f"It sees {model_config.n_positions:,} tokens at most.",
-        "It was measured on text of the same source as it was trained on, and on nothing else.",
+        f"The model {purpose}. Its output can be false, offensive or unsafe.",
+        f"Its context is {model_config.n_positions:,} tokens.",
+        "It was evaluated only on text from the source of its training text.",
     ]
     if config.data.tokenizer == "char":
-        lines.append("Its tokenizer knows the characters of its training text and no others.")
+        lines.append("Its tokenizer has only the characters of its training text.")
     return "\n".join(f"- {line}" for line in lines)
 
 
 def _licence(licence: str | None, base_model: str | None) -> str:
-    said = f"{_code(licence)}, as stated by who trained it." if licence else "Not stated by who trained it."
-    base = f" The terms of {_code(base_model)} apply as well." if base_model else ""
-    return f"{said}{base} The terms of the training text are not recorded here."
+    sentences = [f"{_code(licence)}, as stated by the author of the run." if licence else "Not stated."]
+    if base_model:
+        sentences.append(f"The terms of {_code(base_model)} apply as well.")
+    return " ".join([*sentences, "The terms of the training text are not recorded here."])
 
 
 def _table(facts: dict[str, str]) -> str:
@@ -193,17 +204,16 @@ def _table(facts: dict[str, str]) -> str:
 
 
 def _text(value: str) -> str:
-    """A string of the recipe or machine as one line of plain text in Markdown: no HTML, link, image or cell ends."""
+    """Escape a string for one line of Markdown: no HTML, link, image or end of a table cell."""
     line = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(value.split()))
     return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
 def _code(value: str) -> str:
-    """A string as code within a line. More backticks around it than are in it, so it cannot end the code."""
+    """A string as inline code, between more backticks than it contains, so that it cannot end the code."""
     line = " ".join(value.split())
     ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
-    space = " " * ("`" in line)
-    return f"{ticks}{space}{line}{space}{ticks}"
+    return f"{ticks} {line} {ticks}" if "`" in line else f"{ticks}{line}{ticks}"
 
 
 def _fenced(text: str, language: str) -> str:
@@ -225,17 +235,17 @@ def _card(
     )
     if adapter_rank:
         what, kind = f"A LoRA adapter of rank {adapter_rank} for a {sizes}", "lora"
-        opens = "It is an adapter in peft's format: peft opens it, and with it the model that it was trained on."
+        format_note = "An adapter in the format of peft, which also loads the base model."
         library, loader = "peft", "AutoPeftModelForCausalLM"
         imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
     else:
         what, kind = f"A {sizes}", "gpt2"
-        opens = "It is a plain GPT-2 checkpoint: transformers opens it without any other code."
+        format_note = "A standard GPT-2 checkpoint; transformers loads it without other code."
         library, loader = "transformers", "AutoModelForCausalLM"
         imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     metadata.library_name, metadata.tags = library, [kind, "nanogpt_hf"]
     metadata.pipeline_tag = "text-generation"
-    rest = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections)
+    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections)
     return redact(f"""---
 {metadata.to_yaml()}
 ---
@@ -246,7 +256,7 @@ def _card(
 
 ## How to load
 
-{opens}
+{format_note}
 
 ```python
 {imports}
@@ -255,5 +265,5 @@ model = {loader}.from_pretrained("{PATH_PLACEHOLDER}")
 tokenizer = AutoTokenizer.from_pretrained("{PATH_PLACEHOLDER}")
 ```
 
-{rest}
+{body}
 """)

@@ -1,17 +1,18 @@
-"""Pushing as a run goes: the Hub gets the best model, and nothing that the Hub does stops a run."""
+"""BackgroundPush: the Hub gets the model during training, and no failure of the Hub stops a run."""
 
 import json
 import threading
 import time
 
+import psutil
 import pytest
 from huggingface_hub import constants
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import HubSection
 from nanogpt_hf.export import background_push
-from nanogpt_hf.export import hub as hub_module
 from nanogpt_hf.export.background_push import BackgroundPush
+from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.runs.folder import RunFolder
 
 HUB = ["--hub.push", "best", "--hub.repo", "tester/tiny"]
@@ -19,7 +20,7 @@ HUB = ["--hub.push", "best", "--hub.repo", "tester/tiny"]
 
 @pytest.fixture
 def pretrain(write_recipe, tmp_path, capfd):
-    """Run `pretrain` on the tiny recipe; return its exit status and all it printed."""
+    """Run `pretrain` on the tiny recipe; return its exit status and output."""
 
     def pretrain(*options: str) -> tuple[int, str]:
         capfd.readouterr()
@@ -29,9 +30,9 @@ def pretrain(write_recipe, tmp_path, capfd):
     return pretrain
 
 
-def test_the_best_model_is_on_the_hub_when_the_run_is_done(hub, pretrain, tmp_path):
+def test_pretrain_pushes_the_best_model(hub, pretrain, tmp_path):
     hub.lfs = True
-    status, said = pretrain(*HUB, "--hub.private", "true", "--hub.license", "mit")
+    status, output = pretrain(*HUB, "--hub.private", "true", "--hub.license", "mit")
     assert status == 0
     repository = hub.repositories["tester/tiny"]
     files, run = repository.files(), RunFolder(tmp_path / "run")
@@ -40,61 +41,62 @@ def test_the_best_model_is_on_the_hub_when_the_run_is_done(hub, pretrain, tmp_pa
     assert files["metrics.jsonl"] == run.metrics.read_bytes()
     assert files["recipe.yaml"] == run.recipe.read_bytes()
     assert b"license: mit" in files["README.md"]
-    assert f"hub: {run.best} -> {hub.url}/tester/tiny/commit/" in said
+    assert f"hub: {run.best} -> {hub.url}/tester/tiny/commit/" in output
     written = b"".join(path.read_bytes() for path in run.path.rglob("*") if path.is_file())
-    for text in (said.encode(), written, b"".join(files.values())):
+    for text in (output.encode(), written, b"".join(files.values())):
         assert hub.token.encode() not in text
     assert not list(run.path.glob(".push*"))
 
 
-def test_the_last_model_only(hub, pretrain, tmp_path):
+def test_pretrain_pushes_only_the_final_model(hub, pretrain, tmp_path):
     status, _ = pretrain("--hub.push", "final", "--hub.repo", "tester/tiny")
     assert status == 0
     (commit,) = hub.commits("tester/tiny")
     assert commit["files"]["model.safetensors"] == (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
 
 
-def test_a_hub_that_fails_does_not_stop_the_run_and_is_said(hub, pretrain, tmp_path):
+def test_pretrain_continues_when_the_hub_fails(hub, pretrain, tmp_path):
     hub.faults = {"/commit/": 413}
-    status, said = pretrain(*HUB)
+    status, output = pretrain(*HUB)
     assert status == 0
-    assert "tester/tiny: the Hub said 413: as the test wants it; nothing was pushed" in said
-    assert f"by hand: python cli.py push {tmp_path / 'run' / 'best'} tester/tiny" in said
-    assert "done: 6 steps" in said
+    assert "tester/tiny: the Hub answered 413: as the test wants it; nothing was pushed" in output
+    assert f"by hand: python cli.py push {tmp_path / 'run' / 'best'} tester/tiny" in output
+    assert "done: 6 steps" in output
 
 
-def test_a_run_that_cannot_push_is_refused_before_it_starts(hub, pretrain, tmp_path, monkeypatch):
+def test_pretrain_is_refused_without_permission_to_push(hub, pretrain, tmp_path, monkeypatch):
     for token, options, reason in (
         ("", HUB, "hub.repo: tester/tiny: not logged in to the Hub"),
-        ("hf_wrong", HUB, "hub.repo: tester/tiny: the Hub does not accept your token"),
-        (hub.token, [*HUB[:3], "other/tiny"], "hub.repo: other/tiny: other is somebody else's name"),
+        ("hf_wrong", HUB, "hub.repo: tester/tiny: the Hub rejects your token"),
+        (hub.token, [*HUB[:3], "other/tiny"], "hub.repo: other/tiny: other is not your account"),
         (hub.token, HUB[:2], "--hub.push: needs hub.repo: user/name"),
     ):
         monkeypatch.setenv("HF_TOKEN", token)
         monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-        status, said = pretrain(*options)
+        status, output = pretrain(*options)
         assert status == 2
-        assert reason in said
-        assert "nothing was started" in said
+        assert reason in output
+        assert "nothing was started" in output
         assert not (tmp_path / "run").exists()
     assert hub.repositories == {}
 
 
-def test_a_hub_that_does_not_answer_at_first_is_no_reason_not_to_start(hub, monkeypatch):
+def test_check_login_only_warns_if_the_hub_does_not_answer(hub, monkeypatch):
     hub.silent = True
-    line = hub_module.check_login("tester/tiny", patience=0.2)
+    line = check_login("tester/tiny", timeout=0.2)
     assert "does not answer" in line
-    assert "training goes on" in line
+    assert "training continues" in line
     hub.silent = False
-    assert hub_module.check_login("tester/tiny") is None
+    assert check_login("tester/tiny") is None
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE is set" in hub_module.check_login("tester/tiny")
+    assert "HF_HUB_OFFLINE is set" in check_login("tester/tiny")
 
 
-# Stands in for `python -m nanogpt_hf push`: notes the model's content and does as the file `do` says.
+# Replaces `python -m nanogpt_hf push`: records the model's content and does what the file `do` says.
 CHILD = """
-import json, pathlib, sys, time
+import json, os, pathlib, sys, time
 folder = pathlib.Path(sys.argv[2])
+(folder.parent / "pid").write_text(str(os.getpid()))
 with open(folder.parent / "pushed.jsonl", "a") as file:
     file.write(json.dumps((folder / "model").read_text()) + chr(10))
 do = folder.parent / "do"
@@ -107,8 +109,8 @@ sys.exit(order.startswith("bad"))
 
 
 @pytest.fixture
-def stand_in(tmp_path, monkeypatch, caplog):
-    """A BackgroundPush whose pushes are CHILD, and the lines it says."""
+def fake_push(tmp_path, monkeypatch, caplog):
+    """A BackgroundPush that runs CHILD, and its log."""
     (tmp_path / "nanogpt_hf.py").write_text(CHILD)
     (tmp_path / "best").mkdir()
     monkeypatch.setattr(background_push.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py"))
@@ -116,8 +118,8 @@ def stand_in(tmp_path, monkeypatch, caplog):
     return BackgroundPush(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path)), caplog
 
 
-def step(pushing: BackgroundPush, folder, model: str, do: str, until) -> None:
-    """A new best model, and reports until something is so."""
+def train(pushing: BackgroundPush, folder, model: str, do: str, until) -> None:
+    """Write a new best model, and poll until the condition holds."""
     (folder / "do").write_text(do)
     (folder / "best" / "model").write_text(model)
     pushing.new_model(folder / "best")
@@ -137,59 +139,57 @@ def pushed(folder) -> list[str]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def test_one_push_at_a_time_and_the_newest_is_the_next(stand_in, tmp_path):
-    ours, said = stand_in
-    step(ours, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
+def test_one_push_at_a_time_then_the_newest_model(fake_push, tmp_path):
+    pushing, log = fake_push
+    train(pushing, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
     for model in "234":
-        step(ours, tmp_path, model, "wait", lambda: True)
-    ours.new_model(tmp_path / "final")  # none of its business
+        train(pushing, tmp_path, model, "wait", lambda: True)
+    pushing.new_model(tmp_path / "final")  # not hub.push
     (tmp_path / "do").write_text("well")
-    wait(ours, lambda: len(pushed(tmp_path)) == 2)
-    ours.finish(done=False)
+    wait(pushing, lambda: len(pushed(tmp_path)) == 2)
+    pushing.finish(done=False)
     assert pushed(tmp_path) == ["1", "4"]
-    assert said.messages[0] == "hub: well"
+    assert log.messages[0] == "hub: well"
 
 
-def test_an_error_is_said_once_until_it_is_another(stand_in, tmp_path):
-    ours, said = stand_in
+def test_a_repeated_push_error_is_logged_once(fake_push, tmp_path):
+    pushing, log = fake_push
     for number, do in enumerate(["bad network", "bad network", "bad token", "bad network", "well", "bad network"]):
-        step(ours, tmp_path, str(number), do, lambda: ours._process is None)
-    assert said.messages == [
-        *("hub: bad network; training goes on", "hub: bad token; training goes on"),
-        *("hub: well", "hub: bad network; training goes on"),
+        train(pushing, tmp_path, str(number), do, lambda: not pushing.is_pushing)
+    assert log.messages == [
+        *("hub: bad network; training continues", "hub: bad token; training continues"),
+        *("hub: well", "hub: bad network; training continues"),
     ]
-    assert [record.levelname for record in said.records] == [
-        "WARNING",
-        "WARNING",
-        "INFO",
-        "WARNING",
-    ]  # -q says failures
+    assert [record.levelname for record in log.records] == [
+        *("WARNING", "WARNING", "INFO", "WARNING")  # -q shows warnings
+    ]
 
 
-def test_the_end_of_a_run_waits_for_a_bounded_time(stand_in, tmp_path, monkeypatch):
-    ours, said = stand_in
-    monkeypatch.setattr(background_push, "_PATIENCE", 0.3)
-    step(ours, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
-    process = ours._process
-    stage = tmp_path / f".push-{process.pid}"
+def test_finish_cancels_the_push_after_a_timeout(fake_push, tmp_path, monkeypatch):
+    pushing, log = fake_push
+    monkeypatch.setattr(background_push, "FINAL_TIMEOUT", 0.3)
+    train(pushing, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
+    pid = json.loads((tmp_path / "pid").read_text())
+    stage = tmp_path / f".push-{pid}"
     stage.mkdir()
-    ours.finish(done=True)
-    assert process.poll() is not None
+    pushing.finish(done=True)
+    assert not psutil.pid_exists(pid)
+    assert not pushing.is_pushing
     assert not stage.exists()
     by_hand = f"by hand: python cli.py push {tmp_path / 'best'} tester/tiny"
-    assert said.messages == [
-        f"hub: pushing {tmp_path / 'best'} to tester/tiny; Ctrl-C leaves it",
-        f"hub: the last push was given up; {by_hand}",
+    assert log.messages == [
+        f"hub: pushing {tmp_path / 'best'} to tester/tiny; Ctrl-C cancels the push",
+        f"hub: the last push was cancelled; {by_hand}",
     ]
 
 
-def test_ctrl_c_leaves_the_last_push(stand_in, tmp_path):
+def test_ctrl_c_cancels_the_last_push(fake_push, tmp_path):
     import _thread
 
-    ours, said = stand_in
-    step(ours, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
+    pushing, log = fake_push
+    train(pushing, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
-    ours.finish(done=True)
+    pushing.finish(done=True)
     timer.join()
-    assert "the last push was given up" in said.messages[-1]
+    assert "the last push was cancelled" in log.messages[-1]

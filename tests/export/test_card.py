@@ -1,4 +1,4 @@
-"""The model card: true, complete, and read by the Hub's own library."""
+"""The model card: content, metadata for the Hub, escaping."""
 
 import dataclasses
 
@@ -36,7 +36,7 @@ def card_of(config, manifest=MANIFEST, state=STATE, **options) -> ModelCard:
     return ModelCard(model_card(config, MODEL, manifest, state, "2 × Abacus, fp32", **options))
 
 
-def test_it_says_how_the_model_was_made_and_measured_and_holds_its_recipe(write_recipe):
+def test_model_card_describes_training_evaluation_and_recipe(write_recipe):
     card = card_of(load_config(write_recipe()))
     for row in (
         "| data revision | sha256:abc |",
@@ -44,24 +44,24 @@ def test_it_says_how_the_model_was_made_and_measured_and_holds_its_recipe(write_
         "| steps | 12 of 6 |",
         "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1 |",
         "| learning rate | 0.01, cosine to 0.001, after 2 steps of warm-up |",
-        "| trained on | 2 × Abacus, fp32 (where this was saved; a run may move) |",
+        "| trained on | 2 × Abacus, fp32 (when this was saved; a run can change machines) |",
         "| time | 1:02:05 (h:mm:ss) of training and evaluation |",
-        "| validation loss | 2.0000 nats a token |",
-        "| perplexity | 7.39 a token |",
+        "| validation loss | 2.0000 nats per token |",
+        "| perplexity | 7.39 per token |",
         "| bits per byte | 1.4427 |",
     ):
         assert row in card.text.splitlines()
-    quantised = card_of(load_config(write_recipe(optim__state="8bit"))).text
-    assert "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1, 8-bit state (torchao) |" in quantised
-    assert "over 900 of the 1,000 tokens of the\nvalidation split, in windows of 16 tokens" in card.text
+    eight_bit = card_of(load_config(write_recipe(optim__state="8bit"))).text
+    assert "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1, 8-bit state (torchao) |" in eight_bit
+    assert "over 900 of the 1,000 tokens of the\nvalidation split, in consecutive windows of 16 tokens" in card.text
     assert "held out before training" in card.text
-    assert "It sees 8 tokens at most." in card.text
+    assert "Its context is 8 tokens." in card.text
     assert "trained from scratch" in card.text
     recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
     assert recipe["train"]["max_steps"] == 6
 
 
-def test_the_hubs_library_reads_its_metadata(write_recipe):
+def test_model_card_metadata_is_read_by_huggingface_hub(write_recipe):
     recipe = write_recipe(data__source="ada/stories", data__config="plain", data__validation_split="dev")
     manifest = dataclasses.replace(MANIFEST, revision="f" * 40)
     data = card_of(load_config(recipe), manifest, base_model="gpt2").data
@@ -77,7 +77,7 @@ def test_the_hubs_library_reads_its_metadata(write_recipe):
         assert (result.dataset_config, result.dataset_split, result.dataset_revision) == ("plain", "dev", "f" * 40)
 
 
-def test_what_is_unknown_is_left_out_of_the_metadata_and_said_to_be_unknown(write_recipe):
+def test_cards_omit_unknown_metadata(write_recipe):
     config = load_config(write_recipe())
     cards = [
         card_of(config, state=TrainState()),
@@ -87,15 +87,15 @@ def test_what_is_unknown_is_left_out_of_the_metadata_and_said_to_be_unknown(writ
     ]
     for card in cards:
         assert set(card.data.to_dict()) == {"library_name", "pipeline_tag", "tags"}
-        assert "Not stated by who trained it." in card.text
+        assert "Not stated." in card.text
     assert "Not measured." in cards[0].text
     assert "not recorded here" in cards[-1].text
 
 
-def test_a_licence_is_what_the_user_states(write_recipe):
+def test_model_card_states_the_users_licence(write_recipe):
     card = card_of(load_config(write_recipe(hub__license="apache-2.0")))
     assert card.data.license == "apache-2.0"
-    assert "`apache-2.0`, as stated by who trained it." in card.text
+    assert "`apache-2.0`, as stated by the author of the run." in card.text
     assert "gpt2" in card_of(load_config(write_recipe()), base_model="gpt2").text.partition("## Licence")[2]
 
 
@@ -110,13 +110,13 @@ def test_a_licence_is_what_the_user_states(write_recipe):
         ({"hub__license": "My own!"}, "hub.license: expected the Hub's name of a licence"),
     ],
 )
-def test_knobs_that_cannot_be_are_refused_with_the_recipe(write_recipe, knobs, problem):
+def test_invalid_hub_knobs_are_refused(write_recipe, knobs, problem):
     with pytest.raises(ConfigError, match="1 problem;") as refused:
         load_config(write_recipe(**knobs))
     assert problem in str(refused.value)
 
 
-def test_the_home_folder_is_not_named(write_recipe, monkeypatch):
+def test_model_card_redacts_the_home_folder(write_recipe, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     card = card_of(load_config(write_recipe(data__source="/home/ada/my|text.txt"))).text
     assert "ada" not in card
@@ -126,7 +126,7 @@ def test_the_home_folder_is_not_named(write_recipe, monkeypatch):
 EVIL = "<svg onload=alert(1)> <img src=x onerror=alert(2)> ![i](http://x) [l](javascript:0) a|b `` ` &lt; \\| *b*"
 
 
-def test_strings_of_the_recipe_become_neither_html_nor_markdown(write_recipe):
+def test_cards_escape_html_and_markdown_in_strings(write_recipe):
     markdown_it = pytest.importorskip("markdown_it", reason="a Markdown parser is not installed")
     recipe = write_recipe(data__source=f"{EVIL}\n\n# heading\n---\n", eval__samples=["```\n<script>x</script>\n```"])
     config = dataclasses.replace(load_config(recipe), name=f"r{EVIL}\n---\nlicense: mit")

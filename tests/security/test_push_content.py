@@ -42,7 +42,7 @@ def test_a_link_out_of_the_folder_is_refused(refused, model, tmp_path, name):
         (model / name).unlink(missing_ok=True)
         (model / name).symlink_to(target)
         (line,) = refused()
-        assert f"{name}: is a link to {secret}, out of its folder" in line
+        assert f"{name}: is a link to {secret}, outside its folder" in line
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs links")
@@ -83,7 +83,7 @@ def test_every_problem_is_told_at_once(refused, model, hub):
     (model / "vocab.json").write_text(json.dumps({hub.token: 1}))
     lines = refused()
     assert len(lines) == 4
-    assert sum("holds a token of the Hub or a private key" in line for line in lines) == 2
+    assert sum("contains a token of the Hub or a private key" in line for line in lines) == 2
     assert hub.token not in "".join(lines)
 
 
