@@ -6,6 +6,8 @@ import os
 import re
 from collections.abc import Iterable
 
+from nanogpt_hf.formatting import plural
+
 _PROBLEMS_SHOWN = 100
 EXIT_LOST = 1
 EXIT_USER_ERROR = 2
@@ -21,10 +23,10 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
-        count = len(self.problems)
-        more = [f"... and {count - _PROBLEMS_SHOWN:,} more"] * (count > _PROBLEMS_SHOWN)
-        footer = f"{count} problem{'s' * (count > 1)}; nothing was started."
-        super().__init__("\n".join([*self.problems[:_PROBLEMS_SHOWN], *more, footer]))
+        lines = self.problems[:_PROBLEMS_SHOWN]
+        if len(lines) < len(self.problems):
+            lines = [*lines, f"... and {len(self.problems) - len(lines):,} more"]
+        super().__init__("\n".join([*lines, f"{plural(len(self.problems), 'problem')}; nothing was started."]))
 
 
 class DataError(UserError):

@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from nanogpt_hf.config.checks import CHECKS
+from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.schema import (
     KNOBS,
     LARGEST,
@@ -21,7 +21,6 @@ from nanogpt_hf.config.schema import (
     SECTIONS,
     Config,
     Knob,
-    get_value,
     kind_options,
     replace_knobs,
 )
@@ -127,7 +126,8 @@ def convert(knob: Knob, value: Any) -> Any:
         plain = [_WANTED[o] for o in options if o in _WANTED]
         literal = [str(o) for o in options if o not in _WANTED and o is not type(None)]
         got = "nothing" if value is None else _SHORT.repr(value)
-        raise ValueError(f"expected {' or '.join(plain + [', '.join(literal)] * bool(literal))}, got {got}")
+        expected = [*plain, ", ".join(literal)] if literal else plain
+        raise ValueError(f"expected {' or '.join(expected)}, got {got}")
     if result is None and knob.default == "":
         return ""
     if isinstance(result, int | float) and not isinstance(result, bool):
@@ -210,7 +210,7 @@ def load_config(
     recipe = find_recipe(recipe) if recipe else None
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
     values, bad = dict(defaults or {}), set()
-    said_by = {}
+    origins = {}
     for origin, pairs in ((f"{recipe}: ", stated.items()), ("--", overrides)):
         for key, value in pairs:
             if key in REMOVED_KNOBS:
@@ -223,7 +223,7 @@ def load_config(
             if key not in KNOBS:
                 problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
                 continue
-            said_by[key] = origin
+            origins[key] = origin
             bad.discard(key)
             try:
                 values[key] = convert(KNOBS[key], value)
@@ -231,13 +231,11 @@ def load_config(
                 problems.append(f"{origin}{key}: {error}")
                 bad.add(key)
     config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
-    for check in CHECKS:
-        if not bad & set(check.keys):
-            problem = check.problem(*(get_value(config, key) for key in check.keys))
-            if problem:
-                problems.append(
-                    f"{said_by.get(check.keys[0], f'{recipe}: ' if recipe else '--')}{check.keys[0]}: {problem}"
-                )
+    for conflict in find_conflicts(config):
+        if not bad & set(conflict.keys):
+            key = conflict.keys[0]
+            origin = origins.get(key, f"{recipe}: " if recipe else "--")
+            problems.append(f"{origin}{key}: {conflict.message}")
     if problems:
         raise ConfigError(problems)
     folder = os.path.expanduser(config.data.dir or f"data/{config.name}")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from nanogpt_hf.config.checks import seconds_of
+from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
@@ -59,7 +59,7 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)
     start_or_resume(run, resume)
     observers = observe(run, tasks, samples)
-    with stop_on_signals(config.train.max_time and seconds_of(config.train.max_time)) as stop, finishing(observers):
+    with stop_on_signals(config.train.max_time and parse_duration(config.train.max_time)) as stop, finishing(observers):
         while (end := train_segment(run, observers, stop)) is not SegmentEnd.DONE:
             if end is SegmentEnd.UNFREEZE:
                 rebuild_model(run)

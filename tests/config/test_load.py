@@ -356,7 +356,7 @@ def test_a_recipe_in_a_missing_folder_or_that_is_a_folder_is_one_clear_line(tmp_
         ),
         (
             {"data.validation_fraction": 0},
-            "data.validation_fraction: must be above 0 where no data.validation_split is given",
+            "data.validation_fraction: must be above 0 if data.validation_split is not given",
         ),
         (
             {"train.tokens_per_step": 500_000},

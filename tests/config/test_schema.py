@@ -3,7 +3,7 @@ from typing import Literal
 
 import pytest
 
-from nanogpt_hf.config.checks import CHECKS, accumulation_steps
+from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
 from nanogpt_hf.config.load import convert
 from nanogpt_hf.config.schema import (
     KNOBS,
@@ -43,14 +43,38 @@ def test_get_value_and_replace_knobs_reach_every_knob():
     assert [get_value(config, key) for key in KNOBS] == list(range(len(KNOBS)))
 
 
-def test_checks_name_knobs_that_exist():
-    assert CHECKS
-    assert all(key in KNOBS for check in CHECKS for key in check.keys)
+def test_defaults_have_no_conflict_once_a_source_is_given():
+    assert list(find_conflicts(replace_knobs(Config(), {"data.source": "python-docs"}))) == []
 
 
-def test_defaults_fit_each_other_once_a_source_is_given():
-    config = replace_knobs(Config(), {"data.source": "python-docs"})
-    assert [check.problem(*(get_value(config, key) for key in check.keys)) for check in CHECKS] == [None] * len(CHECKS)
+FINETUNE = {"finetune.model": "gpt2"}
+
+
+@pytest.mark.parametrize(
+    ("values", "key", "message"),
+    [
+        ({"data.source": ""}, "data.source", "required"),
+        ({"finetune.freeze_layers": 2}, "finetune.freeze_layers", "a model from scratch has nothing to keep"),
+        (FINETUNE | {"finetune.unfreeze_every": 5}, "finetune.unfreeze_every", "no layer is frozen"),
+        (
+            FINETUNE | {"finetune.freeze_layers": 2, "finetune.unfreeze_every": 5, "train.micro_batch_size": "auto"},
+            "finetune.unfreeze_every",
+            "memory that train.micro_batch_size auto does not measure",
+        ),
+        ({"lora.rank": 4}, "lora.rank", "an adapter needs a base model"),
+        (FINETUNE | {"lora.targets": []}, "lora.targets", "expected some of q_proj"),
+        (FINETUNE | {"lora.rank": 4, "lora.quantize": "4bit", "lora.merge": True}, "lora.quantize", "cannot be merged"),
+        ({"train.max_time": "soon"}, "train.max_time", "expected a time such as 11h30m"),
+        ({"hub.repo": "no-owner"}, "hub.repo", "expected user/name, got 'no-owner'"),
+        ({"hub.push": "best"}, "hub.push", "needs hub.repo"),
+        ({"hub.license": "MIT License"}, "hub.license", "expected the Hub's name of a licence"),
+    ],
+)
+def test_find_conflicts_blames_one_knob_of_each_broken_rule(values, key, message):
+    (conflict,) = find_conflicts(replace_knobs(Config(), {"data.source": "python-docs", **values}))
+    assert conflict.keys[0] == key
+    assert set(conflict.keys) <= set(KNOBS)
+    assert message in conflict.message
 
 
 @pytest.mark.parametrize(

@@ -133,9 +133,9 @@ def test_a_mistake_names_file_and_line_and_leaves_nothing(prepare_rows, tmp_path
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ({"data__tokenizer": "char"}, "data.tokenizer: char has no token to end an answer with; take gpt2"),
+        ({"data__tokenizer": "char"}, "data.tokenizer: char has no token that ends an answer; use gpt2"),
         ({"data__source": "python-docs"}, "data.source: python-docs is text; name a file of conversations"),
-        ({"data__order": "random"}, "data.order: conversations have no random windows; take shuffled"),
+        ({"data__order": "random"}, "data.order: random windows would cut conversations; use shuffled"),
     ],
 )
 def test_knobs_that_make_no_sense_for_conversations(write_recipe, overrides, message):

@@ -12,7 +12,7 @@ import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.checks import seconds_of
+from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.accelerator import _hand_to_deepspeed, stop_on_signals
 from nanogpt_hf.distributed.full_state import reset_optimizer_state, scaler_state, set_scaler_state
@@ -50,7 +50,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
     ("time", "seconds"), [("11h30m", 41400), ("45m", 2700), ("90s", 90), ("1h1m1s", 3661), ("ten", None), ("30", None)]
 )
 def test_times(time, seconds):
-    assert seconds_of(time) == seconds
+    assert parse_duration(time) == seconds
 
 
 @pytest.mark.parametrize(
