@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-all digests lint format types clean
+.PHONY: help quickstart test test-quick test-all digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
@@ -57,6 +57,9 @@ $(VENV)/installed: pyproject.toml setup.py constraints.txt
 $(VENV)/installed-%: $(VENV)/installed
 	$(INSTALL) '.[$*]'
 	touch $@
+
+docs: $(VENV)/installed ## write the tables of knobs in docs/recipes.md
+	$(BIN)/python docs/knob_table.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay
 	rm -rf $(VENV) .ci/venv build dist *.egg-info .pytest_cache .ruff_cache

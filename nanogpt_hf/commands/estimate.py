@@ -1,6 +1,6 @@
 """What a run will need, before it starts: memory of a device by part, time on GPUs, tokens a parameter, disk.
 
-Arithmetic on the recipe and on an accelerate config; nothing is trained and nothing is measured. docs/scaling.md says
+Arithmetic on the recipe and on an accelerate config; nothing is trained and nothing is measured. docs/machines.md says
 how far it has been checked.
 """
 
@@ -56,7 +56,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         show(*lines, "", sep="\n")
     if config.lora.quantize:
         show(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
-    show("nothing was started; these are sums, and docs/scaling.md says which of them have been measured")
+    show("nothing was started; these are sums, and docs/machines.md says which of them have been measured")
     if arguments.json:
         write_json(arguments.json, _figures(found))
 

@@ -1,0 +1,133 @@
+"""The pages in docs/ and CONTRIBUTING.md: tables up to date; links, commands, flags, knobs and files that exist."""
+
+import argparse
+import ast
+import importlib
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanogpt_hf.commands import COMMANDS, console
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import KNOBS, SECTIONS
+
+ROOT = Path(__file__).parents[1]
+PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
+TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]}
+all_pages = pytest.mark.parametrize("name", sorted(TEXTS))
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors that GitHub gives the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def flags_of(command: str) -> set[str]:
+    if command == "launch":
+        return set()
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"nanogpt_hf.commands.{command.replace('-', '_')}").add_arguments(parser)
+    console.add_arguments(parser)
+    return {option for action in parser._actions for option in action.option_strings}
+
+
+def test_docs_are_nine_pages_and_the_log():
+    assert [path.stem for path in PAGES] == [
+        "data",
+        "evaluation",
+        "finetuning",
+        "machines",
+        "performance",
+        "recipes",
+        "sharing",
+        "training",
+        "watching",
+    ]
+
+
+def test_knob_tables_are_up_to_date():
+    spec = importlib.util.spec_from_file_location("knob_table", ROOT / "docs" / "knob_table.py")
+    knob_table = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(knob_table)
+    page = TEXTS["recipes.md"]
+    assert all(f"| `{key}` |" in page for key in KNOBS), "run `make docs`"
+    assert knob_table.updated(page) == page, "run `make docs`"
+
+
+def test_pages_link_to_each_other():
+    assert sum(text.count(".md)") + text.count(".md#") for text in TEXTS.values()) > 30
+
+
+@all_pages
+def test_links_lead_to_files_and_headings(name):
+    folder = ROOT / "docs" if (ROOT / "docs" / name).is_file() else ROOT
+    links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", TEXTS[name])
+    for path, anchor in links:
+        target = (folder / path) if path else folder / name
+        assert target.exists(), path
+        if anchor:
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{path}#{anchor}"
+
+
+@all_pages
+def test_named_knobs_exist(name):
+    sections = "|".join(SECTIONS)
+    # a file such as data.md or a call such as model.save_pretrained() is not a knob
+    knobs = set(re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.[a-z]\w*+)(?![/(])", TEXTS[name]))
+    knobs = {knob for knob in knobs if knob.partition(".")[2] not in ("md", "py", "bin", "gguf", "onnx", "safetensors")}
+    assert knobs <= {*KNOBS, "optim.learning_rat"}  # a mistake that is shown on purpose
+
+
+@all_pages
+def test_named_flags_exist(name):
+    theirs = {"--config_file", "--machine_rank", "--num_processes", "--optim.learning_rat"}  # accelerate's; a mistake
+    ours = set().union(*map(flags_of, COMMANDS)) | {f"--{key}" for key in KNOBS} | theirs
+    text = "\n".join(
+        line for line in TEXTS[name].splitlines() if not re.search(r"docker |nanoGPT's train|pip |pytest", line)
+    )
+    flags = set(re.findall(r"(?<![\w-])--[a-z][\w.-]*\w", text))
+    assert flags <= ours
+
+
+@all_pages
+def test_named_commands_and_files_exist(name):
+    text = TEXTS[name]
+    for command in re.findall(r"cli\.py (?:launch (?:--\S+ \S+ )*)?([a-z][a-z-]+)", text):
+        assert command in COMMANDS, command
+    files = re.findall(r"(?<![\w/.{-])((?:recipes|accelerate_configs|launch|docs|tests|nanogpt_hf)/[\w./-]+\w)", text)
+    for path in files:
+        assert (ROOT / path).exists() or path == "recipes/reference/my.json", path
+    tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
+    for test in re.findall(r"(?<![\w/])(test_\w+\.py)", text):
+        assert test in tests, test
+
+
+@all_pages
+def test_yaml_examples_are_parts_of_recipes(name, tmp_path):
+    for block in re.findall(r"^```yaml\n(.*?)^```", TEXTS[name], flags=re.DOTALL | re.MULTILINE):
+        tree = yaml.safe_load(block)
+        if "task" in tree:  # of lm-eval
+            continue
+        tree.setdefault("data", {}).setdefault("source", "my.txt")
+        path = tmp_path / "example.yaml"
+        path.write_text(yaml.safe_dump(tree))
+        load_config(path)
+
+
+def test_walks_name_functions_where_they_are():
+    """CONTRIBUTING.md's hops: every `function` (`file.py`) is defined in that file."""
+    hops = re.findall(r"`([\w.]+)` \(`([\w/]+\.py)`\)", TEXTS["CONTRIBUTING.md"])
+    assert len(hops) > 10
+    for function, file in hops:
+        tree = ast.parse((ROOT / "nanogpt_hf" / file).read_text(encoding="utf-8"))
+        names = set()
+        for node in ast.walk(tree):
+            if isinstance(node, ast.FunctionDef | ast.ClassDef):
+                names.add(node.name)
+                if isinstance(node, ast.ClassDef):
+                    names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+        assert function in names, f"{function} is not in {file}"
