@@ -10,6 +10,7 @@ import re
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.console import show
+from nanogpt_hf.commands.training_run import add_depth, depth_override, dial_lines
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/gpt2_124m.yaml")
+    add_depth(parser)
     parser.add_argument("--config_file", metavar="F", help="an accelerate config (default: one process, float32)")
     parser.add_argument("--memory", metavar="SIZE", type=_bytes, help="of a device to fit into, such as 80GB or 16GiB")
     parser.add_argument("--mfu", type=_share, default=0.4, help="share of the GPUs' peak that is reached (default 0.4)")
@@ -33,7 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     if Mesh.from_environment().world_size > 1:
         raise UserError("estimate needs no launch: python cli.py estimate RECIPE --config_file F")
-    base = None
+    base, overrides = None, depth_override(arguments) + overrides
     start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
     if start and str(start).lower() not in ("null", "none"):
         from nanogpt_hf.commands.finetune import finetune_config
@@ -52,6 +54,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     else:
         place = Placement(on_cpu=not torch.accelerator.is_available())
     found = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
+    for line in dial_lines(config):
+        show(line)
     for lines in (_model(found), _memory(found, place), _devices(found, place), _tokens(found), _disk(found)):
         show(*lines, "", sep="\n")
     if config.lora.quantize:

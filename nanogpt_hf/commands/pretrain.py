@@ -2,18 +2,19 @@
 
 import argparse
 
-from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_run
+from nanogpt_hf.commands.training_run import add_depth, add_run_arguments, depth_override, dry_run, start_run
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml")
+    add_depth(parser)
     add_run_arguments(parser)
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    config = load_config(arguments.recipe, overrides)
+    config = load_config(arguments.recipe, depth_override(arguments) + overrides)
     if config.finetune.model:
         raise UserError(f"{arguments.recipe}: starts from {config.finetune.model}; use `cli.py finetune` instead")
     if arguments.dry_run:

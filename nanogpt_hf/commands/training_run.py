@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.prepare import prepare_and_report
+from nanogpt_hf.config.dial import dial_table
 from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import CpuTimes, allowed_cores, free_threads, stated_threads
@@ -33,6 +34,22 @@ def add_run_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--dry-run", action="store_true", help="print the resolved recipe and its size, and stop")
     parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
+
+
+def add_depth(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--depth", metavar="N", help="size dial (--model.depth): N blocks, and all that follows from it for the recipe"
+    )
+
+
+def depth_override(arguments: argparse.Namespace) -> list[tuple[str, str]]:
+    """`--depth N` as an override of the recipe."""
+    return [] if arguments.depth is None else [("model.depth", arguments.depth)]
+
+
+def dial_lines(config: Config) -> list[str]:
+    """What the size dial chose and why, as lines; none if the recipe states its sizes."""
+    return ["size dial:", *dial_table(config.dial), ""] if config.dial else []
 
 
 def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[], None] = lambda: None) -> "RunFolder":
@@ -61,6 +78,8 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
             f"--run-dir {folder.path} and --data.dir {config.data.dir} lie in each other; choose two folders"
         )
     check_launch(config)
+    for line in dial_lines(config):
+        logger.info(line)
     if arguments.auto_resume and (arguments.resume or arguments.overwrite):
         raise UserError("--auto-resume chooses between --resume and a new start; give it alone")
 
@@ -167,6 +186,8 @@ def dry_run(config: Config) -> None:
     from nanogpt_hf.model.build import build_gpt_config
 
     show(config_to_yaml(config), end="")
+    for line in ["", *dial_lines(config)]:
+        show(line)
     manifest = read_manifest(Path(config.data.dir))
     if manifest:
         vocab_size = manifest.vocab_size
@@ -174,7 +195,6 @@ def dry_run(config: Config) -> None:
         vocab_size = 50257
     else:
         vocab_size = config.model.vocab_size
-    show()
     if vocab_size:
         parameters = count_parameters(build_gpt_config(config.model, vocab_size))
         show(f"parameters: {parameters:,}")

@@ -14,6 +14,7 @@ from typing import Any
 import yaml
 
 from nanogpt_hf.config.checks import find_conflicts
+from nanogpt_hf.config.dial import DIAL_INPUTS, dial_choices
 from nanogpt_hf.config.schema import (
     KNOBS,
     LARGEST,
@@ -202,6 +203,9 @@ def load_config(
 ) -> Config:
     """Defaults (the schema's, then `defaults`), then the recipe, then `overrides` (dotted key, text), checked.
 
+    `model.depth` chooses other knobs (config/dial.py). What is stated beside it or after it overrides its choices: in
+    the recipe if that has the depth, and in `overrides`.
+
     `recipe` is a file, or the name of a shipped recipe such as quickstart. Without one, `name` stands for its name.
 
     Raises ConfigError with every problem found: unknown keys, wrong types, values out of bounds, values that do not
@@ -211,7 +215,10 @@ def load_config(
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
     values, bad = dict(defaults or {}), set()
     origins = {}
+    overriding = {key for key, _ in overrides}  # knobs that override the size dial
     for origin, pairs in ((f"{recipe}: ", stated.items()), ("--", overrides)):
+        if origin == "--" and values.get("model.depth") is not None:
+            overriding |= set(stated)
         for key, value in pairs:
             if key in REMOVED_KNOBS:
                 default, remedy = REMOVED_KNOBS[key]
@@ -231,6 +238,15 @@ def load_config(
                 problems.append(f"{origin}{key}: {error}")
                 bad.add(key)
     config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
+    if (depth := config.model.depth) is not None and not bad & DIAL_INPUTS:
+        try:
+            chosen = dial_choices(config, depth, overriding)
+            config = replace_knobs(config, {choice.key: choice.value for choice in chosen} | {"model.depth": None})
+            config = dataclasses.replace(config, dial=chosen)
+            origins |= {choice.key: origins["model.depth"] for choice in chosen if choice.key not in overriding}
+        except ValueError as error:
+            problems.append(f"{origins['model.depth']}model.depth: {error}")
+            bad |= set(KNOBS)  # they are not chosen yet, so the rules over them say nothing
     for conflict in find_conflicts(config):
         if not bad & set(conflict.keys):
             key = conflict.keys[0]

@@ -23,6 +23,10 @@ def knob(default: Any, meaning: str, *, low: float | None = None, high: float | 
 
 @dataclass(frozen=True)
 class ModelSection:
+    depth: int | None = knob(
+        None, "size dial: width, heads, learning rate, batch and steps for this many blocks", low=1, high=1000
+    )
+    aspect_ratio: int = knob(64, "with model.depth: channels per block, and channels of a head", low=1, high=10_000)
     n_layer: int = knob(12, "transformer blocks", low=1, high=1000)
     n_head: int = knob(12, "attention heads a block; divides n_embd", low=1, high=10_000)
     n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
@@ -83,6 +87,9 @@ class OptimSection:
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: int = knob(600_000, "optimizer steps", low=1)
+    tokens_per_parameter: float = knob(
+        20.0, "with model.depth: training tokens for each parameter; 20 is compute-optimal", low=0.001, high=1e6
+    )
     tokens_per_step: int = knob(
         491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1, high=10_000_000_000
     )
@@ -163,6 +170,15 @@ class HubSection:
 
 
 @dataclass(frozen=True)
+class Choice:
+    """A knob's value that follows from `model.depth`, and the reason for it (config/dial.py)."""
+
+    key: str
+    value: Any
+    reason: str
+
+
+@dataclass(frozen=True)
 class Config:
     """A resolved recipe. `name` is the recipe's name, which run and data folders take when not told otherwise."""
 
@@ -177,6 +193,7 @@ class Config:
     lora: LoraSection = field(default_factory=LoraSection)
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
+    dial: tuple[Choice, ...] = ()  # what model.depth chose, to show; no part of the recipe
 
 
 @dataclass(frozen=True)
@@ -198,7 +215,7 @@ REMOVED_KNOBS: dict[str, tuple[Any, str]] = {
     "finetune.sample_tokens": (100, "use eval.sample_tokens"),
 }
 
-SECTIONS = tuple(f.name for f in fields(Config) if f.name != "name")
+SECTIONS = tuple(f.name for f in fields(Config) if f.name not in ("name", "dial"))
 
 
 def _knobs() -> dict[str, Knob]:

@@ -10,6 +10,7 @@ if TYPE_CHECKING:
 
 _FIXED = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
 _FREE = ("data.dir", "data.num_proc", "lora.merge")
+_FREE += ("model.depth", "model.aspect_ratio")  # sizes that the dial chose are in the knobs that it sets
 
 
 def is_fixed(key: str) -> bool:

@@ -1,0 +1,133 @@
+"""Size dial: width, heads, learning rate, batch and number of steps of a compute-optimal model from its depth.
+
+The shape is GPT-2's: `aspect_ratio` channels per layer in heads of `aspect_ratio` channels, so depth 12 is GPT-2 small.
+The idea of one dial, and the correction of the learning rate for a batch that is stated, are those of nanochat's
+`--depth` (https://github.com/karpathy/nanochat). The formulas:
+
+- tokens = tokens_per_parameter × parameters; 20 is compute-optimal: Hoffmann et al. 2022, arXiv:2203.15556, table 3.
+  All parameters count, each once: blocks, embeddings, norms.
+- C = (72·L·d² + 12·L·d·T) × tokens: FLOPs of the run, without the embedding and the head, and from it
+  tokens_per_step = 0.2920·C^0.3271 and learning_rate = 0.3118·C^-0.1250: DeepSeek LLM, arXiv:2401.02954, section 3.1,
+  equations 1 and 2. Fitted there for C from 1e17 to 2e19; docs/performance.md has what was measured here below that.
+- learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule, Malladi et al. 2022,
+  arXiv:2205.10287.
+
+Everything here is a pure function of the recipe: it reads no data, so a character vocabulary counts as 128 rows.
+"""
+
+import math
+from collections.abc import Container
+from typing import Any
+
+from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.finetune import GPT2_NAMES
+from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
+
+# What the choices depend on, except for those that are stated instead.
+DIAL_INPUTS = {"model.depth", "model.aspect_ratio", "model.n_positions", "model.bias", "model.vocab_size"}
+DIAL_INPUTS |= {"data.tokenizer", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
+
+_CHARACTERS = 128  # rows of a character vocabulary, which is known only after `prepare`; Shakespeare's has 65
+_MICRO_BATCH_TOKENS = 8192
+_SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
+_WARMUP = 0.05  # of the steps
+
+
+def known_vocabulary(config: Config) -> int | None:
+    """Rows of the embedding as far as the recipe tells; None if only the tokenizer's files do."""
+    if config.data.tokenizer in GPT2_NAMES:
+        return 50257
+    return config.model.vocab_size or (_CHARACTERS if config.data.tokenizer == "char" else None)
+
+
+def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
+    """Parameters of the recipe's GPT-2, whose head is its embedding; equal to the model's own count."""
+    layers, width = config.model.n_layer, config.model.n_embd
+    block = 12 * width**2 + 2 * width
+    biases = 9 * width + 2 * width
+    per_block = block + biases * config.model.bias
+    return layers * per_block + (vocabulary + config.model.n_positions + 1 + config.model.bias) * width
+
+
+def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Choice, ...]:
+    """The knobs that follow from the depth, each with its reason; those in `stated` keep the value in `config`.
+
+    Raises ValueError if the size is out of bounds or the number of parameters cannot be known.
+    """
+    aspect = config.model.aspect_ratio
+    ratio, block_size = config.train.tokens_per_parameter, config.data.block_size
+    vocabulary = known_vocabulary(config)
+    if config.finetune.model:
+        raise ValueError(f"{config.finetune.model} has its size already; leave it out")
+    if vocabulary is None:
+        raise ValueError(
+            f"the vocabulary of data.tokenizer {config.data.tokenizer} counts as parameters, and the recipe does not "
+            "have its size; state it as model.vocab_size"
+        )
+    choices: list[Choice] = []
+
+    def choose(key: str, value: Any, reason: str) -> Any:
+        if key in stated:
+            value, reason = get_value(config, key), f"stated; the dial chooses {_plain(value)}"
+        elif value > (most := KNOBS[key].high or LARGEST):
+            raise ValueError(f"{depth} asks for {key} {_plain(value)}, more than {_plain(most)}")
+        choices.append(Choice(key, value, reason))
+        return value
+
+    layers = choose("model.n_layer", depth, "model.depth")
+    width = choose("model.n_embd", aspect * depth, f"model.depth × model.aspect_ratio {aspect}")
+    heads = min(divisors(width), key=lambda heads: abs(heads - width / aspect))
+    choose("model.n_head", heads, f"heads of {width // heads} channels")
+    parameters = count_gpt2_parameters(
+        replace_knobs(config, {"model.n_layer": layers, "model.n_embd": width}), vocabulary
+    )
+    tokens = ratio * parameters
+    compute = (72 * layers * width**2 + 12 * layers * width * block_size) * tokens
+    batch = 0.2920 * compute**0.3271
+    sequences = 2 ** max(0, round(math.log2(batch / block_size)))
+    chosen = sequences * block_size
+    per_step = choose(
+        "train.tokens_per_step",
+        chosen,
+        f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), as a power of 2 of blocks",
+    )
+    choose(
+        "train.micro_batch_size",
+        _micro_batch_size(max(1, per_step // block_size), block_size),
+        f"at most {_MICRO_BATCH_TOKENS:,} tokens and 1/{_SHARES} of a step, which {_SHARES} processes can share",
+    )
+    stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
+    rate = choose(
+        "optim.learning_rate",
+        _rounded(0.3118 * compute**-0.1250 * math.sqrt(per_step / chosen)),
+        f"0.3118 × C^-0.125{stated_batch} (arXiv:2401.02954)",
+    )
+    choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
+    steps = choose(
+        "train.max_steps",
+        max(1, round(tokens / per_step)),
+        f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters (arXiv:2203.15556)",
+    )
+    choose("optim.warmup_steps", round(_WARMUP * steps), f"{_WARMUP:.0%} of train.max_steps")
+    return tuple(choices)
+
+
+def _micro_batch_size(sequences: int, block_size: int) -> int:
+    most = min(sequences / _SHARES, _MICRO_BATCH_TOKENS / block_size)
+    return max((size for size in divisors(sequences) if size <= most), default=1)
+
+
+def _rounded(rate: float) -> float:
+    """Three digits, as a person would write it in a recipe."""
+    return float(f"{rate:.3g}")
+
+
+def _plain(value: Any) -> str:
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def dial_table(choices: list[Choice]) -> list[str]:
+    """Lines of a table: knob, value, reason."""
+    rows = [(choice.key, _plain(choice.value), choice.reason) for choice in choices]
+    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
+    return [f"  {key:<{widths[0]}}  {value:>{widths[1]}}  {reason}" for key, value, reason in rows]

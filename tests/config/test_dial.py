@@ -1,0 +1,191 @@
+"""Size dial: what `--depth` chooses, what overrides it, and that the resolved recipe holds plain numbers."""
+
+import itertools
+
+import pytest
+import yaml
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.dial import known_vocabulary
+from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
+from nanogpt_hf.config.schema import get_value
+from nanogpt_hf.errors import ConfigError
+from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.model.build import build_gpt_config
+
+SIZES = {"source": "my.txt", "tokenizer": "char", "block_size": 64}
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    """Write a recipe with these sections beside `data`; return its path."""
+
+    def write(data=None, **sections):
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump({"data": SIZES | (data or {}), **sections}))
+        return path
+
+    return write
+
+
+def parameters(config):
+    return count_parameters(build_gpt_config(config.model, known_vocabulary(config)))
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("depth", "ratio"), [(1, 20), (2, 0.5), (5, 20), (12, 3)])
+def test_tokens_are_the_ratio_times_the_models_parameters(recipe, depth, ratio, tokenizer, bias):
+    path = recipe({"tokenizer": tokenizer}, model={"bias": bias}, train={"tokens_per_parameter": ratio})
+    config = load_config(path, [("model.depth", str(depth))])
+    trained = config.train.max_steps * config.train.tokens_per_step
+    assert abs(trained - ratio * parameters(config)) <= config.train.tokens_per_step / 2
+
+
+def test_a_larger_depth_is_larger_in_all_but_the_learning_rate(recipe):
+    path = recipe()
+    runs = [load_config(path, [("model.depth", str(depth))]) for depth in range(1, 40)]
+    for small, large in itertools.pairwise(runs):
+        for key in ("model.n_layer", "model.n_embd", "model.n_head"):
+            assert get_value(small, key) < get_value(large, key)
+        assert small.train.tokens_per_step <= large.train.tokens_per_step
+        assert small.train.max_steps * small.train.tokens_per_step < large.train.max_steps * large.train.tokens_per_step
+        assert small.optim.learning_rate >= large.optim.learning_rate
+    assert runs[0].optim.learning_rate > 3 * runs[-1].optim.learning_rate
+    assert runs[0].train.tokens_per_step * 100 < runs[-1].train.tokens_per_step
+
+
+@pytest.mark.parametrize("block_size", [1, 50, 128, 1024])
+@pytest.mark.parametrize("width", [None, 36, 127])
+def test_choices_divide_as_a_run_needs_it(recipe, block_size, width):
+    stated = [("model.n_embd", str(width))] if width else []
+    for depth in (1, 3, 8, 13):
+        config = load_config(recipe({"block_size": block_size}), [("model.depth", str(depth)), *stated])
+        assert config.model.n_embd % config.model.n_head == 0
+        micro_batch = config.train.micro_batch_size * block_size
+        assert config.train.tokens_per_step % micro_batch == 0
+        assert micro_batch <= max(8192, block_size)
+
+
+def test_depth_12_is_gpt2_small_on_its_compute_optimal_tokens(recipe):
+    config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}), [("model.depth", "12")])
+    assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == (12, 12, 768)
+    assert config.train.max_steps * config.train.tokens_per_step == pytest.approx(2.5e9, rel=0.01)
+    # by hand: 72 · 12 · 768² + 12 · 12 · 768 · 1024 FLOPs per token, times 20 · 124,337,664 tokens: 1.549e18
+    assert config.optim.learning_rate == pytest.approx(0.3118 * 1.549e18**-0.125, rel=0.003)
+    assert config.train.tokens_per_step == 2**18
+
+
+CHOICES = {
+    "model.n_layer": 3,
+    "model.n_embd": 40,
+    "model.n_head": 8,
+    "train.tokens_per_step": 640,
+    "train.micro_batch_size": 2,
+    "optim.learning_rate": 0.01,
+    "optim.min_learning_rate": 1e-7,
+    "train.max_steps": 70,
+    "optim.warmup_steps": 1,
+}
+
+
+@pytest.mark.parametrize("key", CHOICES)
+@pytest.mark.parametrize("where", ["recipe", "command line"])
+def test_a_stated_knob_overrides_the_dial(recipe, key, where):
+    section, name = key.split(".")
+    if where == "recipe":  # which then also has the depth
+        sections = {"model": {"depth": 2}}
+        sections[section] = sections.get(section, {}) | {name: CHOICES[key]}
+        config = load_config(recipe(**sections))
+    else:
+        config = load_config(recipe(), [(key, str(CHOICES[key])), ("model.depth", "2")])
+    assert get_value(config, key) == CHOICES[key]
+    row = next(choice for choice in config.dial if choice.key == key)
+    assert row.value == CHOICES[key]
+    assert row.reason.startswith("stated; the dial chooses ")
+    assert {choice.key for choice in config.dial} == set(CHOICES)
+
+
+def test_depth_on_the_command_line_replaces_a_recipe_of_one_size(recipe):
+    path = recipe(model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3})
+    config = load_config(path, [("model.depth", "2")])
+    assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (2, 128, 2)
+    assert config.train.max_steps > 3
+    assert config.model.n_positions == 64  # no choice of the dial
+
+
+def test_depth_on_the_command_line_keeps_the_overrides_of_a_recipe_with_a_depth(recipe):
+    path = recipe(model={"depth": 2}, optim={"learning_rate": 0.5})
+    config = load_config(path, [("model.depth", "3")])
+    assert (config.model.n_layer, config.optim.learning_rate) == (3, 0.5)
+    assert config.optim.min_learning_rate == 0.05
+
+
+def test_a_stated_batch_moves_the_learning_rate_by_its_root(recipe):
+    chosen = load_config(recipe(), [("model.depth", "4")])
+    batch = chosen.train.tokens_per_step // 4
+    stated = load_config(recipe(), [("model.depth", "4"), ("train.tokens_per_step", str(batch))])
+    assert stated.optim.learning_rate == pytest.approx(chosen.optim.learning_rate / 2, rel=0.01)
+    assert stated.train.max_steps == pytest.approx(4 * chosen.train.max_steps, abs=2)
+
+
+def test_the_resolved_recipe_has_plain_numbers_and_can_be_turned_again(recipe, tmp_path):
+    config = load_config(recipe(), [("model.depth", "3"), ("train.tokens_per_parameter", "5")])
+    assert config.model.depth is None
+    resolved = tmp_path / "resolved.yaml"
+    resolved.write_text(config_to_yaml(config))
+    again = load_config(resolved)
+    assert config_to_dict(again) == config_to_dict(config)
+    assert again.dial == ()
+    larger = load_config(resolved, [("model.depth", "6")])
+    assert (larger.model.n_layer, larger.model.n_embd) == (6, 384)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "line"),
+    [
+        ({"model.depth": "0"}, "--model.depth: must be at least 1, got 0"),
+        ({"model.depth": "two"}, "--model.depth: expected an integer, got 'two'"),
+        ({"model.depth": "20", "model.aspect_ratio": "10000"}, "20 asks for model.n_embd 200,000, more than 100,000"),
+        ({"model.depth": "2", "train.tokens_per_parameter": "0"}, "must be at least 0.001, got 0.0"),
+        ({"model.depth": "2", "model.n_head": "7"}, "--model.n_embd: 128 is not a multiple of model.n_head 7"),
+        ({"model.depth": "2", "data.tokenizer": "my/bpe"}, "state it as model.vocab_size"),
+        ({"model.depth": "2", "finetune.model": "gpt2"}, "--model.depth: gpt2 has its size already; leave it out"),
+    ],
+)
+def test_bad_values_are_one_line(recipe, overrides, line):
+    with pytest.raises(ConfigError) as raised:
+        load_config(recipe(), list(overrides.items()))
+    (problem,) = raised.value.problems
+    assert line in problem
+
+
+def test_dry_run_and_estimate_show_the_choices_and_reasons(recipe, capsys, tmp_path, text_file):
+    path = recipe({"source": str(text_file), "dir": str(tmp_path / "data")})
+    assert main(["pretrain", str(path), "--depth", "2", "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    assert main(["estimate", str(path), "--depth", "2"]) == 0
+    estimated = capsys.readouterr().out
+    for key in CHOICES:
+        row = next(line for line in shown.splitlines() if line.startswith(f"  {key} "))
+        assert row in estimated.splitlines()
+    assert "\n  depth: null\n" in shown
+    config = load_config(path, [("model.depth", "2")])
+    assert f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
+    assert "size dial" not in (main(["pretrain", str(path), "--dry-run"]), capsys.readouterr().out)[1]
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
+    path, run = write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.2), tmp_path / "run"
+    depth, where = ["--depth", "2"], ["--run-dir", str(run)]
+    assert main(["pretrain", str(path), *depth, *where]) == 0
+    printed = capsys.readouterr().out
+    assert "size dial:" in printed
+    assert "done: 13 steps, 1,664 tokens" in printed
+    longer = ["--train.max_steps", "15", "--resume"]
+    assert main(["pretrain", str(path), *depth, *where, *longer]) == 0
+    assert main(["pretrain", str(run / "recipe.yaml"), *where, "--train.max_steps", "17", "--resume"]) == 0
+    assert load_config(run / "recipe.yaml").train.max_steps == 17
+    assert main(["pretrain", str(path), "--depth", "3", *where, "--resume"]) == 2
+    assert "model.n_layer: 2 -> 3" in capsys.readouterr().err
