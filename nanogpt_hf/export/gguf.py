@@ -1,6 +1,6 @@
-"""A model as one GGUF file, for llama.cpp and what is built on it. Needs the package `gguf`.
+"""Export a model to GGUF for llama.cpp. Needs the package `gguf`.
 
-GGUF's gpt2 has one activation, the tanh form of GELU; a model with the exact one is written and the gap told.
+GGUF's gpt2 has one activation function, the tanh form of GELU; for a model with exact GELU the difference is reported.
 """
 
 import json
@@ -30,22 +30,22 @@ _LINEAR = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 def export_gguf(
     folder: Path, model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase | None, dtype: torch.dtype
 ) -> tuple[float, float | None]:
-    """Write `model` as GGUF, with config.json and tokenizer beside it, and open it again with transformers.
+    """Write `model` as GGUF with config.json and tokenizer, and load it with transformers.
 
-    Returns how far its logits lie from the original's: with the model's own activation, and with the tanh GELU that
-    readers of GGUF compute where that is another one. Raises UserError where GGUF cannot hold the model or tokenizer.
+    Returns the largest difference of the logits with the model's activation function, and, if that is not the tanh GELU
+    of GGUF's readers, with theirs. Raises UserError if GGUF has no format for the model or the tokenizer.
     """
     config = model.config
     if config.activation_function not in ("gelu", "gelu_new"):
         raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
-    cast_weights(model, dtype)  # raises where a weight is too large
+    cast_weights(model, dtype)  # raises if a weight is too large
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
-    _write_facts(writer, config, _TYPES[dtype][1])
+    _write_metadata(writer, config, _TYPES[dtype][1])
     _write_tokenizer(writer, config, tokenizer)
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
     for name, weight in gpt2_state_dict(config, model.state_dict()).items():
         array = (weight.T if name.endswith(_LINEAR) else weight).contiguous().numpy()
-        # llama.cpp wants biases, LayerNorms and positions in float32.
+        # llama.cpp reads biases, LayerNorms and positions only in float32.
         small = array.ndim == 1 or name == "transformer.wpe.weight"
         kind = _TYPES[torch.float32 if small else dtype][0]
         stored = gguf.quants.quantize(array, kind)
@@ -71,7 +71,7 @@ def export_gguf(
     return difference, max_difference(logits_of(opened), original, exact=False)
 
 
-def _write_facts(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.LlamaFileType) -> None:
+def _write_metadata(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.LlamaFileType) -> None:
     writer.add_block_count(config.n_layer)
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)
@@ -85,9 +85,9 @@ def _write_facts(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.Lla
 def _write_tokenizer(
     writer: gguf.GGUFWriter, config: GPTConfig, tokenizer: transformers.PreTrainedTokenizerBase | None
 ) -> None:
-    """GPT-2's tokens and merges, or characters. Raises UserError for any other tokenizer."""
+    """Write GPT-2's tokens and merges, or characters. Raises UserError for any other tokenizer."""
     if tokenizer is None:
-        raise UserError("--format gguf: the file holds the tokenizer too, and this model has none")
+        raise UserError("--format gguf: a GGUF file contains the tokenizer, and this model has none")
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"--format gguf: {len(tokenizer)} tokens in the tokenizer, {config.vocab_size} in the model")
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -99,14 +99,14 @@ def _write_tokenizer(
         writer.add_tokenizer_pre("gpt-2")
         writer.add_token_merges([" ".join(pair) for pair in merges])
     elif not special and all(len(name) == 1 for name in names):
-        # llama.cpp's reader of RWKV's vocabulary takes the longest token that fits, and knows no special ones:
-        # with a token a character that is exactly our tokenizer. Its tokens are written with escapes.
+        # llama.cpp's RWKV tokenizer takes the longest matching token and has no special tokens: with one token per
+        # character it equals ours. Its tokens are written with escapes.
         writer.add_tokenizer_model("rwkv")
-        # For a character that it does not know it needs a token, or the program ends; ours raises there.
+        # Without a token for unknown characters llama.cpp would abort. Ours raises an error for them.
         writer.add_unk_token_id(names.index(" ") if " " in names else 0)
         names = [_ESCAPES.get(name, name) for name in names]
     else:
-        raise UserError("--format gguf: written with GPT-2's tokenizer or one of characters, and this is another")
+        raise UserError("--format gguf: can only write GPT-2's tokenizer or one of characters")
     unused = config.vocab_size - len(names)
     writer.add_token_list([*names, *(f"[PAD{len(names) + i}]" for i in range(unused))])
     writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * unused])

@@ -1,4 +1,4 @@
-"""A model folder that opens everywhere: plain GPT-2, tokenizer and card, written whole or not at all."""
+"""Write a model folder that transformers can load: plain GPT-2 weights, tokenizer and card, atomically."""
 
 import contextlib
 import shutil
@@ -16,7 +16,7 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.runs.replace import replaced_folder
 
-MAX_SHARD_SIZE = "5GB"  # a file's; larger models are split and get an index
+MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
 
 
 def save_model_folder(
@@ -26,7 +26,7 @@ def save_model_folder(
     tokenizer: transformers.PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Write `weights` (our names) as a plain GPT-2 folder, replacing the one that may be there; a link is followed."""
+    """Write `weights` (our names) as a plain GPT-2 folder, replacing an existing one; a link is followed."""
     with replaced_folder(folder.resolve()) as partial:
         write_model_folder(partial, config, weights, tokenizer, card)
 
@@ -39,7 +39,7 @@ def write_model_folder(
     card: str | None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write `weights` (our names, in the dtype they have) as a plain GPT-2, with what else there is, into `folder`."""
+    """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer and card if given."""
     with torch.device("meta"):
         shell = GPTForCausalLM(config)
     shell.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
@@ -52,19 +52,17 @@ def write_model_folder(
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """A hidden folder that becomes `out`, or its content if `out` is there and empty, when the block has ended well.
+    """Yield a hidden folder that becomes `out` when the block succeeds, and is removed when it fails.
 
-    It is gone when the block has not.
-
-    Raises RunFolderError where `out` holds something already or cannot be written.
+    An `out` that exists and is empty gets the content. Raises RunFolderError if `out` is not empty or not writable.
     """
-    out = out.resolve()  # of a link, its target: no folder can be renamed over the link itself
+    out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
         raise RunFolderError(f"{out}: exists already; choose another OUT, or remove it first")
     partial = partial_of(out)
-    made = [folder for folder in out.parents if not folder.exists()]
+    new_parents = [folder for folder in out.parents if not folder.exists()]
     try:
-        shutil.rmtree(partial, ignore_errors=True)  # what a killed process left
+        shutil.rmtree(partial, ignore_errors=True)  # left by a killed process
         partial.mkdir(parents=True)
         yield partial
         put_in_place(partial, out)
@@ -73,13 +71,13 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise RunFolderError(f"{out}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):  # raised at the first that holds something: then all went well
-            for folder in made:
+        with contextlib.suppress(OSError):  # the first one that is not empty stops this: the block succeeded
+            for folder in new_parents:
                 folder.rmdir()
 
 
 def fixed_input(config: GPTConfig) -> torch.Tensor:
-    """Two sequences of token ids, the same for every model of these sizes: (2, at most 128 positions)."""
+    """Two sequences of token ids, fixed by the sizes of the model: (2, T), T at most 128."""
     length = min(config.n_positions, 128)
     return (torch.arange(2 * length) * 7919 % config.vocab_size).view(2, length)
 
@@ -91,7 +89,7 @@ def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
 
 
 def finite_logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
-    """The same. Raises DivergedError if they are not finite: then there is nothing to compare an export with."""
+    """`logits_of`. Raises DivergedError if they are not finite, since an export could not be compared with them."""
     logits = logits_of(model)
     if not logits.isfinite().all():
         raise DivergedError(
@@ -101,10 +99,10 @@ def finite_logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
 
 
 def max_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
-    """How far two models' logits lie apart at most. Raises RuntimeError where an export that is `exact` is not."""
+    """The largest difference between the logits. Raises RuntimeError if it is too large for an `exact` export."""
     difference = (logits - original).abs().max().item()
     allowed = 1e-4 * max(1.0, original.abs().max().item())
-    if not difference <= (allowed if exact else float("inf")):  # NaN is not allowed either
+    if not difference <= (allowed if exact else float("inf")):  # a NaN fails, too
         raise RuntimeError(f"the exported model's logits differ by {difference:.2g}; nothing was written")
     return difference
 
@@ -117,9 +115,9 @@ def export_gpt2(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> float:
-    """Write `model` as a plain GPT-2, open it again with transformers alone, and return how far the logits lie apart.
+    """Write `model` as plain GPT-2, load it with transformers alone, and return the largest difference of the logits.
 
-    Raises UserError where a weight is too large for `dtype`.
+    Raises UserError if a weight is too large for `dtype`.
     """
     original = finite_logits_of(model)
     weights = cast_weights(model, dtype)
@@ -131,7 +129,7 @@ def export_gpt2(
 
 
 def cast_weights(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
-    """The model's weights in `dtype`. Raises UserError where one is finite and its rounding is not."""
+    """The weights of the model in `dtype`. Raises UserError if a finite weight overflows."""
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     for name, weight in weights.items():
         if not weight.isfinite().all() and model.state_dict()[name].isfinite().all():
@@ -140,8 +138,8 @@ def cast_weights(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.T
 
 
 def check_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Raises RuntimeError where the tokenizer in `folder` opens as another than `tokenizer`."""
+    """Raises RuntimeError if the tokenizer loaded from `folder` differs from `tokenizer`."""
     opened = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = "".join(tokenizer.decode([i]) for i in range(min(50, len(tokenizer))))
     if opened.get_vocab() != tokenizer.get_vocab() or opened(text)["input_ids"] != tokenizer(text)["input_ids"]:
-        raise RuntimeError("the exported tokenizer opens as another one; nothing was written")
+        raise RuntimeError("the exported tokenizer differs after loading; nothing was written")

@@ -1,6 +1,6 @@
-"""nanoGPT's ckpt.pt and meta.pkl -> our model and tokenizer. Both are pickles, and no code in them is ever run.
+"""Import nanoGPT's ckpt.pt and meta.pkl as model and tokenizer. Both are pickles; code in them is never run.
 
-nanoGPT names its layers as GPT-2 does, but keeps matrices as nn.Linear has them: (out, in).
+nanoGPT uses GPT-2's layer names, but stores matrices in the layout of nn.Linear: (out, in).
 """
 
 import pickle
@@ -14,30 +14,30 @@ from typing import Any
 import torch
 
 from nanogpt_hf.data.tokenizer import Tokenizer, char_tokenizer, gpt2_tokenizer
-from nanogpt_hf.errors import DataError, RunFolderError
+from nanogpt_hf.errors import DataError, RunFolderError, one_line
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, from_gpt2_state_dict, gpt2_state_dict
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-_GPT2_ROWS = (50257, 50304)  # nanoGPT pads GPT-2's vocabulary to the second; rows past the first are no tokens
+_GPT2_ROWS = (50257, 50304)  # GPT-2's vocabulary, and as nanoGPT pads it
 _MATRICES = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 
 
 @dataclass(frozen=True)
 class NanoGPT:
-    """What a checkpoint of nanoGPT becomes."""
+    """An imported nanoGPT checkpoint."""
 
     config: GPTConfig
-    weights: dict[str, torch.Tensor]  # by our names
+    weights: dict[str, torch.Tensor]  # our names
     tokenizer: Tokenizer
-    facts: dict[str, str]  # how it was trained, for the card
+    facts: dict[str, str]  # about its training, for the card
 
 
 def load_nanogpt(path: Path, meta: Path | None = None, activation_function: str = "gelu") -> NanoGPT:
-    """Read a checkpoint of nanoGPT's train.py, compiled or not, with biases or without.
+    """Read a checkpoint of nanoGPT's train.py, compiled or not, with or without biases.
 
-    Raises RunFolderError where it is none or belongs to another vocabulary, DataError where `meta` is no vocabulary.
+    Raises RunFolderError if it is no such checkpoint or has another vocabulary, DataError if `meta` is no vocabulary.
     """
     saved = _load_checkpoint(path)
     sizes = _sizes(path, saved)
@@ -62,18 +62,18 @@ def load_nanogpt(path: Path, meta: Path | None = None, activation_function: str 
             bos_token_id=end_of_text_id,
             eos_token_id=end_of_text_id,
         )
-    except Exception as error:  # huggingface_hub wraps what it finds wrong in classes of its own
-        raise _none(path, " ".join(str(error).split())) from None
+    except Exception as error:  # huggingface_hub's validation raises several types
+        raise _not_a_checkpoint(path, str(error)) from None
     if tied:
         state.pop("lm_head.weight", None)
     _check_shapes(path, config, state)
-    turned = {name: weight.T if name.endswith(_MATRICES) else weight for name, weight in state.items()}
-    return NanoGPT(config, from_gpt2_state_dict(turned), tokenizer, _facts(saved))
+    transposed = {name: weight.T if name.endswith(_MATRICES) else weight for name, weight in state.items()}
+    return NanoGPT(config, from_gpt2_state_dict(transposed), tokenizer, _facts(saved))
 
 
-def _none(path: Path, why: str) -> RunFolderError:
-    why = " ".join(why.split())[:300]  # names come from the file: whatever they hold, this stays a line
-    return RunFolderError(f"{path}: not a checkpoint of nanoGPT: {why}")
+def _not_a_checkpoint(path: Path, reason: str) -> RunFolderError:
+    # the reason may contain names from the file, which can be long or have line breaks
+    return RunFolderError(f"{path}: not a checkpoint of nanoGPT: {one_line(reason)}")
 
 
 def _load_checkpoint(path: Path) -> dict[str, Any]:
@@ -81,32 +81,32 @@ def _load_checkpoint(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"{path}: no such file; a checkpoint of nanoGPT is its out_dir's ckpt.pt")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of a file that is none, torch warns before it raises
-            # Mapped, not read: two thirds of the file are the optimizer's. Only files of torch >= 1.6 (zip) can be.
+            warnings.simplefilter("ignore")  # torch warns about a foreign file before it raises
+            # Memory-mapped, since two thirds of the file are optimizer state. torch < 1.6 wrote no zip files.
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
-    except Exception as error:  # of a damaged or foreign file torch raises half a dozen kinds
+    except Exception as error:  # torch raises many types for a damaged or foreign file
         code = re.search(r"GLOBAL ([\w.]+)", str(error))
         if code:
-            why = f"it holds {code[1]}, more than tensors and plain values, and was not opened"
+            reason = f"it contains {code[1]}, which is not a tensor or plain value, and was not loaded"
         else:
-            why = "damaged, cut short, or no PyTorch file"
-        raise _none(path, why) from None
+            reason = "damaged, incomplete, or no PyTorch file"
+        raise _not_a_checkpoint(path, reason) from None
     for name in ("model", "model_args"):
         if not isinstance(saved, dict) or not isinstance(saved.get(name), dict):
-            raise _none(path, f"it has no {name!r}")
+            raise _not_a_checkpoint(path, f"it has no {name!r}")
     return saved
 
 
 def _sizes(path: Path, saved: dict[str, Any]) -> dict[str, int]:
     arguments = saved["model_args"]
     if missing := [name for name in _SIZES if name not in arguments]:
-        raise _none(path, f"its model_args have no {', '.join(missing)}")
+        raise _not_a_checkpoint(path, f"its model_args have no {', '.join(missing)}")
     for name in _SIZES:
         value = arguments[name]
         if type(value) is not int or not 0 < value < 2**31:
-            raise _none(path, f"its model_args say {name}={str(value)[:40]!r}")
+            raise _not_a_checkpoint(path, f"its model_args have {name}={str(value)[:40]!r}")
     if arguments["n_layer"] > len(saved["model"]):
-        raise _none(path, f"{arguments['n_layer']} layers, but only {len(saved['model'])} tensors")
+        raise _not_a_checkpoint(path, f"{arguments['n_layer']} layers, but only {len(saved['model'])} tensors")
     return {name: arguments[name] for name in _SIZES}
 
 
@@ -116,9 +116,9 @@ def _clean_state(path: Path, model: dict[str, Any]) -> dict[str, torch.Tensor]:
     for name, weight in state.items():
         dense = isinstance(weight, torch.Tensor) and weight.layout == torch.strided and weight.device.type == "cpu"
         if not dense or not weight.is_floating_point():
-            raise _none(path, f"{name} is no tensor of floating-point numbers")
+            raise _not_a_checkpoint(path, f"{name} is not a floating-point tensor")
         if not weight.float().isfinite().all():
-            raise _none(path, f"{name} holds NaN or infinity: the run that wrote it had diverged")
+            raise _not_a_checkpoint(path, f"{name} has NaN or infinity: the run that wrote it diverged")
     return {name: weight.float() for name, weight in state.items() if not name.endswith(".attn.bias")}
 
 
@@ -126,24 +126,24 @@ def _check_shapes(path: Path, config: GPTConfig, state: dict[str, torch.Tensor])
     with torch.device("meta"):
         shell = GPTForCausalLM(config)
         rows = config.padded_vocab_size or config.vocab_size
-        wanted = {name: weight.shape for name, weight in gpt2_state_dict(config, shell.state_dict()).items()}
-    for name in wanted.keys() & {"transformer.wte.weight", "lm_head.weight"}:
-        wanted[name] = torch.Size((rows, config.n_embd))
-    if not config.bias:  # GPT-2's layout has zeros there
-        wanted = {name: shape for name, shape in wanted.items() if not name.endswith(".bias")}
-    for kind, names in (("has no", wanted.keys() - state.keys()), ("has", state.keys() - wanted.keys())):
+        expected = {name: weight.shape for name, weight in gpt2_state_dict(config, shell.state_dict()).items()}
+    for name in expected.keys() & {"transformer.wte.weight", "lm_head.weight"}:
+        expected[name] = torch.Size((rows, config.n_embd))
+    if not config.bias:  # GPT-2's layout has zeros instead
+        expected = {name: shape for name, shape in expected.items() if not name.endswith(".bias")}
+    for kind, names in (("has no", expected.keys() - state.keys()), ("has", state.keys() - expected.keys())):
         if names:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             unknown = ", which a GPT of its model_args does not" if kind == "has" else ""
-            raise _none(path, f"it {kind} {min(names)[:80]}{more}{unknown}")
+            raise _not_a_checkpoint(path, f"it {kind} {min(names)[:80]}{more}{unknown}")
     for name, weight in state.items():
-        shape = wanted[name][::-1] if name.endswith(_MATRICES) else wanted[name]
+        shape = expected[name][::-1] if name.endswith(_MATRICES) else expected[name]
         if weight.shape != shape:
-            raise _none(path, f"{name} is {tuple(weight.shape)}, by its model_args it should be {tuple(shape)}")
+            raise _not_a_checkpoint(path, f"{name} is {tuple(weight.shape)}, its model_args require {tuple(shape)}")
 
 
 def _facts(saved: dict[str, Any]) -> dict[str, str]:
-    """What train.py noted of the training, as far as it is what it should be."""
+    """What train.py recorded about the training; values of another type are ignored."""
     facts = {"trained with": "nanoGPT"}
     steps, loss = saved.get("iter_num"), saved.get("best_val_loss")
     if type(steps) is int:
@@ -164,47 +164,47 @@ def _dataset(saved: dict[str, Any]) -> str | None:
 
 
 def _tokenizer(path: Path, saved: dict[str, Any], rows: int, meta: Path | None) -> Tokenizer:
-    """The tokenizer of a model with `rows` embeddings: the meta's characters, or GPT-2's where the number is its."""
+    """The characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
     if meta is not None:
         tokenizer = load_meta(meta)
         if tokenizer.vocab_size != rows:
             raise RunFolderError(
                 f"--meta: {meta} has {tokenizer.vocab_size:,} characters, the model in {path} {rows:,} tokens; "
-                "give the meta.pkl of the data it was trained on"
+                "use the meta.pkl of its training data"
             )
         return tokenizer
     if rows in _GPT2_ROWS:
         return gpt2_tokenizer()
-    where = f"data/{_dataset(saved) or 'DATASET'}/meta.pkl in nanoGPT's folder"
+    usual_path = f"data/{_dataset(saved) or 'DATASET'}/meta.pkl in nanoGPT's folder"
     raise RunFolderError(
-        f"{path}: its vocabulary of {rows:,} tokens is not GPT-2's; say which it is with --meta ({where})"
+        f"{path}: its vocabulary of {rows:,} tokens is not GPT-2's; name its meta.pkl with --meta ({usual_path})"
     )
 
 
 class _PlainUnpickler(pickle.Unpickler):
-    """Dicts, lists, strings, numbers and the like. Any name of a class or function in the file ends it."""
+    """Reads dicts, lists, strings and numbers. Any class or function in the file is an error."""
 
     def find_class(self, module: str, name: str) -> Any:
-        raise pickle.UnpicklingError(f"it holds {module}.{name}, more than plain containers, and was not opened")
+        raise pickle.UnpicklingError(f"it contains {module}.{name}, which is not a plain container, and was not loaded")
 
 
 def load_meta(path: Path) -> Tokenizer:
-    """The character tokenizer of nanoGPT's meta.pkl, same ids. Raises DataError where the file is none."""
+    """The character tokenizer of nanoGPT's meta.pkl, with the same ids. Raises DataError if it is no such file."""
     try:
         with path.open("rb") as file:
             meta = _PlainUnpickler(file).load()
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}") from None
     except Exception as error:  # damaged pickles raise almost anything
-        why = str(error) if "plain containers" in str(error) else "damaged, or no pickle"
-        raise DataError(f"{path}: not a meta.pkl of nanoGPT: {why}") from None
+        reason = str(error) if "plain container" in str(error) else "damaged, or no pickle"
+        raise DataError(f"{path}: not a meta.pkl of nanoGPT: {reason}") from None
     try:
         characters = [meta["itos"][i] for i in range(len(meta["itos"]))]
         ids = {character: i for i, character in enumerate(characters)}
-        "".join(characters).encode()  # half a surrogate pair is no character
-        right = ids == meta["stoi"] and meta["vocab_size"] == len(ids) > 0 and all(len(c) == 1 for c in characters)
+        "".join(characters).encode()  # fails on half a surrogate pair
+        is_valid = ids == meta["stoi"] and meta["vocab_size"] == len(ids) > 0 and all(len(c) == 1 for c in characters)
     except (KeyError, TypeError, ValueError):
-        right = False
-    if not right:
-        raise DataError(f"{path}: not a meta.pkl of nanoGPT: itos, stoi and vocab_size do not number characters")
+        is_valid = False
+    if not is_valid:
+        raise DataError(f"{path}: not a meta.pkl of nanoGPT: itos, stoi and vocab_size do not describe characters")
     return char_tokenizer(characters)

@@ -1,4 +1,4 @@
-"""nanoGPT's train.bin and val.bin -> prepared data: what `prepare` writes, from tokens that are there already."""
+"""Import nanoGPT's train.bin and val.bin as prepared data, in the format that `prepare` writes."""
 
 import hashlib
 from collections.abc import Iterator
@@ -17,16 +17,16 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.export.nanogpt import load_meta
 
 BINS = {"train": "train.bin", "validation": "val.bin"}
-_PIECE = 2**22  # tokens looked at together
-_LONGEST_ROW = 2**30  # tokens; arrow counts those of a batch of rows in 31 bits
+TOKENS_PER_READ = 2**22  # tokens read at once
+MAX_ROW_TOKENS = 2**30  # tokens; arrow's offsets within a batch have 31 bits
 _FEATURES = datasets.Features({"input_ids": datasets.List(datasets.Value("uint16"))})
 
 
 def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifest:
-    """Write the tokens in `source` to `folder` as prepared data: a document a row, where the vocabulary marks its end.
+    """Write the tokens in `source` to `folder` as prepared data, one row per document if there are end-of-text tokens.
 
-    The vocabulary is `meta`'s, else that of the meta.pkl in `source`, else GPT-2's, as in nanoGPT. The files are read
-    in pieces. Raises DataError where they are no such files, or not of this vocabulary.
+    The vocabulary is that of `meta`, else of the meta.pkl in `source`, else GPT-2's, as in nanoGPT. The files are read
+    in pieces. Raises DataError if they are no such files, or have tokens beyond the vocabulary.
     """
     bins = {split: _open(source / name) for split, name in BINS.items()}
     if meta is None and (source / "meta.pkl").is_file():
@@ -34,7 +34,7 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     tokenizer = load_meta(meta) if meta else gpt2_tokenizer()
     end_of_text_id = tokenizer.hf.eos_token_id
     counts, digest = {}, hashlib.sha256()
-    for split, tokens in bins.items():  # all of it, before anything is written
+    for split, tokens in bins.items():  # check everything before anything is written
         counts[split] = _count(tokens, source / BINS[split], tokenizer, digest)
     facts, lengths = {}, _bytes_of_tokens(tokenizer)
     for split, tokens in bins.items():
@@ -44,15 +44,15 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
         facts[split] = save_split(datasets.Dataset.from_file(str(scratch)), split_facts, folder / split)
         scratch.unlink()
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
-    marked = end_of_text_id is not None and any(count[end_of_text_id] for count in counts.values())
+    has_end_of_text = end_of_text_id is not None and any(count[end_of_text_id] for count in counts.values())
     manifest = Manifest(
         format=FORMAT,
         recipe={"source": str(source), "tokenizer": tokenizer.name},
         revision=f"sha256:{digest.hexdigest()}",
-        file_state=None,  # the folder holds no text to look at again
+        file_state=None,  # there is no text whose changes could be noticed
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
-        end_of_text_id=end_of_text_id if marked else None,
+        end_of_text_id=end_of_text_id if has_end_of_text else None,
         **facts,
         versions=tool_versions(),
     )
@@ -64,23 +64,23 @@ def _open(path: Path) -> np.ndarray:
     try:
         size = path.stat().st_size
         if size == 0 or size % 2:
-            raise DataError(f"{path}: {size:,} bytes are no tokens of two bytes each; it is empty or cut short")
+            raise DataError(f"{path}: {size:,} bytes are not tokens of two bytes each; the file is empty or incomplete")
         return np.memmap(path, dtype=np.uint16, mode="r")
     except OSError as error:
         raise DataError(f"{path}: cannot be read: {error.strerror}; nanoGPT's data is train.bin and val.bin") from None
 
 
 def _count(tokens: np.ndarray, path: Path, tokenizer: Tokenizer, digest) -> np.ndarray:
-    """How often each token occurs; the bytes go into `digest`. Raises DataError at a token beyond the vocabulary."""
+    """Count each token and update `digest` with the bytes. Raises DataError for a token beyond the vocabulary."""
     counts = np.zeros(tokenizer.vocab_size, dtype=np.int64)
     with tqdm(total=len(tokens), desc=f"reading {path.name}", unit=" tokens", unit_scale=True, disable=None) as bar:
-        for start in range(0, len(tokens), _PIECE):
-            piece = tokens[start : start + _PIECE]
+        for start in range(0, len(tokens), TOKENS_PER_READ):
+            piece = tokens[start : start + TOKENS_PER_READ]
             if piece.max() >= tokenizer.vocab_size:
-                where = int(np.argmax(piece >= tokenizer.vocab_size))
+                position = int(np.argmax(piece >= tokenizer.vocab_size))
                 raise DataError(
-                    f"{path}: token {piece[where]} at {start + where:,} is beyond the vocabulary ({tokenizer.name}, "
-                    f"{tokenizer.vocab_size:,} tokens); give the meta.pkl that belongs to it with --meta"
+                    f"{path}: token {piece[position]} at {start + position:,} is beyond the vocabulary "
+                    f"({tokenizer.name}, {tokenizer.vocab_size:,} tokens); name the matching meta.pkl with --meta"
                 )
             counts += np.bincount(piece, minlength=tokenizer.vocab_size)
             digest.update(piece)
@@ -89,7 +89,7 @@ def _count(tokens: np.ndarray, path: Path, tokenizer: Tokenizer, digest) -> np.n
 
 
 def _bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
-    """How many bytes of text each token stands for: characters in UTF-8, GPT-2's tokens a byte a letter of theirs."""
+    """Bytes of text per token: a character in UTF-8; one byte per letter in the names of GPT-2's tokens."""
     names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
     special = tokenizer.hf.all_special_tokens
     char = tokenizer.name == "char"
@@ -97,11 +97,11 @@ def _bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
 
 
 def _write_rows(tokens: np.ndarray, end_of_text_id: int | None, file: Path, description: str) -> int:
-    """Write an arrow file of rows that end with their end-of-text token; return how many there are."""
+    """Write an arrow file whose rows end at end-of-text tokens; return the number of rows."""
     rows = 0
     bar = tqdm(total=len(tokens), desc=description, unit=" tokens", unit_scale=True, disable=None)
     with bar, ArrowWriter(features=_FEATURES, path=str(file)) as writer:
-        for start, ends in _pieces(tokens, end_of_text_id):
+        for start, ends in row_pieces(tokens, end_of_text_id):
             offsets = pa.array(np.concatenate([[0], ends]).astype(np.int32))
             values = pa.array(tokens[start : start + ends[-1]])
             writer.write_table(pa.table({"input_ids": pa.ListArray.from_arrays(offsets, values)}))
@@ -111,18 +111,18 @@ def _write_rows(tokens: np.ndarray, end_of_text_id: int | None, file: Path, desc
     return rows
 
 
-def _pieces(tokens: np.ndarray, end_of_text_id: int | None) -> Iterator[tuple[int, np.ndarray]]:
-    """(first token, ends of rows counted from it) of one piece after another, each of whole rows."""
-    shortest = _LONGEST_ROW if end_of_text_id is None else min(_PIECE, _LONGEST_ROW)
+def row_pieces(tokens: np.ndarray, end_of_text_id: int | None) -> Iterator[tuple[int, np.ndarray]]:
+    """Cut the tokens into pieces of whole rows; yield each one's start and the ends of its rows from there."""
+    shortest = MAX_ROW_TOKENS if end_of_text_id is None else min(TOKENS_PER_READ, MAX_ROW_TOKENS)
     start, size = 0, shortest
     while start < len(tokens):
         piece = tokens[start : start + size]
         ends = np.flatnonzero(piece == end_of_text_id) + 1 if end_of_text_id is not None else np.zeros(0, np.int64)
-        if start + len(piece) == len(tokens) or size == _LONGEST_ROW:  # nothing follows, or nothing more would fit
+        if start + len(piece) == len(tokens) or size == MAX_ROW_TOKENS:  # the last piece, or the longest allowed
             if not len(ends) or ends[-1] < len(piece):
                 ends = np.append(ends, len(piece))
         elif not len(ends):
-            size = min(2 * size, _LONGEST_ROW)
+            size = min(2 * size, MAX_ROW_TOKENS)
             continue
         yield start, ends
         start, size = start + int(ends[-1]), shortest

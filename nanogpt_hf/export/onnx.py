@@ -1,6 +1,6 @@
-"""A model as an ONNX graph: input_ids (batch, sequence) -> logits (batch, sequence, vocabulary), without a cache.
+"""Export a model to ONNX: input_ids (batch, sequence) -> logits (batch, sequence, vocabulary), without a cache.
 
-Through torch.onnx, which torch keeps up with itself. Needs the packages onnx, onnxscript and onnxruntime.
+Needs the packages onnx, onnxscript and onnxruntime.
 """
 
 import logging
@@ -16,7 +16,7 @@ from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, max_di
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 FILE = "model.onnx"
-_LARGEST_FILE = 1_900_000_000  # bytes; a protobuf file ends at 2 GiB, larger weights lie in a file beside it
+_LARGEST_FILE = 1_900_000_000  # bytes; protobuf's limit is 2 GiB, so larger weights go to a second file
 
 
 class _LogitsOnly(torch.nn.Module):
@@ -29,19 +29,19 @@ class _LogitsOnly(torch.nn.Module):
 
 
 def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase | None) -> float:
-    """Write `model` as a graph, with config.json and tokenizer beside it; run it with onnxruntime.
+    """Write `model` as an ONNX graph with config.json and tokenizer, and run it with onnxruntime.
 
-    Returns how far its logits lie from the original's.
+    Returns the largest difference of the logits.
     """
     config = model.config
     shapes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=config.n_positions)}}
     size = 4 * model.num_parameters()
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
-    registration.setLevel(logging.ERROR)  # it tells of torchvision, which nobody asked for
+    registration.setLevel(logging.ERROR)  # it reports that torchvision is missing
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch's own parts about each other
+            warnings.simplefilter("ignore")  # deprecations inside torch
             torch.onnx.export(
                 _LogitsOnly(model.eval()),
                 (fixed_input(config),),
@@ -62,8 +62,8 @@ def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.Pre
     session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
     ids = fixed_input(config)
     original = finite_logits_of(model)
-    worst = 0.0
-    for batch, length in ((2, ids.shape[1]), (1, 1)):  # other sizes than those it was traced with, too
+    difference = 0.0
+    for batch, length in ((2, ids.shape[1]), (1, 1)):  # the traced sizes and others
         (logits,) = session.run(None, {"input_ids": ids[:batch, :length].numpy()})
-        worst = max(worst, max_difference(torch.from_numpy(logits), original[:batch, :length], exact=True))
-    return worst
+        difference = max(difference, max_difference(torch.from_numpy(logits), original[:batch, :length], exact=True))
+    return difference

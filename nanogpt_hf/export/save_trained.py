@@ -1,4 +1,4 @@
-"""What a run leaves in best/ and final/: a model folder, or an adapter for the model that it started from."""
+"""Save best/ and final/ of a run: a model folder, or a LoRA adapter for the base model."""
 
 from pathlib import Path
 
@@ -23,13 +23,13 @@ def save_trained(
     state: TrainState,
     machine: str,
 ) -> None:
-    """Write what was trained (`weights`, our names), replacing what may be in `folder` in one move.
+    """Write the trained `weights` (our names), replacing `folder` atomically.
 
-    That is a plain GPT-2; after LoRA the adapter in peft's format, or with `lora.merge` a plain GPT-2 with the adapter
-    added in, and the adapter itself in `folder`/adapter.
+    Without LoRA: plain GPT-2. With LoRA: the adapter in peft's format; with `lora.merge` also, plain GPT-2 with the
+    adapter merged, and the adapter in `folder`/adapter.
     """
-    adapts = config.lora.rank is not None and not config.lora.merge
-    card = model_card(config, model_config, data.manifest, state, machine, config.finetune.model, adapts)
+    is_adapter = config.lora.rank is not None and not config.lora.merge
+    card = model_card(config, model_config, data.manifest, state, machine, config.finetune.model, is_adapter)
     if config.lora.rank is None:
         save_model_folder(folder, model_config, weights, data.tokenizer, card)
         return

@@ -1,4 +1,4 @@
-"""What goes into a GGUF file: weights of any head, tokens of the two kinds of tokenizer, and no other."""
+"""GGUF files: weights, tokens of both kinds of tokenizer, and refusals."""
 
 import pytest
 import torch
@@ -21,10 +21,10 @@ def written(folder) -> dict:
     return {name: field.contents() for name, field in gguf.GGUFReader(folder / "model.gguf").fields.items()}
 
 
-def test_characters_go_in_with_escapes_and_no_special_token(tmp_path):
-    difference, other = export_gguf(tmp_path, make(tie_word_embeddings=False), TOKENIZER, torch.float32)
+def test_export_gguf_writes_characters_with_escapes(tmp_path):
+    difference, tanh_difference = export_gguf(tmp_path, make(tie_word_embeddings=False), TOKENIZER, torch.float32)
     assert difference < 1e-5
-    assert other is None  # gelu_new is what readers compute
+    assert tanh_difference is None  # the model has gelu_new, as GGUF's readers
     facts = written(tmp_path)
     assert facts["general.architecture"] == "gpt2"
     assert facts["gpt2.context_length"] == 12
@@ -38,7 +38,7 @@ def test_characters_go_in_with_escapes_and_no_special_token(tmp_path):
 TOKENIZER = char_tokenizer(sorted("é日\\\n\t ")).hf
 
 
-def test_gpt2s_tokens_and_rows_beyond_them(tmp_path):
+def test_export_gguf_writes_gpt2_tokens_and_padding(tmp_path):
     model = make(vocab_size=50304, eos_token_id=50256, activation_function="gelu")
     export_gguf(tmp_path, model, gpt2_tokenizer().hf, torch.bfloat16)
     facts = written(tmp_path)
@@ -49,12 +49,12 @@ def test_gpt2s_tokens_and_rows_beyond_them(tmp_path):
     assert facts["tokenizer.ggml.eos_token_id"] == 50256
 
 
-def test_what_gguf_cannot_hold_is_one_clear_line(tmp_path):
+def test_export_gguf_refuses_what_the_format_lacks(tmp_path):
     for model, tokenizer, message in (
         (make(activation_function="relu"), TOKENIZER, "its gpt2 has no relu activation, only GELU"),
-        (make(), None, "the file holds the tokenizer too, and this model has none"),
+        (make(), None, "a GGUF file contains the tokenizer, and this model has none"),
         (make(vocab_size=5), TOKENIZER, "6 tokens in the tokenizer, 5 in the model"),
-        (make(vocab_size=60000), other_tokenizer(), "written with GPT-2's tokenizer or one of characters"),
+        (make(vocab_size=60000), other_tokenizer(), "can only write GPT-2's tokenizer or one of characters"),
     ):
         with pytest.raises(UserError, match=message):
             export_gguf(tmp_path, model, tokenizer, torch.float32)

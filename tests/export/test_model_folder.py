@@ -1,4 +1,4 @@
-"""Model folders."""
+"""Model folders: loading with transformers, atomic replacement."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def save(folder, seed: int = 0) -> GPTForCausalLM:
     return model.eval()
 
 
-def test_the_folder_opens_as_plain_gpt2_with_its_tokenizer(tmp_path):
+def test_save_model_folder_loads_as_plain_gpt2(tmp_path):
     model = save(tmp_path / "best")
     opened, tokenizer = (auto.from_pretrained(tmp_path / "best") for auto in (AutoModelForCausalLM, AutoTokenizer))
     tokens = torch.tensor([tokenizer("badcab")["input_ids"]])
@@ -30,23 +30,23 @@ def test_the_folder_opens_as_plain_gpt2_with_its_tokenizer(tmp_path):
     assert (tmp_path / "best" / "README.md").read_text() == "card 0"
 
 
-def test_a_second_save_replaces_the_first_whole(tmp_path):
+def test_save_model_folder_replaces_an_older_model(tmp_path):
     save(tmp_path / "best")
-    (tmp_path / "best" / "left-over.txt").write_text("of the first")
+    (tmp_path / "best" / "left-over.txt").write_text("from the first save")
     second = save(tmp_path / "best", seed=1)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     assert not (tmp_path / "best" / "left-over.txt").exists()
-    back = GPTForCausalLM.from_pretrained(tmp_path / "best")
-    assert torch.equal(back.transformer.wte.weight, second.transformer.wte.weight)
+    loaded = GPTForCausalLM.from_pretrained(tmp_path / "best")
+    assert torch.equal(loaded.transformer.wte.weight, second.transformer.wte.weight)
 
 
-def test_a_save_that_fails_leaves_the_model_that_was_there(tmp_path, monkeypatch):
+def test_a_failed_save_keeps_the_older_model(tmp_path, monkeypatch):
     first = save(tmp_path / "best")
     monkeypatch.setattr(GPTForCausalLM, "save_pretrained", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         save(tmp_path / "best", seed=1)
     monkeypatch.undo()
-    back = GPTForCausalLM.from_pretrained(tmp_path / "best")
-    assert torch.equal(back.transformer.wte.weight, first.transformer.wte.weight)
-    save(tmp_path / "best", seed=1)  # what the failed one left is in nobody's way
+    loaded = GPTForCausalLM.from_pretrained(tmp_path / "best")
+    assert torch.equal(loaded.transformer.wte.weight, first.transformer.wte.weight)
+    save(tmp_path / "best", seed=1)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]

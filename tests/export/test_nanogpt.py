@@ -1,4 +1,4 @@
-"""Checkpoints of nanoGPT: the same logits, and one clear line for what is none."""
+"""Import of nanoGPT checkpoints: equal logits, and refusal of damaged, foreign or hostile files."""
 
 import os
 import pickle
@@ -18,7 +18,7 @@ SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size"
 
 
 def nanogpt_logits(state: dict[str, torch.Tensor], n_head: int, ids: torch.Tensor) -> torch.Tensor:
-    """What nanoGPT computes, written out: ids (B, T) -> logits (B, T, V)."""
+    """nanoGPT's forward pass: ids (B, T) -> logits (B, T, V)."""
 
     def norm(x, name):
         return F.layer_norm(x, x.shape[-1:], state[f"{name}.weight"], state.get(f"{name}.bias"), 1e-5)
@@ -44,7 +44,7 @@ def nanogpt_logits(state: dict[str, torch.Tensor], n_head: int, ids: torch.Tenso
 
 
 def make_state(bias: bool, n_layer: int, n_embd: int, block_size: int, vocab_size: int, **_) -> dict[str, torch.Tensor]:
-    """Weights by nanoGPT's names, none of them zero or one, so that any mix-up shows."""
+    """Random weights with nanoGPT's names, biases and LayerNorms too, so that any mix-up changes the logits."""
     shapes = {"transformer.wte.weight": (vocab_size, n_embd), "transformer.wpe.weight": (block_size, n_embd)}
     for at in (f"transformer.h.{i}" for i in range(n_layer)):
         sizes = {"attn.c_attn": (3, 1), "attn.c_proj": (1, 1), "mlp.c_fc": (4, 1), "mlp.c_proj": (1, 4)}
@@ -80,16 +80,16 @@ def make_meta(path: Path, characters: str = CHARACTERS, **changes) -> Path:
     return path
 
 
-def opened(folder: Path, found):
-    """What transformers alone makes of the imported model."""
-    write_model_folder(folder, found.config, found.weights, found.tokenizer.hf, "")
+def opened(folder: Path, imported):
+    """The imported model and tokenizer, loaded with transformers alone."""
+    write_model_folder(folder, imported.config, imported.weights, imported.tokenizer.hf, "")
     return AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
 @torch.no_grad()
-def test_logits_are_nanogpts(tmp_path, bias, compiled):
+def test_load_nanogpt_keeps_the_logits(tmp_path, bias, compiled):
     state = make_checkpoint(tmp_path / "ckpt.pt", bias=bias, compiled=compiled)
     found = load_nanogpt(tmp_path / "ckpt.pt", make_meta(tmp_path / "meta.pkl"))
     assert found.config.bias is bias
@@ -130,7 +130,7 @@ def test_a_head_that_is_not_the_embedding_stays_its_own(tmp_path):
     torch.testing.assert_close(model(ids).logits, nanogpt_logits(saved["model"], 2, ids), atol=1e-5, rtol=0)
 
 
-def test_old_files_load_too(tmp_path):
+def test_load_nanogpt_reads_old_formats(tmp_path):
     """Causal masks as buffers, no `bias` among the arguments, torch's format from before it was a zip."""
     make_checkpoint(tmp_path / "ckpt.pt")
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
@@ -146,7 +146,7 @@ def test_old_files_load_too(tmp_path):
 
 
 @torch.no_grad()
-def test_the_checkpoint_of_nanogpts_readme_keeps_its_loss(tmp_path, shared):
+def test_load_nanogpt_keeps_the_loss_of_a_real_checkpoint(tmp_path, shared):
     folder = shared / "models" / "nanogpt-shakespeare-char"
     model, tokenizer = opened(tmp_path / "out", load_nanogpt(folder / "ckpt.pt", folder / "meta.pkl"))
     text = (shared / "data" / "tinyshakespeare.txt").read_text(encoding="utf-8")
@@ -161,7 +161,7 @@ def test_the_checkpoint_of_nanogpts_readme_keeps_its_loss(tmp_path, shared):
 
 
 @torch.no_grad()
-def test_a_real_checkpoint_with_biases_has_the_logits_of_the_reference(tmp_path, shared):
+def test_load_nanogpt_keeps_the_logits_of_a_real_checkpoint_with_biases(tmp_path, shared):
     path = shared / "models" / "nanogpt-tiny-bias" / "ckpt.pt"
     saved = torch.load(path, weights_only=True, map_location="cpu")
     meta = shared / "models" / "nanogpt-shakespeare-char" / "meta.pkl"
@@ -172,7 +172,7 @@ def test_a_real_checkpoint_with_biases_has_the_logits_of_the_reference(tmp_path,
 
 
 class Malicious:
-    """Unpickled the ordinary way, it makes a folder."""
+    """Creates a folder when it is unpickled without care."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -181,17 +181,17 @@ class Malicious:
         return os.mkdir, (str(self.path),)
 
 
-def test_code_in_a_checkpoint_or_a_meta_is_not_run(tmp_path):
+def test_code_in_ckpt_pt_or_meta_pkl_is_not_run(tmp_path):
     trace = tmp_path / "it-ran"
     torch.save({"model": Malicious(trace), "model_args": {}}, tmp_path / "ckpt.pt")
-    with pytest.raises(UserError, match=r"not a checkpoint of nanoGPT: it holds \w+\.mkdir, more than tensors"):
+    with pytest.raises(UserError, match=r"not a checkpoint of nanoGPT: it contains \w+\.mkdir, which is not a tensor"):
         load_nanogpt(tmp_path / "ckpt.pt")
     (tmp_path / "meta.pkl").write_bytes(pickle.dumps({"itos": Malicious(trace)}))
-    with pytest.raises(UserError, match=r"it holds \w+\.mkdir, more than plain containers"):
+    with pytest.raises(UserError, match=r"it contains \w+\.mkdir, which is not a plain container"):
         load_meta(tmp_path / "meta.pkl")
     assert not trace.exists()
     pickle.loads((tmp_path / "meta.pkl").read_bytes())
-    assert trace.exists()  # it would have
+    assert trace.exists()  # the pickle does run code
 
 
 def change(saved: dict, where: str, value: object) -> None:
@@ -213,30 +213,30 @@ C_ATTN = "transformer.h.0.attn.c_attn.weight"
         ("model", None, "it has no 'model'"),
         ("model_args", [1, 2], "it has no 'model_args'"),
         ("model_args/n_head", None, "its model_args have no n_head"),
-        ("model_args/n_embd", "16", "its model_args say n_embd='16'"),
-        ("model_args/n_layer", 0, "its model_args say n_layer='0'"),
+        ("model_args/n_embd", "16", "its model_args have n_embd='16'"),
+        ("model_args/n_layer", 0, "its model_args have n_layer='0'"),
         ("model_args/n_layer", 10**9, "1000000000 layers, but only 29 tensors"),
         ("model_args/n_layer", 3, "it has no transformer.h.2.attn.c_attn.bias and 11 more"),
         ("model_args/n_layer", 1, "it has transformer.h.1.attn.c_attn.bias and 11 more, which a GPT of its model_args"),
         ("model_args/n_head", 3, "n_embd 16 is not a multiple of n_head 3"),
-        ("model_args/n_embd", 32, "it should be"),
-        ("model_args/block_size", 24, "transformer.wpe.weight is (12, 16), by its model_args it should be (24, 16)"),
+        ("model_args/n_embd", 32, "its model_args require"),
+        ("model_args/block_size", 24, "transformer.wpe.weight is (12, 16), its model_args require (24, 16)"),
         ("model_args/bias", False, "it has transformer.h.0.attn.c_attn.bias and 12 more"),
         ("model_args/bias", "yes", "bias"),
         (f"model/{C_ATTN}", None, f"it has no {C_ATTN}"),
-        (f"model/{C_ATTN}", torch.zeros(16, 48), f"{C_ATTN} is (16, 48), by its model_args it should be (48, 16)"),
-        (f"model/{C_ATTN}", torch.zeros(48, 16, dtype=torch.int64), f"{C_ATTN} is no tensor of floating-point"),
-        (f"model/{C_ATTN}", torch.zeros(48, 16, device="meta"), f"{C_ATTN} is no tensor of floating-point"),
-        (f"model/{C_ATTN}", torch.zeros(48, 16).to_sparse(), f"{C_ATTN} is no tensor of floating-point"),
-        (f"model/{C_ATTN}", torch.full((48, 16), torch.nan), f"{C_ATTN} holds NaN or infinity"),
-        (f"model/{C_ATTN}", torch.full((48, 16), torch.inf), f"{C_ATTN} holds NaN or infinity"),
+        (f"model/{C_ATTN}", torch.zeros(16, 48), f"{C_ATTN} is (16, 48), its model_args require (48, 16)"),
+        (f"model/{C_ATTN}", torch.zeros(48, 16, dtype=torch.int64), f"{C_ATTN} is not a floating-point tensor"),
+        (f"model/{C_ATTN}", torch.zeros(48, 16, device="meta"), f"{C_ATTN} is not a floating-point tensor"),
+        (f"model/{C_ATTN}", torch.zeros(48, 16).to_sparse(), f"{C_ATTN} is not a floating-point tensor"),
+        (f"model/{C_ATTN}", torch.full((48, 16), torch.nan), f"{C_ATTN} has NaN or infinity"),
+        (f"model/{C_ATTN}", torch.full((48, 16), torch.inf), f"{C_ATTN} has NaN or infinity"),
         ("model_args/n_embd", 2**31 - 2, "n_embd must be from 1 to 100,000, got 2147483646"),
         ("model_args/dropout", 2.0, "dropout must be from 0 to 1, got 2.0"),
         ("model/a\nb", torch.zeros(2), "it has a b, which"),
         ("model/extra.weight", torch.zeros(2), "it has extra.weight, which a GPT of its model_args does not"),
     ],
 )
-def test_what_is_no_checkpoint_of_nanogpt_is_one_clear_line(tmp_path, where, value, message):
+def test_load_nanogpt_refuses_malformed_checkpoints(tmp_path, where, value, message):
     make_checkpoint(tmp_path / "ckpt.pt")
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     change(saved, where, value)
@@ -249,25 +249,25 @@ def test_what_is_no_checkpoint_of_nanogpt_is_one_clear_line(tmp_path, where, val
 
 
 @pytest.mark.parametrize("length", [0, 10, 1000, -30])
-def test_a_checkpoint_that_is_cut_short_is_one_clear_line(tmp_path, length):
+def test_load_nanogpt_refuses_truncated_files(tmp_path, length):
     make_checkpoint(tmp_path / "ckpt.pt")
     (tmp_path / "ckpt.pt").write_bytes((tmp_path / "ckpt.pt").read_bytes()[:length])
-    with pytest.raises(UserError, match="damaged, cut short, or no PyTorch file"):
+    with pytest.raises(UserError, match="damaged, incomplete, or no PyTorch file"):
         load_nanogpt(tmp_path / "ckpt.pt")
 
 
-def test_the_shared_checkpoint_that_only_looks_like_one(shared):
+def test_load_nanogpt_refuses_a_checkpoint_of_another_program(shared):
     with pytest.raises(UserError, match="its model_args have no n_layer, n_head, n_embd, block_size"):
         load_nanogpt(shared / "models" / "not-a-nanogpt-ckpt.pt")
 
 
-def test_characters_need_the_meta_they_were_trained_with(tmp_path):
+def test_load_nanogpt_needs_the_matching_meta_pkl(tmp_path):
     make_checkpoint(tmp_path / "ckpt.pt")
-    with pytest.raises(UserError, match=r"of 9 tokens is not GPT-2's; say which it is with --meta \(data/letters/meta"):
+    with pytest.raises(UserError, match=r"not GPT-2's; name its meta.pkl with --meta \(data/letters/meta"):
         load_nanogpt(tmp_path / "ckpt.pt")
     for characters in ("abc", CHARACTERS + "xyz"):
         other = make_meta(tmp_path / "other.pkl", characters)
-        with pytest.raises(UserError, match=rf"other.pkl has {len(characters)} characters, .* 9 tokens; give the meta"):
+        with pytest.raises(UserError, match=rf"other.pkl has {len(characters)} characters, .* 9 tokens; use the meta"):
             load_nanogpt(tmp_path / "ckpt.pt", other)
 
 
@@ -283,12 +283,12 @@ def test_characters_need_the_meta_they_were_trained_with(tmp_path):
         {"stoi": None},
     ],
 )
-def test_a_meta_that_numbers_no_characters_is_one_clear_line(tmp_path, changes):
-    with pytest.raises(UserError, match="itos, stoi and vocab_size do not number characters"):
+def test_load_meta_refuses_wrong_content(tmp_path, changes):
+    with pytest.raises(UserError, match="itos, stoi and vocab_size do not describe characters"):
         load_meta(make_meta(tmp_path / "meta.pkl", **changes))
 
 
-def test_a_meta_that_is_no_pickle_or_not_there_is_one_clear_line(tmp_path):
+def test_load_meta_refuses_missing_and_damaged_files(tmp_path):
     whole = make_meta(tmp_path / "meta.pkl").read_bytes()
     for content in (b"", whole[:-20], b"itos: [a, b]", pickle.dumps([1])):
         (tmp_path / "bad.pkl").write_bytes(content)

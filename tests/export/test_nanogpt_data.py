@@ -1,4 +1,4 @@
-"""nanoGPT's train.bin and val.bin as prepared data."""
+"""Import of nanoGPT's train.bin and val.bin as prepared data."""
 
 import pickle
 
@@ -48,7 +48,7 @@ def flat(blocks) -> list[int]:
     return stream.windows(np.array([0]), len(stream))[0].tolist()
 
 
-def test_characters_are_what_prepare_would_have_written(tmp_path, characters):
+def test_import_bins_equals_prepare(tmp_path, characters):
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     ours = config_for(tmp_path / "ours", tmp_path / "text.txt", "char", validation_fraction=0.1)
     prepare(ours)
@@ -66,12 +66,12 @@ def test_characters_are_what_prepare_would_have_written(tmp_path, characters):
     assert names[0] == names[1]
 
 
-def test_a_document_is_a_row_wherever_the_pieces_end(tmp_path, monkeypatch):
+def test_import_bins_writes_one_row_per_document(tmp_path, monkeypatch):
     tokenizer = gpt2_tokenizer()
     texts = ["Hello world, naïve 日本", "a", "<|endoftext|> is text here", "the cat " * 30, "end\n"]
     rows = [[*ids.tolist(), END] for ids in tokenizer.encode_batch(texts)]
     source = write_bins(tmp_path / "bins", np.concatenate(rows), rows[0])
-    monkeypatch.setattr(module, "_PIECE", 16)
+    monkeypatch.setattr(module, "TOKENS_PER_READ", 16)
     (tmp_path / "out").mkdir()
     manifest = import_bins(source, tmp_path / "out")
     assert manifest.train.documents == 5
@@ -83,7 +83,7 @@ def test_a_document_is_a_row_wherever_the_pieces_end(tmp_path, monkeypatch):
     assert written["input_ids"][:] == rows
 
 
-def test_gpt2s_tokens_without_an_end_mark_are_one_row(tmp_path):
+def test_import_bins_without_end_of_text_is_one_row(tmp_path):
     (tmp_path / "out").mkdir()
     manifest = import_bins(write_bins(tmp_path / "bins", range(100), range(20)), tmp_path / "out")
     assert manifest.train.documents == manifest.validation.documents == 1
@@ -93,14 +93,14 @@ def test_gpt2s_tokens_without_an_end_mark_are_one_row(tmp_path):
 
 @pytest.mark.parametrize("longest", [8, 1000])
 @pytest.mark.parametrize("piece", [1, 2, 7, 1000])
-def test_rows_are_all_the_tokens_in_order(monkeypatch, piece, longest):
-    monkeypatch.setattr(module, "_PIECE", piece)
-    monkeypatch.setattr(module, "_LONGEST_ROW", longest)
+def test_pieces_cover_all_tokens_in_order(monkeypatch, piece, longest):
+    monkeypatch.setattr(module, "TOKENS_PER_READ", piece)
+    monkeypatch.setattr(module, "MAX_ROW_TOKENS", longest)
     for seed in range(20):
         tokens = np.random.default_rng(seed).integers(0, 3 + seed % 5, size=1 + seed).astype(np.uint16)
         for end in (0, None):
             rows = []
-            for start, ends in module._pieces(tokens, end):
+            for start, ends in module.row_pieces(tokens, end):
                 rows += np.split(tokens[start : start + ends[-1]], ends[:-1])
             assert np.concatenate(rows).tolist() == tokens.tolist()
             assert all(0 < len(row) <= longest for row in rows)
@@ -108,7 +108,7 @@ def test_rows_are_all_the_tokens_in_order(monkeypatch, piece, longest):
                 assert len(rows) == (1 if end is None else (tokens == 0).sum() + (tokens[-1] != 0))
 
 
-def test_a_recipe_of_other_data_is_refused_and_the_split_is_not_asked_about(tmp_path, characters):
+def test_imported_data_refuses_other_recipes_and_ignores_the_split(tmp_path, characters):
     (tmp_path / "out").mkdir()
     import_bins(characters, tmp_path / "out")
     load_prepared(config_for(tmp_path / "out", characters, "char", validation_fraction=0.4))
@@ -117,8 +117,8 @@ def test_a_recipe_of_other_data_is_refused_and_the_split_is_not_asked_about(tmp_
             load_prepared(config_for(tmp_path / "out", source, tokenizer))
 
 
-def test_tokens_beyond_the_vocabulary_and_files_that_are_none_are_one_clear_line(tmp_path, characters, monkeypatch):
-    monkeypatch.setattr(module, "_PIECE", 100)
+def test_import_bins_refuses_unknown_tokens_and_malformed_files(tmp_path, characters, monkeypatch):
+    monkeypatch.setattr(module, "TOKENS_PER_READ", 100)
     out = tmp_path / "out"
     out.mkdir()
 
@@ -133,8 +133,9 @@ def test_tokens_beyond_the_vocabulary_and_files_that_are_none_are_one_clear_line
     ids = np.zeros(500, dtype=np.uint16)
     ids[321] = 999
     refused(
-        ids.tobytes(), r"val\.bin: token 999 at 321 is beyond the vocabulary \(char, 16 tokens\); give the meta\.pkl"
+        ids.tobytes(),
+        r"val\.bin: token 999 at 321 is beyond the vocabulary \(char, 16 tokens\); name the matching meta\.pkl",
     )
-    refused(b"abc", r"val\.bin: 3 bytes are no tokens of two bytes each")
-    refused(b"", r"val\.bin: 0 bytes are no tokens")
+    refused(b"abc", r"val\.bin: 3 bytes are not tokens of two bytes each")
+    refused(b"", r"val\.bin: 0 bytes are not tokens")
     refused(None, r"val\.bin: cannot be read: No such file or directory; nanoGPT's data is train\.bin and val\.bin")
