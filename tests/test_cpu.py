@@ -140,14 +140,14 @@ def run(tmp_path, monkeypatch):
 
 
 def test_a_resumed_run_keeps_its_number_of_threads(run, caplog):
-    restore_threads(run)
+    restore_threads(run, local_world_size=1)
     assert torch.get_num_threads() == 1
     assert not caplog.records
 
 
 def test_stated_threads_win_on_resume_and_are_reported(run, caplog, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    restore_threads(run)
+    restore_threads(run, local_world_size=1)
     assert torch.get_num_threads() == 3
     assert caplog.messages[0].startswith("CPU threads: 1 until now, 3 from here on")
 
@@ -155,5 +155,5 @@ def test_stated_threads_win_on_resume_and_are_reported(run, caplog, monkeypatch)
 @pytest.mark.parametrize("text", ["", "{}", '{"starts": [{"threads": "2"}]}', '{"starts": [{"threads": 0}]}'])
 def test_threads_stay_if_machine_json_does_not_record_them(run, text):
     run.machine.write_text(text)
-    restore_threads(run)
+    restore_threads(run, local_world_size=1)
     assert torch.get_num_threads() == 3

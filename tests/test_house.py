@@ -1,18 +1,15 @@
-"""How the house stands: imports go down, the pages people read stay short, no drawers."""
+"""The structure of the package: layers of imports, no import cycles, short files, no catch-all modules."""
 
 import ast
 from pathlib import Path
 
 import pytest
 
-# A floor may use those below it. What shares a floor may use each other as long as no circle results.
-FLOORS = [
-    {"errors", "config", "formatting", "cpu"},
-    {"model", "data", "generate"},
-    {"optim"},
-    {"training", "runs", "distributed", "export", "evaluation", "reports", "bench", "planning", "doctor"},
-    {"commands", "__main__"},
-]
+# From the bottom up. A package imports only what is before it in this list.
+LAYERS = """
+    formatting errors cpu config model data optim runs distributed generate
+    evaluation reports export planning training doctor bench commands __main__
+""".split()
 PACKAGE = Path(__file__).parents[1] / "nanogpt_hf"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -22,68 +19,71 @@ def module_name(path: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
+MODULES = {module_name(path) for path in FILES}
+
+
 def imports(path: Path) -> set[str]:
-    """The modules of ours that a file imports, anywhere in it."""
-    found = set()
+    """The modules of this package that a file imports, inside functions too."""
+    names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            home = module_name(path.parent / "__init__.py") + "." if node.level else ""
-            found.add(home + (node.module or ""))
-    return {name for name in found if name.startswith("nanogpt_hf.")}
+            package = module_name(path.parent / "__init__.py") + "." if node.level else ""
+            module = package + (node.module or "")
+            names |= {module} | {f"{module}.{alias.name}" for alias in node.names}
+    return names & MODULES - {"nanogpt_hf", module_name(path)}
 
 
-def floor(module: str) -> int:
-    room = module.split(".")[1]
-    return next(i for i, rooms in enumerate(FLOORS) if room in rooms)
+def layer(module: str) -> int:
+    return LAYERS.index(module.split(".")[1])
 
 
-def test_every_room_is_on_a_floor():
-    rooms = {module_name(path).split(".")[1] for path in FILES if path != PACKAGE / "__init__.py"}
-    assert rooms == set().union(*FLOORS)
+def test_every_package_has_a_layer():
+    assert {module.split(".")[1] for module in MODULES - {"nanogpt_hf"}} == set(LAYERS)
 
 
 @pytest.mark.parametrize("path", [f for f in FILES if f != PACKAGE / "__init__.py"], ids=module_name)
-def test_imports_go_down_only(path):
+def test_imports_only_lower_layers(path):
+    package = module_name(path).split(".")[1]
     for imported in imports(path):
-        assert floor(imported) <= floor(module_name(path)), f"{path.name} imports {imported}"
+        below = layer(imported) < layer(module_name(path))
+        assert below or imported.split(".")[1] == package, f"{path.name} imports {imported}"
 
 
-def test_no_circles():
+def test_no_import_cycles():
     modules = {module_name(path): imports(path) for path in FILES}
     assert sum(map(len, modules.values())) > 40
 
-    def visit(module: str, above: tuple[str, ...]) -> None:
-        assert module not in above, " -> ".join([*above, module])
+    def visit(module: str, importers: tuple[str, ...]) -> None:
+        assert module not in importers, " -> ".join([*importers, module])
         for imported in modules.get(module, ()):
-            if imported != module:
-                visit(imported, (*above, module))
+            visit(imported, (*importers, module))
 
     for module in modules:
         visit(module, ())
 
 
-def test_the_model_and_the_schedule_know_no_accelerate():
+def test_model_and_schedule_do_not_import_accelerate():
     for path in [*(PACKAGE / "model").glob("*.py"), PACKAGE / "optim" / "schedule.py"]:
         assert "import accelerate" not in path.read_text()
         assert "from accelerate" not in path.read_text()
 
 
-def test_files_that_travel_with_a_model_import_nothing_of_ours_but_each_other():
-    travelling = sorted((PACKAGE / "model").glob("*_gpt.py"))
-    assert [path.stem for path in travelling] == ["configuration_gpt", "layout_gpt", "loss_gpt", "modeling_gpt"]
-    for path in travelling:
+def test_files_saved_with_a_model_import_only_each_other():
+    saved = sorted((PACKAGE / "model").glob("*_gpt.py"))
+    assert [path.stem for path in saved] == ["configuration_gpt", "layout_gpt", "loss_gpt", "modeling_gpt"]
+    for path in saved:
         assert "nanogpt_hf." not in "".join(line for line in path.read_text().splitlines() if "import" in line)
 
 
 @pytest.mark.parametrize(
-    ("name", "most"), [("model/modeling_gpt.py", 300), ("training/loop.py", 200), ("../cli.py", 12)]
+    ("name", "max_lines"), [("model/modeling_gpt.py", 300), ("training/loop.py", 200), ("../cli.py", 12)]
 )
-def test_pages_that_people_come_to_read_stay_short(name, most):
-    assert len((PACKAGE / name).read_text().splitlines()) < most
+def test_files_stay_short(name, max_lines):
+    assert len((PACKAGE / name).read_text().splitlines()) < max_lines
 
 
-def test_there_are_no_drawers():
-    drawers = {"utils", "common", "helpers", "misc", "manager", "registry", "callbacks"}
-    assert not [path for path in FILES if path.stem in drawers]
+def test_no_catch_all_modules():
+    catch_all = {"utils", "common", "helpers", "misc", "manager", "registry", "callbacks"}
+    assert not [path for path in FILES if path.stem in catch_all]

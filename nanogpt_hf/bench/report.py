@@ -22,8 +22,8 @@ from nanogpt_hf.bench.clock import (
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
+from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
-from nanogpt_hf.training.throughput import peak_flops
 
 _TRACED_STEPS = 5
 

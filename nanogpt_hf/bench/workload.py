@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.doctor.probes import data_for, made_up_data
+from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.training.run import Run
@@ -34,12 +34,12 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
 
     Raises UserError if the prepared data does not fit the recipe, or the recipe the machine.
     """
-    data, token_source, problem = data_for(config, use_prepared)
+    data, token_source, problem = prepared_if_any(config, use_prepared)
     if problem:
         raise UserError(problem)
     if data is None:
         token_source = f"made-up tokens ({token_source})"
-        data = made_up_data(config)
+        data = synthetic_data(config)
     return Workload(build_run(config, accelerator, data), token_source)
 
 

@@ -117,24 +117,25 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     import torch
     from transformers.utils import logging
 
-    from nanogpt_hf.distributed.accelerator import build_accelerator
-    from nanogpt_hf.doctor import findings, probes
+    from nanogpt_hf.data.synthetic import vocab_size_of
+    from nanogpt_hf.distributed.accelerator import build_accelerator, requested_and_actual
+    from nanogpt_hf.doctor import findings, machine, probes
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import build_gpt_config
     from nanogpt_hf.planning.estimate import run_bytes
-    from nanogpt_hf.runs import machine
     from nanogpt_hf.runs.folder import RunFolder
+    from nanogpt_hf.runs.machine import describe_host, versions
 
     logging.disable_progress_bar()
     config = recipe or probes.small_config(mesh.world_size)
     folder = RunFolder(arguments.run_dir or (Path("runs") / config.name if recipe else "runs"))
     report = Report(mesh.is_main, "nccl" if torch.cuda.is_available() else "gloo", arguments.json)
 
-    report.add(*findings.judge_versions(machine.versions(), machine.outside_ranges()))
-    report.add(findings.Finding("ok", "machine", machine.describe_host()))
+    report.add(*findings.judge_versions(versions(), machine.outside_ranges()))
+    report.add(findings.Finding("ok", "machine", describe_host()))
     places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
-        parameters = count_parameters(build_gpt_config(config.model, probes.vocab_size_of(config)))
+        parameters = count_parameters(build_gpt_config(config.model, vocab_size_of(config)))
         needed = run_bytes(parameters, parameters, config.checkpoint.keep)
     report.add(*findings.judge_places(places, needed))
     try:
@@ -146,7 +147,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     except UserError as error:
         report.add(findings.Finding("fault", "launch", str(error)))
         return report.end()
-    asked, obtained = machine.requested_and_actual(accelerator)
+    asked, obtained = requested_and_actual(accelerator)
     report.add(
         *findings.judge_launch(asked, obtained, mesh.world_size, mesh.local_world_size, torch.cuda.device_count())
     )
@@ -181,17 +182,18 @@ def _check_bytes(report: Report, config, source: str) -> None:
 
 def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):
     """The prepared data if all processes have the same, else made-up tokens; and a name for it."""
-    from nanogpt_hf.doctor import findings, probes
+    from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data, vocab_size_of
+    from nanogpt_hf.doctor import findings
 
-    data, source, problem = probes.data_for(config, use_prepared)
+    data, source, problem = prepared_if_any(config, use_prepared)
     with report.together("data"):
-        all_sources = gather((source, problem, probes.vocab_size_of(config)))
+        all_sources = gather((source, problem, vocab_size_of(config)))
     for rank, (_, problem, _) in enumerate(all_sources):
         if problem:
             report.add(findings.Finding("fault", "data", f"rank {rank}: {problem}" if rank else problem))
     if data is None or len({source for source, _, _ in all_sources}) > 1:
         source = f"made-up tokens ({source})"
-        data = probes.made_up_data(config, vocab_size=max(size for _, _, size in all_sources))
+        data = synthetic_data(config, vocab_size=max(size for _, _, size in all_sources))
     return data, source
 
 

@@ -14,6 +14,7 @@ from nanogpt_hf.commands.console import show, shows_bars
 from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import output_file, write_json
 
 _DATA_KNOBS = ("config", "split", "revision", "text_column", "sha256")  # what a source may need beside its name
@@ -139,7 +140,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         if arguments.data:
             corpus: Corpus = got["corpus"]
             say(
-                f"{folder} on {corpus.name}: {_count(corpus.documents, 'document')}, "
+                f"{folder} on {corpus.name}: {plural(corpus.documents, 'document')}, "
                 f"{len(corpus.stream):,} tokens, {corpus.bytes:,} bytes"
             )
             with _bar(accelerator.is_main_process) as bar:
@@ -160,7 +161,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                 f"  loss           {_figure(measured.loss, measured.loss_error, 4)} nats a token\n"
                 f"  perplexity     {_figure(measured.perplexity, measured.perplexity_error, 2)}\n"
                 f"  bits per byte  {_figure(measured.bits_per_byte, measured.bits_per_byte_error, 4)}\n"
-                f"  over {_count(measured.windows, 'window')} of {got['block_size']:,} tokens, stride "
+                f"  over {plural(measured.windows, 'window')} of {got['block_size']:,} tokens, stride "
                 f"{got['stride']:,}: {measured.tokens:,} tokens, each predicted once, from at least {least:,} before "
                 "it or all there are"
             )
@@ -210,10 +211,6 @@ def _versions(tasks: bool) -> dict[str, str]:
     from nanogpt_hf.runs.machine import versions
 
     return versions() | ({"lm_eval": version("lm_eval")} if tasks else {})
-
-
-def _count(number: int, word: str) -> str:
-    return f"{number:,} {word}{'s' * (number != 1)}"
 
 
 def _figure(value: float, error: float, digits: int) -> str:

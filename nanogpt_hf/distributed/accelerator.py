@@ -243,6 +243,18 @@ def describe_machine(accelerator: Accelerator) -> str:
     return f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, {precision_of(accelerator)}"
 
 
+def requested_and_actual(accelerator: Accelerator) -> tuple[dict[str, str], dict[str, str]]:
+    """What the accelerate config asks for, as far as the launcher passes it on, and what this process has; by name."""
+    obtained = {
+        "device": accelerator.device.type,
+        "distributed type": accelerator.distributed_type.value,
+        "precision": accelerator.mixed_precision,
+        "dynamo": accelerator.state.dynamo_plugin.backend.value.lower(),
+    }
+    variables = {"precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
+    return {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}, obtained
+
+
 @contextmanager
 def prepared_blocks(model: PreTrainedModel, accelerator: Accelerator) -> Iterator[None]:
     """Compile blocks and loss, and checkpoint the blocks' activations, where the accelerate config asks for it.

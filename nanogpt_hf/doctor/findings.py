@@ -7,9 +7,9 @@ from typing import Any
 
 from nanogpt_hf.data.shards import NO_CHECKSUMS
 from nanogpt_hf.doctor.interconnect import Link
+from nanogpt_hf.doctor.machine import Place, Process
 from nanogpt_hf.doctor.probes import StepTimes
 from nanogpt_hf.formatting import format_bytes, plural
-from nanogpt_hf.runs.machine import Place, Process
 
 _LITTLE_DISK = 5e9  # bytes: caches, compiled kernels and a small run fit
 _MEET = "do all machines run it, with the same num_processes, main_process_ip and main_process_port?"

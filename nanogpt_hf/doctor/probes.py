@@ -3,7 +3,6 @@
 Nothing here prints or judges. What is named "on all processes" is a collective: every process has to call it.
 """
 
-import contextlib
 import hashlib
 import statistics
 import time
@@ -12,21 +11,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.distributed as dist
 from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import PreparedData, check_prepared, load_prepared, open_tokenizer
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.prepare import check_prepared
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.interconnect import Link, gpu_link, network_link
+from nanogpt_hf.doctor.machine import Process
 from nanogpt_hf.errors import DataError
-from nanogpt_hf.runs.machine import Process
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 
@@ -75,55 +70,12 @@ def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
     return {name: hashlib.sha256(tensor.numpy()).hexdigest()[:16] for name, tensor in tensors}
 
 
-def vocab_size_of(config: Config) -> int:
-    """Of the prepared data; where there is none, the recipe's, GPT-2's, or 256 as for characters."""
-    with contextlib.suppress(DataError):  # said where the data is opened
-        folder = Path(config.data.dir)
-        if manifest := read_manifest(folder):
-            return len(open_tokenizer(folder, manifest))
-    return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
-
-
-@dataclass(frozen=True)
-class MadeUpData:
-    """Random tokens, the same on every process, in place of prepared data."""
-
-    train: TokenBlocks
-    vocab_size: int
-    end_of_text_id: None = None
-
-
-def data_for(config: Config, use_prepared: bool) -> tuple[PreparedData | None, str, str | None]:
-    """The recipe's prepared data or None, its folder or why there is none, and what is wrong with it."""
-    if not use_prepared:
-        return None, "no recipe", None
-    try:
-        if read_manifest(Path(config.data.dir)) is None:
-            return None, f"{config.data.dir} is not prepared yet", None
-        return load_prepared(config), config.data.dir, None
-    except DataError as error:
-        return None, f"{config.data.dir} cannot be used", str(error)
-
-
 def verify_data(config: Config) -> tuple[bool, str | None]:
     """Whether the prepared data has checksums, and how it differs from what was written. Reads all of it."""
     try:
         return check_prepared(Path(config.data.dir)), None
     except DataError as error:
         return True, str(error)
-
-
-def made_up_tokens(vocab_size: int, count: int) -> TokenStream:
-    """Random tokens, the same on every process."""
-    return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
-
-
-def made_up_data(config: Config, vocab_size: int | None = None) -> MadeUpData:
-    """Enough random tokens for a few steps of `config`."""
-    vocab_size = vocab_size or vocab_size_of(config)
-    stream = made_up_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
-    stride = 1 if config.data.order == "random" else None
-    return MadeUpData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
 
 
 def _digests(batch: dict[str, torch.Tensor]) -> list[str]:

@@ -16,27 +16,10 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.optim.adamw_8bit import NOT_UNDER_ZERO
 from nanogpt_hf.planning.footprint import Footprint, footprint
+from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
-from nanogpt_hf.training.micro_batch import SHARE
-from nanogpt_hf.training.throughput import BF16_PEAKS
 
 CHINCHILLA = 20  # tokens a parameter that make the best of a given amount of arithmetic: arXiv:2203.15556, table 3
-
-# GB (10^9 bytes) of the GPUs whose peaks throughput.py knows, as they are sold; the largest where there are several.
-GPU_MEMORY = {
-    "B200": 180,
-    "H200 NVL": 141,
-    "H200": 141,
-    "H100 PCIe": 80,
-    "H100 NVL": 94,
-    "H100": 80,
-    "A100": 80,
-    "L40S": 48,
-    "L40": 48,
-    "L4": 24,
-    "RTX 4090": 24,
-    "MI300X": 192,
-}
 
 _PARTS = {  # of a parameter's name, the first that is in it
     ".lora_": "adapters",
@@ -114,12 +97,10 @@ def estimate(
     peaks: dict[bool, dict[int, float]] = {
         where.on_cpu: {size: of(size, where).peak for size in divisors(sequences)} for where in {place, on_gpu}
     }
-    flops_of = dict(BF16_PEAKS)
     devices = []
-    for name, room, where in [*asked, *((name, gb * 1e9, on_gpu) for name, gb in GPU_MEMORY.items())]:
-        fits = [size for size, peak in peaks[where.on_cpu].items() if peak <= SHARE * room]
-        peak_flops = flops_of.get(name)
-        seconds = tokens * each / (peak_flops * mfu * place.processes) if peak_flops else None
+    for name, room, where in [*asked, *((name, gpu.memory, on_gpu) for name, gpu in GPUS.items())]:
+        fits = [size for size, peak in peaks[where.on_cpu].items() if peak <= USABLE_MEMORY * room]
+        seconds = tokens * each / (GPUS[name].bf16_flops * mfu * place.processes) if name in GPUS else None
         devices.append(Device(name, room, max(fits, default=None), seconds))
 
     # rows that only pad the vocabulary are in memory and in checkpoints, but no part of the model

@@ -7,38 +7,33 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from nanogpt_hf.cpu import allowed_cores, stated_threads
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.redact import redact
 
-if TYPE_CHECKING:
-    from accelerate import Accelerator
-
 logger = logging.getLogger(__name__)
 
 
-def describe_start(accelerator: "Accelerator", step: int) -> dict[str, Any]:
-    """This start of a run, that goes on from `step`, as the main process sees it.
+def describe_start(*, step: int, processes: int, precision: str, device: str) -> dict[str, Any]:
+    """The entry of machine.json for a start or resume at `step`, made by the main process.
 
-    Nothing of the environment is in it, and no secret of a URL on the command line.
+    It has no environment variables, and no secrets from URLs on the command line.
     """
-    # These bring torch and accelerate; `report` only reads.
+    # Imports that `report` does not need.
     import torch
 
-    from nanogpt_hf.distributed.accelerator import describe_device, precision_of
     from nanogpt_hf.runs.machine import code_version, describe_host, versions
 
     return {
         "step": step,
         "time": datetime.now(UTC).isoformat(timespec="seconds"),
         "machine": describe_host(),
-        "processes": Mesh.from_environment().world_size,
-        "precision": precision_of(accelerator),
-        "device": describe_device(accelerator.device),
+        "processes": processes,
+        "precision": precision,
+        "device": device,
         "threads": torch.get_num_threads(),
         "versions": versions(),
         "code": code_version(),
@@ -61,7 +56,7 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
         partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")
 
 
-def restore_threads(run: RunFolder) -> None:
+def restore_threads(run: RunFolder, local_world_size: int) -> None:
     """Compute with as many CPU threads as the run did at its last start: their number decides the last bits of a sum.
 
     A number that the user states wins, and so does the machine if it has fewer cores; a difference is logged.
@@ -71,7 +66,7 @@ def restore_threads(run: RunFolder) -> None:
     before = (read_starts(run) or [{}])[-1].get("threads")
     if type(before) is not int or before < 1:  # older versions recorded none
         return
-    if stated_threads(Mesh.from_environment().local_world_size) is None and before <= allowed_cores():
+    if stated_threads(local_world_size) is None and before <= allowed_cores():
         torch.set_num_threads(before)
     if before != (now := torch.get_num_threads()):
         logger.warning(

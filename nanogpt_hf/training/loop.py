@@ -20,6 +20,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import load_prepared
 from nanogpt_hf.distributed.accelerator import StopRequest, build_accelerator, describe_machine, stop_on_signals
 from nanogpt_hf.distributed.full_state import full_weights
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
@@ -53,7 +54,7 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
     """
     accelerator = build_accelerator(config, folder)
     if resume and accelerator.device.type == "cpu":
-        restore_threads(folder)
+        restore_threads(folder, Mesh.from_environment().local_world_size)
     step = newest_step(accelerator, folder) if resume and config.finetune.unfreeze_every else 0
     run = build_run(config, accelerator, load_prepared(config), folder, step=step, resume=resume)
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)

@@ -25,11 +25,10 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.model.build import build_gpt_config, meta_model
 from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, optimizer_state_of
+from nanogpt_hf.planning.hardware import USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
-
-SHARE = 0.9  # of the memory; the rest is for fragments and for what the network keeps
 
 
 def build_batches(
@@ -148,9 +147,9 @@ def _of_all(accelerator: Accelerator, count: int) -> list[int]:
 def _room(accelerator: Accelerator) -> int:
     """Bytes that this process may take in all, with what it has."""
     if accelerator.device.type == "cuda":
-        return int(SHARE * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
+        return int(USABLE_MEMORY * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
     sharing = Mesh.from_environment().local_world_size
-    return int(SHARE * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
+    return int(USABLE_MEMORY * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
 
 
 def _forget_peak(accelerator: Accelerator) -> None:

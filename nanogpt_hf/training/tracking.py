@@ -9,15 +9,15 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanogpt_hf.distributed.accelerator import describe_machine
+from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.throughput import peak_flops
 from nanogpt_hf.training.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
@@ -37,7 +37,12 @@ class Tracking:
         self.bar = None
         self.rewind()
         if self.main:
-            start = describe_start(run.accelerator, run.state.step)
+            start = describe_start(
+                step=run.state.step,
+                processes=run.mesh.world_size,
+                precision=precision_of(run.accelerator),
+                device=describe_device(run.accelerator.device),
+            )
             if run.accelerator.log_with:
                 start_trackers(run.accelerator, run.config, run.folder, start)
             add_start(run.folder, start | {"data": run.state.identity and run.state.identity["data"]})

@@ -17,9 +17,10 @@ import torch
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.doctor import findings, interconnect, probes
+from nanogpt_hf.data.synthetic import synthetic_tokens
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.doctor import findings, interconnect, machine, probes
 from nanogpt_hf.doctor.interconnect import Link
-from nanogpt_hf.runs import machine
 
 ROOT = Path(__file__).parents[2]
 
@@ -297,7 +298,7 @@ def test_accelerate_gave_something_else_or_left_gpus_alone():
 
 
 def batches(rank: int, tokens=None, order="shuffled") -> Batches:
-    stream = probes.made_up_tokens(256, 4096) if tokens is None else tokens
+    stream = synthetic_tokens(256, 4096) if tokens is None else tokens
     blocks = TokenBlocks(stream, 16, stride=1 if order == "random" else None)
     return Batches(blocks, order=order, seed=1, micro_batch_size=2, accumulation=3, dp_rank=rank, dp_size=2)
 
@@ -310,7 +311,7 @@ def test_data_drawn_twice_or_from_elsewhere_is_a_fault(order):
     twice = findings.judge_data([ours, ours], expected, "made up")
     assert twice.level == "fault"
     assert "of the 12 windows of a step 6 are drawn by nobody, and 6 twice or from elsewhere" in twice.text
-    other = batches(1, tokens=probes.TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
+    other = batches(1, tokens=TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
     assert findings.judge_data([ours, probes.windows_read(other, 3)], expected, "made up").level == "fault"
 
 
@@ -332,7 +333,7 @@ def test_links_are_recognised_by_nvidia_smi(monkeypatch, way, capability, name, 
     link = interconnect.gpu_link(["aa", "bb"], capability)
     assert (link.name, link.detected_by) == (name, f"nvidia-smi topo -m shows {way}")
     assert link.peak == pytest.approx(most, abs=0.1)
-    assert interconnect.gpu_link(["aa", "zz"], capability).most is None
+    assert interconnect.gpu_link(["aa", "zz"], capability).peak is None
 
 
 def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
@@ -343,13 +344,13 @@ def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
     assert interconnect.gpu_link(["aa", "bb"], 9) == Link("not known", "nvidia-smi did not show these GPUs")
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth7": SimpleNamespace(speed=10_000)})
     pair = [process(0, host="a"), process(1, host="b")]
-    assert probes.find_link(pair, "gloo").most is None
+    assert probes.find_link(pair, "gloo").peak is None
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth7")
-    assert probes.find_link(pair, "gloo").most == 1.25
+    assert probes.find_link(pair, "gloo").peak == 1.25
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
-    assert probes.find_link(pair, "nccl").most is None  # it may be InfiniBand
+    assert probes.find_link(pair, "nccl").peak is None  # it may be InfiniBand
     monkeypatch.setenv("NCCL_IB_DISABLE", "1")
-    assert probes.find_link(pair, "nccl").most == 1.25
+    assert probes.find_link(pair, "nccl").peak == 1.25
 
 
 def test_slow_communication_names_the_settings_to_try():

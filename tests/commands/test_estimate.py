@@ -9,10 +9,9 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
-from nanogpt_hf.planning.estimate import GPU_MEMORY, estimate, run_bytes
+from nanogpt_hf.planning.estimate import estimate, run_bytes
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.throughput import BF16_PEAKS
 
 ROOT = Path(__file__).parents[2]
 
@@ -155,10 +154,6 @@ def test_it_needs_no_launch(capsys, monkeypatch, write_recipe):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["estimate", str(write_recipe())]) == 2
     assert "needs no launch" in capsys.readouterr().err
-
-
-def test_every_gpu_with_a_peak_has_a_memory():
-    assert list(GPU_MEMORY) == [name for name, _ in BF16_PEAKS]
 
 
 def test_an_estimate_is_plain_figures(write_recipe):

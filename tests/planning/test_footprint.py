@@ -14,8 +14,8 @@ from torch.profiler import ProfilerActivity, profile
 from nanogpt_hf.config.schema import Config, LoraSection, OptimSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.synthetic import synthetic_tokens
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.doctor.probes import made_up_tokens
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.build import freeze
 from nanogpt_hf.model.lora import add_adapters
@@ -50,7 +50,7 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
     model.train()
     sizes = accelerator.unwrap_model(model).config
     batches = Batches(
-        TokenBlocks(made_up_tokens(sizes.vocab_size, 4096), sizes.n_positions, stride=1),
+        TokenBlocks(synthetic_tokens(sizes.vocab_size, 4096), sizes.n_positions, stride=1),
         order="random",
         seed=0,
         micro_batch_size=case.micro_batch_size,

@@ -1,11 +1,11 @@
-"""The arithmetic of a token."""
+"""GPU peaks by name."""
 
 import pytest
 import torch
 
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2
-from nanogpt_hf.training.throughput import peak_flops, peak_of
+from nanogpt_hf.planning.hardware import bf16_peak, peak_flops
 
 
 def test_flops_of_gpt2_small_are_nanogpts():
@@ -33,9 +33,9 @@ def test_flops_of_gpt2_small_are_nanogpts():
         ("Tesla T4", None),
     ],
 )
-def test_peaks_go_by_whole_names(name, peak):
-    assert peak_of(name) == peak
+def test_bf16_peak_matches_whole_words_of_the_name(name, peak):
+    assert bf16_peak(name) == peak
 
 
-def test_an_unknown_device_has_no_peak():
+def test_peak_flops_of_cpu_is_unknown():
     assert peak_flops(torch.device("cpu")) is None

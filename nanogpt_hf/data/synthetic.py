@@ -1,0 +1,57 @@
+"""Synthetic data: random tokens in place of prepared data, for `bench` and `doctor`."""
+
+import contextlib
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.prepare import PreparedData, load_prepared, open_tokenizer
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.errors import DataError
+
+
+@dataclass(frozen=True)
+class SyntheticData:
+    """Stands in for PreparedData when a run is measured."""
+
+    train: TokenBlocks
+    vocab_size: int
+    end_of_text_id: None = None
+
+
+def prepared_if_any(config: Config, use_prepared: bool) -> tuple[PreparedData | None, str, str | None]:
+    """The recipe's prepared data or None; its folder or why there is none; what is wrong with it, if anything."""
+    if not use_prepared:
+        return None, "no recipe", None
+    try:
+        if read_manifest(Path(config.data.dir)) is None:
+            return None, f"{config.data.dir} is not prepared yet", None
+        return load_prepared(config), config.data.dir, None
+    except DataError as error:
+        return None, f"{config.data.dir} cannot be used", str(error)
+
+
+def vocab_size_of(config: Config) -> int:
+    """Of the prepared data; else the recipe's, GPT-2's, or 256 for characters."""
+    with contextlib.suppress(DataError):  # reported when the data is opened
+        folder = Path(config.data.dir)
+        if manifest := read_manifest(folder):
+            return len(open_tokenizer(folder, manifest))
+    return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
+
+
+def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticData:
+    """Enough random tokens for a few steps of `config`."""
+    vocab_size = vocab_size or vocab_size_of(config)
+    stream = synthetic_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
+    stride = 1 if config.data.order == "random" else None
+    return SyntheticData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
+
+
+def synthetic_tokens(vocab_size: int, count: int) -> TokenStream:
+    """Random tokens, the same on every process."""
+    return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])

@@ -1,0 +1,44 @@
+"""GPUs by name: dense bf16 peak and memory."""
+
+import re
+from typing import NamedTuple
+
+import torch
+
+USABLE_MEMORY = 0.9  # of a device or machine; the rest is for fragmentation and for the network's buffers
+
+
+class Gpu(NamedTuple):
+    bf16_flops: float  # FLOP/s
+    memory: float  # bytes, as the GPU is sold; the largest if there are several
+
+
+# By a part of the device's name; the first match counts. The peaks are from the vendors' data sheets (NVIDIA's A100,
+# H100, H200, L4, L40, L40S and HGX B200, an eighth of it; its Ada whitepaper for the 4090, with float32 sums; AMD's
+# MI300X); a figure "with sparsity" counts half. Apple publishes none for its chips.
+GPUS = {
+    "B200": Gpu(2250e12, 180e9),
+    "H200 NVL": Gpu(835e12, 141e9),
+    "H200": Gpu(989e12, 141e9),
+    "H100 PCIe": Gpu(756e12, 80e9),
+    "H100 NVL": Gpu(835e12, 94e9),
+    "H100": Gpu(989e12, 80e9),
+    "A100": Gpu(312e12, 80e9),
+    "L40S": Gpu(362e12, 48e9),
+    "L40": Gpu(181e12, 48e9),
+    "L4": Gpu(121e12, 24e9),
+    "RTX 4090": Gpu(165e12, 24e9),
+    "MI300X": Gpu(1307e12, 192e9),
+}
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """The device's bf16 peak in FLOP/s; None if it is not known."""
+    return bf16_peak(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
+
+
+def bf16_peak(name: str) -> float | None:
+    """The bf16 peak of a device by its name; None for a GPU that is not in the table, or its laptop version."""
+    if "Laptop" in name:
+        return None
+    return next((gpu.bf16_flops for part, gpu in GPUS.items() if re.search(rf"\b{part}\b", name)), None)
