@@ -44,7 +44,7 @@ def bare_step(work: Workload) -> Callable[[], None]:
     device = accelerator.device
     model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
     optimizer = build_optimizer(model, optim)
-    with prepared_blocks(model, accelerator):  # compiled, where ours is
+    with prepared_blocks(model, accelerator, optimizer):  # compiled, where ours is
         pass
     bf16 = accelerator.mixed_precision == "bf16"
     step = 0

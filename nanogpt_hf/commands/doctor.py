@@ -201,7 +201,7 @@ def _check_initial_weights(report: Report, config, data, gather) -> None:
     from nanogpt_hf.doctor import findings, probes
     from nanogpt_hf.model.build import build_gpt_config, build_model
 
-    model = build_model(build_gpt_config(config.model, data.vocab_size), config.train.seed)
+    model = build_model(build_gpt_config(config.model, data.vocab_size), config.train.seed, config.model.init)
     with report.together("parameters"):
         digests = gather(probes.parameter_digests(model))
     report.add(findings.judge_parameters(digests, f"{model.num_parameters():,} as built"))

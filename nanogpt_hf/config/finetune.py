@@ -12,6 +12,7 @@ _DEFAULTS = {
     "data.validation_fraction": 0.1,  # texts to fine-tune on are short
     "optim.learning_rate": 6e-5,  # a tenth of pretraining's: most is learned already
     "optim.min_learning_rate": 6e-6,
+    "optim.muon_learning_rate": 2e-3,
     "model.dropout": 0.1,  # short texts are seen many times
     "train.max_steps": 500,
     "train.micro_batch_size": 4,

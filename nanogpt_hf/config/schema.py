@@ -40,6 +40,9 @@ class ModelSection:
     bias: bool = knob(False, "biases in Linear and LayerNorm (GPT-2 has them, nanoGPT leaves them out)")
     dropout: float = knob(0.0, "dropout probability on embeddings, attention and residuals", low=0, high=0.99)
     activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu is exact, gelu_new is OpenAI's tanh form")
+    init: Literal["gpt2", "zero_residual"] = knob(
+        "gpt2", "initial weights: GPT-2's, or with zeros in the layers that write to the residual stream"
+    )
 
 
 @dataclass(frozen=True)
@@ -70,14 +73,23 @@ class DataSection:
 
 @dataclass(frozen=True)
 class OptimSection:
-    learning_rate: float = knob(6e-4, "peak learning rate", low=0)
+    name: Literal["adamw", "muon"] = knob(
+        "adamw", "muon: Muon for the matrices inside the blocks, AdamW for all other parameters"
+    )
+    learning_rate: float = knob(6e-4, "peak learning rate; with muon, that of the parameters under AdamW", low=0)
+    # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
+    muon_learning_rate: float = knob(0.02, "Muon's peak learning rate; it follows the same schedule", low=0)
+    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", low=0, high=0.999999)
+    muon_scale: Literal["original", "match_rms_adamw"] = knob(
+        "original", "scale of Muon's updates; match_rms_adamw: as large as AdamW's, so that its learning rate fits"
+    )
     min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", low=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
         "cosine", "shape after warm-up; wsd is warm-up, stable, linear decay"
     )
     warmup_steps: int = knob(2000, "steps of linear warm-up", low=0)
     decay_fraction: float = knob(0.2, "wsd: last share of the steps that decays", low=0, high=1)
-    weight_decay: float = knob(0.1, "AdamW's decay of matrices and embeddings (never biases or LayerNorm)", low=0)
+    weight_decay: float = knob(0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", low=0)
     beta1: float = knob(0.9, "AdamW's momentum", low=0, high=0.999999)
     beta2: float = knob(0.95, "AdamW's second-moment decay", low=0, high=0.999999)
     max_grad_norm: float = knob(1.0, "gradients are clipped to this norm; 0 clips nothing", low=0)

@@ -32,6 +32,8 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim.adamw_8bit import check_8bit
+from nanogpt_hf.optim.muon import Muon
+from nanogpt_hf.optim.optimizer import NO_MUON_UNDER_ZERO
 from nanogpt_hf.runs.folder import RunFolder
 
 
@@ -54,6 +56,8 @@ def check_launch(config: Config) -> int:
             "tracking.layers: DeepSpeed keeps gradients and weights to itself; leave it out, or take "
             "accelerate_configs/fsdp2.yaml"
         )
+    if _asked_for("DEEPSPEED") and config.optim.name == "muon":
+        raise UserError(NO_MUON_UNDER_ZERO)
     if config.optim.state == "8bit":
         check_8bit(zero=_asked_for("DEEPSPEED"))
     if config.lora.quantize and find_spec("bitsandbytes") is None:
@@ -256,8 +260,10 @@ def requested_and_actual(accelerator: Accelerator) -> tuple[dict[str, str], dict
 
 
 @contextmanager
-def prepared_blocks(model: PreTrainedModel, accelerator: Accelerator) -> Iterator[None]:
-    """Compile blocks and loss, and checkpoint the blocks' activations, where the accelerate config asks for it.
+def prepared_blocks(
+    model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[None]:
+    """Compile blocks, loss and Muon's iteration, and checkpoint activations, if the accelerate config asks for it.
 
     In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
     names and one graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass,
@@ -277,6 +283,8 @@ def prepared_blocks(model: PreTrainedModel, accelerator: Accelerator) -> Iterato
         for block in architecture.blocks(model):
             block.compile(**options)
         architecture.compile_loss(model, **options)
+        if isinstance(optimizer, Muon):
+            optimizer.compile(**options)
     try:
         yield
     finally:  # for the next model of this run: a thaw makes one

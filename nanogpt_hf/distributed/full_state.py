@@ -16,8 +16,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.adamw_8bit import as_float32, held_by
-
-_MOMENTS = ("exp_avg", "exp_avg_sq")
+from nanogpt_hf.optim.optimizer import ADAMW_STATE, state_keys
 
 
 def named_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -52,7 +51,7 @@ def full_optimizer_state(
         from deepspeed.utils import safe_get_full_optimizer_state
 
         steps = torch.as_tensor(next(_zero_states(optimizer))["step"], dtype=torch.float32)
-        moments = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in _MOMENTS)
+        moments = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in ADAMW_STATE)
         return _collect(accelerator, moments) | ({f"{n}.step": steps.cpu().clone() for n in trained})
     check_optimizer_state(accelerator, model, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
@@ -80,6 +79,7 @@ def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, opti
 def first_mismatch(
     accelerator: Accelerator,
     model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
     weights: dict[str, torch.Tensor],
     moments: dict[str, torch.Tensor],
 ) -> str | None:
@@ -89,8 +89,9 @@ def first_mismatch(
     """
     parameters = named_parameters(accelerator, model)
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    sizes = {f"{n}.{k}": (whole_shape(p), p) for n, p in trained.items() for k in _MOMENTS}
-    sizes |= {f"{n}.step": (torch.Size(()), p) for n, p in trained.items()}
+    keys = state_keys(optimizer, trained)
+    sizes = {f"{n}.{k}": (whole_shape(p), p) for n, p in trained.items() for k in keys[n]}
+    sizes |= {f"{n}.step": (torch.Size(()), p) for n, p in trained.items() if keys[n] == ADAMW_STATE}
     begun = {key.rpartition(".")[0] for key in moments}
     for kind, saved, needed in (
         ("weight", weights, {name: (whole_shape(p), p) for name, p in parameters.items()}),
@@ -136,27 +137,31 @@ def set_optimizer_state(
     `moments` is {} on the others; `layout` tells them what it has: name -> (shape, dtype). A parameter that trains and
     is not in it has just thawed: it starts from nothing.
     """
-    for name, parameter in named_parameters(accelerator, model).items():
-        if not parameter.requires_grad:
-            continue
+    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    kinds = state_keys(optimizer, trained)
+    for name, parameter in trained.items():
         keys = [key for key in layout if key.rpartition(".")[0] == name]
         if not _is_zero(accelerator):
             state = {key.rpartition(".")[2]: _placed(parameter, moments.get(key), *layout[key]) for key in keys}
-            optimizer.state[parameter] = held_by(optimizer.optimizer, parameter, state or _initial_state(parameter))
+            optimizer.state[parameter] = held_by(
+                optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
+            )
             continue
         for key in keys:
             value, kind = _broadcast(accelerator, moments.get(key), *layout[key]), key.rpartition(".")[2]
-            if kind in _MOMENTS:
+            if kind in ADAMW_STATE:
                 _set_zero(accelerator, parameter, value, kind)
             else:
                 for state in _zero_states(optimizer):
                     state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
 
 
-def _initial_state(parameter: torch.nn.Parameter) -> dict[str, torch.Tensor]:
-    """What AdamW itself makes before a parameter's first step."""
-    step = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return {"step": step} | {key: torch.zeros_like(parameter) for key in _MOMENTS}
+def _initial_state(parameter: torch.nn.Parameter, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
+    """What the optimizer itself makes before a parameter's first step."""
+    state = {key: torch.zeros_like(parameter) for key in keys}
+    if keys == ADAMW_STATE:
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
+    return state
 
 
 def scaler_state(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> dict[str, float] | None:
@@ -188,7 +193,7 @@ def reset_optimizer_state(accelerator: Accelerator, optimizer: torch.optim.Optim
     zero = optimizer.optimizer
     for flat in _zero_flats(optimizer):  # made, not zeroed: a step that overflowed in fp16 has left none
         step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
-        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in _MOMENTS}
+        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in ADAMW_STATE}
     if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's moments accessible
         for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
             lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)

@@ -16,7 +16,7 @@ from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import KNOBS, Config, ModelSection, kind_options
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
-from nanogpt_hf.model.architecture import count_parameters
+from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
@@ -48,11 +48,20 @@ def build_gpt_config(section: ModelSection, vocab_size: int, end_of_text_id: int
     )
 
 
-def build_model(config: GPTConfig, seed: int) -> GPTForCausalLM:
-    """A model with fresh weights, the same for the same seed on every process and machine."""
+def build_model(config: GPTConfig, seed: int, init: str = "gpt2") -> GPTForCausalLM:
+    """A model with initial weights, the same for the same seed on every process and machine.
+
+    `init` is model.init: with zero_residual each block starts as the identity, and all other weights as with gpt2.
+    """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
-        return GPTForCausalLM(config)
+        model = GPTForCausalLM(config)
+    if init == "zero_residual":
+        architecture = architecture_of(model)
+        for block in architecture.blocks(model):
+            nn.init.zeros_(architecture.attention_layers(block)[-1].weight)
+            nn.init.zeros_(architecture.mlp_layers(block)[-1].weight)
+    return model
 
 
 def load_model(name: str, revision: str | None = None, **options) -> GPTForCausalLM:
@@ -108,7 +117,8 @@ def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, ste
     """
     finetune, lora = config.finetune, config.lora
     if finetune.model is None:
-        return build_model(build_gpt_config(config.model, vocab_size, end_of_text_id), config.train.seed)
+        model_config = build_gpt_config(config.model, vocab_size, end_of_text_id)
+        return build_model(model_config, config.train.seed, config.model.init)
     options = {"dropout": config.model.dropout}
     if lora.quantize:
         options["quantization_config"] = _quantization(lora.quantize)

@@ -8,13 +8,13 @@ from nanogpt_hf.runs.redact import redact, redact_tree
 if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
 
-_FIXED = ("model.", "data.", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
+_FIXED = ("model.", "data.", "optim.name", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
 _FREE = ("data.dir", "data.num_proc", "lora.merge")
 _FREE += ("model.depth", "model.aspect_ratio")  # sizes that the dial chose are in the knobs that it sets
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a resumed run must have the knob's value that it began with: model, text, order, step, seed."""
+    """Whether a resumed run must have the knob's first value: those of model, data, order, optimizer, step and seed."""
     return key.startswith(_FIXED) and not key.startswith(_FREE)
 
 

@@ -203,7 +203,7 @@ def load_checkpoint(
                     f"{run.checkpoints}: the newest checkpoint is of another run or other data: {'; '.join(differ)}; "
                     "give it what it was trained with, or start again with --overwrite"
                 )
-            if difference := first_mismatch(accelerator, model, weights, moments):
+            if difference := first_mismatch(accelerator, model, optimizer, weights, moments):
                 raise RunFolderError(
                     f"{run.checkpoint(facts['step'])}: is of another model: {difference}; was the recipe's model "
                     "changed?"

@@ -74,8 +74,8 @@ def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, s
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
     if config.finetune.model:
         logger.info(f"{f'from step {step:,} on ' if step else ''}{describe_trainable(model, config, step)}")
-    optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay)
-    with prepared_blocks(model, accelerator):
+    optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
+    with prepared_blocks(model, accelerator, optimizer):
         prepared, optimizer = accelerator.prepare(model, optimizer)
     prepared.train()
     return {"model": prepared, "model_config": model.config, "optimizer": optimizer}

@@ -43,6 +43,14 @@ def test_fresh_weights_follow_the_seed_and_leave_the_global_generator_alone():
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
+def test_zero_residual_zeroes_what_writes_to_the_residual_stream_and_nothing_else():
+    config = build_gpt_config(SECTION, 61)
+    plain, zeroed = (dict(build_model(config, 1, init).named_parameters()) for init in ("gpt2", "zero_residual"))
+    differ = {name for name in plain if not torch.equal(plain[name], zeroed[name])}
+    assert differ == {name for name in plain if name.endswith(("attn.o_proj.weight", "mlp.proj.weight"))}
+    assert not any(zeroed[name].any() for name in differ)
+
+
 def test_what_is_no_model_is_one_clear_line(tmp_path):
     with pytest.raises(UserError, match="not a model folder"):
         load_model(str(tmp_path))

@@ -1,0 +1,147 @@
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices, and AdamW for the rest.
+
+Muon's update is the momentum of a matrix with its singular values brought close to 1 (orthogonalised), by five
+iterations of matrix products. The update is a function of the whole matrix, so a shard is never orthogonalised: each
+process computes the whole matrices of its share, and the others receive the result.
+"""
+
+import math
+from typing import Any, Literal
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+MOMENTUM = "momentum_buffer"  # the state of a matrix, as torch.optim.Muon names it
+UpdateScale = Literal["original", "match_rms_adamw"]
+_ITERATIONS, _COEFFICIENTS, _EPS = 5, (3.4445, -4.7750, 2.0315), 1e-7  # of Jordan et al., as in torch.optim.Muon
+
+
+def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
+    """Newton-Schulz iteration on a batch (K, rows, columns): singular values come out between about 0.7 and 1.2."""
+    a, b, c = _COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    x = matrices.mT if tall else matrices
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)  # all singular values are at most 1
+    for _ in range(_ITERATIONS):
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    return x.mT if tall else x
+
+
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """FLOPs of `orthogonalize` for one matrix.
+
+    With m the smaller and n the larger dimension an iteration multiplies (m, n) by (n, m), (m, m) by (m, m) and (m, m)
+    by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m / tokens per step for the share of a training
+    step.
+    """
+    m, n = sorted((rows, columns))
+    return _ITERATIONS * (4 * m * m * n + 2 * m**3)
+
+
+def update_scale(rows: int, columns: int, kind: UpdateScale) -> float:
+    """Factor of the learning rate for a matrix, as `adjust_lr_fn` of torch.optim.Muon.
+
+    `original` is Jordan et al.'s. `match_rms_adamw` (Liu et al. 2025, arXiv:2502.16982) makes updates about as large as
+    AdamW's, so that AdamW's learning rate fits.
+    """
+    return max(1.0, rows / columns) ** 0.5 if kind == "original" else 0.2 * max(rows, columns) ** 0.5
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon for the groups `matrices`, fused AdamW for the groups `others`. Momentum is Nesterov's, decay is decoupled.
+
+    Parameters are plain tensors or DTensors with any placements. Plain ones are equal on all processes of `replicas`
+    (DDP), which share the work. If `found_inf` is set and not 0, a step leaves weights and state unchanged, without
+    waiting for the device.
+    """
+
+    def __init__(
+        self,
+        matrices: list[dict[str, Any]],
+        others: list[dict[str, Any]],
+        *,
+        lr: float,
+        momentum: float,
+        scale: UpdateScale,
+        betas: tuple[float, float],
+        replicas: DeviceMesh | None = None,
+    ):
+        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+        muon = {"muon": True, "lr": lr, "momentum": momentum}
+        groups = [{**muon, **group} for group in matrices]
+        super().__init__([*groups, *({"muon": False, **group} for group in self._adamw.param_groups)], {})
+        self.found_inf: torch.Tensor | None = None
+        self._update_scale: UpdateScale = scale
+        self._replicas = replicas
+        self._orthogonalize = orthogonalize
+        self._step_supports_amp_scaling = True  # fp16's scaler then sets found_inf, instead of waiting for it
+
+    def compile(self, **options: Any) -> None:
+        """Compile the Newton-Schulz iteration; `options` are torch.compile's."""
+        self._orthogonalize = torch.compile(orthogonalize, dynamic=False, **options)
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient. Gradients must be unscaled."""
+        found_inf = getattr(self, "found_inf", None)  # fp16's scaler deletes it
+        stacks: dict[Any, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
+        for group in self.param_groups:
+            for p in group["params"] if group["muon"] else ():
+                if p.grad is not None:
+                    layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
+                    stacks.setdefault((p.shape, layout), []).append((p, group))
+        for stack in stacks.values():
+            self._update_matrices(stack, found_inf)
+        # Optimizer.load_state_dict, which accelerate calls, replaces groups and state
+        self._adamw.param_groups = [group for group in self.param_groups if not group["muon"]]
+        self._adamw.state = self.state
+        self._adamw.found_inf = found_inf
+        self._adamw.step()
+
+    def _update_matrices(
+        self, stack: list[tuple[torch.Tensor, dict[str, Any]]], found_inf: torch.Tensor | None
+    ) -> None:
+        """Update matrices of one shape and one layout."""
+        first, group = stack[0]
+        applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0: the step is skipped
+        gradients = torch.stack([_local(p.grad) for p, _ in stack])
+        if found_inf is not None:
+            gradients = gradients.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+        for (p, _), gradient in zip(stack, gradients.unbind(), strict=True):
+            if MOMENTUM not in self.state[p]:
+                self.state[p][MOMENTUM] = torch.zeros_like(p)
+            momentum = _local(self.state[p][MOMENTUM])
+            momentum.lerp_(gradient, (1 - group["momentum"]) * applied)
+            gradient.lerp_(momentum, group["momentum"])  # Nesterov
+        updates = self._orthogonalize_stack(gradients, first) * applied
+        scale = update_scale(*first.shape, self._update_scale)
+        for (p, group), update in zip(stack, updates.unbind(), strict=True):
+            weight = _local(p)
+            weight.mul_(1 - group["lr"] * group["weight_decay"] * applied)
+            weight.add_(update, alpha=-group["lr"] * scale)
+
+    def _orthogonalize_stack(self, stack: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+        """Orthogonalise a stack of matrices (or of shards of them) laid out as `parameter`: each process a share."""
+        if stack.device.type == "cuda":
+            stack = stack.bfloat16()
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements]
+        elif self._replicas is not None:
+            mesh, placements = self._replicas, [Replicate()]
+        else:
+            return self._orthogonalize(stack)
+        shape = torch.Size((len(stack), *parameter.shape))
+        whole = {"run_check": False, "shape": shape, "stride": (math.prod(shape[1:]), shape[2], 1)}
+        stacked = DTensor.from_local(stack, mesh, placements, **whole)
+        share = stacked.redistribute(placements=[Shard(0)] * mesh.ndim)
+        updates = DTensor.from_local(
+            self._orthogonalize(share.to_local()).contiguous(), mesh, share.placements, **whole
+        )
+        return updates.redistribute(placements=placements).to_local()
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,200 @@
+"""Muon: equal to torch's, skips steps without a finite gradient, and costs what is counted."""
+
+import copy
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from nanogpt_hf.config.checks import find_conflicts
+from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.architecture import GPT2, architecture_of
+from nanogpt_hf.optim.muon import Muon, orthogonalization_flops, orthogonalize
+from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
+
+SHAPES = {"square": (16, 16), "wide": (8, 32), "tall": (32, 8)}
+SIZES = {"vocab_size": 11, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "dropout": 0.0}
+
+
+def tiny_model(**sizes) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    return GPTForCausalLM(GPTConfig(**SIZES | sizes))
+
+
+def backward(model: GPTForCausalLM, step: int) -> None:
+    torch.manual_seed(step)
+    tokens = torch.randint(0, 11, (4, 8))
+    model(tokens, labels=tokens).loss.backward()
+
+
+@pytest.fixture
+def float32_in_torch(monkeypatch):
+    """torch.optim.Muon computes in bfloat16, which its source states as `grad.bfloat16()`."""
+    monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.float())
+
+
+@pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
+def test_ten_steps_equal_torch_optim_muon(scale, float32_in_torch):
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.values() for _ in range(3)]
+    theirs = copy.deepcopy(ours)
+    vector = torch.nn.Parameter(torch.zeros(4))
+    muon = Muon(
+        [{"params": ours, "weight_decay": 0.1}],
+        [{"params": [vector]}],
+        lr=0.02,
+        momentum=0.95,
+        scale=scale,
+        betas=(0.9, 0.95),
+    )
+    reference = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn=scale)
+    for _ in range(10):
+        for a, b in zip(ours, theirs, strict=True):
+            a.grad = torch.randn_like(a)
+            b.grad = a.grad.clone()
+        muon.step()
+        reference.step()
+    for a, b in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+        torch.testing.assert_close(muon.state[a]["momentum_buffer"], reference.state[b]["momentum_buffer"])
+
+
+def test_orthogonalize_brings_singular_values_near_one():
+    torch.manual_seed(0)
+    for shape in SHAPES.values():
+        values = torch.linalg.svdvals(orthogonalize(torch.randn(3, *shape)))
+        assert values.min() > 0.6
+        assert values.max() < 1.25
+    assert torch.equal(orthogonalize(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
+
+
+def test_muon_updates_the_matrices_inside_blocks_and_adamw_all_other_parameters():
+    model = tiny_model(bias=True)
+    optim = OptimSection(name="muon", learning_rate=0.004, muon_learning_rate=0.02, weight_decay=0.3)
+    optimizer = build_optimizer(model, optim)
+    names = {id(p): name for name, p in model.named_parameters()}
+    muon, *others = optimizer.param_groups
+    assert [group["muon"] for group in optimizer.param_groups] == [True, False, False]
+    layers = ("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj", "mlp.fc", "mlp.proj")
+    wanted = {f"transformer.h.{i}.{layer}.weight" for i in range(2) for layer in layers}
+    assert {names[id(p)] for p in muon["params"]} == wanted
+    decayed, plain = others
+    assert {names[id(p)] for p in decayed["params"]} == {"transformer.wte.weight", "transformer.wpe.weight"}
+    assert len(muon["params"]) + len(decayed["params"]) + len(plain["params"]) == len(names)
+    assert (muon["weight_decay"], decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.3, 0.0)
+    set_learning_rate(optimizer, 0.001)  # a quarter of the peak
+    assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.001, 0.001])
+
+
+def test_layer_decay_scales_the_learning_rates_of_muon_too():
+    optim = OptimSection(name="muon", learning_rate=0.004, muon_learning_rate=0.02)
+    optimizer = build_optimizer(tiny_model(), optim, layer_decay=0.5)
+    set_learning_rate(optimizer, 0.004)
+    rates = [group["lr"] for group in optimizer.param_groups if group["muon"]]
+    assert rates == pytest.approx([0.02 * 0.25, 0.02 * 0.5])
+
+
+def test_frozen_matrices_are_left_out_of_muon():
+    model = tiny_model()
+    GPT2.blocks(model)[0].requires_grad_(False)
+    optimizer = build_optimizer(model, OptimSection(name="muon"))
+    assert len(optimizer.param_groups[0]["params"]) == 6
+
+
+@pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
+def test_a_gradient_that_is_not_finite_leaves_muon_unchanged(wrong):
+    model = tiny_model()
+    optimizer = build_optimizer(model, OptimSection(name="muon"))
+
+    def step(step: int, spoil: bool = False) -> None:
+        backward(model, step)
+        if spoil:
+            for p in model.parameters():
+                p.grad[0] = wrong
+        skip_step_unless_finite(optimizer, torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]))
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def values() -> list[torch.Tensor]:
+        state = [tensor for p in model.parameters() for tensor in optimizer.state[p].values()]
+        return [tensor.detach().clone() for tensor in (*model.parameters(), *state)]
+
+    step(0)
+    before = values()
+    step(1, spoil=True)
+    assert all(map(torch.equal, before, values()))
+    step(2)
+    assert not any(map(torch.equal, before, values()))
+
+
+def test_a_finite_step_is_the_same_whether_or_not_the_gradient_was_examined():
+    models = [tiny_model() for _ in "ab"]
+    for model, examined in zip(models, (True, False), strict=True):
+        optimizer = build_optimizer(model, OptimSection(name="muon"))
+        for step in range(3):
+            backward(model, step)
+            if examined:
+                skip_step_unless_finite(optimizer, torch.ones(()))
+            optimizer.step()
+            optimizer.zero_grad()
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
+
+
+def test_fp16_scaler_skips_a_step_of_muon_without_reading_its_verdict(monkeypatch):
+    model = tiny_model()
+    optimizer = build_optimizer(model, OptimSection(name="muon"))
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    monkeypatch.setattr(scaler, "_maybe_opt_step", None)  # the way of optimizers that cannot skip by themselves
+
+    def step(number: int, spoil: bool) -> None:
+        optimizer.zero_grad()
+        torch.manual_seed(number)
+        tokens = torch.randint(0, 11, (4, 8))
+        scaler.scale(model(tokens, labels=tokens).loss).backward()
+        if spoil:
+            model.transformer.h[0].mlp.fc.weight.grad[0] = float("inf")
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(0, spoil=False)
+    before = copy.deepcopy(model.state_dict())
+    step(1, spoil=True)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+    step(2, spoil=False)
+    assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
+
+
+def test_flops_of_orthogonalization_are_those_of_its_products():
+    for rows, columns in SHAPES.values():
+        with FlopCounterMode(display=False) as counter:
+            orthogonalize(torch.randn(3, rows, columns))
+        assert counter.get_total_flops() == 3 * orthogonalization_flops(rows, columns)
+
+
+def test_orthogonalization_takes_less_than_a_hundredth_of_a_step_of_gpt2_124m():
+    config = GPTConfig()
+    with torch.device("meta"):
+        model = GPTForCausalLM(config)
+    architecture = architecture_of(model)
+    assert model.num_parameters() == 124_439_808  # GPT-2 small, biases included
+    matrices = [p for p in architecture.blocks(model).parameters() if p.dim() == 2]
+    share = sum(orthogonalization_flops(*p.shape) for p in matrices)
+    share /= 491_520 * architecture.flops_per_token(config, 1024)
+    assert share == pytest.approx(0.0039, abs=2e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"optim.learning_rate": 0, "optim.min_learning_rate": 0}, "must be above 0 with muon"),
+        ({"optim.state": "8bit"}, "8bit is for adamw only"),
+        ({"lora.rank": 4, "finetune.model": "gpt2"}, "LoRA trains two factors of it; use adamw"),
+    ],
+)
+def test_find_conflicts_refuses_what_muon_cannot_do(values, message):
+    config = replace_knobs(Config(), {"data.source": "python-docs", "optim.name": "muon"} | values)
+    (conflict,) = find_conflicts(config)
+    assert message in conflict.message
