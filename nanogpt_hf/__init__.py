@@ -1,18 +1,59 @@
-"""nanoGPT grown up inside the Hugging Face ecosystem."""
+"""nanogpt_hf: pretrain, fine-tune and share GPTs inside the Hugging Face ecosystem."""
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nanogpt_hf.commands.training_run import train
+    from nanogpt_hf.config.load import load_config
+    from nanogpt_hf.config.schema import Config
+    from nanogpt_hf.data.prepare import prepare
+    from nanogpt_hf.errors import Stopped, UserError
+    from nanogpt_hf.export.hub import push
     from nanogpt_hf.model import GPTConfig, GPTForCausalLM, GPTModel
+    from nanogpt_hf.runs.folder import RunFolder
+    from nanogpt_hf.runs.metrics import read_metrics
 
 __version__ = "0.1.0"
-__all__ = ["GPTConfig", "GPTForCausalLM", "GPTModel", "__version__"]
+__all__ = [
+    "Config",
+    "GPTConfig",
+    "GPTForCausalLM",
+    "GPTModel",
+    "RunFolder",
+    "Stopped",
+    "UserError",
+    "__version__",
+    "load_config",
+    "prepare",
+    "push",
+    "read_metrics",
+    "train",
+]
+
+# public name -> the module that defines it
+_MODULES = {
+    "Config": "config.schema",
+    "GPTConfig": "model",
+    "GPTForCausalLM": "model",
+    "GPTModel": "model",
+    "RunFolder": "runs.folder",
+    "Stopped": "errors",
+    "UserError": "errors",
+    "load_config": "config.load",
+    "prepare": "data.prepare",
+    "push": "export.hub",
+    "read_metrics": "runs.metrics",
+    "train": "commands.training_run",
+}
 
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import: only those who ask for the model wait for them.
-    if name in __all__:
-        import nanogpt_hf.model
-
-        return getattr(nanogpt_hf.model, name)
+    # torch and transformers take seconds to import: only programs that use a name wait for what it needs.
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"nanogpt_hf.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.sample import find_model
-from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, start_run
+from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, run_options, train
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
 from nanogpt_hf.config.load import convert, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
@@ -58,7 +58,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
                 f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; prepare it again"
             )
 
-    start_run(arguments, config, check_tokenizer_of_data)
+    train(config, **run_options(arguments), check=check_tokenizer_of_data)
 
 
 def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "GPTConfig"]:

@@ -2,7 +2,7 @@
 
 import argparse
 
-from nanogpt_hf.commands.training_run import add_depth, add_run_arguments, depth_override, dry_run, start_run
+from nanogpt_hf.commands.training_run import add_depth, add_run_arguments, depth_override, dry_run, run_options, train
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 
@@ -20,4 +20,4 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if arguments.dry_run:
         dry_run(config)
     else:
-        start_run(arguments, config)
+        train(config, **run_options(arguments))

@@ -52,10 +52,25 @@ def dial_lines(config: Config) -> list[str]:
     return ["size dial:", *dial_table(config.dial), ""] if config.dial else []
 
 
-def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[], None] = lambda: None) -> "RunFolder":
-    """Train `config` and return its run folder.
+def run_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments of `train` that the options of `add_run_arguments` state."""
+    return {name: getattr(arguments, name) for name in ("run_dir", "resume", "overwrite", "auto_resume")}
 
-    `check` is called on every process when its data is prepared, and may raise UserError.
+
+def train(
+    config: Config,
+    run_dir: str | os.PathLike[str] | None = None,
+    *,
+    resume: bool = False,
+    overwrite: bool = False,
+    auto_resume: bool = False,
+    check: Callable[[], None] = lambda: None,
+) -> "RunFolder":
+    """Prepare the data, train `config` into a run folder, by default runs/<its name>, and return the folder.
+
+    On several processes each of them calls it. `check` is called on every process when its data is prepared, and may
+    raise UserError. Raises UserError if recipe, data, folder and machine do not fit, and Stopped if a signal ended the
+    run early, after saving.
     """
     start = CpuTimes.now()
     # The imports below take seconds; mistakes before and --help should not wait for them.
@@ -66,11 +81,11 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     from nanogpt_hf.distributed.accelerator import check_launch
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.runs.folder import RunFolder
-    from nanogpt_hf.training.loop import train
+    from nanogpt_hf.training import loop
 
     busy_cores = start.cores_of_others(CpuTimes.now())
     disable_progress_bar()
-    folder = RunFolder(arguments.run_dir or Path("runs") / config.name)
+    folder = RunFolder(run_dir or Path("runs") / config.name)
     main_process = Mesh.from_environment().is_main
     ours, data = folder.path.resolve(), Path(config.data.dir).resolve()
     if ours.is_relative_to(data) or data.is_relative_to(ours):
@@ -80,7 +95,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
     check_launch(config)
     for line in dial_lines(config):
         logger.info(line)
-    if arguments.auto_resume and (arguments.resume or arguments.overwrite):
+    if auto_resume and (resume or overwrite):
         raise UserError("--auto-resume chooses between --resume and a new start; give it alone")
 
     with contextlib.ExitStack() as held:
@@ -88,15 +103,14 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
         def get_ready() -> dict[str, Any]:
             facts = {}
             if main_process:  # the run folder is its business; the others might look when it has begun to write
-                how = {key: getattr(arguments, key) for key in ("resume", "overwrite", "auto_resume")}
+                how = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
                 folder.check(**how)
                 folder.lock()
                 held.callback(folder.unlock)
-                resume = folder.check(**how)  # nobody else can write now
-                if resume:
+                facts["resume"] = folder.check(**how)  # nobody else can write now
+                if facts["resume"]:
                     for change in folder.changes(config):  # complains where it would be another experiment
                         logger.info(f"changed since the run began: {change}")
-                facts["resume"] = resume
                 if config.hub.push:
                     from nanogpt_hf.export.hub import check_login
 
@@ -111,7 +125,7 @@ def start_run(arguments: argparse.Namespace, config: Config, check: Callable[[],
             leave_busy_cores(busy_cores)
         try:
             with one_line_for_a_lost_process(folder):
-                state = train(config, folder, resume=resume)
+                state = loop.train(config, folder, resume=resume)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise

@@ -7,7 +7,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,11 +197,13 @@ def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]
 
 def load_config(
     recipe: Path | str | None,
-    overrides: Sequence[tuple[str, str]] = (),
+    overrides: Sequence[tuple[str, str]] | Mapping[str, Any] = (),
     defaults: dict[str, Any] | None = None,
     name: str = "",
 ) -> Config:
-    """Defaults (the schema's, then `defaults`), then the recipe, then `overrides` (dotted key, text), checked.
+    """Defaults (the schema's, then `defaults`), then the recipe, then `overrides`, checked.
+
+    `overrides` are pairs of dotted key and text, or a mapping such as {"train.max_steps": 200}.
 
     `model.depth` chooses other knobs (config/dial.py). What is stated beside it or after it overrides its choices: in
     the recipe if that has the depth, and in `overrides`.
@@ -212,6 +214,9 @@ def load_config(
     fit each other. A key with a problem of its own is left out of the rules over several keys.
     """
     recipe = find_recipe(recipe) if recipe else None
+    if isinstance(overrides, Mapping):
+        as_text = {key: str(value) for key, value in overrides.items() if not isinstance(value, list | None)}
+        overrides = list((dict(overrides) | as_text).items())
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
     values, bad = dict(defaults or {}), set()
     origins = {}

@@ -1,0 +1,62 @@
+"""The Python API: the example of docs/training.md as it is written, and the public names."""
+
+import importlib
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import nanogpt_hf
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.errors import ConfigError
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+
+PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.long
+def test_python_example_trains_resumes_samples_and_pushes(hub, tmp_path, monkeypatch, capsys):
+    (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example.replace("user/python", "tester/python"), "training.md", "exec"), {})
+    events = read_metrics(RunFolder("runs/python"))
+    assert [event["step"] for event in events if "train/loss" in event] == list(range(10, 151, 10))
+    assert (tmp_path / "runs/python/checkpoints/step_00000150").is_dir()
+    *_, text, url = capsys.readouterr().out.splitlines()
+    assert url.startswith(f"{hub.url}/tester/python/commit/")
+    files = hub.repositories["tester/python"].files()
+    assert {"model.safetensors", "README.md", "recipe.yaml", "metrics.jsonl"} <= set(files)
+    assert hub.repositories["tester/python"].private
+
+
+def test_load_config_takes_plain_values():
+    values = {"optim.learning_rate": 3e-4, "tracking.layers": True, "eval.samples": ["a, b"], "eval.patience": None}
+    config = load_config("quickstart", values)
+    assert (config.optim.learning_rate, config.tracking.layers) == (3e-4, True)
+    assert (list(config.eval.samples), config.eval.patience) == (["a, b"], None)
+    with pytest.raises(ConfigError, match="train.max_steps: expected an integer, got '1.5'"):
+        load_config("quickstart", {"train.max_steps": 1.5})
+
+
+def test_all_public_names_are_lazy_and_importable():
+    for name in nanogpt_hf.__all__:
+        assert getattr(nanogpt_hf, name) is not None
+    assert set(nanogpt_hf.__all__) == {*nanogpt_hf._MODULES, "__version__"}
+    table = re.findall(r"^\| (`.*?) \|", PAGE.partition("## From Python")[2].partition("## What")[0], re.MULTILINE)
+    assert {name for row in table for name in re.findall(r"`(\w+)", row)} == set(nanogpt_hf._MODULES) - {"Config"}
+
+
+def test_public_names_are_defined_in_the_named_modules():
+    for name, module in nanogpt_hf._MODULES.items():
+        assert getattr(importlib.import_module(f"nanogpt_hf.{module}"), name) is getattr(nanogpt_hf, name)
+
+
+def test_import_of_the_package_imports_no_torch():
+    code = (
+        "import sys, nanogpt_hf; nanogpt_hf.load_config; nanogpt_hf.UserError;"
+        "assert not {'torch', 'transformers', 'numpy'} & set(sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
