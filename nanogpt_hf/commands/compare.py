@@ -1,4 +1,4 @@
-"""Put runs side by side: a table, what differs in their recipes, a picture, and whether the loss is normal.
+"""Compare runs: a table, differences between the recipes, a plot of the losses, and whether each loss is normal.
 
 Normal is what the recipe's reference says, a band over several seeds: recipes/reference/, or --reference FILE.
 Runs may still be training.
@@ -21,7 +21,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
     parser.add_argument("--by", choices=("step", "tokens", "time"), default="step", help="x axis; default %(default)s")
     parser.add_argument(
-        "--output", metavar="FILE", type=output_file, help="the picture, - is stdout (default compare.png)"
+        "--output", metavar="FILE", type=output_file, help="the plot, - is stdout (default compare.png)"
     )
     parser.add_argument("--reference", metavar="FILE", type=Path, help="a reference of your own to judge by")
     parser.add_argument(
@@ -78,7 +78,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     metric = "val/loss" if _same_tokens(configs) else "val/bits_per_byte"
     show(compare_runs(events, metric))
     if metric != "val/loss":
-        show("\ntheir tokens differ, so they are compared by bits per byte: a loss per token would say nothing")
+        show("\nthe tokenizers differ, so the runs are compared by bits per byte instead of loss per token")
     if len(folders) > 1:
         show(f"\n{compare_recipes(configs)}")
     references = {name: given or find_reference(config) for name, config in configs.items()}
@@ -94,7 +94,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     with output_target(output) as target:
         drawn = draw_comparison(events, metric, by, target, one)
     if drawn:
-        show(f"\npicture: {output}")
+        show(f"\nplot: {output}")
 
 
 def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:

@@ -1,4 +1,4 @@
-"""Runs side by side as text: where each stands, and what differs in their recipes."""
+"""Compare runs as text: progress, speed, losses, and differences between their recipes."""
 
 import numpy as np
 
@@ -8,7 +8,7 @@ from nanogpt_hf.runs.metrics import Event, column
 
 
 def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
-    """A line a run: how far it is, how fast it was, and the best and the last value of `metric`."""
+    """A table with one row per run: steps, tokens, time, speed, best and last value of `metric`."""
     rows = [["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]]
     for name, events in runs.items():
         steps, values = column(events, metric)
@@ -22,28 +22,28 @@ def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
         else:
             row += ["–", "–", "–"]
         rows.append(row)
-    return _columns(rows, right=True)
+    return _table(rows, right_aligned=True)
 
 
 def compare_recipes(configs: dict[str, Config]) -> str:
-    """A line a knob that is not the same in all recipes, a column a run."""
+    """A table of the knobs that differ between the recipes, with one column per run."""
     rows = []
     for key in KNOBS:
         values = [get_value(config, key) for config in configs.values()]
         if any(value != values[0] for value in values):
             rows.append([key, *map(str, values)])
     if not rows:
-        return "their recipes are the same"
-    return "their recipes differ in\n" + _columns([["knob", *configs], *rows])
+        return "the recipes are equal"
+    return "the recipes differ in\n" + _table([["knob", *configs], *rows])
 
 
-def _columns(rows: list[list[str]], right: bool = False) -> str:
-    """Cells under each other; all columns but the first to the right where they are numbers."""
+def _table(rows: list[list[str]], right_aligned: bool = False) -> str:
+    """Align cells in columns; `right_aligned` is for all columns but the first."""
     widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
     lines = []
     for row in rows:
         cells = [
-            cell.rjust(width) if right and i else cell.ljust(width)
+            cell.rjust(width) if right_aligned and i else cell.ljust(width)
             for i, (cell, width) in enumerate(zip(row, widths, strict=True))
         ]
         lines.append("  ".join(cells).rstrip())

@@ -1,4 +1,4 @@
-"""Pictures of runs: the losses of one over its steps with the learning rate beneath, and those of several."""
+"""Draw loss curves as PNG: loss.png of one run, and several runs in one plot."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,15 +15,17 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# Okabe and Ito's colours, which are told apart by colour-blind readers, too (https://jfly.uni-koeln.de/color/).
+# The colours of Okabe and Ito, for colour-blind readers too (https://jfly.uni-koeln.de/color/).
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9"
-_RUNS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+_RUN_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+_LINE_STYLES = ("-", "--", ":")
 _GREY = "#555555"
-_LONG = 40  # points from which on a curve is smoothed, and its steep beginning may leave the picture
+_MANY_POINTS = 40  # a curve of more points is smoothed, and its steep start may be cropped
+_NAME_LENGTH = 24  # characters of a label
 
 
 def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
-    """Draw loss.png, with the band of the recipe's reference behind it where one is of this experiment."""
+    """Draw loss.png, with the band of the recipe's reference if the run can be compared with it."""
     reference = find_reference(config)
     if reference and differences(reference, config)[0]:
         reference = None
@@ -31,150 +33,150 @@ def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
 
 
 def draw_curves(events: list[Event], title: str, path: Path, reference: Reference | None = None) -> None:
-    """Draw train loss (smoothed over raw), validation loss and learning rate to a PNG; nothing of no training loss."""
+    """Draw training loss (raw and smoothed), validation loss and learning rate. No plot without a training loss."""
     steps, losses = column(events, "train/loss")
     if not len(steps):
         return
-    figure, (top, bottom) = _figure(2, height_ratios=[5, 1])
-    where, validation = column(events, "val/loss")
+    figure, (loss_axes, rate_axes) = _figure(2, height_ratios=[5, 1])
+    val_steps, val_losses = column(events, "val/loss")
     if reference and "val/loss" in reference.curves:
-        _band(top, reference.curves["val/loss"], steps[-1])
-    ends = {}
-    long = len(steps) > _LONG
-    top.plot(steps, losses, color=BLUE, linewidth=0.7 if long else 1.8, alpha=0.3 if long else 1)
-    average = smooth(losses, len(steps) // 25)
-    if long:
-        top.plot(steps, average, color=BLUE, linewidth=2)
-    ends["train"] = (average[-1], BLUE)
-    if len(where):
-        top.plot(where, validation, color=VERMILION, linewidth=1.4, marker="o", markersize=4.5, markeredgecolor="white")
-        ends["validation"] = (validation[-1], VERMILION)
-        _mark_best(top, where, validation, steps[-1])
-    _leave_out_the_start(top, steps, average, where, validation)
-    _label_ends(top, ends)
-    top.set_ylabel("loss (nats a token)")
-    _title(figure, top, title, f"step {int(steps[-1]):,}")
+        _draw_band(loss_axes, reference.curves["val/loss"], steps[-1])
+    smoothed = smooth(losses, len(steps) // 25)
+    if len(steps) > _MANY_POINTS:
+        loss_axes.plot(steps, losses, color=BLUE, linewidth=0.7, alpha=0.3)
+        loss_axes.plot(steps, smoothed, color=BLUE, linewidth=2)
+    else:
+        loss_axes.plot(steps, losses, color=BLUE, linewidth=1.8)
+    labels = {"train": (smoothed[-1], BLUE)}
+    if len(val_steps):
+        _plot_evaluations(loss_axes, val_steps, val_losses, color=VERMILION, linewidth=1.4)
+        labels["validation"] = (val_losses[-1], VERMILION)
+        _mark_best(loss_axes, val_steps, val_losses, steps[-1])
+    _crop_start(loss_axes, steps, smoothed, val_steps, val_losses)
+    _label_ends(loss_axes, labels)
+    loss_axes.set_ylabel("loss (nats per token)")
+    _title(loss_axes, title, f"step {int(steps[-1]):,}")
     rates = column(events, "train/learning_rate")
-    bottom.fill_between(*rates, color=_GREY, alpha=0.15, linewidth=0)
-    bottom.plot(*rates, color=_GREY, linewidth=1.4)
-    bottom.set_ylabel("learning\nrate")
-    bottom.set_ylim(bottom=0)
-    bottom.ticklabel_format(axis="y", scilimits=(-2, 2))
-    bottom.set_xlabel("step")
+    rate_axes.fill_between(*rates, color=_GREY, alpha=0.15, linewidth=0)
+    rate_axes.plot(*rates, color=_GREY, linewidth=1.4)
+    rate_axes.set_ylabel("learning\nrate")
+    rate_axes.set_ylim(bottom=0)
+    rate_axes.ticklabel_format(axis="y", scilimits=(-2, 2))
+    rate_axes.set_xlabel("step")
     _save(figure, path)
 
 
 def draw_comparison(
     runs: dict[str, list[Event]], metric: str, by: str, path: Path, reference: Reference | None = None
 ) -> bool:
-    """Draw one metric of several runs (name -> events) to a PNG: of each the validation, over its smoothed training.
+    """Draw a validation metric of several runs (name -> events), with the smoothed training loss as a thin line.
 
-    `metric` is val/loss, or val/bits_per_byte where tokens differ, `by` what is on the x axis: step, tokens, seconds.
+    `metric` is val/loss, or val/bits_per_byte if the tokenizers differ; `by`, the x axis, is step, tokens or seconds.
     Returns whether there was anything to draw.
     """
-    figure, (axes,) = _figure(1)
-    shown = {name: column(events, metric, by) for name, events in runs.items()}
-    furthest = max((where[-1] for where, _ in shown.values() if len(where)), default=0)
-    if reference and metric in reference.curves and by == "step":
-        _band(axes, reference.curves[metric], furthest)
-    ends, means, spots = {}, [], []
-    for number, (name, (where, values)) in enumerate(shown.items()):
-        colour = _RUNS[number % len(_RUNS)]
-        style = ("-", "--", ":")[number // len(_RUNS) % 3]
-        if metric == "val/loss":
-            train, losses = column(runs[name], "train/loss", by)
-            average = smooth(losses, len(losses) // 25)
-            axes.plot(train, average, color=colour, linewidth=0.9, alpha=0.45, linestyle=style)
-            spots, means = [*spots, *train], [*means, *average]
-        axes.plot(
-            where,
-            values,
-            color=colour,
-            linewidth=1.8,
-            linestyle=style,
-            marker="o",
-            markersize=4,
-            markeredgecolor="white",
-        )
-        if len(values):
-            ends[name] = (values[-1], colour)
-    if not ends:
+    curves = {name: column(events, metric, by) for name, events in runs.items()}
+    if not any(len(x) for x, _ in curves.values()):
         return False
-    spots, means = np.array(spots), np.array(means)
-    everywhere = np.concatenate([where for where, _ in shown.values()])
-    _leave_out_the_start(axes, spots, means, everywhere, np.concatenate([values for _, values in shown.values()]))
-    _label_ends(axes, ends)
-    axes.set_ylabel("validation loss (nats a token)" if metric == "val/loss" else "validation, bits a byte")
+    figure, (axes,) = _figure(1)
+    if reference and metric in reference.curves and by == "step":
+        _draw_band(axes, reference.curves[metric], max(x[-1] for x, _ in curves.values() if len(x)))
+    labels, train_curves = {}, []
+    for number, (name, (x, values)) in enumerate(curves.items()):
+        colour = _RUN_COLOURS[number % len(_RUN_COLOURS)]
+        style = _LINE_STYLES[number // len(_RUN_COLOURS) % len(_LINE_STYLES)]
+        if metric == "val/loss":
+            train_x, losses = column(runs[name], "train/loss", by)
+            smoothed = smooth(losses, len(losses) // 25)
+            axes.plot(train_x, smoothed, color=colour, linewidth=0.9, alpha=0.45, linestyle=style)
+            train_curves.append((train_x, smoothed))
+        _plot_evaluations(axes, x, values, color=colour, linewidth=1.8, linestyle=style)
+        if len(values):
+            labels[name] = (values[-1], colour)
+    if train_curves:
+        _crop_start(axes, *_concatenated(train_curves), *_concatenated(list(curves.values())))
+    _label_ends(axes, labels)
+    axes.set_ylabel("validation loss (nats per token)" if metric == "val/loss" else "validation bits per byte")
     axes.set_xlabel({"step": "step", "tokens": "training tokens", "seconds": "seconds of training"}[by])
-    _title(figure, axes, f"{len(runs)} runs" if len(runs) > 1 else next(iter(runs)), "thin: training, smoothed")
+    _title(
+        axes,
+        f"{len(runs)} runs" if len(runs) > 1 else next(iter(runs)),
+        "thin: training loss, smoothed" if metric == "val/loss" else "",
+    )
     _save(figure, path)
     return True
 
 
+def _concatenated(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
+    return np.concatenate([x for x, _ in curves]), np.concatenate([y for _, y in curves])
+
+
+def _plot_evaluations(axes: "Axes", x: np.ndarray, values: np.ndarray, **style) -> None:
+    axes.plot(x, values, marker="o", markersize=4.5, markeredgecolor="white", **style)
+
+
 def _figure(rows: int, **options) -> tuple["Figure", list["Axes"]]:
+    """A figure with `rows` axes in our style, without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(8, 5.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(rows, 1, sharex=True, squeeze=False, **options).flat)
-    for one in axes:
-        one.grid(alpha=0.2)
-        one.margins(x=0.015)
-        one.spines[["top", "right"]].set_visible(False)
-        one.spines[["left", "bottom"]].set_color("#aaaaaa")
-        one.tick_params(color="#aaaaaa", labelcolor="#333333")
-        one.xaxis.set_major_formatter("{x:,.0f}")
+    for ax in axes:
+        ax.grid(alpha=0.2)
+        ax.margins(x=0.015)
+        ax.spines[["top", "right"]].set_visible(False)
+        ax.spines[["left", "bottom"]].set_color("#aaaaaa")
+        ax.tick_params(color="#aaaaaa", labelcolor="#333333")
+        ax.xaxis.set_major_formatter("{x:,.0f}")
     return figure, axes
 
 
-def _band(axes: "Axes", curve: Curve, until: float) -> None:
+def _draw_band(axes: "Axes", curve: Curve, last_step: float) -> None:
     axes.fill_between(curve.step, curve.low, curve.high, color="#000000", alpha=0.1, linewidth=0)
     axes.plot(curve.step, curve.mean, color="#000000", alpha=0.25, linewidth=0.8)
-    axes.set_xlim(right=until * 1.02)
-    axes.plot([], [], color="#000000", alpha=0.15, linewidth=8, label="validation of the reference runs, band")
+    axes.set_xlim(right=last_step * 1.02)
+    axes.plot([], [], color="#000000", alpha=0.15, linewidth=8, label="band of the reference runs (validation)")
     axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
-def _mark_best(axes: "Axes", where: np.ndarray, values: np.ndarray, until: float) -> None:
-    best = int(values.argmin())
-    axes.plot(where[best], values[best], marker="o", markersize=11, markerfacecolor="none", markeredgecolor=VERMILION)
+def _mark_best(axes: "Axes", steps: np.ndarray, losses: np.ndarray, last_step: float) -> None:
+    best = int(losses.argmin())
+    axes.plot(steps[best], losses[best], marker="o", markersize=11, markerfacecolor="none", markeredgecolor=VERMILION)
     axes.annotate(
-        f"best {values[best]:.4f} at step {int(where[best]):,}",
-        (where[best], values[best]),
+        f"best {losses[best]:.4f} at step {int(steps[best]):,}",
+        (steps[best], losses[best]),
         xytext=(0, 62),
         textcoords="offset points",
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
-        ha="left" if where[best] < until / 2 else "right",
+        ha="left" if steps[best] < last_step / 2 else "right",
         color="#8c3d00",
         arrowprops={"arrowstyle": "-", "color": VERMILION, "linewidth": 0.8, "shrinkB": 6},
     )
 
 
-def _leave_out_the_start(
-    axes: "Axes", steps: np.ndarray, losses: np.ndarray, where: np.ndarray, validation: np.ndarray
-) -> None:
-    """Let the picture begin below the first losses of a long run, which would flatten all others, and say so."""
-    if len(steps) <= _LONG:
+def _crop_start(axes: "Axes", x: np.ndarray, losses: np.ndarray, val_x: np.ndarray, val_losses: np.ndarray) -> None:
+    """Start the y axis below the first losses of a long run, which would flatten the rest; a note shows their value."""
+    if len(x) <= _MANY_POINTS:
         return
-    late = max(steps.max(), where.max(initial=0)) / 40
-    kept = np.concatenate([losses[steps >= late], validation[where >= late]])
-    kept = kept[np.isfinite(kept)]
-    first = float(np.concatenate([losses[:1], validation[:1]]).max())
-    low, high = kept.min(), kept.max()
+    start = max(x.max(), val_x.max(initial=0)) / 40
+    shown = np.concatenate([losses[x >= start], val_losses[val_x >= start]])
+    shown = shown[np.isfinite(shown)]
+    first = float(np.concatenate([losses[:1], val_losses[:1]]).max())
+    low, high = shown.min(), shown.max()
     if first > high + 0.2 * (high - low):
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
         axes.annotate(f"↑ from {first:.2f}", (0.16, 0.985), xycoords="axes fraction", va="top", color=_GREY, fontsize=9)
 
 
-def _label_ends(axes: "Axes", ends: dict[str, tuple[float, str]]) -> None:
-    """Names at the right end of the curves instead of a legend, moved apart where they would lie on each other."""
+def _label_ends(axes: "Axes", labels: dict[str, tuple[float, str]]) -> None:
+    """Write names (-> last value and colour) at the right end of the curves, moved apart if they would overlap."""
     low, high = axes.get_ylim()
-    placed = -np.inf
-    for name, (value, colour) in sorted(ends.items(), key=lambda item: item[1][0]):
-        height = max((min(max(value, low), high) - low) / (high - low), placed + 0.055)
-        placed = height
-        text = name if len(name) <= 24 else f"{name[:11]}…{name[-12:]}"
+    height = -np.inf
+    for name, (value, colour) in sorted(labels.items(), key=lambda item: item[1][0]):
+        height = max((min(max(value, low), high) - low) / (high - low), height + 0.055)
+        half = _NAME_LENGTH // 2
+        text = name if len(name) <= _NAME_LENGTH else f"{name[: half - 1]}…{name[-half:]}"
         axes.annotate(
             text.replace("$", r"\$"),
             (1.012, height),
@@ -185,9 +187,9 @@ def _label_ends(axes: "Axes", ends: dict[str, tuple[float, str]]) -> None:
         )
 
 
-def _title(figure: "Figure", axes: "Axes", title: str, beside: str) -> None:
+def _title(axes: "Axes", title: str, note: str) -> None:
     axes.set_title(title.replace("$", r"\$"), loc="left", fontweight="bold")
-    axes.set_title(beside, loc="right", color=_GREY, fontsize=9)
+    axes.set_title(note, loc="right", color=_GREY, fontsize=9)
 
 
 def _save(figure: "Figure", path: Path) -> None:

@@ -1,10 +1,10 @@
 "use strict";
-// The page's curves and samples. Its data is in the JSON beside this; whatever is text goes in as text, never as HTML.
+// Draws the curves and selects the samples. The data is the JSON element; text is inserted as text, never as HTML.
 const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const BOX = { left: 64, right: 930, top: 10, bottom: 380 };
 
-// What the menu offers: losses together, a layer's metric with that of the other layers, and every other one by itself.
+// The menu: both losses together, a metric of all layers together, and every other metric alone.
 const families = new Map([["loss", []]]);
 data.groups.forEach((group) => Object.keys(group.metrics).forEach((name) => {
   const family = ["train/loss", "val/loss"].includes(name) ? "loss" : name.replace(/^layers\/[^/]+\//, "layers/*/");
@@ -12,7 +12,7 @@ data.groups.forEach((group) => Object.keys(group.metrics).forEach((name) => {
   families.get(family).push({ name, group, values: group.metrics[name], shown: true });
 }));
 if (!families.get("loss").length) families.delete("loss");
-let cursor = null; // the step that is read off
+let cursor = null; // the step whose values are shown
 
 const format = {
   value: (v) => v === 0 || (Math.abs(v) >= 0.01 && Math.abs(v) < 1e4) ? String(+v.toPrecision(4)) : v.toExponential(2),
@@ -34,11 +34,11 @@ function smoothed(values, span) {
 
 function ticks(low, high, log) {
   if (log && high / low >= 8) {
-    const found = [];
+    const values = [];
     for (let p = Math.floor(Math.log10(low)); p <= Math.log10(high); p++)
       for (const m of high / low > 1000 ? [1] : [1, 2, 5])
-        if (m * 10 ** p >= low && m * 10 ** p <= high) found.push(m * 10 ** p);
-    return found;
+        if (m * 10 ** p >= low && m * 10 ** p <= high) values.push(m * 10 ** p);
+    return values;
   }
   const rough = (high - low) / 6, power = 10 ** Math.floor(Math.log10(rough));
   const step = power * [1, 2, 5, 10].find((m) => m * power >= rough);
@@ -59,8 +59,8 @@ function add(parent, kind, attributes, text) {
 }
 
 function colour(series, all) {
-  const place = all.indexOf(series);
-  return all.length <= 6 ? `var(--c${place})` : `hsl(205 75% ${75 - (50 * place) / (all.length - 1)}%)`; // deeper is darker
+  const index = all.indexOf(series);
+  return all.length <= 6 ? `var(--c${index})` : `hsl(205 75% ${75 - (50 * index) / (all.length - 1)}%)`; // deeper layers are darker
 }
 
 const axis = (group) => group[get("axis").value];
@@ -132,13 +132,13 @@ function draw() {
     const { group, index } = nearest(cursor, shown), at = x(axis(group)[index]);
     if (Number.isFinite(at)) add(svg, "line", { class: "cursor", x1: at, x2: at, y1: BOX.top, y2: BOX.bottom });
   }
-  draw.unscale = (pixel) => { // a place on the x axis -> the nearest reported step
-    const places = lines.flatMap((line) => line.xs.map((v, i) => [Math.abs(x(v) - pixel), line.series.group.step[i]]));
-    return places.reduce((a, b) => (b[0] < a[0] ? b : a))[1];
+  draw.unscale = (pixel) => { // a pixel on the x axis -> the nearest reported step
+    const distances = lines.flatMap((line) => line.xs.map((v, i) => [Math.abs(x(v) - pixel), line.series.group.step[i]]));
+    return distances.reduce((a, b) => (b[0] < a[0] ? b : a))[1];
   };
 }
 
-function nearest(step, all) { // the event nearest to a step, among those of some series
+function nearest(step, all) { // the event of these series that is nearest to a step
   let best = null;
   for (const { group } of all) group.step.forEach((s, index) => {
     const distance = Math.abs(s - step);
@@ -156,16 +156,16 @@ function legend() {
     dot.style.background = colour(series, all);
     const { group, index } = nearest(cursor ?? Infinity, [series]) ?? {};
     const value = group && group.metrics[series.name][cursor === null ? group.step.length - 1 : index];
-    const where = group && cursor !== null && group.step[index] !== cursor ? ` (at ${format.step(group.step[index])})` : "";
-    button.append(dot, `${series.name} ${value === null || value === undefined ? "–" : format.value(value)}${where}`);
+    const note = group && cursor !== null && group.step[index] !== cursor ? ` (at ${format.step(group.step[index])})` : "";
+    button.append(dot, `${series.name} ${value === null || value === undefined ? "–" : format.value(value)}${note}`);
     button.onclick = () => { series.shown = !series.shown || all.every((s) => s === series || !s.shown); show(); };
     return button;
   }));
   if (get("metric").value === "loss" && get("axis").value === "step" && data.band)
     get("legend").append("grey: validation of the reference runs");
-  if (cursor === null) return void (get("where").textContent = "");
+  if (cursor === null) return void (get("reading").textContent = "");
   const { group, index } = nearest(cursor, all);
-  get("where").textContent = `step ${format.step(group.step[index])} · ${format.tokens(group.tokens[index])} tokens · ${format.seconds(group.seconds[index])}`;
+  get("reading").textContent = `step ${format.step(group.step[index])} · ${format.tokens(group.tokens[index])} tokens · ${format.seconds(group.seconds[index])}`;
 }
 
 function show() { draw(); legend(); }
@@ -185,11 +185,11 @@ if (families.size) {
   chart.onpointerleave = () => { cursor = null; show(); };
   chart.onkeydown = (event) => {
     const steps = [...new Set(families.get(get("metric").value).filter((s) => s.shown).flatMap((s) => s.group.step))].sort((a, b) => a - b);
-    const here = cursor === null ? (event.key === "ArrowLeft" ? steps.length : -1) : steps.indexOf(cursor);
-    const there = { ArrowRight: here + 1, ArrowLeft: here - 1, Home: 0, End: steps.length - 1 }[event.key];
-    if (there === undefined) return;
+    const index = cursor === null ? (event.key === "ArrowLeft" ? steps.length : -1) : steps.indexOf(cursor);
+    const target = { ArrowRight: index + 1, ArrowLeft: index - 1, Home: 0, End: steps.length - 1 }[event.key];
+    if (target === undefined) return;
     event.preventDefault();
-    cursor = steps[Math.min(Math.max(there, 0), steps.length - 1)];
+    cursor = steps[Math.min(Math.max(target, 0), steps.length - 1)];
     show();
   };
   show();

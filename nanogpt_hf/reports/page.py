@@ -1,4 +1,4 @@
-"""report.html: one run on one page, which loads nothing and runs no script but its own."""
+"""Write report.html: one self-contained page about a run, with a policy that blocks foreign scripts."""
 
 import base64
 import hashlib
@@ -21,62 +21,74 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, names, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
 
-_MOST_POINTS = 4000  # of a curve; beyond, several reports become one point: a browser has to draw them
+MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to draw them
 
 
 def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) -> None:
-    """Write the page of `run` as it stands to `path`, whole or not at all.
+    """Write the report of `run` to `path`, atomically.
 
-    Works on a run that is still training and on one that has lost files: the page says what is missing. Raises
-    UserError where there is no run, or `path` cannot be written.
+    Works for a run that is still training, and for one with missing files, which the page names. Raises UserError if
+    there is no run, or `path` is not writable.
     """
     if not (run.recipe.is_file() or run.metrics.is_file()):
-        raise UserError(f"{run.path}: holds no run: neither recipe.yaml nor metrics.jsonl is there")
+        raise UserError(f"{run.path}: holds no run: it has neither recipe.yaml nor metrics.jsonl")
     page = render(run, read_metrics(run) if events is None else events)
     with written_whole(path) as partial:
         partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # a path may hold any byte
 
 
 def render(run: RunFolder, events: list[Event]) -> str:
-    """The page as HTML. What comes from the run goes in escaped, and the policy in it lets only our script run."""
-    missing, config, picture = [], None, None
+    """The report as HTML. Text from the run is escaped, and the content security policy allows only our script."""
+    missing, config = [], None
     try:
         config = load_config(run.recipe)
     except UserError as error:
         missing.append(str(error).partition("\n")[0])
     machine = read_starts(run)
     if not machine:
-        missing.append("machine.json: not there, or not to be read (older versions wrote none)")
-    if run.loss_plot.is_file():
-        picture = base64.b64encode(run.loss_plot.read_bytes()).decode()
+        missing.append("machine.json: missing or unreadable (older versions did not write it)")
     if not events:
         missing.append("metrics.jsonl: no event yet")
     reference = find_reference(config) if config else None
     verdict = judge(reference, config, events) if config else None
-    name, (data, thinned) = run.path.resolve().name, _chart_data(events, verdict, reference)
-    style, script = (files("nanogpt_hf.reports").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("css", "js"))
+    data, reports_per_point = _chart_data(events, verdict, reference)
+    style, script = _asset("page.css"), _asset("page.js")
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
-    return Template(files("nanogpt_hf.reports").joinpath("page.html").read_text("utf-8")).substitute(
-        name=sections.escape(name),
+    return Template(_asset("page.html")).substitute(
+        name=sections.escape(run.path.resolve().name),
         policy=policy,
         style=style,
         script=script,
         state=sections.escape(sections.state_line(run, config, events)),
         verdict=sections.verdict_section(verdict),
-        missing=f'<p class="note">Not in this page: {sections.escape("; ".join(missing))}.</p>' if missing else "",
-        figures=sections.figures_section(events),
-        thinned=f"Each point of training is the mean of {thinned} reports." if thinned > 1 else "",
-        picture=f'<img alt="The losses over the steps" src="data:image/png;base64,{picture}">' if picture else "",
+        missing=f'<p class="note">Missing: {sections.escape("; ".join(missing))}.</p>' if missing else "",
+        summary=sections.summary_section(events),
+        averaging=f"Each point of training is the mean of {reports_per_point} reports."
+        if reports_per_point > 1
+        else "",
+        plot=_plot_image(run),
         samples=sections.samples_section(events),
         evaluations=sections.evaluations_section(events),
         recipe=sections.recipe_section(config),
         machine=sections.machine_section(machine),
         loading=sections.loading_section(run, config),
         version=sections.escape(nanogpt_hf.__version__),
-        made=sections.escape(datetime.now().astimezone().isoformat(" ", "minutes")),
+        date=sections.escape(datetime.now().astimezone().isoformat(" ", "minutes")),
         data=_json_in_html(data),
     )
+
+
+def _asset(name: str) -> str:
+    return files("nanogpt_hf.reports").joinpath(name).read_text("utf-8")
+
+
+def _plot_image(run: RunFolder) -> str:
+    """loss.png as an image, for browsers without JavaScript."""
+    if not run.loss_plot.is_file():
+        return ""
+    png = base64.b64encode(run.loss_plot.read_bytes()).decode()
+    return f'<img alt="Losses by step" src="data:image/png;base64,{png}">'
 
 
 def _hash(text: str) -> str:
@@ -84,32 +96,33 @@ def _hash(text: str) -> str:
 
 
 def _json_in_html(tree: Any) -> str:
-    """JSON in which no text can end the script element that it stands in."""
+    """JSON in which no text can end the script element around it."""
     text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _chart_data(events: list[Event], verdict: Verdict | None, reference: Reference | None) -> tuple[dict, int]:
-    """What page.js draws, and how many training reports one point stands for.
+    """The data for page.js, and the number of training reports per point.
 
-    Events that come together (training's, evaluation's) are a group: {"step": [...], "metrics": {name: [...]}, ...}.
+    Training events and evaluation events are a group each: {"step": [...], "metrics": {name: [...]}, ...}.
     """
     training = [event for event in events if "train/loss" in event]
-    many = -(-len(training) // _MOST_POINTS) or 1
+    evaluation = [event for event in events if "train/loss" not in event and names([event])]
+    reports_per_point = math.ceil(len(training) / MAX_POINTS) or 1
     groups = []
-    for group, size in ((training, many), ([e for e in events if "train/loss" not in e and names([e])], 1)):
-        stretches = [group[i : i + size] for i in range(0, len(group), size)]
-        if stretches:
+    for group, size in ((training, reports_per_point), (evaluation, 1)):
+        points = [group[i : i + size] for i in range(0, len(group), size)]
+        if points:
             groups.append(
-                {axis: [stretch[-1].get(axis, 0) for stretch in stretches] for axis in AXES}
-                | {"metrics": {name: [_mean(stretch, name) for stretch in stretches] for name in names(group)}}
+                {axis: [point[-1].get(axis, 0) for point in points] for axis in AXES}
+                | {"metrics": {name: [_mean(point, name) for point in points] for name in names(group)}}
             )
     comparable = verdict is not None and verdict.kind not in ("other", "none")
     curve = reference.curves.get("val/loss") if reference and comparable else None
-    return {"groups": groups, "band": curve and vars(curve)}, many
+    return {"groups": groups, "band": curve and vars(curve)}, reports_per_point
 
 
-def _mean(stretch: list[Event], name: str) -> float | None:
-    _, values = column(stretch, name)
+def _mean(events: list[Event], name: str) -> float | None:
+    _, values = column(events, name)
     mean = float(f"{values.mean():.6g}") if len(values) else math.nan
     return mean if math.isfinite(mean) else None

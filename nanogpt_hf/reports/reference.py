@@ -1,6 +1,6 @@
-"""Reference curves: what a recipe's loss was over several seeds, or what was published of it, as JSON.
+"""Reference curves: the loss band of a recipe over several seeds, or published losses, stored as JSON.
 
-Those of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE` makes one of any runs.
+References of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE` writes a new one.
 """
 
 import dataclasses
@@ -28,15 +28,15 @@ BAND = (
     "seeds and s² the mean of their variances at a step and the steps before and after it"
 )
 _T995 = {2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}  # Student's t by n - 1
-_WINDOWS = 40  # over which training losses are averaged
+_WINDOWS = 40  # of the training losses; each is averaged
 
-# Where one of these differs, two losses are not of the same thing. What the text is the prepared tokens tell better.
+# Runs that differ in one of these cannot be compared. Prepared tokens, if there are any, decide about the text.
 _TEXT = ("data.source", "data.config", "data.split", "data.validation_split", "data.revision", "data.text_column")
 _TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer")
-_OF_THE_MODEL = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
-_DEFINING = (*(f"model.{name}" for name in _OF_THE_MODEL), "data.format", "data.block_size", "data.packing")
+_MODEL_KNOBS = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
+_DEFINING = (*(f"model.{name}" for name in _MODEL_KNOBS), "data.format", "data.block_size", "data.packing")
 _DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora.")) and key != "lora.merge") + _TEXT
-# Where one of these does, the losses may be compared, and it is what to look at first if they differ.
+# Runs that differ only in these can be compared, and these are the first suspects if the losses differ.
 _MOVING = ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
 _MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
 _MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
@@ -44,7 +44,7 @@ _MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean of a loss at some steps, and the band around it (`BAND`)."""
+    """The mean of a loss by step, and the band around it (`BAND`)."""
 
     step: list[int]
     mean: list[float]
@@ -54,20 +54,20 @@ class Curve:
 
 @dataclass(frozen=True)
 class Point:
-    """A published loss, and where it was published."""
+    """A published loss and its source."""
 
     loss: float
     what: str
     source: str
-    step: int | None = None  # of training; none where the model was made elsewhere
-    tolerance: float = 0.0  # how far a loss may be above it and still be called that
+    step: int | None = None  # None if the model was not trained by a run like this
+    tolerance: float = 0.0  # a loss at most this much higher still counts as reached
 
 
 @dataclass(frozen=True)
 class Reference:
     name: str  # of the recipe
-    experiment: dict[str, Any]  # the knobs that decide the loss
-    text: dict[str, Any] | None = None  # what the tokens were; see `text_facts`
+    experiment: dict[str, Any]  # the knobs that affect the loss
+    text: dict[str, Any] | None = None  # facts about the tokens; see `text_facts`
     seeds: list[int] = field(default_factory=list)
     made: dict[str, str] = field(default_factory=dict)  # date and versions
     band: str = ""
@@ -76,7 +76,7 @@ class Reference:
 
 
 def read_reference(path: Path) -> Reference:
-    """Raises UserError where `path` is not there or no reference."""
+    """Read a reference. Raises UserError if `path` is missing or no reference."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
         tree["curves"] = {name: Curve(**curve) for name, curve in tree.get("curves", {}).items()}
@@ -86,19 +86,19 @@ def read_reference(path: Path) -> Reference:
         numbers = [number for row in rows for values in row for number in values]
         numbers += [number for point in reference.points for number in (point.loss, point.step or 0, point.tolerance)]
         if any(len(set(map(len, row))) > 1 for row in rows) or not all(map(is_number, numbers)):
-            raise ValueError("its curves are no lists of numbers of one length, or its points no numbers")
+            raise ValueError("its curves must be lists of numbers of one length, and its points numbers")
         if not (isinstance(reference.name, str) and isinstance(reference.experiment, dict)):
-            raise ValueError("its name is no text, or its experiment no knobs")
+            raise ValueError("its name must be a string, and its experiment a mapping of knobs")
         return reference
     except FileNotFoundError:
-        raise UserError(f"{path}: there is no such reference") from None
+        raise UserError(f"{path}: no such reference") from None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
         raise UserError(f"{path}: not a reference curve: {error}") from None
 
 
 def text_facts(config: Config) -> dict[str, Any] | None:
-    """What the prepared tokens of a recipe are, None where they are not on this machine."""
-    from nanogpt_hf.data.manifest import read_manifest  # brings datasets, which takes a while
+    """Facts that identify the prepared tokens of a recipe; None if they are not on this machine."""
+    from nanogpt_hf.data.manifest import read_manifest  # imports datasets, which is slow
 
     manifest = read_manifest(Path(config.data.dir))
     return manifest and {
@@ -111,12 +111,12 @@ def text_facts(config: Config) -> dict[str, Any] | None:
 
 
 def experiment_of(config: Config) -> dict[str, Any]:
-    """The knobs that decide the loss, a local text's place left out: it is nobody else's."""
+    """The knobs that affect the loss. The path of a local text is omitted: it is private."""
     keys = [key for key in KNOBS if key in _DEFINING + _MOVING]
     experiment = {key: get_value(config, key) for key in keys}
     for key in keys:
         if key.startswith(("finetune.", "lora.")) and experiment[key] == KNOBS[key].default:
-            del experiment[key]  # most are from scratch, and the defaults of these mean that they are
+            del experiment[key]  # the defaults mean pretraining, which is the usual case
     source = Path(str(config.data.source)).expanduser()
     if source.is_absolute() or source.exists():
         experiment["data.source"] = None
@@ -124,27 +124,33 @@ def experiment_of(config: Config) -> dict[str, Any]:
 
 
 def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Knob (or `text`) -> how it differs: what makes losses incomparable, and what only moves them."""
-    facts, known = text_facts(config), reference.text
-    here, there = (
-        {key: experiment.get(key, knob.default) for key, knob in KNOBS.items()}
-        for experiment in (experiment_of(config), reference.experiment)
-    )
-    keys = [key for key in KNOBS if here[key] != there[key]]
-    defining = {}
-    if facts and known:
+    """Messages by knob (or `text`): differences that make losses incomparable, and those that only shift them."""
+    ours, theirs = _with_defaults(experiment_of(config)), _with_defaults(reference.experiment)
+    keys = [key for key in KNOBS if ours[key] != theirs[key]]
+    incomparable = {}
+    text, reference_text = text_facts(config), reference.text
+    if text and reference_text:
         keys = [key for key in keys if key not in _TEXT]
-        if any(facts[name] != known[name] for name in known if name != "revision"):
-            sizes = (f"{f['train_tokens']:,} + {f['validation_tokens']:,} tokens" for f in (facts, known))
-            versions = ["", ""] if facts["revision"] == known["revision"] else [facts["revision"], known["revision"]]
-            defining["text"] = "the text is {} here, {} there".format(
-                *(" ".join(filter(None, (size, f"({v})" * bool(v)))) for size, v in zip(sizes, versions, strict=True))
+        if any(text[name] != reference_text[name] for name in reference_text if name != "revision"):
+            with_revision = text["revision"] != reference_text["revision"]
+            incomparable["text"] = (
+                f"the text is {_describe_text(text, with_revision)} here, "
+                f"{_describe_text(reference_text, with_revision)} in the reference"
             )
-    elif None in (here["data.source"], there["data.source"]):
+    elif None in (ours["data.source"], theirs["data.source"]):
         keys = [key for key in keys if key != "data.source"]
-    said = {key: f"{key} is {_plain(here[key])} here, {_plain(there[key])} there" for key in keys}
-    defining |= {key: line for key, line in said.items() if key in _DEFINING}
-    return defining, {key: said[key] for key in _MOVING if key in said}
+    messages = {key: f"{key} is {_plain(ours[key])} here, {_plain(theirs[key])} in the reference" for key in keys}
+    incomparable |= {key: message for key, message in messages.items() if key in _DEFINING}
+    return incomparable, {key: messages[key] for key in _MOVING if key in messages}
+
+
+def _with_defaults(experiment: dict[str, Any]) -> dict[str, Any]:
+    return {key: experiment.get(key, knob.default) for key, knob in KNOBS.items()}
+
+
+def _describe_text(facts: dict[str, Any], with_revision: bool) -> str:
+    size = f"{facts['train_tokens']:,} + {facts['validation_tokens']:,} tokens"
+    return f"{size} ({facts['revision']})" if with_revision else size
 
 
 def _plain(value: Any) -> str:
@@ -152,40 +158,42 @@ def _plain(value: Any) -> str:
 
 
 def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
-    """The reference in `folder` that is of this experiment, else of one that differs in a knob or two, else None."""
+    """The reference in `folder` for this experiment, or the nearest with at most two incomparable knobs, or None."""
     ranked = []
     for path in sorted(folder.glob("*.json")):
         reference = read_reference(path)
-        defining, moving = differences(reference, config)
-        ranked.append((len(defining), len(moving), reference.name, reference))
+        incomparable, shifting = differences(reference, config)
+        ranked.append((len(incomparable), len(shifting), reference.name, reference))
     nearest = min(ranked, key=lambda row: row[:3], default=None)
     return nearest[3] if nearest and nearest[0] <= 2 else None
 
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
-    """The reference of finished runs that differ in their seed only.
+    """Make a reference of finished runs that differ only in their seed.
 
-    Raises UserError where they are fewer than three, not finished, or differ in more.
+    Raises UserError if they are fewer than three, not finished, or differ in another knob.
     """
     configs = [load_config(run.recipe) for run in runs]
     experiments = [experiment_of(config) for config in configs]
     for run, config, experiment in zip(runs, configs, experiments, strict=True):
         different = [key for key in KNOBS if experiment.get(key) != experiments[0].get(key)]
         if different:
-            raise UserError(f"{run.path}: differs from {runs[0].path} in {', '.join(different)}; only seeds may differ")
+            raise UserError(
+                f"{run.path}: differs from {runs[0].path} in {', '.join(different)}; only the seed may differ"
+            )
         last = max((event["step"] for event in read_metrics(run) if "val/loss" in event), default=0)
         if last != config.train.max_steps:
-            raise UserError(f"{run.path}: is not finished: evaluated at step {last:,} of {config.train.max_steps:,}")
+            raise UserError(f"{run.path}: not finished: evaluated at step {last:,} of {config.train.max_steps:,}")
     seeds = [config.train.seed for config in configs]
     if len(set(seeds)) < max(3, len(seeds)):
-        raise UserError(f"a reference takes at least three runs, each with a seed of its own; these have {seeds}")
+        raise UserError(f"a reference needs at least three runs with different seeds; these have {seeds}")
     curves = {}
     for metric, rows in (
         ("val/loss", [column(read_metrics(run), "val/loss") for run in runs]),
         ("train/loss", [window_means(run, configs[0].train.max_steps) for run in runs]),
     ):
         if any(not np.array_equal(steps, rows[0][0]) for steps, _ in rows):
-            raise UserError(f"{metric}: the runs report it at different steps, or one was not finite")
+            raise UserError(f"{metric}: the runs report it at different steps, or a value is not finite")
         curves[metric] = band_of(rows[0][0], np.array([values for _, values in rows]))
     made = {"date": date.today().isoformat()}
     made |= {package: version(package) for package in ("nanogpt_hf", "torch", "transformers", "accelerate")}
@@ -193,7 +201,7 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
 
 
 def window_means(run: RunFolder, max_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training losses averaged over `_WINDOWS` stretches of the run, each placed at its last step."""
+    """Training losses averaged over `_WINDOWS` equal windows of the run, each at its last step."""
     steps, losses = column(read_metrics(run), "train/loss")
     ends = np.unique(np.linspace(0, max_steps, _WINDOWS + 1).round())[1:]
     window = np.searchsorted(ends, steps)
@@ -202,7 +210,7 @@ def window_means(run: RunFolder, max_steps: int) -> tuple[np.ndarray, np.ndarray
 
 
 def band_of(steps: np.ndarray, losses: np.ndarray) -> Curve:
-    """The mean over seeds and the interval that `BAND` defines, of `losses` (seeds, steps)."""
+    """The mean over seeds and the interval defined by `BAND`, for `losses` of shape (seeds, steps)."""
     n = len(losses)
     variances = np.pad(losses.var(axis=0, ddof=1), 1, mode="edge")
     deviation = np.sqrt((variances[:-2] + variances[1:-1] + variances[2:]) / 3)
@@ -213,9 +221,12 @@ def band_of(steps: np.ndarray, losses: np.ndarray) -> Curve:
 
 
 def write_reference(reference: Reference, path: Path) -> None:
-    """Whole or not at all. Raises UserError where it cannot be written."""
+    """Write a reference atomically. Raises UserError if `path` is not writable."""
     tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
     text = json.dumps(tree, indent=2, ensure_ascii=False)
-    text = re.sub(r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text)  # a line each
+    # one line per list
+    text = re.sub(
+        r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text
+    )  # one line per list
     with written_whole(path) as partial:
         partial.write_text(text + "\n", encoding="utf-8")

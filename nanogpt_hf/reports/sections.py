@@ -1,4 +1,4 @@
-"""The parts of report.html. All of what comes from a run is escaped here."""
+"""The sections of report.html as HTML. All text from a run is escaped here."""
 
 import html
 import shlex
@@ -15,7 +15,7 @@ from nanogpt_hf.runs.redact import redact
 
 
 def escape(text: str) -> str:
-    """For HTML, without what others must not see."""
+    """Redact and escape for HTML."""
     return html.escape(redact(text))
 
 
@@ -27,14 +27,14 @@ def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> st
         state = f"step {step:,}" + (f" of {config.train.max_steps:,}" if config else "") + ", not finished"
         if run.metrics.is_file():
             written = datetime.fromtimestamp(run.metrics.stat().st_mtime).astimezone()
-            state += f", last heard of at {written.isoformat(' ', 'minutes')}"
+            state += f", last metrics at {written.isoformat(' ', 'minutes')}"
     if config is None:
         return state
     model, data = config.model, config.data
     shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {data.block_size:,} tokens of context"
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
-    text = f"{start} on {data.source} by {data.tokenizer}, {config.train.tokens_per_step:,} tokens a step"
-    return f"{state}. {shape}; {text}"
+    training = f"{start} on {data.source}, tokenizer {data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
+    return f"{state}. {shape}; {training}"
 
 
 def verdict_section(verdict: Verdict | None) -> str:
@@ -46,13 +46,13 @@ def verdict_section(verdict: Verdict | None) -> str:
     return f'<section class="verdict {verdict.kind}"><p>{sentence}.</p>{check}</section>'
 
 
-def figures_section(events: list[Event]) -> str:
+def summary_section(events: list[Event]) -> str:
     tiles = []
     evaluated = [event for event in events if is_number(event.get("val/loss"))]
     if evaluated:
         best = min(evaluated, key=lambda event: event["val/loss"])
         tiles.append(
-            ("best validation loss", format_number(best["val/loss"], 4), f"nats a token, at step {best['step']:,}")
+            ("best validation loss", format_number(best["val/loss"], 4), f"nats per token, at step {best['step']:,}")
         )
         for metric, title, digits in (("val/perplexity", "perplexity", 2), ("val/bits_per_byte", "bits per byte", 3)):
             if is_number(best.get(metric)):
@@ -64,18 +64,18 @@ def figures_section(events: list[Event]) -> str:
     if len(rates):
         tiles.append(("tokens per second", f"{sorted(rates)[len(rates) // 2]:,.0f}", "median of the reports"))
     return "".join(
-        f"<div><dt>{title}</dt><dd>{escape(value)}<small>{escape(beneath)}</small></dd></div>"
-        for title, value, beneath in tiles
+        f"<div><dt>{title}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
+        for title, value, note in tiles
     )
 
 
 def samples_section(events: list[Event]) -> str:
-    kept = [event for event in events if isinstance(event.get("samples"), list)]
-    if not kept:
+    sampled = [event for event in events if isinstance(event.get("samples"), list)]
+    if not sampled:
         return ""
     losses = {event["step"]: event["val/loss"] for event in events if is_number(event.get("val/loss"))}
     articles = []
-    for event in kept:
+    for event in sampled:
         name = f"step {event['step']:,}"
         if event["step"] in losses:
             name += f", validation loss {losses[event['step']]:.3f}"
@@ -85,15 +85,15 @@ def samples_section(events: list[Event]) -> str:
         )
         articles.append(f'<article class="sample" data-name="{escape(name)}"><h3>{escape(name)}</h3>{texts}</article>')
     return (
-        "<section><h2>Samples as training went on</h2>"
-        '<p id="sample-control" hidden><label>from the first evaluation to the last '
+        "<section><h2>Samples during training</h2>"
+        '<p id="sample-control" hidden><label>evaluation, first to last '
         '<input id="step-of-sample" type="range" min="0" value="0"></label></p>'
-        f'{"".join(articles)}<p class="note">Coloured: the prompt. Drawn at temperature 0.8.</p></section>'
+        f'{"".join(articles)}<p class="note">Prompts are coloured; temperature 0.8.</p></section>'
     )
 
 
 def table(head: list[str], rows: list[list[str]], classes: list[str] | None = None, first_number: int = 0) -> str:
-    """A table; columns from `first_number` on are numbers. Cells are escaped here."""
+    """An HTML table; columns from `first_number` on are right-aligned numbers. Cells are escaped here."""
 
     def cells(kind: str, row: list[str]) -> str:
         return "".join(
@@ -115,15 +115,15 @@ def evaluations_section(events: list[Event]) -> str:
     evaluated = [event for event in events if "val/loss" in event]
     if not evaluated:
         return "<p>None yet.</p>"
-    shown = [name for name in names(evaluated) if not name.endswith("_stderr")]
+    metrics = [name for name in names(evaluated) if not name.endswith("_stderr")]
     best = min((e["val/loss"] for e in evaluated if is_number(e["val/loss"])), default=None)
     rows = [
         [f"{event['step']:,}", f"{event.get('tokens', 0):,}", format_duration(event.get("seconds", 0))]
-        + [f"{event[name]:.4f}" if is_number(event.get(name)) else "–" for name in shown]
+        + [f"{event[name]:.4f}" if is_number(event.get(name)) else "–" for name in metrics]
         for event in evaluated
     ]
     classes = ["best" if event["val/loss"] == best else "" for event in evaluated]
-    return table(["step", "tokens", "time", *shown], rows, classes)
+    return table(["step", "tokens", "time", *metrics], rows, classes)
 
 
 def recipe_section(config: Config | None) -> str:
@@ -134,17 +134,17 @@ def recipe_section(config: Config | None) -> str:
         for key, knob in KNOBS.items()
         if get_value(config, key) != knob.default
     ]
-    whole = escape(config_to_yaml(config))
+    recipe = escape(config_to_yaml(config))
     return (
-        "<p>What differs from the defaults:</p>"
-        + table(["knob", "here", "default", "meaning"], rows, first_number=len(KNOBS))
-        + f"<details><summary>All of it</summary><pre>{whole}</pre></details>"
+        "<p>Knobs that differ from the defaults:</p>"
+        + table(["knob", "value", "default", "meaning"], rows, first_number=len(KNOBS))
+        + f"<details><summary>The whole recipe</summary><pre>{recipe}</pre></details>"
     )
 
 
 def machine_section(starts: list[dict[str, Any]] | None) -> str:
     if not starts:
-        return "<p>Not recorded: this run folder has no machine.json.</p>"
+        return "<p>Not recorded: the run folder has no machine.json.</p>"
     names_of = ("machine", "processes", "device", "precision", "code", "command")
     rows = []
     for start in starts:
@@ -159,7 +159,7 @@ def machine_section(starts: list[dict[str, Any]] | None) -> str:
 def loading_section(run: RunFolder, config: Config | None) -> str:
     path, best = str(run.path), str(run.best)
     if not run.best.is_dir():
-        return "<p>There is no model yet: the first is written at the first evaluation after step 0.</p>"
+        return "<p>No model yet: the first is saved at the first evaluation after step 0.</p>"
     adapter = config is not None and config.lora.rank is not None and not config.lora.merge
     package, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
     code = (

@@ -55,13 +55,13 @@ def test_two_runs_in_table_recipes_and_picture(run_of, compare, tmp_path):
     assert other[:3] == ["other", "40", "5,120"]
     assert one[-2] == "60"
     assert float(one[-1]) == pytest.approx(1.43, abs=0.05)
-    differing = out.partition("their recipes differ in\n")[2].partition("\n\n")[0].splitlines()
+    differing = out.partition("the recipes differ in\n")[2].partition("\n\n")[0].splitlines()
     assert [line.split() for line in differing] == [
         ["knob", "one", "other"],
         ["optim.learning_rate", "0.01", "0.005"],
     ]
     assert out.count("no reference: ") == 2
-    assert f"picture: {tmp_path / 'compare.png'}" in out
+    assert f"plot: {tmp_path / 'compare.png'}" in out
     assert image.imread(tmp_path / "compare.png")[..., :3].std() > 0.05
 
 
@@ -70,7 +70,7 @@ def test_by_tokens_or_time(run_of, compare, tmp_path, by):
     one, other = run_of("one"), run_of("other", level=1.2)
     compare(one, other)
     by_step = (tmp_path / "compare.png").read_bytes()
-    assert "their recipes are the same" in compare(one, other, "--by", by)
+    assert "the recipes are equal" in compare(one, other, "--by", by)
     assert (tmp_path / "compare.png").read_bytes() != by_step
 
 
@@ -96,7 +96,7 @@ def test_a_reference_is_made_and_judges(run_of, compare, tmp_path, capsys):
     assert "check 1: optim.learning_rate is 0.5 here, 0.01 there" in out
     assert out.count("check ") == 3
     out = compare(run_of("deeper", model__n_layer=3), "--reference", str(path))
-    assert "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 there" in out
+    assert "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 in the reference" in out
 
 
 def test_a_run_that_is_still_writing_is_read(run_of, compare):

@@ -29,7 +29,7 @@ def test_on_request_it_is_written_anew_there_or_elsewhere(trained, tmp_path, cap
     (run / "report.html").unlink()
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
-    assert "Samples as training went on" in (run / "report.html").read_text()
+    assert "Samples during training" in (run / "report.html").read_text()
     assert main(["report", str(run), "--output", str(tmp_path / "other.html")]) == 0
     assert (tmp_path / "other.html").stat().st_size > 10_000
 

@@ -1,4 +1,4 @@
-"""The pictures."""
+"""Loss plots."""
 
 import pytest
 from matplotlib import image
@@ -14,20 +14,20 @@ def events(count: int) -> list[dict]:
 
 
 @pytest.mark.parametrize("count", [1, 5, 300])
-def test_a_picture_with_something_in_it_is_drawn(tmp_path, count):
+def test_draw_curves_is_not_blank(tmp_path, count):
     draw_curves(events(count), "a run", tmp_path / "loss.png")
     pixels = image.imread(tmp_path / "loss.png")
     assert pixels.shape[:2] == (624, 960)
-    assert pixels[..., :3].std() > 0.05  # not blank
+    assert pixels[..., :3].std() > 0.05
     assert [path.name for path in tmp_path.iterdir()] == ["loss.png"]
 
 
-def test_no_picture_of_nothing(tmp_path):
+def test_draw_curves_without_training_loss_draws_nothing(tmp_path):
     draw_curves([{"step": 0, "val/loss": 4.2}], "a run", tmp_path / "loss.png")
     assert not list(tmp_path.iterdir())
 
 
-def test_a_reference_lies_behind_the_run_it_is_of(tmp_path):
+def test_draw_curves_shows_the_reference_band(tmp_path):
     band = Curve([0, 150, 300], [4.0, 2.0, 1.0], [3.9, 1.9, 0.9], [4.1, 2.1, 1.1])
     reference = Reference("a", {}, seeds=[1, 2, 3], curves={"val/loss": band})
     draw_curves(events(300), "a run", tmp_path / "without.png")
@@ -37,7 +37,7 @@ def test_a_reference_lies_behind_the_run_it_is_of(tmp_path):
     assert (pixels[0] != pixels[1]).any(axis=-1).sum() > 1000
 
 
-def test_many_runs_of_any_name_are_told_apart(tmp_path):
+def test_draw_comparison_of_many_runs_with_long_names(tmp_path):
     runs = {f"run $_{number}^ {'x' * 40}": events(60) for number in range(8)}
     assert draw_comparison(runs, "val/loss", "step", tmp_path / "compare.png")
     assert image.imread(tmp_path / "compare.png").shape[:2] == (624, 960)
@@ -45,6 +45,6 @@ def test_many_runs_of_any_name_are_told_apart(tmp_path):
     assert not (tmp_path / "none.png").exists()
 
 
-def test_where_it_cannot_be_written_is_one_line(tmp_path):
+def test_draw_curves_to_a_missing_folder_is_an_error(tmp_path):
     with pytest.raises(UserError, match="cannot be written"):
         draw_curves(events(5), "a run", tmp_path / "no" / "loss.png")

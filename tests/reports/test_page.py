@@ -1,4 +1,4 @@
-"""report.html as text: what is in it, for whole runs, broken ones and those under way; nothing of a run is HTML."""
+"""report.html as text, for finished, running and damaged runs. test_page_in_browser.py has the rest."""
 
 import json
 import re
@@ -27,7 +27,7 @@ EVENTS = [
 
 @pytest.fixture
 def folder(tmp_path, write_recipe):
-    """A run folder that looks as training left it, without a model."""
+    """A run folder as training writes it, without a model."""
     run = RunFolder(tmp_path / "runs" / "mine")
     run.path.mkdir(parents=True)
     run.recipe.write_text(config_to_yaml(load_config(write_recipe(optim__beta2=0.97))))
@@ -39,7 +39,7 @@ def folder(tmp_path, write_recipe):
 
 
 class Parsed(HTMLParser):
-    """Tags in their order, the text of each cell of a table, and what lies in the data script."""
+    """The tags, the table cells, the text, and the JSON of the data script."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -59,7 +59,7 @@ class Parsed(HTMLParser):
             self.text += text
 
 
-def test_the_page_of_a_run(folder):
+def test_report_shows_state_summary_recipe_machine_and_metrics(folder):
     write_report(folder, folder.report)
     parsed = Parsed(folder.report.read_text())
     assert "step 3 of 6, not finished" in parsed.text
@@ -78,7 +78,7 @@ def test_the_page_of_a_run(folder):
     assert [path.name for path in folder.path.iterdir() if "partial" in path.name] == []
 
 
-def test_it_loads_nothing_and_lets_no_other_script_run(folder):
+def test_report_loads_nothing_and_allows_only_its_script(folder):
     text = render(folder, read_metrics(folder))
     parsed = Parsed(text)
     policy = next(a["content"] for tag, a in parsed.tags if a.get("http-equiv") == "Content-Security-Policy")
@@ -90,13 +90,13 @@ def test_it_loads_nothing_and_lets_no_other_script_run(folder):
     assert not re.search(r"https?://(?!www\.w3\.org/2000/svg)", text.replace("https://host/x.yaml", ""))
 
 
-def test_a_broken_run_and_one_that_has_just_begun_say_what_is_missing(folder):
+def test_report_names_missing_files(folder):
     folder.machine.unlink()
     folder.recipe.unlink()
     text = Parsed(render(folder, read_metrics(folder))).text
     assert "recipe.yaml: no such recipe" in text
-    assert "machine.json: not there" in text
-    assert "this run folder has no machine.json" in text
+    assert "machine.json: missing or unreadable" in text
+    assert "the run folder has no machine.json" in text
     assert "step 3, not finished" in text
     folder.metrics.write_text("")
     text = Parsed(render(folder, [])).text
@@ -105,13 +105,13 @@ def test_a_broken_run_and_one_that_has_just_begun_say_what_is_missing(folder):
 
 
 @pytest.mark.parametrize("damaged", ["", "[]", '{"starts": 3}', '{"starts": [3]}', '{"starts": [{"versions": [1]}]}'])
-def test_a_damaged_machine_json_costs_only_its_own_part(folder, damaged):
+def test_report_survives_a_damaged_machine_json(folder, damaged):
     folder.machine.write_text(damaged)
     text = Parsed(render(folder, read_metrics(folder))).text
     assert "3.5000" in text
 
 
-def test_what_is_no_run_is_refused_and_nothing_is_left(tmp_path, folder):
+def test_write_report_refuses_folders_without_a_run(tmp_path, folder):
     with pytest.raises(UserError, match="holds no run"):
         write_report(RunFolder(tmp_path), tmp_path / "report.html")
     with pytest.raises(UserError, match="cannot be written"):
@@ -119,18 +119,18 @@ def test_what_is_no_run_is_refused_and_nothing_is_left(tmp_path, folder):
     assert not (tmp_path / "report.html").exists()
 
 
-def test_a_long_run_is_thinned_and_the_page_says_so(folder, monkeypatch):
-    monkeypatch.setattr(page, "_MOST_POINTS", 4)
+def test_long_curves_are_averaged(folder, monkeypatch):
+    monkeypatch.setattr(page, "MAX_POINTS", 4)
     events = [{"step": i, "tokens": i, "seconds": i, "train/loss": float(i)} for i in range(1, 11)]
     text = render(folder, events)
     (train,) = Parsed(text).data["groups"]
     assert train["step"] == [3, 6, 9, 10]
     assert train["metrics"]["train/loss"] == [2, 5, 8, 10]
-    assert "Each point of training is the mean of 3 reports." in text
+    assert "Each point is the mean of 3 training reports." in text
 
 
-def test_done_and_how_to_load(folder):
-    assert "There is no model yet" in render(folder, EVENTS)
+def test_report_shows_how_to_load_the_model(folder):
+    assert "No model yet" in render(folder, EVENTS)
     folder.best.mkdir()
     folder.final.mkdir()
     text = Parsed(render(folder, EVENTS)).text
@@ -138,7 +138,7 @@ def test_done_and_how_to_load(folder):
     assert f"AutoModelForCausalLM.from_pretrained('{folder.best}')" in text
 
 
-def test_the_band_is_shown_where_the_run_is_of_the_reference(folder, monkeypatch):
+def test_report_shows_the_band_of_a_comparable_reference(folder, monkeypatch):
     assert Parsed(render(folder, EVENTS)).data["band"] is None
     config = load_config(folder.recipe)
     band = Curve([0, 3], [4.0, 3.0], [3.9, 2.9], [4.1, 3.1])
@@ -147,14 +147,14 @@ def test_the_band_is_shown_where_the_run_is_of_the_reference(folder, monkeypatch
     parsed = Parsed(render(folder, EVENTS))
     assert parsed.data["band"] == {"step": [0, 3], "mean": [4.0, 3.0], "low": [3.9, 2.9], "high": [4.1, 3.1]}
     assert "Above the band of 3 reference runs of tiny from step 3 on" in parsed.text
-    assert [tag for tag, _ in parsed.tags].count("li") == 3  # what to check
+    assert [tag for tag, _ in parsed.tags].count("li") == 3  # causes
     reference.experiment["model.n_layer"] = 7
     parsed = Parsed(render(folder, EVENTS))
     assert parsed.data["band"] is None
-    assert "Not comparable with reference tiny: model.n_layer is 2 here, 7 there." in parsed.text
+    assert "Not comparable with reference tiny: model.n_layer is 2 here, 7 in the reference." in parsed.text
 
 
-def test_what_cannot_take_its_place_leaves_nothing_beside_it(tmp_path):
+def test_written_whole_leaves_no_partial_file(tmp_path):
     (tmp_path / "report.html").mkdir()
     with (
         pytest.raises(UserError, match=r"report\.html: cannot be written"),

@@ -1,4 +1,4 @@
-"""report.html in a real browser, used as a person does: Chromium, driven by chromedriver's plain HTTP."""
+"""report.html in Chromium, driven through chromedriver's HTTP interface: mouse, keyboard, script injection."""
 
 import json
 import re
@@ -20,7 +20,7 @@ BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "
 
 
 class Browser:
-    """A page in Chromium: https://www.w3.org/TR/webdriver2/."""
+    """A page in Chromium (https://www.w3.org/TR/webdriver2/)."""
 
     def __init__(self, driver: str, folder):
         self.process = subprocess.Popen([driver, "--port=0"], stdout=subprocess.PIPE, text=True)
@@ -56,7 +56,7 @@ class Browser:
         return self.run(f"return document.querySelector('{css}').textContent")
 
     def requests(self) -> list[str]:
-        """The addresses that were asked for since the last call."""
+        """The URLs requested since the last call."""
         messages = [json.loads(entry["message"])["message"] for entry in self.ask("/se/log", {"type": "performance"})]
         return [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
 
@@ -76,7 +76,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory, make_recipe):
-    """The page of a run whose every text tries to be a script."""
+    """The report of a run in which every text contains a script."""
     folder = tmp_path_factory.mktemp("report")
     run = RunFolder(folder / "<svg onload='window.hit = 1'>&amp;")
     run.path.mkdir()
@@ -96,7 +96,7 @@ def report(tmp_path_factory, make_recipe):
                 layers = {f"layers/{n}/weight_norm": step + n for n in range(8)}
                 file.write(json.dumps(where | train | layers) + "\n")
     write_report(run, run.report)
-    page = folder / "report.html"  # a name without anything to be escaped in an address
+    page = folder / "report.html"  # a name that needs no escaping in a URL
     run.report.replace(page)
     return page
 
@@ -112,27 +112,27 @@ def paths(browser) -> list[str]:
     return browser.run("return [...document.querySelectorAll('#chart path[data-series]')].map(p => p.dataset.series)")
 
 
-def test_no_text_of_a_run_becomes_part_of_the_page_and_nothing_is_fetched(opened, report):
+def test_text_of_a_run_is_escaped_and_nothing_is_fetched(opened, report):
     assert opened.run("return window.hit === undefined")
     assert opened.text("h1") == "<svg onload='window.hit = 1'>&amp;"
     assert opened.run("return document.querySelectorAll('script, img, h1 *').length") == 2  # data, page.js
     assert opened.text(".sample:nth-last-of-type(1) pre") == f"{HOSTILE}{HOSTILE} at 100"
     assert HOSTILE in opened.text("main")
-    asked = [url for url in opened.requests() if not url.startswith(("data:", "chrome:"))]  # its own first tab
-    assert set(asked) == {report.as_uri()}
-    complaints = [entry for entry in opened.ask("/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
-    assert complaints == []
+    fetched = [url for url in opened.requests() if not url.startswith(("data:", "chrome:"))]  # the first tab
+    assert set(fetched) == {report.as_uri()}
+    errors = [entry for entry in opened.ask("/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
+    assert errors == []
 
 
-def test_the_policy_would_stop_a_script_that_got_in_all_the_same(opened):
-    got_in = "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; document.body.append(s);"
-    assert opened.run(got_in + " return window.hit === undefined")
+def test_the_content_security_policy_blocks_injected_scripts(opened):
+    injected = "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; document.body.append(s);"
+    assert opened.run(injected + " return window.hit === undefined")
 
 
-def test_the_mouse_reads_values_off(opened):
+def test_the_mouse_shows_values(opened):
     assert paths(opened) == ["train/loss", "train/loss", "val/loss"]  # raw and smoothed, validation
     opened.hover("#chart", 40)
-    where = re.fullmatch(r"step (\d+) · (\S+) tokens · (\S+) (s|min)", opened.text("#where"))
+    where = re.fullmatch(r"step (\d+) · (\S+) tokens · (\S+) (s|min)", opened.text("#reading"))
     step = int(where[1])
     assert 51 <= step <= 60
     assert where[2] == f"{step}K"
@@ -142,19 +142,19 @@ def test_the_mouse_reads_values_off(opened):
     assert opened.run("return document.querySelectorAll('#chart .cursor').length") == 1
 
 
-def test_the_keyboard_does_too(opened):
+def test_the_arrow_keys_show_values(opened):
     opened.keys("#chart", "\ue010")  # End
-    assert opened.text("#where").startswith("step 100 ·")
+    assert opened.text("#reading").startswith("step 100 ·")
     opened.keys("#chart", "\ue012")  # left
-    assert opened.text("#where").startswith("step 99 ·")
+    assert opened.text("#reading").startswith("step 99 ·")
     opened.keys("#chart", "\ue011")  # Home
-    assert opened.text("#where").startswith("step 0 ·")
+    assert opened.text("#reading").startswith("step 0 ·")
 
 
-def test_series_axes_and_scales_are_chosen(opened):
+def test_series_axes_and_scales_can_be_selected(opened):
     opened.click("#legend button:nth-child(1)")
     assert paths(opened) == ["val/loss"]
-    opened.click("#legend button:nth-child(2)")  # the last one stays
+    opened.click("#legend button:nth-child(2)")  # the last series cannot be hidden
     assert paths(opened) == ["val/loss"]
     opened.click("#legend button:nth-child(1)")
     ticks = "return [...document.querySelectorAll('#chart text')].map(t => t.textContent)"
@@ -173,7 +173,7 @@ def test_series_axes_and_scales_are_chosen(opened):
     assert paths(opened) == ["train/loss", "val/loss"]
 
 
-def test_every_metric_is_in_the_menu_and_layers_are_drawn_together(opened):
+def test_the_menu_has_every_metric_and_groups_layers(opened):
     names = opened.run("return [...document.querySelector('#metric').options].map(o => o.value)")
     assert names == ["loss", "train/grad_norm", "layers/*/weight_norm", HOSTILE]
     opened.click("#metric option:nth-child(3)")
@@ -181,7 +181,7 @@ def test_every_metric_is_in_the_menu_and_layers_are_drawn_together(opened):
     assert opened.run("return document.querySelectorAll('#legend button').length") == 8
 
 
-def test_samples_are_leafed_through(opened):
+def test_the_slider_selects_samples(opened):
     visible = "return [...document.querySelectorAll('.sample')].filter(s => !s.hidden).map(s => s.dataset.name)"
     assert opened.run(visible) == ["step 100, validation loss 2.000"]
     opened.keys("#step-of-sample", "\ue011")

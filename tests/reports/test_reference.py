@@ -1,4 +1,4 @@
-"""Reference curves: made of runs, read back, found for a recipe; those that ship are of the recipes that ship."""
+"""Reference curves: making, reading, finding and comparing; the shipped ones fit the shipped recipes."""
 
 import json
 from pathlib import Path
@@ -28,7 +28,7 @@ REFERENCES = sorted(SHIPPED.glob("*.json"))
 
 @pytest.fixture
 def run_of(tmp_path, make_recipe):
-    """Write the folder of a run that need not be trained: its recipe, and losses that fall, a little by the seed."""
+    """Write a run folder without training: a recipe, and falling losses that vary a little with the seed."""
 
     def run_of(seed: int, last: int = 60, shift: float = 0.0, **overrides) -> RunFolder:
         overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
@@ -47,7 +47,7 @@ def run_of(tmp_path, make_recipe):
     return run_of
 
 
-def test_a_reference_of_five_runs_is_written_and_read_back_whole(run_of, tmp_path):
+def test_make_reference_round_trip(run_of, tmp_path):
     runs = [run_of(seed) for seed in range(5)]
     reference = make_reference(runs, "tiny")
     path = tmp_path / "tiny.json"
@@ -55,16 +55,16 @@ def test_a_reference_of_five_runs_is_written_and_read_back_whole(run_of, tmp_pat
     assert read_reference(path) == reference
     assert reference.seeds == [0, 1, 2, 3, 4]
     assert reference.curves["val/loss"].step == [0, 20, 40, 60]
-    assert len(reference.curves["train/loss"].step) == 39  # of 40 windows; one holds nothing but an evaluation
+    assert len(reference.curves["train/loss"].step) == 39  # of 40 windows; one has only an evaluation
     losses = np.array([column(read_metrics(run), "val/loss")[1] for run in runs])
     assert reference.curves["val/loss"].mean == pytest.approx(losses.mean(axis=0), abs=1e-4)
-    assert str(tmp_path) not in path.read_text()  # a text on this machine is nobody else's
+    assert str(tmp_path) not in path.read_text()  # local paths are private
     assert find_reference(load_config(runs[0].recipe), tmp_path) == reference
     assert [file.name for file in tmp_path.glob("*tiny.json*")] == ["tiny.json"]
 
 
-def test_the_band_is_the_prediction_interval_it_says():
-    # seven equal steps, so that the mean of neighbouring variances is the variance; t and the sum written out
+def test_band_of_is_the_prediction_interval():
+    # equal steps, so that the mean of neighbouring variances is the variance
     losses = np.tile(np.array([[1.0], [2.0], [3.0], [4.0], [5.0]]), 7)
     curve = band_of(np.arange(7), losses)
     reach = 4.604 * np.sqrt(2.5) * np.sqrt(1.2)
@@ -73,17 +73,17 @@ def test_the_band_is_the_prediction_interval_it_says():
     assert curve.high == pytest.approx([3 + reach] * 7, abs=1e-4)
 
 
-def test_one_seed_more_lies_inside_about_as_often_as_the_band_says():
+def test_band_of_covers_another_seed():
     draw, inside = np.random.default_rng(0), []
     for _ in range(400):
         losses = draw.normal(size=(6, 11))
         curve = band_of(np.arange(11), losses[:5])
         inside.append((losses[5] >= curve.low) & (losses[5] <= curve.high))
-    # 99 % where the variance is one step's alone; independent neighbours, as here, make it surer
+    # 99 % for the variance of one step; the independent neighbours here widen the coverage
     assert 0.985 < np.mean(inside) < 1
 
 
-def test_runs_that_make_no_reference_are_told_why(run_of):
+def test_make_reference_refuses_unsuitable_runs(run_of):
     first, second, third = run_of(0), run_of(1), run_of(2)
     with pytest.raises(UserError, match="at least three runs"):
         make_reference([first, second], "x")
@@ -98,7 +98,7 @@ def test_runs_that_make_no_reference_are_told_why(run_of):
         make_reference([first, second, third], "x")
 
 
-def test_files_that_are_no_reference_are_told_so(tmp_path):
+def test_read_reference_refuses_other_files(tmp_path):
     with pytest.raises(UserError, match="no such reference"):
         read_reference(tmp_path / "none.json")
     for text in ("", "[]", '{"name": "x"}', '{"name": "x", "experiment": {}, "curves": {"val/loss": {"a": 1}}}'):
@@ -107,17 +107,17 @@ def test_files_that_are_no_reference_are_told_so(tmp_path):
             read_reference(tmp_path / "bad.json")
 
 
-def test_what_differs_is_told_apart_in_what_defines_and_what_moves(run_of, tmp_path):
+def test_differences_separates_incomparable_from_shifting_knobs(run_of, tmp_path):
     reference = make_reference([run_of(seed) for seed in range(3)], "tiny")
     same = load_config(run_of(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
     assert differences(reference, same) == ({}, {})
     other = load_config(run_of(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe)
-    defining, moving = differences(reference, other)
-    assert defining == {"model.n_layer": "model.n_layer is 3 here, 2 there"}
-    assert list(moving) == ["optim.learning_rate", "train.tokens_per_step"]
+    incomparable, shifting = differences(reference, other)
+    assert incomparable == {"model.n_layer": "model.n_layer is 3 here, 2 in the reference"}
+    assert list(shifting) == ["optim.learning_rate", "train.tokens_per_step"]
 
 
-def test_the_prepared_tokens_tell_what_the_text_is(run_of, tmp_path, text_file):
+def test_differences_compares_prepared_tokens(run_of, tmp_path, text_file):
     from nanogpt_hf.data.prepare import prepare
 
     config = load_config(run_of(0).recipe)
@@ -133,17 +133,17 @@ def test_the_prepared_tokens_tell_what_the_text_is(run_of, tmp_path, text_file):
     copy.write_text(text_file.read_text() + "one line more\n" * 9)
     config = load_config(run_of(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
     prepare(config)
-    defining, _ = differences(reference, config)
-    assert list(defining) == ["text"]
-    assert "tokens" in defining["text"]
+    incomparable, _ = differences(reference, config)
+    assert list(incomparable) == ["text"]
+    assert "tokens" in incomparable["text"]
 
 
 @pytest.mark.parametrize("path", REFERENCES, ids=lambda path: path.stem)
-def test_a_reference_that_ships_is_of_the_recipe_that_ships(path):
+def test_shipped_references_fit_the_shipped_recipes(path):
     reference = read_reference(path)
     config = load_config(ROOT / "recipes" / f"{path.stem}.yaml")
     expected = experiment_of(config)
-    if reference.text:  # made of a text that lay elsewhere
+    if reference.text:  # made from a local copy of the text
         expected["data.source"] = reference.experiment["data.source"]
     assert reference.name == path.stem
     assert reference.experiment == expected
@@ -152,7 +152,7 @@ def test_a_reference_that_ships_is_of_the_recipe_that_ships(path):
     assert all(point.source for point in reference.points)
 
 
-def test_published_losses_are_those_of_nanogpts_readme():
+def test_shipped_points_are_the_losses_of_nanogpts_readme():
     points = {path.stem: [p.loss for p in read_reference(path).points] for path in REFERENCES}
     published = {name: losses for name, losses in points.items() if losses}
     assert published == {
@@ -164,12 +164,12 @@ def test_published_losses_are_those_of_nanogpts_readme():
     }
 
 
-def test_windows_average_what_was_reported_in_them(run_of):
+def test_window_means_average_the_reports_of_a_window(run_of):
     run = run_of(0)
     ends, means = window_means(run, 3)
     steps, losses = column(read_metrics(run), "train/loss")
     assert ends.tolist() == [1, 2, 3]
     assert means.tolist() == pytest.approx(losses[:3].tolist())
     ends, means = window_means(run, 60)
-    chosen = (steps > 58) & (steps <= 60)
-    assert means[-1] == pytest.approx(losses[chosen].mean())
+    in_window = (steps > 58) & (steps <= 60)
+    assert means[-1] == pytest.approx(losses[in_window].mean())

@@ -1,4 +1,4 @@
-"""Is my loss normal: each answer, where it is the right one."""
+"""Each verdict on a loss, and its causes."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def run(*losses: float | None) -> list[dict]:
     return [{"step": 10 * i, "val/loss": loss} for i, loss in enumerate(losses)]
 
 
-def test_inside_the_band_is_normal(reference, config):
+def test_judge_inside_the_band_is_normal(reference, config):
     answer = judge(reference, config, run(4.05, 3.05, 2.45))
     assert answer.kind == "normal"
     assert answer.sentence == (
@@ -35,55 +35,53 @@ def test_inside_the_band_is_normal(reference, config):
     assert answer.causes == ()
 
 
-def test_back_in_the_band_is_normal_and_says_where_it_was_not(reference, config):
+def test_judge_names_steps_outside_the_band(reference, config):
     assert judge(reference, config, run(4, 3.2, 2.5)).sentence.endswith("; it was outside at step 10")
 
 
-def test_above_the_band_says_from_where_and_what_differs_first(reference, config):
+def test_judge_above_the_band_lists_differences_first(reference, config):
     config = replace_knobs(config, {"optim.learning_rate": 0.5, "train.tokens_per_step": 64})
     answer = judge(reference, config, run(4, 3.2, 2.5, 2.9))
     assert answer.kind == "above"
     assert answer.sentence.startswith("above the band of 3 reference runs of tiny from step 30 on: ")
     assert answer.sentence.endswith("validation loss 2.900 at step 30 against 2.100 to 2.300")
     assert answer.causes[:2] == (
-        "optim.learning_rate is 0.5 here, 0.01 there: too high shows in a grad norm that grows, too low in a slow fall "
-        "from the start",
-        "train.tokens_per_step is 64 here, 128 there: fewer tokens a step learn less a step",
+        "optim.learning_rate is 0.5 here, 0.01 in the reference: if too high, the gradient norm grows; if too low, the "
+        "loss falls slowly from the start",
+        "train.tokens_per_step is 64 here, 128 in the reference: fewer tokens per step learn less per step",
     )
     assert answer.causes[2].startswith("the precision: ")
     assert "from step 10 on" in judge(reference, config, run(4, 3.2, 2.9, 2.9)).sentence
 
 
-def test_above_with_the_references_own_recipe_looks_beyond_it(reference, config):
+def test_judge_above_the_band_with_an_equal_recipe_lists_other_causes(reference, config):
     causes = judge(reference, config, run(4, 3.2)).causes
     assert len(causes) == 3
-    assert "learning rate, text and tokens per step are the reference's" in causes[0]
+    assert "learning rate, text and tokens per step equal the reference's" in causes[0]
     events = [*run(4, 3.2), {"step": 5, "train/skipped_steps": 3}, {"step": 6, "train/skipped_steps": 1}]
     assert judge(reference, config, events).causes[0].startswith("4 steps had no finite gradient")
 
 
-def test_a_text_that_cannot_be_looked_at_is_a_cause(reference, config, monkeypatch):
+def test_judge_lists_a_missing_text_as_a_cause(reference, config, monkeypatch):
     monkeypatch.setattr(verdict, "text_facts", lambda config: None)
     seen = Reference(**{**vars(reference), "text": {"train_tokens": 1}})
-    assert (
-        judge(seen, config, run(4, 3.2)).causes[0].startswith("the text: its prepared tokens (data.dir) are not here")
-    )
+    assert judge(seen, config, run(4, 3.2)).causes[0].startswith("the text: the prepared tokens (data.dir) are missing")
 
 
-def test_a_loss_that_is_not_finite_is_never_normal(reference, config):
+def test_judge_a_loss_that_is_not_finite(reference, config):
     answer = judge(reference, config, run(4, None, 2.5))
     assert answer.kind == "above"
-    assert answer.sentence == "broken: the validation loss was not finite at step 10"
+    assert answer.sentence == "diverged: the validation loss was not finite at step 10"
 
 
-def test_below_the_band_is_no_praise(reference, config):
+def test_judge_below_the_band_warns_of_leakage(reference, config):
     answer = judge(reference, config, run(4, 2.8, 2.3))
     assert answer.kind == "below"
     assert "from step 10 on" in answer.sentence
-    assert "no validation text is in training" in answer.sentence
+    assert "training text has no validation text" in answer.sentence
 
 
-def test_too_early_to_say(reference, config):
+def test_judge_too_early(reference, config):
     for events in ([], run(4), [{"step": 5, "train/loss": 3}]):
         answer = judge(reference, config, events)
         assert answer.kind == "early"
@@ -92,28 +90,29 @@ def test_too_early_to_say(reference, config):
     assert "`--eval.every 10`" in judge(reference, config, elsewhere).sentence
 
 
-def test_another_experiment_is_not_comparable(reference, config):
+def test_judge_another_experiment(reference, config):
     config = replace_knobs(config, {"model.n_layer": 6, "data.block_size": 8})
     answer = judge(reference, config, run(4, 3, 2.5))
     assert answer.kind == "other"
     assert answer.sentence == (
-        "not comparable with reference tiny: model.n_layer is 6 here, 2 there; data.block_size is 8 here, 16 there"
+        "not comparable with reference tiny: model.n_layer is 6 here, 2 in the reference; "
+        "data.block_size is 8 here, 16 in the reference"
     )
 
 
-def test_without_a_reference_it_says_how_to_make_one(config):
+def test_judge_without_a_reference(config):
     answer = judge(None, config, run(4, 3))
     assert answer.kind == "none"
     assert "--make-reference" in answer.sentence
 
 
-def test_normal_with_another_recipe_says_so(reference, config):
+def test_judge_normal_names_knobs_that_differ(reference, config):
     config = replace_knobs(config, {"optim.weight_decay": 0.2})
-    assert judge(reference, config, run(4, 3)).sentence.endswith("this run's optim.weight_decay is not the reference's")
+    assert judge(reference, config, run(4, 3)).sentence.endswith("the reference has another optim.weight_decay")
 
 
 @pytest.mark.parametrize(
-    ("losses", "kind", "said"),
+    ("losses", "kind", "text"),
     [
         ((), "early", "no evaluation yet; published: 3.12 (theirs); 2.85 at step 30 (ours)"),
         ((9, 3.3), "early", "best validation loss 3.300 at step 10 of 10; published"),
@@ -124,11 +123,11 @@ def test_normal_with_another_recipe_says_so(reference, config):
             "normal: best validation loss 2.860 at step 30 of 30, below 3.12 since step 10",
         ),
         ((9, 3.1, 2.8, 2.9), "normal", "below 2.85 since step 20"),
-        ((9, 3.1, 2.9, 2.89), "above", "above what was published: best validation loss 2.890"),
+        ((9, 3.1, 2.9, 2.89), "above", "above the published loss: best validation loss 2.890"),
     ],
 )
-def test_published_points(config, losses, kind, said):
+def test_judge_published_losses(config, losses, kind, text):
     points = [Point(3.12, "theirs", "a page"), Point(2.85, "ours", "a page", step=30, tolerance=0.03)]
     answer = judge(Reference("big", experiment_of(config), points=points), config, run(*losses))
     assert answer.kind == kind
-    assert said in answer.sentence
+    assert text in answer.sentence
