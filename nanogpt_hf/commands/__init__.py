@@ -8,6 +8,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
 from nanogpt_hf.commands import console
 from nanogpt_hf.cpu import limit_spinning
@@ -25,24 +26,32 @@ from nanogpt_hf.errors import (
 )
 from nanogpt_hf.runs.files import stdout_for_outputs
 
-# name -> what it does. The module of the same name (with _ for -) has `add_arguments(parser)` and
-# `run(arguments, overrides)`, which may return an exit status of its own. Only `launch` takes its words as they are.
+
+class Command(NamedTuple):
+    """A row of the table: what `cli.py --help` says of it, and whether it reads knobs (--train.seed 7)."""
+
+    summary: str
+    knobs: bool = False
+
+
+# The module of the same name (with _ for -) has `add_arguments(parser)` and `run(arguments)`, or `run(arguments,
+# overrides)` if it reads knobs. `run` may return an exit status. Only `launch` gets its words unparsed.
 COMMANDS = {
-    "prepare": "text -> token shards",
-    "pretrain": "train a GPT from scratch",
-    "finetune": "train a GPT-2 further on a text of yours",
-    "sample": "let a model write",
-    "chat": "talk to a model",
-    "evaluate": "loss and perplexity on text, tasks by lm-eval",
-    "compare": "curves of runs side by side, and: is my loss normal?",
-    "report": "a run on one page: report.html",
-    "export": "a model as plain GPT-2, GGUF or ONNX",
-    "import-nanogpt": "nanoGPT's checkpoints and data -> ours",
-    "push": "a model to the Hub, with its card, recipe, metrics and curve",
-    "estimate": "memory, time, tokens and disk of a run, before it starts",
-    "bench": "speed, MFU, where a step's time goes, and how others compare",
-    "doctor": "what is wrong with this machine or network",
-    "launch": "any of these as an accelerate config asks for",
+    "prepare": Command("tokenize a text into shards of tokens", knobs=True),
+    "pretrain": Command("train a GPT from scratch", knobs=True),
+    "finetune": Command("train a GPT-2 further on your text", knobs=True),
+    "sample": Command("generate text with a model"),
+    "chat": Command("chat with a model"),
+    "evaluate": Command("measure loss and perplexity on a text, and tasks by lm-eval", knobs=True),
+    "compare": Command("compare runs with each other and with their recipe's reference"),
+    "report": Command("write a run's report.html"),
+    "export": Command("convert a model to plain GPT-2, GGUF or ONNX"),
+    "import-nanogpt": Command("convert a checkpoint or data of nanoGPT"),
+    "push": Command("push a model to the Hub, with its card, recipe, metrics and curve"),
+    "estimate": Command("estimate memory, time, tokens and disk of a run", knobs=True),
+    "bench": Command("measure speed, MFU and the parts of a step; compare with baselines", knobs=True),
+    "doctor": Command("find faults of this machine and its network", knobs=True),
+    "launch": Command("run one of these as an accelerate config says"),
 }
 
 _LINE = 2000  # characters of a message's line that are printed: names and values in it may be of any length
@@ -51,12 +60,12 @@ _USAGE = "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config
 
 
 class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
+    def error(self, message: str) -> NoReturn:
         raise UserError(f"{self.prog}: {message}; see {self.prog} --help")
 
 
 def _overview() -> str:
-    rows = [f"  {name:<14} {meaning}" for name, meaning in COMMANDS.items()]
+    rows = [f"  {name:<14} {command.summary}" for name, command in COMMANDS.items()]
     return "\n".join([_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."])
 
 
@@ -134,13 +143,15 @@ def main(arguments: list[str]) -> int:
         module.add_arguments(parser)
         console.add_arguments(parser)
         overrides, rest = _take_overrides(parser.prog, rest)
+        if overrides and not COMMANDS[name].knobs:
+            raise UserError(f"{parser.prog}: --{overrides[0][0]}: this command reads no recipe and has no knobs")
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
         _expand_paths(parser, parsed)
         log_level = parsed.log_level
         with console.configure_logging(log_level), stdout_for_outputs(*vars(parsed).values()):
-            return module.run(parsed, overrides) or 0
+            return (module.run(parsed, overrides) if COMMANDS[name].knobs else module.run(parsed)) or 0
     except Stopped as stopped:
         if first_here:
             console.last_words(stopped)

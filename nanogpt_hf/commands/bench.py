@@ -9,6 +9,7 @@ import argparse
 import dataclasses
 from pathlib import Path
 
+from nanogpt_hf.commands.arguments import add_json_argument, number
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.cpu import allowed_cores
@@ -22,7 +23,13 @@ BASELINES = ("bare", "trainer")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters")
-    parser.add_argument("--windows", metavar="N", type=int, default=10, help="measurements of each figure (default 10)")
+    parser.add_argument(
+        "--windows",
+        metavar="N",
+        type=number(int, 1, 10_000),
+        default=10,
+        help="measurements of each figure (default 10)",
+    )
     parser.add_argument(
         "--against",
         metavar="BASELINES",
@@ -39,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)")
     parser.add_argument("--picture", metavar="FILE", type=output_file, help="of --scaling (default scaling_<kind>.png)")
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the figures there, too; - is stdout")
+    add_json_argument(parser, "the figures")
     parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
 
@@ -64,8 +71,6 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
     """The baselines and the numbers of processes that were asked for. Raises UserError for what is no such thing."""
     if overrides and not arguments.recipe:
         raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
-    if not 1 <= arguments.windows <= 10_000:
-        raise UserError(f"--windows {arguments.windows}: must be at least 1 and at most 10,000")
     baselines = arguments.against.split(",") if arguments.against else []
     for name in baselines:
         if name not in BASELINES:

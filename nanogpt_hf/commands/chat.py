@@ -9,20 +9,21 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from nanogpt_hf.commands.arguments import add_model_argument, add_sampling_arguments, number
 from nanogpt_hf.commands.console import show, show_text
-from nanogpt_hf.commands.sample import add_drawing_arguments, number, open_model
+from nanogpt_hf.commands.models import open_model
 from nanogpt_hf.errors import DataError, UserError
 
 _HELP = "/reset forgets the conversation, /quit leaves"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a run folder (its best model), a model folder, or a Hub id")
+    add_model_argument(parser)
     parser.add_argument("--system", metavar="TEXT", help="what stands before the conversation, as a system message")
     parser.add_argument(
         "--max-new-tokens", type=number(int, 1), default=256, help="longest answer; default %(default)s"
     )
-    add_drawing_arguments(parser)
+    add_sampling_arguments(parser)
 
 
 def say(note: str) -> None:
@@ -107,9 +108,7 @@ class Chat:
         self.answers += 1
 
 
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"cli.py chat: --{overrides[0][0]}: talking has no recipe to set knobs of")
+def run(arguments: argparse.Namespace) -> None:
 
     import torch
     from accelerate import Accelerator

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.errors import RunFolderError, UserError, did_you_mean
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file, output_target
+from nanogpt_hf.runs.find import find_run
 
 if TYPE_CHECKING:
     from nanogpt_hf.config.schema import Config
@@ -32,26 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def find_run(name: str) -> "RunFolder":
-    """The run folder of that name. Raises RunFolderError where there is none, with the nearest that is."""
-    from nanogpt_hf.runs.folder import RunFolder
-
-    run = RunFolder(name)
-    if run.recipe.is_file() or run.metrics.is_file():
-        return run
-    if run.path.is_dir():
-        raise RunFolderError(f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME")
-    beside = [folder.parent for folder in (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))]
-    near = {folder.name: str(folder) for folder in beside}
-    hint = did_you_mean(run.path.name, near)
-    for short, path in near.items():
-        hint = hint.replace(f" {short}?", f" {path}?")
-    raise RunFolderError(f"{name}: no such run folder{hint}")
-
-
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"cli.py compare: --{overrides[0][0]}: runs are compared as they are; there is no knob to set")
+def run(arguments: argparse.Namespace) -> None:
     folders = [find_run(name) for name in dict.fromkeys(arguments.runs)]
 
     from nanogpt_hf.config.load import load_config

@@ -16,11 +16,12 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.commands.arguments import add_json_argument
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError, is_out_of_memory
-from nanogpt_hf.runs.files import output_file, write_json
+from nanogpt_hf.runs.files import write_json
 
 PATIENCE = 60  # seconds that processes wait for each other
 _CPU_TOKENS = 1024  # in a timed micro-batch on a CPU, or one block
@@ -30,9 +31,7 @@ PATIENCE_COMPILING = 300  # the first step compiles where the accelerate config 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters")
     parser.add_argument("--run-dir", metavar="DIR", help="the run folder to be (default runs/<recipe name>)")
-    parser.add_argument(
-        "--json", metavar="FILE", type=output_file, help="write the findings there too, with their figures; - is stdout"
-    )
+    add_json_argument(parser, "the findings and their figures")
     parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
 

@@ -9,13 +9,14 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
+from nanogpt_hf.commands.arguments import add_json_argument
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.training_run import add_depth, depth_override, dial_lines
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
-from nanogpt_hf.runs.files import output_file, write_json
+from nanogpt_hf.runs.files import write_json
 
 if TYPE_CHECKING:
     from nanogpt_hf.planning.estimate import Estimate
@@ -28,7 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--config_file", metavar="F", help="an accelerate config (default: one process, float32)")
     parser.add_argument("--memory", metavar="SIZE", type=_bytes, help="of a device to fit into, such as 80GB or 16GiB")
     parser.add_argument("--mfu", type=_share, default=0.4, help="share of the GPUs' peak that is reached (default 0.4)")
-    parser.add_argument("--json", metavar="FILE", type=output_file, help="write the figures there too; - is stdout")
+    add_json_argument(parser, "the figures")
     parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
 
 

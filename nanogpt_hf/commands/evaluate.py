@@ -10,43 +10,35 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.commands.arguments import add_model_argument, number
 from nanogpt_hf.commands.console import show, shows_bars
-from nanogpt_hf.commands.sample import find_model
+from nanogpt_hf.commands.models import check_vocabulary
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import output_file, write_json
+from nanogpt_hf.runs.find import find_model
 
 _DATA_KNOBS = ("config", "split", "revision", "text_column", "sha256")  # what a source may need beside its name
 _SPLIT = "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
 
 
-def _at_least_one(text: str) -> int:
-    try:
-        value = int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"expected a whole number, got {text!r}") from None
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {text}")
-    return value
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a run folder (its best model), a model folder, or a Hub id")
+    add_model_argument(parser)
     parser.add_argument(
         "--data", metavar="TEXT", help="python-docs, a file, folder, glob, URL, Hub data set, or prepared data"
     )
     parser.add_argument("--tasks", metavar="A,B", help="lm-eval tasks: names, patterns or YAML files, with commas")
     parser.add_argument(
-        "--block-size", metavar="N", type=_at_least_one, help="tokens read at once (default: all of the model's)"
+        "--block-size", metavar="N", type=number(int, 1), help="tokens read at once (default: all of the model's)"
     )
     parser.add_argument(
-        "--stride", metavar="N", type=_at_least_one, help="tokens from one window to the next (default: --block-size)"
+        "--stride", metavar="N", type=number(int, 1), help="tokens from one window to the next (default: --block-size)"
     )
     parser.add_argument(
-        "--batch-size", metavar="N", type=_at_least_one, default=8, help="windows in one forward pass; default 8"
+        "--batch-size", metavar="N", type=number(int, 1), default=8, help="windows in one forward pass; default 8"
     )
-    parser.add_argument("--limit", metavar="N", type=_at_least_one, help="questions of each task, the first N")
+    parser.add_argument("--limit", metavar="N", type=number(int, 1), help="questions of each task, the first N")
     parser.add_argument(
         "--output", metavar="FILE", type=output_file, help="write all figures and the protocol as JSON; - is stdout"
     )
@@ -101,10 +93,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         got["tasks"] = load_tasks(tasks) if tasks else None
         got["model"] = model = load_model(folder)
         got["tokenizer"] = tokenizer = build_tokenizer(folder, ())
-        if tokenizer.vocab_size > model.config.vocab_size:
-            raise UserError(
-                f"{folder}: its tokenizer has {tokenizer.vocab_size} tokens, its model only {model.config.vocab_size}"
-            )
+        check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
         facts = {"model": {"name": folder, "sha256": weights_sha256(folder)}}
         if arguments.data:
             most = model.config.n_positions

@@ -8,9 +8,10 @@ import importlib.util
 import re
 from pathlib import Path
 
+from nanogpt_hf.commands.arguments import add_model_argument
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.find import find_model
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}  # packages, of the extra of that name
@@ -25,7 +26,7 @@ def _size(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("model", metavar="MODEL", help="a run folder (its best model), a model folder, or a Hub id")
+    add_model_argument(parser)
     parser.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
     parser.add_argument("--format", choices=("safetensors", *_NEEDS), default="safetensors", help="default %(default)s")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the weights; default %(default)s")
@@ -34,9 +35,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"cli.py export: --{overrides[0][0]}: an export has no recipe to set knobs of")
+def run(arguments: argparse.Namespace) -> None:
     kind = arguments.format
     if missing := [name for name in _NEEDS.get(kind, ()) if importlib.util.find_spec(name) is None]:
         raise UserError(f"--format {kind}: needs {', '.join(missing)}; run `pip install 'nanogpt_hf[{kind}]'`")

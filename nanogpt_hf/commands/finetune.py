@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, run_options, train
 from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
 from nanogpt_hf.config.load import convert, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.errors import ConfigError, DataError, UserError
+from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
     from nanogpt_hf.model import GPTConfig

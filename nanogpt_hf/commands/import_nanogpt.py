@@ -8,7 +8,7 @@ import shlex
 from pathlib import Path
 
 from nanogpt_hf.commands.console import show, shows_bars
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import RunFolderError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,9 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"cli.py import-nanogpt: --{overrides[0][0]}: an import has no recipe to set knobs of")
+def run(arguments: argparse.Namespace) -> None:
     source, out, meta = Path(arguments.source), Path(arguments.out), arguments.meta and Path(arguments.meta)
     if not source.exists():
         raise RunFolderError(f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin")

@@ -13,13 +13,14 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Collection
 from pathlib import Path
 
 from nanogpt_hf.commands.console import last_words, show
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
 
 
-def run(words: list[str], commands: dict[str, str]) -> int:
+def run(words: list[str], commands: Collection[str]) -> int:
     """Launch one of `commands` with `words`, which are accelerate's options and then the command; its exit status."""
     if words[:1] in (["--help"], ["-h"]):
         show(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")

@@ -8,9 +8,9 @@ import argparse
 from pathlib import Path
 
 from nanogpt_hf.commands.console import show, shows_bars
-from nanogpt_hf.commands.sample import find_model
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.find import find_model
 
 
 def _repo_id(text: str) -> str:
@@ -29,9 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--message", help="the commit message")
 
 
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"cli.py push: --{overrides[0][0]}: a push has no recipe to set knobs of")
+def run(arguments: argparse.Namespace) -> None:
     folder = Path(find_model(arguments.model, on_hub=False))
     if not folder.is_dir():
         raise UserError(f"{arguments.model}: no such folder; push takes a run, model or adapter folder")

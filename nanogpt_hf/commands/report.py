@@ -5,10 +5,9 @@ Training writes it at the end of every run. The page needs no network; RUN may s
 
 import argparse
 
-from nanogpt_hf.commands.compare import find_run
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file, output_target
+from nanogpt_hf.runs.find import find_run
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -18,9 +17,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if overrides:
-        raise UserError(f"cli.py report: --{overrides[0][0]}: a report has no recipe to set knobs of")
+def run(arguments: argparse.Namespace) -> None:
     folder = find_run(arguments.run)
 
     from nanogpt_hf.reports.page import write_report

@@ -19,7 +19,7 @@ def out(tmp_path_factory, make_recipe):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.chdir(folder)
-        patch.setattr("builtins.print", lambda line, **_: said.append(line))
+        patch.setattr("nanogpt_hf.commands.bench.show", said.append)
         words = [recipe, "--windows", 3, "--against", "bare", "--json", "found.json", "--profile", "trace.json"]
         status = main(["bench", *map(str, words)])
     for state in (AcceleratorState, GradientState, PartialState):
@@ -70,9 +70,9 @@ def test_the_trace_is_of_our_step_and_nothing_else_was_written(out):
     ("arguments", "message"),
     [
         (["--against", "trainr"], "--against: 'trainr' is none of bare, trainer; did you mean trainer?"),
-        (["--windows", "0"], "--windows 0: must be at least 1"),
+        (["--windows", "0"], "--windows: must be at least 1"),
         (["--json", "nowhere/x.json"], "argument --json: nowhere/x.json: there is no folder nowhere"),
-        (["--windows", "1" + "0" * 19], "must be at least 1 and at most 10,000"),
+        (["--windows", "1" + "0" * 19], "must be at least 1 and at most 10000"),
         (["--scaling", "strong"], "--scaling: name a RECIPE, whose step is to be shared"),
         (["--processes", "two"], "--processes two: expected numbers such as 1,2,4"),
         (["--train.seed", "1"], "cli.py bench: --train.seed: is a recipe's knob, and there is no RECIPE"),

@@ -160,7 +160,7 @@ def test_models_that_cannot_talk_and_wrong_options_are_one_clear_line(capsys, fo
     AutoTokenizer.from_pretrained(byte_tokenizer).save_pretrained(tmp_path)
     for arguments, message in (
         ([tmp_path], "its tokenizer has no chat template"),
-        ([folder, "--data.source", "x"], "talking has no recipe to set knobs of"),
+        ([folder, "--data.source", "x"], "this command reads no recipe and has no knobs"),
         ([folder, "--temperature", "-1"], "must be at least 0"),
         ([tmp_path / "nowhere" / "at" / "all"], "no such folder"),
     ):

@@ -128,7 +128,7 @@ def test_mistakes_are_one_line_each(run_of, tmp_path, capsys):
         ([run, "--output", str(tmp_path / "no" / "x.png")], "there is no folder"),
         ([run, "--reference", str(tmp_path / "no.json")], "no such reference"),
         ([run, "--make-reference", str(tmp_path / "x.json")], "at least three runs"),
-        ([run, "--optim.beta1", "0.5"], "runs are compared as they are"),
+        ([run, "--optim.beta1", "0.5"], "this command reads no recipe and has no knobs"),
         ([], "the following arguments are required: RUN"),
     ):
         assert main(["compare", *arguments]) == 2

@@ -139,7 +139,7 @@ def test_every_kind_of_model_folder_opens_in_a_process_without_this_package(caps
     [
         (["--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
         (["--max-shard-size", "big"], "argument --max-shard-size: expected a size such as 500MB or 5GB, got 'big'"),
-        (["--train.seed", "3"], "--train.seed: an export has no recipe to set knobs of"),
+        (["--train.seed", "3"], "--train.seed: this command reads no recipe and has no knobs"),
     ],
 )
 def test_mistakes_on_the_command_line_are_one_clear_line(capsys, tmp_path, options, message):

@@ -85,7 +85,10 @@ def test_mistakes_are_one_clear_line_and_leave_nothing(capsys, nanogpt):
         ([checkpoint, meta / "x", "--meta", meta], "cannot be written: Not a directory"),
         ([checkpoint, nanogpt / "deep" / "x"], "its vocabulary of 4 tokens is not GPT-2's"),
         ([nanogpt / "full", nanogpt / "deep" / "x"], "train.bin: cannot be read: No such file"),
-        ([checkpoint, nanogpt / "x", "--train.seed", "3"], "--train.seed: an import has no recipe to set knobs of"),
+        (
+            [checkpoint, nanogpt / "x", "--train.seed", "3"],
+            "this command reads no recipe and has no knobs",
+        ),
         ([checkpoint], "the following arguments are required: OUT"),
     ):
         status, _, err = run(capsys, "import-nanogpt", *arguments)

@@ -277,7 +277,7 @@ def test_push_from_a_read_only_folder(capsys, hub, run, monkeypatch):
         (["nowhere", "tester/x"], "nowhere: no such folder; push takes a run, model or adapter folder"),
         (["recipes", "tester/x"], "recipes: has no weights as safetensors, GGUF or ONNX; nothing was pushed"),
         (["recipes", "x"], "expected user/name, got 'x'"),
-        (["recipes", "tester/x", "--train.seed", "3"], "a push has no recipe to set knobs of"),
+        (["recipes", "tester/x", "--train.seed", "3"], "this command reads no recipe and has no knobs"),
     ],
 )
 def test_push_mistakes_are_one_line(capsys, hub, root, monkeypatch, arguments, message):

@@ -63,7 +63,7 @@ def test_mistakes_are_one_line_each(trained, tmp_path, capsys):
     for arguments, said in (
         ([str(tmp_path / "empty")], "holds no run"),
         ([str(trained.parent / "runn")], f"no such run folder; did you mean {trained}?"),
-        ([str(trained), "--train.max_steps", "3"], "a report has no recipe"),
+        ([str(trained), "--train.max_steps", "3"], "this command reads no recipe and has no knobs"),
         ([str(trained), "--output", str(tmp_path / "no" / "x.html")], "there is no folder"),
         ([], "the following arguments are required: RUN"),
     ):
