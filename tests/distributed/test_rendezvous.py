@@ -239,6 +239,63 @@ def test_moments_in_8_bits_resume_bit_for_bit_and_move(recipe, launch_warm, tmp_
             assert run["moments"] < run["moment_bytes"] < 1.03 * run["moments"]
 
 
+# 20 is no multiple of 3 processes, and a stack of two matrices has fewer than they are
+MUON = ("--optim.name=muon", "--model.init=zero_residual", "--model.n_embd=20", "--train.tokens_per_step=384")
+MUON_PROCESSES = {"cpu": 1, "cpu_ddp": 2, "fsdp2": 3, "hsdp": 4}
+
+
+@pytest.fixture(scope="module")
+def train_muon(recipe, launch_warm):
+    """Train or resume a run with Muon: (machine, folder, arguments) -> the run."""
+
+    def train(machine: str, folder: Path, *arguments: str) -> RunFolder:
+        count = [] if machine == "cpu" else [f"--num_processes={MUON_PROCESSES[machine]}"]
+        return launch_warm(machine, recipe, folder, *MUON, *arguments, machine_options=count)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def muon_on(train_muon, recipe):
+    return functools.cache(lambda machine: train_muon(machine, recipe.parent / f"muon_{machine}"))
+
+
+def second_half(train_muon, source: RunFolder, machine: str, folder: Path) -> RunFolder:
+    shutil.copytree(source.path, folder)
+    shutil.rmtree(RunFolder(folder).checkpoint(10))
+    shutil.rmtree(RunFolder(folder).final)
+    return train_muon(machine, folder, "--resume")
+
+
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "hsdp"])
+def test_muon_on_several_processes_equals_muon_on_one(muon_on, machine):
+    assert_same_experiment(muon_on(machine), muon_on("cpu"))
+
+
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
+def test_muon_keeps_one_buffer_for_a_matrix_and_fsdp2_shards_it(muon_on, machine):
+    ranks = [held(muon_on(machine), rank) for rank in range(MUON_PROCESSES[machine])]
+    sizes = {name: size for name, (_, _, size) in ranks[0]["weights"].items()}
+    matrices = sum(size for name, size in sizes.items() if ".h." in name and "ln_" not in name)
+    whole = 2 * sum(sizes.values()) - matrices
+    held_by_rank = [rank["moments"] for rank in ranks]
+    assert held_by_rank == [whole] * 2 if machine == "cpu_ddp" else sum(held_by_rank) == whole
+
+
+@pytest.mark.parametrize("machine", ["cpu", "fsdp2"])
+def test_muon_resumes_bit_for_bit(muon_on, train_muon, tmp_path, machine):
+    whole = muon_on(machine)
+    again = second_half(train_muon, whole, machine, tmp_path / "again")
+    for name in ("final/model.safetensors", "checkpoints/step_00000010/optimizer.safetensors"):
+        assert (again.path / name).read_bytes() == (whole.path / name).read_bytes()
+    assert column(again, "train/grad_norm") == column(whole, "train/grad_norm")
+
+
+@pytest.mark.parametrize(("before", "after"), [("cpu_ddp", "fsdp2"), ("fsdp2", "cpu"), ("cpu", "cpu_ddp")])
+def test_a_run_with_muon_moves_between_machines(muon_on, train_muon, tmp_path, before, after):
+    assert_same_experiment(second_half(train_muon, muon_on(before), after, tmp_path / "moved"), muon_on("cpu"))
+
+
 def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(recipe, tmp_path):
     folder = tmp_path / "stopped"
     arguments = [recipe, "--run-dir", folder, "--train.max_steps", "100000"]

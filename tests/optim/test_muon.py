@@ -8,6 +8,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
+from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.optim.muon import Muon, orthogonalization_flops, orthogonalize
@@ -198,3 +200,10 @@ def test_find_conflicts_refuses_what_muon_cannot_do(values, message):
     config = replace_knobs(Config(), {"data.source": "python-docs", "optim.name": "muon"} | values)
     (conflict,) = find_conflicts(config)
     assert message in conflict.message
+
+
+def test_muon_under_deepspeeds_zero_is_refused_in_one_line(monkeypatch):
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: "found")
+    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
+    with pytest.raises(UserError, match="optim.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers"):
+        accelerator.check_launch(Config(optim=OptimSection(name="muon")))
