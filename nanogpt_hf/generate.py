@@ -15,12 +15,11 @@ from transformers.generation.logits_process import (
 from nanogpt_hf.data.chat_prompt import render_prompt
 from nanogpt_hf.data.tokenizer import unknown_characters_named
 from nanogpt_hf.errors import DivergedError
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 
 @torch.no_grad()
 def generate_tokens(
-    model: GPTForCausalLM,
+    model: transformers.PreTrainedModel,
     prompt_ids: list[int],
     *,
     max_new_tokens: int,
@@ -52,7 +51,7 @@ def generate_tokens(
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
     ends = model.config.eos_token_id
     ends = set(ends) if isinstance(ends, list) else {ends}
-    most = model.config.n_positions
+    most = model.config.max_position_embeddings
     context = torch.tensor([prompt_ids[-most:]] * num_samples, device=model.device)
     fresh, cache, ended = context, None, [False] * num_samples
     for _ in range(max_new_tokens):
@@ -82,7 +81,10 @@ def generate_tokens(
 
 
 def continue_text(
-    model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase, prompt_ids: list[int], **options: Any
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    prompt_ids: list[int],
+    **options: Any,
 ) -> str:
     """The text of one continuation; `options` are those of `generate_tokens`."""
     text = TextStream(tokenizer)

@@ -14,7 +14,7 @@ from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, get_value
 from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.model.build import build_gpt_config
+from nanogpt_hf.model.build import build_config
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -119,7 +119,7 @@ def test_recipe_states_only_what_differs_from_the_defaults_or_defines_it(recipe)
 )
 def test_gpt2_recipes_have_gpt2s_shapes_and_nanogpts_tokens(name, with_biases):
     config = load_config(ROOT / "recipes" / f"{name}.yaml")
-    model = build_gpt_config(dataclasses.replace(config.model, bias=True), 50257)
+    model = build_config(dataclasses.replace(config.model, bias=True), 50257)
     assert count_parameters(model) == with_biases
     assert model.padded_vocab_size == 50304
     assert config.train.tokens_per_step == 12 * 1024 * 5 * 8

@@ -134,7 +134,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     """
     config, accelerator = work.run.config, work.run.accelerator
     architecture = architecture_of(work.run.model_config)
-    model = architecture.plain_model(work.run.model_config)
+    model = architecture.standard_model(work.run.model_config)
     model.loss_type = "ForCausalLM"  # what it takes by default, after a warning
     in_turns = _InTurns(work, windows, steps)
     with tempfile.TemporaryDirectory() as folder:

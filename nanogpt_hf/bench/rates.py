@@ -38,7 +38,7 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
     if work.run.mesh.world_size > 1:
         return None
     model = work.run.model
-    new, device = min(_NEW_TOKENS, model.config.n_positions - 1), work.run.accelerator.device
+    new, device = min(_NEW_TOKENS, model.config.max_position_embeddings - 1), work.run.accelerator.device
     ends, model.config.eos_token_id = model.config.eos_token_id, None  # an untrained model might end at once
     model.eval()
 

@@ -59,7 +59,7 @@ class Chat:
 
     def __init__(self, model, tokenizer, arguments: argparse.Namespace):
         self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
-        self.room = min(arguments.max_new_tokens, model.config.n_positions // 2)  # kept free for an answer
+        self.room = min(arguments.max_new_tokens, model.config.max_position_embeddings // 2)  # kept free for an answer
         self.answers = 0
         self.reset()
 
@@ -70,7 +70,7 @@ class Chat:
         """Print the answer to `question` as it comes, and remember both. An interruption ends it and keeps the part."""
         from nanogpt_hf.generate import TextStream, ask, generate_tokens
 
-        arguments, most = self.arguments, self.model.config.n_positions
+        arguments, most = self.arguments, self.model.config.max_position_embeddings
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
             ids, kept = ask(self.tokenizer, messages, most - self.room)

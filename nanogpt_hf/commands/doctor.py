@@ -120,7 +120,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     from nanogpt_hf.distributed.accelerator import build_accelerator, requested_and_actual
     from nanogpt_hf.doctor import findings, machine, probes
     from nanogpt_hf.model.architecture import count_parameters
-    from nanogpt_hf.model.build import build_gpt_config
+    from nanogpt_hf.model.build import build_config
     from nanogpt_hf.planning.estimate import run_bytes
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.runs.machine import describe_host, versions
@@ -134,7 +134,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     report.add(findings.Finding("ok", "machine", describe_host()))
     places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
-        parameters = count_parameters(build_gpt_config(config.model, vocab_size_of(config)))
+        parameters = count_parameters(build_config(config.model, vocab_size_of(config)))
         needed = run_bytes(parameters, parameters, config.checkpoint.keep)
     report.add(*findings.judge_places(places, needed))
     try:
@@ -198,9 +198,9 @@ def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):
 
 def _check_initial_weights(report: Report, config, data, gather) -> None:
     from nanogpt_hf.doctor import findings, probes
-    from nanogpt_hf.model.build import build_gpt_config, build_model
+    from nanogpt_hf.model.build import build_config, build_model
 
-    model = build_model(build_gpt_config(config.model, data.vocab_size), config.train.seed, config.model.init)
+    model = build_model(build_config(config.model, data.vocab_size), config.train.seed, config.model.init)
     with report.together("parameters"):
         digests = gather(probes.parameter_digests(model))
     report.add(findings.judge_parameters(digests, f"{model.num_parameters():,} as built"))

@@ -96,7 +96,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
         facts = {"model": {"name": folder, "sha256": weights_sha256(folder)}}
         if arguments.data:
-            most = model.config.n_positions
+            most = model.config.max_position_embeddings
             got["block_size"] = arguments.block_size or most
             got["stride"] = arguments.stride or got["block_size"]
             if got["block_size"] > most:

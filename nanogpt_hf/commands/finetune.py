@@ -10,14 +10,15 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, run_options, train
-from nanogpt_hf.config.finetune import GPT2_NAMES, finetune_defaults
+from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import convert, load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
+from nanogpt_hf.config.vocabulary import GPT2_NAMES
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
-    from nanogpt_hf.model import GPTConfig
+    from transformers import PreTrainedConfig
 
 # Short for a knob.
 _FLAGS = {
@@ -40,7 +41,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     flags = [(key, getattr(arguments, key)) for key, _, _ in _FLAGS.values()]
     config, base = finetune_config(arguments.recipe, [(k, v) for k, v in flags if v is not None] + overrides)
-    vocabulary = _check_tokenizer(config)
+    vocabulary = _check_tokenizer(config, base.vocab_size)
     if arguments.dry_run:
         _print_trainable(config, base)
         dry_run(config)
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     train(config, **run_options(arguments), check=check_tokenizer_of_data)
 
 
-def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "GPTConfig"]:
+def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "PreTrainedConfig"]:
     """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts from.
 
     Sizes and tokenizer are that model's, and the other defaults those of fine-tuning. Raises UserError where there is
@@ -75,15 +76,15 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
         raise UserError("cli.py finetune: say which text to train on: --data my.txt")
     start = find_model(str(start))
 
+    from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_base_config
 
     base, commit = load_base_config(start, revision)
-    sizes = ("n_layer", "n_head", "n_embd", "n_positions", "vocab_size", "bias", "activation_function")
-    knobs = {f"model.{name}": getattr(base, name) for name in sizes}
+    knobs, positions = architecture_of(base).recipe_knobs(base), base.max_position_embeddings
     tokenizer = "gpt2" if start in GPT2_NAMES else start
     defaults = finetune_defaults(
         knobs,
-        block_size=_stated_number(stated, "data.block_size") or base.n_positions,
+        block_size=_stated_number(stated, "data.block_size") or positions,
         max_steps=_stated_number(stated, "train.max_steps"),
         lora=_stated_number(stated, "lora.rank") is not None,
     )
@@ -96,8 +97,8 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
         for key, value in knobs.items()
         if key != "model.n_positions" and get_value(config, key) != value
     ]
-    if config.model.n_positions > base.n_positions:
-        wrong.append(f"model.n_positions: {start} has learned {base.n_positions}, and no position beyond; leave it out")
+    if config.model.n_positions > positions:
+        wrong.append(f"model.n_positions: {start} has learned only {positions} positions; leave it out")
     if config.model.pad_vocab_to_multiple_of != 1:
         wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
@@ -127,7 +128,7 @@ def _short(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
 
 
-def _check_tokenizer(config: Config) -> str:
+def _check_tokenizer(config: Config, vocab_size: int) -> str:
     """The hash of the tokenizer's vocabulary. Raises UserError where it is not that of the model to start from."""
     from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 
@@ -151,14 +152,12 @@ def _check_tokenizer(config: Config) -> str:
         raise UserError(
             f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model has learned; leave it out"
         )
-    if len(given) > config.model.vocab_size:
-        raise UserError(
-            f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {config.model.vocab_size:,}; leave it out"
-        )
+    if len(given) > vocab_size:
+        raise UserError(f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {vocab_size:,}; leave it out")
     return vocabulary_hash(given)
 
 
-def _print_trainable(config: Config, base: "GPTConfig") -> None:
+def _print_trainable(config: Config, base: "PreTrainedConfig") -> None:
     from nanogpt_hf.model.build import describe_trainable, meta_model
 
     show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")

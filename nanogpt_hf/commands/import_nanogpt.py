@@ -44,7 +44,7 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
     from nanogpt_hf.export.card import imported_card
     from nanogpt_hf.export.model_folder import new_folder, write_model_folder
     from nanogpt_hf.export.nanogpt import load_nanogpt
-    from nanogpt_hf.model.architecture import count_parameters
+    from nanogpt_hf.model.architecture import count_parameters, padding_rows
 
     logging.disable_progress_bar()
     with new_folder(out) as folder:
@@ -52,10 +52,11 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
         config = found.config
         card = imported_card(out.resolve().name, config, found.facts)
         write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
-    padding = (config.padded_vocab_size or 0) - config.vocab_size
+    padding = padding_rows(config)
     show(
-        f"{out}: a GPT-2 with {count_parameters(config):,} parameters ({config.n_layer} layers, {config.n_head} heads, "
-        f"{config.n_embd} wide, {config.n_positions} positions, {config.vocab_size:,} tokens)"
+        f"{out}: a GPT-2 with {count_parameters(config):,} parameters ({config.num_hidden_layers} layers, "
+        f"{config.num_attention_heads} heads, {config.hidden_size} wide, {config.max_position_embeddings} positions, "
+        f"{config.vocab_size:,} tokens)"
     )
     for name, value in found.facts.items():
         show(f"  {name}: {value}")

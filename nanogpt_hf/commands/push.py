@@ -65,9 +65,9 @@ def _minimal_card_of(folder: Path, repo_id: str) -> str | None:
     if (folder / "README.md").exists() or not (folder / "config.json").is_file():
         return None
     from nanogpt_hf.export.card import minimal_card
-    from nanogpt_hf.model.configuration_gpt import GPTConfig
+    from nanogpt_hf.model.architecture import architecture_on_disk
 
     try:
-        return minimal_card(repo_id.partition("/")[2], GPTConfig.from_pretrained(folder, trust_remote_code=False))
+        return minimal_card(repo_id.partition("/")[2], architecture_on_disk(folder).load_config(folder, None))
     except Exception:  # of a config with nonsense in it: no GPT-2
         return None

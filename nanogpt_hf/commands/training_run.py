@@ -16,7 +16,7 @@ from nanogpt_hf.config.load import config_to_yaml, knob_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import CpuTimes, allowed_cores, free_threads, stated_threads
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
+from nanogpt_hf.errors import DataError, NotEnoughMemoryError, UserError, is_out_of_memory
 
 if TYPE_CHECKING:
     from nanogpt_hf.runs.folder import RunFolder
@@ -196,25 +196,19 @@ def out_of_memory(config: Config) -> str:
 def dry_run(config: Config) -> None:
     """Print what a run would be, as far as it can be known without its data."""
     from nanogpt_hf.data.manifest import read_manifest
+    from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
-    from nanogpt_hf.model.build import build_gpt_config
+    from nanogpt_hf.model.build import build_config
 
     show(config_to_yaml(config), end="")
     for line in ["", *dial_lines(config)]:
         show(line)
-    manifest = read_manifest(Path(config.data.dir))
-    if manifest:
-        vocab_size = manifest.vocab_size
-    elif config.data.tokenizer == "gpt2":
-        vocab_size = 50257
-    else:
-        vocab_size = config.model.vocab_size
-    if vocab_size:
-        parameters = count_parameters(build_gpt_config(config.model, vocab_size))
-        show(f"parameters: {parameters:,}")
-    else:
-        parameters = count_parameters(build_gpt_config(config.model, 1)) - config.model.n_embd
-        show(f"parameters: {parameters:,} + {config.model.n_embd} a token of the vocabulary, known after `prepare`")
+    try:
+        vocab_size, source = known_vocab_size(config.data, read_manifest(Path(config.data.dir)))
+        show(f"parameters: {count_parameters(build_config(config.model, vocab_size)):,}")
+        show(f"vocabulary: {vocab_size:,} tokens, {source}")
+    except DataError as error:
+        show(f"parameters: not known before `prepare`: {error}")
     tokens = config.train.max_steps * config.train.tokens_per_step
     show(f"tokens per step: {config.train.tokens_per_step:,}; tokens in {config.train.max_steps:,} steps: {tokens:,}")
     show("nothing was started")

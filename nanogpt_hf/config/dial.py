@@ -12,7 +12,8 @@ The idea of one dial, and the correction of the learning rate for a batch that i
 - learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule, Malladi et al. 2022,
   arXiv:2205.10287.
 
-Everything here is a pure function of the recipe: it reads no data, so a character vocabulary counts as 128 rows.
+Everything here is a pure function of the recipe: it reads no files, so a character vocabulary counts as 128
+rows, and that of a tokenizer other than `char` and `gpt2` as many as GPT-2's.
 """
 
 import math
@@ -20,24 +21,16 @@ from collections.abc import Container
 from typing import Any
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.finetune import GPT2_NAMES
 from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
+from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
 
 # What the choices depend on, except for those that are stated instead.
-DIAL_INPUTS = {"model.depth", "model.aspect_ratio", "model.n_positions", "model.bias", "model.vocab_size"}
+DIAL_INPUTS = {"model.depth", "model.aspect_ratio", "model.n_positions", "model.bias"}
 DIAL_INPUTS |= {"data.tokenizer", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
 
-_CHARACTERS = 128  # rows of a character vocabulary, which is known only after `prepare`; Shakespeare's has 65
 _MICRO_BATCH_TOKENS = 8192
 _SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
 _WARMUP = 0.05  # of the steps
-
-
-def known_vocabulary(config: Config) -> int | None:
-    """Rows of the embedding as far as the recipe tells; None if only the tokenizer's files do."""
-    if config.data.tokenizer in GPT2_NAMES:
-        return 50257
-    return config.model.vocab_size or (_CHARACTERS if config.data.tokenizer == "char" else None)
 
 
 def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
@@ -52,18 +45,13 @@ def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
 def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Choice, ...]:
     """The knobs that follow from the depth, each with its reason; those in `stated` keep the value in `config`.
 
-    Raises ValueError if the size is out of bounds or the number of parameters cannot be known.
+    Raises ValueError if the size is out of bounds or the run fine-tunes.
     """
     aspect = config.model.aspect_ratio
     ratio, block_size = config.train.tokens_per_parameter, config.data.block_size
-    vocabulary = known_vocabulary(config)
+    vocabulary, _ = vocab_size_by_name(config.data.tokenizer) or (GPT2_VOCAB_SIZE, "")
     if config.finetune.model:
         raise ValueError(f"{config.finetune.model} has its size already; leave it out")
-    if vocabulary is None:
-        raise ValueError(
-            f"the vocabulary of data.tokenizer {config.data.tokenizer} counts as parameters, and the recipe does not "
-            "have its size; state it as model.vocab_size"
-        )
     choices: list[Choice] = []
 
     def choose(key: str, value: Any, reason: str) -> Any:

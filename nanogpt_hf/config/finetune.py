@@ -4,9 +4,6 @@ from typing import Any
 
 from nanogpt_hf.config.schema import FinetuneSection
 
-# GPT-2's own vocabulary: the built-in tokenizer of this name has it, and is the faster one.
-GPT2_NAMES = {f"{owner}gpt2{size}" for owner in ("", "openai-community/") for size in ("", "-medium", "-large", "-xl")}
-
 # In place of the schema's defaults; recipe and command line go over them.
 _DEFAULTS = {
     "data.validation_fraction": 0.1,  # texts to fine-tune on are short

@@ -31,11 +31,8 @@ class ModelSection:
     n_head: int = knob(12, "attention heads a block; divides n_embd", low=1, high=10_000)
     n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
     n_positions: int = knob(1024, "longest context the model has positions for, in tokens", low=1, high=100_000_000)
-    vocab_size: int | None = knob(
-        None, "rows of the embedding; left out, the tokenizer's size (then padded)", low=1, high=100_000_000
-    )
     pad_vocab_to_multiple_of: int = knob(
-        1, "round the rows up to this multiple: 64 is fast on GPUs", low=1, high=1_000_000
+        1, "round the embedding's rows up from the tokenizer's size: 64 is fast on GPUs", low=1, high=1_000_000
     )
     bias: bool = knob(False, "biases in Linear and LayerNorm (GPT-2 has them, nanoGPT leaves them out)")
     dropout: float = knob(0.0, "dropout probability on embeddings, attention and residuals", low=0, high=0.99)
@@ -222,6 +219,7 @@ class Knob:
 
 # Knobs of older versions: the default they had, and what replaces them. A recipe may still hold them; they are ignored.
 REMOVED_KNOBS: dict[str, tuple[Any, str]] = {
+    "model.vocab_size": (None, "the tokenizer decides; use model.pad_vocab_to_multiple_of to pad it"),
     "optim.moments": ("float32", "use optim.state"),
     "finetune.prompts": ([], "use eval.samples"),
     "finetune.sample_tokens": (100, "use eval.sample_tokens"),

@@ -7,9 +7,11 @@ from pathlib import Path
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import PreparedData, load_prepared, open_tokenizer
+from nanogpt_hf.data.prepare import PreparedData, load_prepared
+from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
 
@@ -36,12 +38,13 @@ def prepared_if_any(config: Config, use_prepared: bool) -> tuple[PreparedData | 
 
 
 def vocab_size_of(config: Config) -> int:
-    """Of the prepared data; else the recipe's, GPT-2's, or 256 for characters."""
+    """Tokens of the prepared data, or of the recipe's tokenizer; as many as GPT-2's if neither can be read."""
+    manifest = None
     with contextlib.suppress(DataError):  # reported when the data is opened
-        folder = Path(config.data.dir)
-        if manifest := read_manifest(folder):
-            return len(open_tokenizer(folder, manifest))
-    return config.model.vocab_size or (50257 if config.data.tokenizer == "gpt2" else 256)
+        manifest = read_manifest(Path(config.data.dir))
+    with contextlib.suppress(DataError):
+        return known_vocab_size(config.data, manifest)[0]
+    return GPT2_VOCAB_SIZE
 
 
 def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticData:

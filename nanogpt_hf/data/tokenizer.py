@@ -21,6 +21,9 @@ import transformers
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
 from nanogpt_hf.config.hub_name import folder_or_hub_id
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.config.vocabulary import vocab_size_by_name
+from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.errors import DataError, UserError
 
 _GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
@@ -95,6 +98,16 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
     return hf
+
+
+def known_vocab_size(data: DataSection, manifest: Manifest | None) -> tuple[int, str]:
+    """The tokens of the vocabulary before and after `prepare`, and how that is known.
+
+    Raises DataError if the recipe's tokenizer cannot be loaded.
+    """
+    if manifest:
+        return manifest.vocab_size, "of the prepared data"
+    return vocab_size_by_name(data.tokenizer) or (len(load_tokenizer(data.tokenizer)), f"of {data.tokenizer}")
 
 
 def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> None:

@@ -45,7 +45,7 @@ class Perplexity(evaluate.Metric):
     ) -> dict[str, float | int]:
         accelerator = Accelerator()
         gpt = load_model(model).to(accelerator.device)
-        block_size = block_size or gpt.config.n_positions
+        block_size = block_size or gpt.config.max_position_embeddings
         result = evaluate_text(
             accelerator,
             Mesh.from_environment(),

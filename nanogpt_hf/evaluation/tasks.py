@@ -132,7 +132,7 @@ def run_tasks(
             pretrained=whole,
             tokenizer=own,
             batch_size=batch_size,
-            max_length=whole.config.n_positions,
+            max_length=whole.config.max_position_embeddings,
             prefix_token_id=prefix if prefix is not None else own.get_vocab().get("\n", 0),
             trust_remote_code=False,
         )

@@ -5,6 +5,7 @@ import re
 from datetime import timedelta
 
 from huggingface_hub import EvalResult, ModelCardData
+from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
@@ -12,8 +13,7 @@ from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.source import PYTHON_DOCS
 from nanogpt_hf.export.staging import PATH_PLACEHOLDER
 from nanogpt_hf.formatting import format_number
-from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.model.configuration_gpt import GPTConfig
+from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.runs.state import TrainState
@@ -21,7 +21,7 @@ from nanogpt_hf.runs.state import TrainState
 
 def model_card(
     config: Config,
-    model_config: GPTConfig,
+    model_config: PreTrainedConfig,
     manifest: Manifest,
     state: TrainState,
     machine: str,
@@ -53,14 +53,14 @@ def model_card(
     return _card(config.name, model_config, origin, metadata, sections, config.lora.rank if adapter else None)
 
 
-def imported_card(name: str, model_config: GPTConfig, facts: dict[str, str]) -> str:
+def imported_card(name: str, model_config: PreTrainedConfig, facts: dict[str, str]) -> str:
     """The card of a model that nanoGPT trained, which has no recipe."""
     origin = "trained by nanoGPT and imported with nanogpt_hf"
     sections = [("Training", _table(facts)), ("Licence", _licence(None, None))]
     return _card(name, model_config, origin, ModelCardData(), sections)
 
 
-def minimal_card(name: str, model_config: GPTConfig) -> str:
+def minimal_card(name: str, model_config: PreTrainedConfig) -> str:
     """The card of a model whose training is unknown."""
     sections = [("Licence", _licence(None, None))]
     return _card(name, model_config, "whose training is not recorded here", ModelCardData(), sections)
@@ -177,14 +177,14 @@ text, which makes tokenizers comparable.
 {split}"""
 
 
-def _limits(config: Config, model_config: GPTConfig) -> str:
+def _limits(config: Config, model_config: PreTrainedConfig) -> str:
     answers = config.data.format == "chat"
     purpose = (
         "answers in the style of its training conversations" if answers else "continues text like its training text"
     )
     lines = [
         f"The model {purpose}. Its output can be false, offensive or unsafe.",
-        f"Its context is {model_config.n_positions:,} tokens.",
+        f"Its context is {model_config.max_position_embeddings:,} tokens.",
         "It was evaluated only on text from the source of its training text.",
     ]
     if config.data.tokenizer == "char":
@@ -223,15 +223,17 @@ def _fenced(text: str, language: str) -> str:
 
 def _card(
     name: str,
-    model_config: GPTConfig,
+    model_config: PreTrainedConfig,
     origin: str,
     metadata: ModelCardData,
     sections: list[tuple[str, str]],
     adapter_rank: int | None = None,
 ) -> str:
+    architecture = architecture_of(model_config)
     sizes = (
-        f"GPT-2 with {count_parameters(model_config):,} parameters ({model_config.n_layer} layers, "
-        f"{model_config.n_head} heads,\n{model_config.n_embd} wide, {model_config.n_positions} positions)"
+        f"{architecture.title} with {count_parameters(model_config):,} parameters ({model_config.num_hidden_layers} "
+        f"layers, {model_config.num_attention_heads} heads,\n{model_config.hidden_size} wide, "
+        f"{model_config.max_position_embeddings} positions)"
     )
     if adapter_rank:
         what, kind = f"A LoRA adapter of rank {adapter_rank} for a {sizes}", "lora"
@@ -239,8 +241,8 @@ def _card(
         library, loader = "peft", "AutoPeftModelForCausalLM"
         imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
     else:
-        what, kind = f"A {sizes}", "gpt2"
-        format_note = "A standard GPT-2 checkpoint; transformers loads it without other code."
+        what, kind = f"A {sizes}", architecture.name
+        format_note = f"A standard {architecture.title} checkpoint; transformers loads it without other code."
         library, loader = "transformers", "AutoModelForCausalLM"
         imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
     metadata.library_name, metadata.tags = library, [kind, "nanogpt_hf"]

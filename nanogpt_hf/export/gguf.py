@@ -75,7 +75,7 @@ def _write_metadata(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.
     writer.add_block_count(config.n_layer)
     writer.add_context_length(config.n_positions)
     writer.add_embedding_length(config.n_embd)
-    writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+    writer.add_feed_forward_length(config.inner_size)
     writer.add_head_count(config.n_head)
     writer.add_layer_norm_eps(config.layer_norm_epsilon)
     writer.add_vocab_size(config.vocab_size)

@@ -12,8 +12,7 @@ import transformers
 from nanogpt_hf.data.place import is_vacant, partial_of, put_in_place
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
-from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.runs.replace import replaced_folder
 
 MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
@@ -21,7 +20,7 @@ MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
 
 def save_model_folder(
     folder: Path,
-    config: GPTConfig,
+    config: transformers.PreTrainedConfig,
     weights: dict[str, torch.Tensor],
     tokenizer: transformers.PreTrainedTokenizerBase,
     card: str,
@@ -33,18 +32,16 @@ def save_model_folder(
 
 def write_model_folder(
     folder: Path,
-    config: GPTConfig,
+    config: transformers.PreTrainedConfig,
     weights: dict[str, torch.Tensor],
     tokenizer: transformers.PreTrainedTokenizerBase | None,
     card: str | None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
     """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer and card if given."""
-    with torch.device("meta"):
-        shell = GPTForCausalLM(config)
-    shell.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+    architecture_of(config).save_model(folder, config, weights, max_shard_size)
     if tokenizer is not None:
-        tokenizer.model_max_length = config.n_positions
+        tokenizer.model_max_length = config.max_position_embeddings
         save_tokenizer(tokenizer, folder)
     if card is not None:
         (folder / "README.md").write_text(card, encoding="utf-8")
@@ -76,9 +73,9 @@ def new_folder(out: Path) -> Iterator[Path]:
                 folder.rmdir()
 
 
-def fixed_input(config: GPTConfig) -> torch.Tensor:
+def fixed_input(config: transformers.PreTrainedConfig) -> torch.Tensor:
     """Two sequences of token ids, fixed by the sizes of the model: (2, T), T at most 128."""
-    length = min(config.n_positions, 128)
+    length = min(config.max_position_embeddings, 128)
     return (torch.arange(2 * length) * 7919 % config.vocab_size).view(2, length)
 
 
@@ -109,7 +106,7 @@ def max_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) ->
 
 def export_gpt2(
     folder: Path,
-    model: GPTForCausalLM,
+    model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase | None,
     card: str | None,
     dtype: torch.dtype = torch.float32,
@@ -128,7 +125,7 @@ def export_gpt2(
     return max_difference(logits_of(opened), original, exact=dtype == torch.float32)
 
 
-def cast_weights(model: GPTForCausalLM, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     """The weights of the model in `dtype`. Raises UserError if a finite weight overflows."""
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     for name, weight in weights.items():

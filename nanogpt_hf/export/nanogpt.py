@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.tokenizer import Tokenizer, char_tokenizer, gpt2_tokenizer
 from nanogpt_hf.errors import DataError, RunFolderError, one_line
 from nanogpt_hf.model.configuration_gpt import GPTConfig
@@ -20,7 +21,7 @@ from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, from_gpt2_state_dict, gpt2_
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 _SIZES = ("n_layer", "n_head", "n_embd", "block_size", "vocab_size")
-_GPT2_ROWS = (50257, 50304)  # GPT-2's vocabulary, and as nanoGPT pads it
+_GPT2_ROWS = (GPT2_VOCAB_SIZE, 50304)  # GPT-2's vocabulary, and as nanoGPT pads it
 _MATRICES = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 
 

@@ -13,14 +13,14 @@ import transformers
 
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, max_difference
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
 
 FILE = "model.onnx"
 _LARGEST_FILE = 1_900_000_000  # bytes; protobuf's limit is 2 GiB, so larger weights go to a second file
 
 
 class _LogitsOnly(torch.nn.Module):
-    def __init__(self, model: GPTForCausalLM):
+    def __init__(self, model: transformers.PreTrainedModel):
         super().__init__()
         self.model = model
 
@@ -28,13 +28,16 @@ class _LogitsOnly(torch.nn.Module):
         return self.model(input_ids=input_ids, use_cache=False).logits
 
 
-def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase | None) -> float:
+def export_onnx(
+    folder: Path, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase | None
+) -> float:
     """Write `model` as an ONNX graph with config.json and tokenizer, and run it with onnxruntime.
 
     Returns the largest difference of the logits.
     """
     config = model.config
-    shapes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=config.n_positions)}}
+    longest = config.max_position_embeddings
+    shapes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=longest)}}
     size = 4 * model.num_parameters()
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
@@ -55,7 +58,7 @@ def export_onnx(folder: Path, model: GPTForCausalLM, tokenizer: transformers.Pre
             )
     finally:
         registration.setLevel(level)
-    config.to_gpt2().save_pretrained(folder)
+    architecture_of(config).standard_config(config).save_pretrained(folder)
     if tokenizer is not None:
         save_tokenizer(tokenizer, folder)
 

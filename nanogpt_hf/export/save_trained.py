@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.export.model_folder import save_model_folder, write_model_folder
-from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.runs.replace import replaced_folder
 from nanogpt_hf.runs.state import TrainState
 
@@ -17,7 +17,7 @@ from nanogpt_hf.runs.state import TrainState
 def save_trained(
     folder: Path,
     config: Config,
-    model_config: GPTConfig,
+    model_config: PreTrainedConfig,
     weights: dict[str, torch.Tensor],
     data: PreparedData,
     state: TrainState,
@@ -35,13 +35,13 @@ def save_trained(
         return
     from nanogpt_hf.model.lora import merged_weights, save_adapter
 
-    adapter = (model_config.n_layer, config.lora, config.finetune, weights)
+    adapter = (model_config, config.lora, config.finetune, weights)
     with replaced_folder(folder.resolve()) as partial:
         if config.lora.merge:
             write_model_folder(partial, model_config, merged_weights(weights, config.lora), data.tokenizer, card)
             save_adapter(partial / "adapter", *adapter)
         else:
             save_adapter(partial, *adapter)
-            data.tokenizer.model_max_length = model_config.n_positions
+            data.tokenizer.model_max_length = model_config.max_position_embeddings
             save_tokenizer(data.tokenizer, partial)
             (partial / "README.md").write_text(card, encoding="utf-8")

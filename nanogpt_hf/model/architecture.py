@@ -1,44 +1,80 @@
 """Architecture: all that the rest of the package asks of a causal LM. GPT-2 is the first row.
 
 Sizes are read from a config by the names that transformers gives every model: hidden_size, num_hidden_layers,
-num_attention_heads, max_position_embeddings, vocab_size.
+num_attention_heads, max_position_embeddings, vocab_size. No other room names the classes or layers of a model, except
+the importers and exporters of one format.
+
+To add a row: write its functions as in gpt2.py, and list it in ARCHITECTURES.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import GPT2LMHeadModel, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
-from nanogpt_hf.config.schema import LORA_TARGETS
+from nanogpt_hf.config.schema import LORA_TARGETS, ModelSection
+from nanogpt_hf.model import gpt2
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.loss_gpt import loss_and_gradient
+from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 
 @dataclass(frozen=True)
+class BlockActivations:
+    """Values per token that autograd keeps of a block, except the inputs of its linear layers."""
+
+    residual: int  # in the residual's precision: inputs of the norms
+    attention: int  # queries, keys and values
+    other: int  # in the precision of the products: output of attention, inputs of activation functions
+
+
+@dataclass(frozen=True)
 class Architecture:
-    """How to reach the parts of a model, and what they cost. Functions take the model that is not prepared."""
+    """How to build, load, save and take apart a model, and what it costs. Functions take a model that is not prepared.
+
+    `model_class(config)` makes a model with initial weights, in transformers' form. Its forward takes input_ids,
+    shift_labels, position_ids, use_cache, num_items_in_batch (divides the summed loss) and skip_logits. A model whose
+    vocabulary is padded never predicts the added rows.
+    """
 
     name: str
+    title: str  # for messages and cards
+    model_types: tuple[str, ...]  # of the config.json files that `load_config` reads
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
+
+    # From a recipe, and from and to disk. Weights are named as in `model_class`.
+    build_config: Callable[[ModelSection, int, int | None], PreTrainedConfig]  # (section, vocab_size, end_of_text_id)
+    recipe_knobs: Callable[[Any], dict[str, Any]]  # config -> the knobs model.* that describe it; ValueError if none do
+    load_config: Callable[[str, str | None], PreTrainedConfig]  # (folder or Hub id, revision)
+    load_model: Callable[..., PreTrainedModel]  # (folder or Hub id, revision, **options): in float32
+    save_model: Callable[[Path, Any, dict[str, torch.Tensor], str], None]  # (folder, config, weights, max_shard_size)
+    standard_config: Callable[[Any], PreTrainedConfig]  # config -> that of the standard transformers model
+
+    # Parts of a model.
     blocks: Callable[[Any], nn.ModuleList]  # transformer blocks, lowest first
     embeddings: Callable[[Any], list[nn.Module]]  # of tokens, and of positions if they are learned
     final_norm: Callable[[Any], nn.Module]
     attention: Callable[[nn.Module], nn.Module]  # of a block: has q_proj, k_proj, v_proj, o_proj, scaling, head_dim
-    mlp_layers: Callable[[nn.Module], tuple[nn.Linear, nn.Linear]]  # of a block: into the MLP and out of it
+    mlp_layers: Callable[[nn.Module], tuple[nn.Linear, ...]]  # of a block; the last one writes to the residual
     lora_targets: tuple[str, ...]
-    flops_per_token: Callable[[Any, int], float]  # (config, block_size): training, forward and backward
+    layers_on_disk: dict[str, tuple[str, ...]]  # layer of a block on disk -> ours in it; empty if they are the same
+
+    # What training and evaluation do with it.
+    summed_loss: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (model, hidden (N, C), targets (N,))
     compile_loss: Callable[..., None]  # (model, backend=..., mode=...)
-    plain_model: Callable[[Any], PreTrainedModel]  # config -> transformers' own model of it, with new weights
+    crop_positions: Callable[[Any, int], None]  # leave only the first positions
+    lookup_parameters: Callable[[Any], int]  # config -> parameters that are in no matrix product
+    block_activations: Callable[[Any], BlockActivations]  # config -> without dropout and adapters
 
     def attention_layers(self, block: nn.Module) -> tuple[nn.Linear, ...]:
         """The linear layers q, k, v and o of a block."""
-        attention = self.attention(block)
+        attention: Any = self.attention(block)
         return attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
 
     def depths(self, model: PreTrainedModel) -> dict[str, int]:
@@ -48,12 +84,62 @@ class Architecture:
         depth |= {id(p): index + 1 for index, block in enumerate(blocks) for p in block.parameters()}
         return {name: depth.get(id(p), len(blocks) + 1) for name, p in model.named_parameters()}
 
-    def part_of(self, name: str) -> str:
-        """The part of the model that a parameter belongs to, for a table: `attention`, `MLP`, ..."""
-        return next((part for pattern, part in _PARTS if re.search(pattern, name)), "norms")
+    def freeze(self, model: PreTrainedModel, layers: int) -> None:
+        """Freeze the embeddings (and a tied head) and the lowest `layers` blocks; -1 freezes nothing."""
+        for module in [*self.embeddings(model), *self.blocks(model)[:layers]] if layers >= 0 else []:
+            module.requires_grad_(False)
 
+    def hidden_states(self, model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
+        """What the head takes in: (B, T) -> (B, T, C)."""
+        return model.base_model(input_ids, use_cache=False).last_hidden_state
+
+    def standard_model(self, config: PreTrainedConfig) -> PreTrainedModel:
+        """The standard transformers model of `config`, with new weights."""
+        return AutoModelForCausalLM.from_config(self.standard_config(config), attn_implementation="sdpa")
+
+    def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
+        """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).
+
+        N leaves out the parameters that are only looked up, as nanoGPT's `estimate_mfu` does.
+        """
+        parameters = count_parameters(config) - self.lookup_parameters(config)
+        heads = config.num_attention_heads
+        width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
+        return 6 * parameters + 12 * config.num_hidden_layers * width * block_size
+
+
+GPT2 = Architecture(
+    name="gpt2",
+    title="GPT-2",
+    model_types=("gpt2", GPTConfig.model_type),
+    config_class=GPTConfig,
+    model_class=GPTForCausalLM,
+    build_config=gpt2.build_config,
+    recipe_knobs=gpt2.recipe_knobs,
+    load_config=gpt2.load_config,
+    load_model=gpt2.load_model,
+    save_model=gpt2.save_model,
+    standard_config=GPTConfig.to_gpt2,
+    blocks=lambda model: model.transformer.h,
+    embeddings=lambda model: [model.transformer.wte, model.transformer.wpe],
+    final_norm=lambda model: model.transformer.ln_f,
+    attention=lambda block: block.attn,
+    mlp_layers=lambda block: (block.mlp.fc, block.mlp.proj),
+    lora_targets=tuple(LORA_TARGETS),
+    layers_on_disk=GPT2_LAYOUT,
+    summed_loss=lambda model, hidden, targets: model.summed_loss(hidden, targets),
+    compile_loss=gpt2.compile_loss,
+    crop_positions=gpt2.crop_positions,
+    lookup_parameters=lambda config: config.n_positions * config.n_embd,
+    block_activations=lambda config: BlockActivations(
+        residual=2 * config.n_embd, attention=3 * config.n_embd, other=config.n_embd + config.inner_size
+    ),
+)
+
+ARCHITECTURES = (GPT2,)
 
 _PARTS = (
+    (r"\.lora_", "adapters"),
     (r"\.(wte|embed_tokens)\.|^lm_head\.", "token embedding and head"),
     (r"\.wpe\.", "position embedding"),
     (r"\.(attn|self_attn)\.", "attention"),
@@ -61,50 +147,48 @@ _PARTS = (
 )
 
 
-def _compile_gpt2_loss(model: GPTForCausalLM, **options: Any) -> None:
-    model.lm_head.loss_and_gradient = torch.compile(loss_and_gradient, **options)
+def part_of(name: str) -> str:
+    """The part of a model that a parameter belongs to, for a table: `attention`, `MLP`, ..."""
+    return next((part for pattern, part in _PARTS if re.search(pattern, name)), "norms")
 
 
-def _gpt2_flops_per_token(config: GPTConfig, block_size: int) -> float:
-    """6·N + 12·L·H·Q·T (PaLM, arXiv:2204.02311, appendix B); N without positions, as in nanoGPT's `estimate_mfu`."""
-    parameters = count_parameters(config) - config.n_positions * config.n_embd
-    return 6 * parameters + 12 * config.n_layer * config.n_embd * block_size
+def architecture_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> Architecture:
+    """The row of a model or of its config. Raises ValueError if there is none."""
+    config = getattr(model_or_config, "config", model_or_config)
+    for architecture in ARCHITECTURES:
+        if isinstance(config, architecture.config_class):
+            return architecture
+    raise ValueError(f"{type(config).__name__} is none of the supported architectures: {supported_titles()}")
 
 
-def _plain_gpt2(config: GPTConfig) -> GPT2LMHeadModel:
-    gpt2 = config.to_gpt2()
-    gpt2._attn_implementation = "sdpa"
-    return GPT2LMHeadModel(gpt2)
+def architecture_of_recipe(section: ModelSection) -> Architecture:
+    """The row that a recipe's section `model` describes."""
+    return GPT2
 
 
-GPT2 = Architecture(
-    name="gpt2",
-    config_class=GPTConfig,
-    model_class=GPTForCausalLM,
-    blocks=lambda model: model.transformer.h,
-    embeddings=lambda model: [model.transformer.wte, model.transformer.wpe],
-    final_norm=lambda model: model.transformer.ln_f,
-    attention=lambda block: block.attn,
-    mlp_layers=lambda block: (block.mlp.fc, block.mlp.proj),
-    lora_targets=tuple(LORA_TARGETS),
-    flops_per_token=_gpt2_flops_per_token,
-    compile_loss=_compile_gpt2_loss,
-    plain_model=_plain_gpt2,
-)
+def architecture_on_disk(name: str, revision: str | None = None) -> Architecture:
+    """The row of a model folder or of a model on the Hub. Raises ValueError if there is none."""
+    raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    model_type = raw.get("model_type", GPTConfig.model_type)
+    for architecture in ARCHITECTURES:
+        if model_type in architecture.model_types:
+            return architecture
+    raise ValueError(f"{name} is a {model_type} model; supported: {supported_titles()}")
+
+
+def supported_titles() -> str:
+    """The architectures that can be loaded, for messages."""
+    return ", ".join(architecture.title for architecture in ARCHITECTURES)
+
+
+def padding_rows(config: PreTrainedConfig) -> int:
+    """Rows of the embedding that only pad the vocabulary."""
+    return (getattr(config, "padded_vocab_size", None) or config.vocab_size) - config.vocab_size
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
     """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied head counts once."""
     with torch.device("meta"):
         model = architecture_of(config).model_class(config)
-    padding = (getattr(config, "padded_vocab_size", None) or config.vocab_size) - config.vocab_size
     matrices = 1 if config.tie_word_embeddings else 2
-    return model.num_parameters() - matrices * padding * config.hidden_size
-
-
-def architecture_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> Architecture:
-    """The row of a model or of its config. Raises ValueError if there is none."""
-    config = getattr(model_or_config, "config", model_or_config)
-    if not isinstance(config, GPT2.config_class):
-        raise ValueError(f"{type(config).__name__} is none of the supported architectures: {GPT2.name}")
-    return GPT2
+    return model.num_parameters() - matrices * padding_rows(config) * config.hidden_size

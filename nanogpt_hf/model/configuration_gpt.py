@@ -66,6 +66,11 @@ class GPTConfig(PreTrainedConfig):
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
             raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
 
+    @property
+    def inner_size(self) -> int:
+        """Width of the MLP's hidden layer."""
+        return self.n_inner or 4 * self.n_embd
+
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
         """Read a config.json of ours or of GPT-2, the latter translated. Variants we would compute wrongly raise."""

@@ -67,11 +67,10 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
-        n_inner = config.n_inner or 4 * config.n_embd
-        self.fc = nn.Linear(config.n_embd, n_inner, bias=config.bias)
+        self.fc = nn.Linear(config.n_embd, config.inner_size, bias=config.bias)
         # one kernel instead of seven, which differ by rounding
         self.act = ACT2FN[config.activation_function.replace("gelu_new", "gelu_pytorch_tanh")]
-        self.proj = nn.Linear(n_inner, config.n_embd, bias=config.bias)
+        self.proj = nn.Linear(config.inner_size, config.n_embd, bias=config.bias)
         self.proj.writes_residual = True
 
     def forward(self, x):

@@ -1,34 +1,26 @@
 """What a run will need and how long it will take, before it starts: arithmetic on its recipe and accelerate config."""
 
 import dataclasses
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.manifest import Manifest, read_manifest
 from nanogpt_hf.data.source import find_files
-from nanogpt_hf.data.tokenizer import load_tokenizer
+from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.build import build_gpt_config, meta_model
-from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
+from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.optim.adamw_8bit import NOT_UNDER_ZERO
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 
 CHINCHILLA = 20  # tokens a parameter that make the best of a given amount of arithmetic: arXiv:2203.15556, table 3
-
-_PARTS = {  # of a parameter's name, the first that is in it
-    ".lora_": "adapters",
-    ".wte.": "token embedding and head",
-    ".wpe.": "positions",
-    ".attn.": "attention",
-    ".mlp.": "MLP",
-    "ln_": "LayerNorms",
-}
 
 
 @dataclass(frozen=True)
@@ -68,7 +60,12 @@ class Estimate:
 
 
 def estimate(
-    config: Config, place: Placement, base: GPTConfig | None = None, *, mfu: float = 0.4, memory: float | None = None
+    config: Config,
+    place: Placement,
+    base: PreTrainedConfig | None = None,
+    *,
+    mfu: float = 0.4,
+    memory: float | None = None,
 ) -> Estimate:
     """The estimate of a run of `config`, from the model that `base` configures where it is fine-tuned.
 
@@ -104,18 +101,16 @@ def estimate(
         devices.append(Device(name, room, max(fits, default=None), seconds))
 
     # rows that only pad the vocabulary are in memory and in checkpoints, but no part of the model
-    padding = (
-        (model.config.padded_vocab_size or model.config.vocab_size) - model.config.vocab_size
-    ) * model.config.n_embd
+    padding = padding_rows(model.config) * model.config.hidden_size
     held, trained = model.num_parameters(), model.num_parameters(only_trainable=True)
     by_part = _by_part(model)
-    by_part[_PARTS[".wte."]] -= padding
+    by_part["token embedding and head"] -= padding
     return Estimate(
         recipe=config.name,
         machine=str(place),
         vocabulary=vocabulary,
         parameters=held - padding,
-        trained=trained - padding * model.transformer.wte.weight.requires_grad,
+        trained=trained - padding * model.get_input_embeddings().weight.requires_grad,
         by_part=by_part,
         micro_batch_size=micro,
         block_size=block_size,
@@ -143,38 +138,26 @@ def run_bytes(parameters: int, trained: int, keep: int) -> int:
     return (4 * parameters + 8 * trained) * (max(keep, 2) + 1) + 4 * parameters * 3
 
 
-def _meta_model(config: Config, base: GPTConfig | None, manifest: Manifest | None) -> tuple[GPTForCausalLM, str]:
+def _meta_model(
+    config: Config, base: PreTrainedConfig | None, manifest: Manifest | None
+) -> tuple[PreTrainedModel, str]:
     """The run's model on the meta device, with what trains in the last step, when it is the most; its vocabulary."""
     if base is not None:
         return meta_model(
             config, base, step=config.train.max_steps - 1
         ), f"{base.vocab_size:,}, of {config.finetune.model}"
-    size, known = _vocabulary(config, manifest)
-    return meta_model(config, build_gpt_config(config.model, size)), f"{size:,}, {known}"
-
-
-def _by_part(model: GPTForCausalLM) -> dict[str, int]:
-    counts = dict.fromkeys(_PARTS.values(), 0)
-    for name, parameter in model.named_parameters():
-        counts[next(part for key, part in _PARTS.items() if key in name)] += parameter.numel()
-    return {part: count for part, count in counts.items() if count}
-
-
-def _vocabulary(config: Config, manifest: Manifest | None) -> tuple[int, str]:
-    """The tokens of the vocabulary, and how they are known."""
-    name = config.data.tokenizer
-    if manifest:
-        return manifest.vocab_size, "of the prepared data"
-    if name == "gpt2":
-        return 50257, "GPT-2's"
-    if config.model.vocab_size:
-        return config.model.vocab_size, "of model.vocab_size"
-    if name == "char":
-        return 256, "assumed: which characters there are is known after `prepare`"
     try:
-        return len(load_tokenizer(name)), f"of {name}"
+        size, known = known_vocab_size(config.data, manifest)
     except DataError as error:
         raise UserError(f"data.tokenizer: its size is not known yet, run `prepare` first: {error}") from None
+    return meta_model(config, build_config(config.model, size)), f"{size:,}, {known}"
+
+
+def _by_part(model: PreTrainedModel) -> dict[str, int]:
+    counts = Counter()
+    for name, parameter in model.named_parameters():
+        counts[part_of(name)] += parameter.numel()
+    return dict(counts)
 
 
 def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> int | None:

@@ -154,10 +154,10 @@ def _whole_block(model: PreTrainedModel, block_size: int, place: Placement) -> f
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
     block = architecture.blocks(model)[-1]
     written_out = config.dropout > 0 and place.on_cpu  # attention: no fused kernel of the CPU draws dropout
-    kept = 2 * place.residual_bytes * config.hidden_size  # what both LayerNorms take in
-    kept += 3 * (4 if written_out else value) * config.hidden_size  # q, k and v
-    kept += value * config.hidden_size  # what attention gives
-    kept += value * architecture.mlp_layers(block)[0].out_features  # what the activation function takes in
+    values = architecture.block_activations(config)
+    kept = place.residual_bytes * values.residual
+    kept += (4 if written_out else value) * values.attention
+    kept += value * values.other
     if config.dropout:  # on what attention and MLP give: a bool on a GPU, a factor on a CPU
         kept += 2 * (value if place.on_cpu else 1) * config.hidden_size
     if written_out:  # the softmax, its dropout's factors, their product
@@ -187,7 +187,7 @@ def _inputs_of_linears(architecture: Architecture, block: torch.nn.Module, place
 def _mlp_gradients(model: PreTrainedModel) -> int:
     """Values a row of the gradient that goes into the MLP's last layer; an adapter has its own beside it."""
     architecture = architecture_of(model)
-    _, proj = architecture.mlp_layers(architecture.blocks(model)[-1])
+    proj = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
     return proj.in_features * (2 if hasattr(proj, "lora_A") else 1)
 
 

@@ -23,7 +23,7 @@ from nanogpt_hf.distributed.full_state import (
 )
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
-from nanogpt_hf.model.build import build_gpt_config, meta_model
+from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, optimizer_state_of
 from nanogpt_hf.planning.hardware import USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
@@ -175,7 +175,7 @@ def _peak(accelerator: Accelerator) -> int:
 
 def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
     """What took the memory of a GPU, and about what would save some: footprint.py's arithmetic."""
-    model = meta_model(config, build_gpt_config(config.model, vocab_size))
+    model = meta_model(config, build_config(config.model, vocab_size))
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)

@@ -70,7 +70,7 @@ def test_moments_in_8_bits_take_a_quarter(write_recipe):
         config = load_config(write_recipe(**sizes, optim__state=kind))
         return estimate(config, place).memory.phases["the loss"]["optimizer"]
 
-    halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [128 * 256]  # attention, MLP, 256 characters' embedding
+    halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [64 * 256]  # attention, MLP, 128 characters' embedding
     assert moments("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (8 * 256 + 3 * 128)
     assert moments("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
 
@@ -80,7 +80,7 @@ def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
     run = RunFolder(tmp_path / "run")
     config = load_config(recipe)
     before = estimate(config, Placement())
-    assert before.vocabulary.startswith("256, assumed")
+    assert before.vocabulary.startswith("128, assumed")
     text = Path(config.data.source)
     assert (before.data_is_prepared, before.data_bytes) == (False, 2 * text.stat().st_size)
     assert main(["pretrain", str(recipe), "--run-dir", str(run.path)]) == 0

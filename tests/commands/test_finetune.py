@@ -191,8 +191,8 @@ def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
     char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
     assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "large"]) == 2
     assert "large has 95 tokens, bare only" in capsys.readouterr().err
-    config, _ = finetune.finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
-    assert finetune._check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}))
+    config, base = finetune.finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
+    assert finetune._check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base.vocab_size)
 
 
 def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_base, capsys):
@@ -230,7 +230,7 @@ def test_a_hub_model_is_written_down_with_its_commit(tiny_base, tmp_path, monkey
     config, _ = finetune.finetune_config(None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")])
     assert (config.finetune.model, config.finetune.revision) == ("someone/tiny", commit)
     assert (config.data.dir, config.name) == ("data/my-tiny", "tiny-my")
-    assert start_model(config, config.model.vocab_size, None).config.n_layer == 4
+    assert start_model(config, 7, None).config.n_layer == 4
 
 
 def test_the_shipped_recipes_say_what_nanogpt_says(tiny_base):
@@ -262,5 +262,5 @@ def test_the_shipped_recipes_train(name, tiny_base, tmp_path):
 
 def test_needing_an_adapter_to_be_whole_is_said(run, tiny_base, capsys):
     run("--lora", "2", train__max_steps=1, name="adapter")
-    with pytest.raises(UserError, match=r"is an adapter; make it a whole model first: python cli.py export"):
+    with pytest.raises(UserError, match=r"is an adapter; merge it into a whole model first: python cli.py export"):
         finetune.finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])

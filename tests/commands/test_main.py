@@ -215,14 +215,6 @@ def test_a_refused_run_leaves_the_lock_of_the_one_that_runs(capsys, tmp_path, wr
         first.unlock()
 
 
-def test_a_vocabulary_larger_than_the_models_is_one_clear_line(capsys, tmp_path, write_recipe):
-    recipe = write_recipe(model__vocab_size=5)
-    status, _, err = run(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
-    assert status == 2
-    assert "more than the model's 5; leave model.vocab_size out to fit the tokenizer" in err
-    assert not (tmp_path / "run").exists()
-
-
 @pytest.mark.parametrize("data", ["run", "run/data", "."])
 def test_a_run_and_its_data_do_not_lie_in_each_other(capsys, tmp_path, write_recipe, data):
     error = complaint(capsys, "pretrain", write_recipe(data__dir=str(tmp_path / data)), "--run-dir", tmp_path / "run")

@@ -6,12 +6,12 @@ import pytest
 import yaml
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.dial import known_vocabulary
 from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
 from nanogpt_hf.config.schema import get_value
+from nanogpt_hf.config.vocabulary import vocab_size_by_name
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.model.architecture import count_parameters
-from nanogpt_hf.model.build import build_gpt_config
+from nanogpt_hf.model.build import build_config
 
 SIZES = {"source": "my.txt", "tokenizer": "char", "block_size": 64}
 
@@ -29,7 +29,7 @@ def recipe(tmp_path):
 
 
 def parameters(config):
-    return count_parameters(build_gpt_config(config.model, known_vocabulary(config)))
+    return count_parameters(build_config(config.model, vocab_size_by_name(config.data.tokenizer)[0]))
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
@@ -149,7 +149,6 @@ def test_the_resolved_recipe_has_plain_numbers_and_can_be_turned_again(recipe, t
         ({"model.depth": "20", "model.aspect_ratio": "10000"}, "20 asks for model.n_embd 200,000, more than 100,000"),
         ({"model.depth": "2", "train.tokens_per_parameter": "0"}, "must be at least 0.001, got 0.0"),
         ({"model.depth": "2", "model.n_head": "7"}, "--model.n_embd: 128 is not a multiple of model.n_head 7"),
-        ({"model.depth": "2", "data.tokenizer": "my/bpe"}, "state it as model.vocab_size"),
         ({"model.depth": "2", "finetune.model": "gpt2"}, "--model.depth: gpt2 has its size already; leave it out"),
     ],
 )

@@ -467,7 +467,11 @@ def test_a_shipped_recipe_is_found_by_its_bare_name_unless_there_is_such_a_file(
 
 
 def test_sizes_no_model_has_are_refused_before_anything_is_made(recipe):
-    for key, value in (("model.n_layer", "1e30"), ("model.vocab_size", "1e12"), ("model.n_positions", "1e10")):
+    for key, value in (
+        ("model.n_layer", "1e30"),
+        ("model.pad_vocab_to_multiple_of", "1e12"),
+        ("model.n_positions", "1e10"),
+    ):
         (said,) = problems(recipe(LEAST), [(key, value)])
         assert said.startswith(f"--{key}: must be at most ")
         assert len(said) < 120

@@ -63,7 +63,7 @@ def test_adapters_open_where_this_package_is_not(tiny_base, tmp_path):
         with torch.no_grad():
             expected[name] = model(input_ids=TOKENS).logits
         start = FinetuneSection(model=str(tiny_base))
-        save_adapter(tmp_path / name, 4, section, start, model.state_dict())
+        save_adapter(tmp_path / name, model.config, section, start, model.state_dict())
     done = subprocess.run(
         [sys.executable, "-c", ELSEWHERE, json.dumps(folders), str(tmp_path / "logits.safetensors")],
         capture_output=True,
@@ -88,7 +88,7 @@ def test_merged_weights_compute_the_same_and_our_loader_merges_what_was_saved(ti
     merged = load_model(str(tiny_base)).eval()
     merged.load_state_dict(merged_weights(model.state_dict(), section))
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
-    save_adapter(tmp_path / "adapter", 4, section, FinetuneSection(model=str(tiny_base)), model.state_dict())
+    save_adapter(tmp_path / "adapter", model.config, section, FinetuneSection(model=str(tiny_base)), model.state_dict())
     opened = load_model(str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(opened(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
 
@@ -96,8 +96,8 @@ def test_merged_weights_compute_the_same_and_our_loader_merges_what_was_saved(ti
 def test_the_adapter_names_its_base_and_revision_and_holds_nothing_else(tiny_base, tmp_path):
     section = SECTIONS["all"]
     start = FinetuneSection(model="someone/gpt2", revision="abc")
-    weights = adapted(tiny_base, section).state_dict()
-    save_adapter(tmp_path, 4, section, start, weights)
+    model = adapted(tiny_base, section)
+    save_adapter(tmp_path, model.config, section, start, model.state_dict())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("someone/gpt2", "abc")
     assert (config["r"], config["lora_alpha"], config["peft_type"]) == (3, 6, "LORA")

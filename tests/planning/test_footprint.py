@@ -17,7 +17,7 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.synthetic import synthetic_tokens
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
-from nanogpt_hf.model.build import freeze
+from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, kept_by_a_block
@@ -33,7 +33,7 @@ NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": No
 
 def build(lora=None, frozen=-1, checkpointing=False, **size) -> GPTForCausalLM:
     model = GPTForCausalLM(GPTConfig(**SIZE | NAMES | size))
-    freeze(model, frozen)
+    GPT2.freeze(model, frozen)
     if lora:
         add_adapters(model, LoraSection(**lora), seed=0)
     if checkpointing:

@@ -15,7 +15,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.errors import Stopped
-from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.tracking import read_metrics
@@ -75,7 +75,7 @@ def test_the_loss_of_blocks_is_that_of_the_examples_one_by_one(write_chat_recipe
     config = load_config(write_chat_recipe(data__packing=packing, **sizes))
     prepare(config)
     data = load_prepared(config)
-    model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), 0).eval()
+    model = build_model(build_config(config.model, data.manifest.vocab_size), 0).eval()
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.3)  # so that what a token sees matters

@@ -19,7 +19,8 @@ from nanogpt_hf.config.schema import EvalSection, FinetuneSection, OptimSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import RunFolderError, UserError
-from nanogpt_hf.model.build import freeze, load_model
+from nanogpt_hf.model.architecture import GPT2
+from nanogpt_hf.model.build import load_model
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
@@ -230,7 +231,7 @@ def test_patience_is_a_function_of_the_state():
 
 def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
     model = load_model(str(tiny_base))
-    freeze(model, 4)
+    GPT2.freeze(model, 4)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == [
         "transformer.ln_f.weight",
         "transformer.ln_f.bias",

@@ -19,7 +19,7 @@ from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.accelerator import check_launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.reports import live
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import layer_stats, loop
@@ -61,7 +61,7 @@ def test_norms_of_a_step_are_those_of_bare_pytorch(start, write_recipe, max_grad
 
     config = load_config(write_recipe(**overrides))
     data = load_prepared(config)
-    model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), config.train.seed)
+    model = build_model(build_config(config.model, data.manifest.vocab_size), config.train.seed)
     options = {"order": "shuffled", "seed": 1337, "micro_batch_size": 8, "accumulation": 1}
     batches = Batches(data.train, **options)
     decays = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() == 1]

@@ -20,7 +20,7 @@ from nanogpt_hf.data.prepare import load_prepared, prepare
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM
-from nanogpt_hf.model.build import build_gpt_config, build_model
+from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop, tracking
 from nanogpt_hf.training.tracking import read_metrics
@@ -68,7 +68,7 @@ def test_two_steps_equal_a_few_lines_of_bare_pytorch(start, write_recipe, max_gr
 
     config = load_config(write_recipe(**overrides))
     data = load_prepared(config)
-    model = build_model(build_gpt_config(config.model, data.manifest.vocab_size), config.train.seed)
+    model = build_model(build_config(config.model, data.manifest.vocab_size), config.train.seed)
     stream = np.concatenate(data.train.stream.chunks).astype(np.int64)
     blocks = np.random.Philox(key=np.random.SeedSequence([1337, 1, 0]).generate_state(1, np.uint64)[0])
     order = np.argsort(blocks.random_raw((len(stream) - 1) // 16), kind="stable")
