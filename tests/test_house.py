@@ -6,10 +6,27 @@ from pathlib import Path
 import pytest
 
 # From the bottom up. A package imports only what is before it in this list.
-LAYERS = """
-    formatting errors cpu config model data optim runs distributed generate
-    evaluation reports export planning training doctor bench commands __main__
-""".split()
+LAYERS = [
+    "formatting",
+    "errors",
+    "cpu",
+    "config",
+    "model",
+    "data",
+    "optim",
+    "runs",
+    "distributed",
+    "generate",
+    "evaluation",
+    "reports",
+    "export",
+    "planning",
+    "training",
+    "doctor",
+    "bench",
+    "commands",
+    "__main__",
+]
 PACKAGE = Path(__file__).parents[1] / "nanogpt_hf"
 FILES = sorted(PACKAGE.rglob("*.py"))
 

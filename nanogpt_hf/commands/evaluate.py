@@ -79,8 +79,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
+    from nanogpt_hf.evaluation.loss import evaluate_text
     from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
-    from nanogpt_hf.evaluation.text import evaluate_text
     from nanogpt_hf.model.build import load_model
 
     logging.disable_progress_bar()

@@ -13,7 +13,7 @@ from accelerate import Accelerator
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import corpus_of
-from nanogpt_hf.evaluation.text import evaluate_text
+from nanogpt_hf.evaluation.loss import evaluate_text
 from nanogpt_hf.model.build import load_model
 
 _DESCRIPTION = "Loss, perplexity and bits a byte of a GPT on texts, weighted by tokens, over windows that may overlap."

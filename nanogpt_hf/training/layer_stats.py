@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.full_state import named_parameters
+from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.training.evaluate import evaluation_indices
 
 _LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
 
@@ -83,11 +83,9 @@ class LayerStats:
         if not self.on:
             return {}
         found: dict[str, torch.Tensor] = {}
-        was_training = model.training
-        model.eval()
-        with torch.compiler.set_stance("force_eager"), self._hooks(model, found):  # a compiled block runs no new hooks
+        # a compiled block runs no new hooks
+        with eval_mode(model), torch.compiler.set_stance("force_eager"), self._hooks(model, found):
             model(**self._batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
-        model.train(was_training)
         return dict(zip(found, _numbers(found.values()), strict=True))
 
     @contextmanager

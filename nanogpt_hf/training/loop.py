@@ -22,6 +22,7 @@ from nanogpt_hf.distributed.accelerator import StopRequest, build_accelerator, d
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
+from nanogpt_hf.evaluation.loss import evaluate_blocks
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.save_trained import save_trained
@@ -31,7 +32,6 @@ from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import restore_threads
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step, save_checkpoint
-from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.observers import Observers, finishing, observe
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.setup import build_run, rebuild_model
@@ -143,7 +143,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
 def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bool:
     """Evaluate, keep the best model, and report; false if a signal interrupted the evaluation."""
     state, config = run.state, run.config
-    evaluation = evaluate(
+    evaluation = evaluate_blocks(
         run.accelerator,
         run.mesh,
         run.model,

@@ -11,9 +11,9 @@ from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.architecture import Architecture, architecture_of
+from nanogpt_hf.model.objective import Objective
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.objective import Objective
 
 
 @dataclass

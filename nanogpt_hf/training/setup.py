@@ -12,11 +12,11 @@ from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import describe_trainable, start_model
+from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import build_batches, settle_micro_batch
-from nanogpt_hf.training.objective import next_token_loss
 from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)

@@ -19,11 +19,11 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.lora import add_adapters
+from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, kept_by_a_block
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.objective import next_token_loss
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 

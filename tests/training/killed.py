@@ -13,9 +13,10 @@ import time
 import torch
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.evaluation import loss
 from nanogpt_hf.export import model_folder
 from nanogpt_hf.runs import replace
-from nanogpt_hf.training import checkpoint, evaluate, loop
+from nanogpt_hf.training import checkpoint, loop
 
 torch.set_num_threads(1)
 where, seed, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
@@ -23,7 +24,7 @@ where, seed, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 # place -> (object, function, number of its calls before the one that dies)
 PLACES = {
     "training": (loop, "train_step", 3),
-    "evaluating": (evaluate, "pad_batch", 12),
+    "evaluating": (loss, "pad_batch", 12),
     "writing a checkpoint": (checkpoint, "save_file", 3),
     "flushing a checkpoint": (replace, "flush", 8),
     "dropping an old checkpoint": (replace.shutil, "rmtree", 1),

@@ -20,12 +20,12 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.evaluation.loss import evaluate_blocks
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
+from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.evaluate import evaluate
 from nanogpt_hf.training.micro_batch import build_batches
-from nanogpt_hf.training.objective import next_token_loss
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.setup import keep_freed_memory
 from nanogpt_hf.training.step import seed_dropout, train_step
@@ -79,7 +79,7 @@ class Steps:
     def evaluate(self):
         blocks = TokenBlocks(STREAM, 8, partial=True)
         options = {"micro_batch_size": 2, "tokens": "all", "bytes_per_token": 1.0}
-        return evaluate(self.accelerator, self.run.mesh, self.model, next_token_loss, blocks, **options)
+        return evaluate_blocks(self.accelerator, self.run.mesh, self.model, next_token_loss, blocks, **options)
 
 
 @pytest.fixture

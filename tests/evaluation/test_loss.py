@@ -1,4 +1,4 @@
-"""Loss on text: equal to a few bare lines with transformers, every token once, an error that can be trusted."""
+"""Loss on blocks and on text: equal to a few lines of bare PyTorch, each token once; standard errors."""
 
 import math
 
@@ -13,10 +13,10 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.evaluation.text import bootstrap_error, evaluate_text
+from nanogpt_hf.evaluation.loss import bootstrap_error, evaluate_blocks, evaluate_text, evaluation_indices
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.training.evaluate import evaluate
-from nanogpt_hf.training.objective import next_token_loss
+from nanogpt_hf.model.objective import next_token_loss
+from nanogpt_hf.runs.state import Evaluation
 
 
 @pytest.fixture(scope="module")
@@ -35,14 +35,66 @@ def corpus():
     return Corpus("tokens", TokenStream([tokens[:77], tokens[77:]]), 1, 602, "none")
 
 
-def measure(model, corpus, **options):
+def blocks_of(length: int, block_size: int) -> TokenBlocks:
+    return TokenBlocks(TokenStream([np.arange(length, dtype=np.uint16)]), block_size, partial=True)
+
+
+@pytest.mark.parametrize("length", [2, 16, 17, 18, 100, 1000])
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_evaluation_indices_all_predicts_every_token_but_the_first_once(length, block_size):
+    blocks = blocks_of(length, block_size)
+    targets = blocks.batch(evaluation_indices(blocks, "all"))["shift_labels"].flatten()
+    assert targets[targets != -100].tolist() == list(range(1, length))
+
+
+def test_evaluation_indices_are_spread_evenly():
+    blocks = blocks_of(10_001, 10)
+    indices = evaluation_indices(blocks, 500)
+    assert len(set(indices)) == len(indices) == 50
+    assert (indices[0], indices[-1]) == (0, 999)
+    gaps = np.diff(indices)
+    assert gaps.max() - gaps.min() <= 1
+    assert np.array_equal(evaluation_indices(blocks, 10**9), evaluation_indices(blocks, "all"))
+    assert len(evaluation_indices(blocks, 1)) == 1
+
+
+def measure_blocks(model, corpus, micro_batch_size):
+    blocks, batches = TokenBlocks(corpus.stream, 16, partial=True), {"micro_batch_size": micro_batch_size}
+    return evaluate_blocks(
+        Accelerator(), Mesh(), model, next_token_loss, blocks, **batches, tokens="all", bytes_per_token=2.0
+    )
+
+
+@pytest.mark.parametrize("micro_batch_size", [1, 3, 64])
+def test_evaluate_blocks_is_the_mean_over_tokens_for_any_batch_size(model, corpus, micro_batch_size):
+    model.train()
+    result = measure_blocks(model, corpus, micro_batch_size)
+    assert model.training
+    model.eval()
+    total, ids = 0.0, torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
+    with torch.no_grad():
+        for start in range(0, 300, 16):  # the last block has 12 targets and must count as 12
+            window = ids[start : start + 17]
+            logits = model(window[None, :-1]).logits[0]
+            total += F.cross_entropy(logits, window[1:], reduction="sum").double().item()
+    assert result.tokens == 300
+    assert result.loss == pytest.approx(total / 300, abs=1e-6)
+
+
+def test_perplexity_and_bits_per_byte():
+    result = Evaluation(loss=math.log(8), tokens=10, bytes_per_token=4.0)
+    assert result.perplexity == pytest.approx(8)
+    assert result.bits_per_byte == pytest.approx(3 / 4)
+
+
+def measure_text(model, corpus, **options):
     return evaluate_text(
         Accelerator(), Mesh(), model, corpus, **{"block_size": 16, "stride": 16, "batch_size": 4} | options
     )
 
 
 @pytest.mark.parametrize(("block_size", "stride", "batch_size"), [(16, 16, 4), (16, 5, 64), (16, 1, 7), (9, 4, 1)])
-def test_loss_is_that_of_transformers_model_token_by_token(tmp_path, model, corpus, block_size, stride, batch_size):
+def test_evaluate_text_equals_transformers_token_by_token(tmp_path, model, corpus, block_size, stride, batch_size):
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
@@ -54,7 +106,7 @@ def test_loss_is_that_of_transformers_model_token_by_token(tmp_path, model, corp
             logits = reference(ids[None, first:target]).logits[0, -1]
         nats.append(F.cross_entropy(logits.double(), ids[target]).item())
     model.train()
-    result = measure(model, corpus, block_size=block_size, stride=stride, batch_size=batch_size)
+    result = measure_text(model, corpus, block_size=block_size, stride=stride, batch_size=batch_size)
     assert model.training
     assert result.tokens == 300
     assert result.loss == pytest.approx(np.mean(nats), abs=1e-6)
@@ -62,7 +114,7 @@ def test_loss_is_that_of_transformers_model_token_by_token(tmp_path, model, corp
     assert result.bits_per_byte == pytest.approx(np.mean(nats) / math.log(2) * 301 / 602, rel=1e-6)
 
 
-def test_windows_with_stride_are_those_of_the_perplexity_guide(tmp_path, model, corpus):
+def test_evaluate_text_equals_the_perplexity_guide_of_transformers(tmp_path, model, corpus):
     # transformers' guide cuts windows of max_length tokens and shifts inside them: one token fewer is read
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
@@ -79,28 +131,19 @@ def test_windows_with_stride_are_those_of_the_perplexity_guide(tmp_path, model, 
         end_before = end
         if end == ids.shape[1]:
             break
-    result = measure(model, corpus, block_size=max_length - 1, stride=stride)
+    result = measure_text(model, corpus, block_size=max_length - 1, stride=stride)
     assert result.tokens == count
     assert result.loss == pytest.approx(total / count, abs=1e-6)
 
 
-def test_end_to_end_it_is_the_validation_loss_of_training(model, corpus):
-    during_training = evaluate(
-        Accelerator(),
-        Mesh(),
-        model,
-        next_token_loss,
-        TokenBlocks(corpus.stream, 16, partial=True),
-        micro_batch_size=3,
-        tokens="all",
-        bytes_per_token=2.0,
-    )
-    result = measure(model, corpus)
+def test_evaluate_text_without_overlap_equals_evaluate_blocks(model, corpus):
+    during_training = measure_blocks(model, corpus, micro_batch_size=3)
+    result = measure_text(model, corpus)
     assert result.loss == pytest.approx(during_training.loss, abs=1e-6)
     assert result.tokens == during_training.tokens
 
 
-def test_the_bootstrapped_error_is_the_one_of_the_formula():
+def test_bootstrap_error_equals_the_formula():
     draw = np.random.default_rng(1)
     nats, counts = draw.normal(100, 20, 400), np.full(400, 10)
     expected = nats.std(ddof=1) / math.sqrt(400) / 10
@@ -112,9 +155,9 @@ def test_the_bootstrapped_error_is_the_one_of_the_formula():
     assert math.isnan(bootstrap_error(nats[:1], counts[:1]))
 
 
-def test_too_little_text_has_no_error_and_the_figures_say_null(model):
+def test_figures_without_enough_text_for_an_error(model):
     corpus = Corpus("few", TokenStream([np.arange(5, dtype=np.uint16)]), 1, 5, "none")
-    figures = measure(model, corpus).figures()
+    figures = measure_text(model, corpus).figures()
     assert figures["loss"] > 0
     assert figures["loss_standard_error"] is None
     assert figures["tokens_predicted"] == 4
