@@ -1,4 +1,4 @@
-"""What a run will need, before it starts: memory of a device by part, time on GPUs, tokens a parameter, disk.
+"""Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter, disk.
 
 Arithmetic on the recipe and on an accelerate config; nothing is trained and nothing is measured. docs/machines.md says
 how far it has been checked.
@@ -61,7 +61,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         show(*lines, "", sep="\n")
     if config.lora.quantize:
         show(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
-    show("nothing was started; these are sums, and docs/machines.md says which of them have been measured")
+    show("these are estimates; docs/machines.md lists which of them were measured")
     if arguments.json:
         write_json(arguments.json, _figures(found))
 
@@ -97,7 +97,7 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _model(found: "Estimate") -> list[str]:
-    trains = "" if found.trained == found.parameters else f", of which {found.trained:,} train"
+    trains = "" if found.trainable == found.parameters else f", {found.trainable:,} trainable"
     rows = [(part, f"{count:,}") for part, count in found.by_part.items()]
     return [f"{found.recipe}: {found.parameters:,} parameters{trains}; vocabulary {found.vocabulary}", *_table(rows)]
 
@@ -112,51 +112,51 @@ def _memory(found: "Estimate", place: "Placement") -> list[str]:
             rows.append((part, *(f"{value / unit:,.2f}" for value in values)))
     rows.append(("sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in phases.values())))
     lines = [
-        f"memory of a device: {format_bytes(memory.peak)} at most, at {memory.peak_phase}",
+        f"memory of a device: peak {format_bytes(memory.peak)}, at {memory.peak_phase}",
         f"  {found.machine}; micro-batches of {found.micro_batch_size} × {found.block_size:,} tokens"
-        + f", {found.accumulation} to a step" * (found.accumulation > 1),
+        + (f", {found.accumulation} per step" if found.accumulation > 1 else ""),
         *_table(rows),
     ]
     if memory.offloaded:
-        lines.append(f"  {format_bytes(memory.offloaded)} a process lie in the machine's memory instead")
+        lines.append(f"  and {format_bytes(memory.offloaded)} of host memory per process")
     if place.compiles:
-        lines.append("  compiled blocks keep fewer activations than this")
+        lines.append("  compiled blocks save fewer activations than this")
     return lines
 
 
 def _devices(found: "Estimate", place: "Placement") -> list[str]:
-    many = f"{place.processes} GPUs" if place.processes > 1 else "one GPU"
+    gpus = f"{place.processes} GPUs" if place.processes > 1 else "one GPU"
     rows = [("", "memory", "largest micro-batch", f"time at {found.mfu:g} of the peak")]
     for device in found.devices:
         fits = str(device.micro_batch_size) if device.micro_batch_size else "not even 1"
         rows.append((device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)))
     return [
-        f"on {many}: {found.flops_per_token / 1e9:,.2f} GFLOPs a token, {found.flops:.2e} in all",
+        f"on {gpus}: {found.flops_per_token / 1e9:,.2f} GFLOPs per token, {found.flops:.2e} in total",
         *_table(rows),
-        "  a micro-batch fits if it leaves a tenth of the memory for fragments and the libraries; the time is without",
-        "  evaluations, and counts all parameters as if they trained",
+        "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; the time excludes",
+        "  evaluations and counts all parameters as trainable",
     ]
 
 
 def _tokens(found: "Estimate") -> list[str]:
     best = found.chinchilla_tokens
     lines = [
-        f"tokens: {_amount(found.tokens)}, {found.tokens / found.parameters:,.1f} a parameter",
-        f"  about 20 make the most of a given amount of arithmetic (Chinchilla, arXiv:2203.15556): {_amount(best)};",
+        f"tokens: {_amount(found.tokens)}, {found.tokens / found.parameters:,.1f} per parameter",
+        f"  compute-optimal is about 20 (Chinchilla, arXiv:2203.15556): {_amount(best)};",
         f"  this is {float(f'{found.tokens / best:.2g}'):,g} times as many",
     ]
     if found.epochs:
-        lines.append(f"  {found.epochs:,.1f} times through the prepared data")
+        lines.append(f"  {found.epochs:,.1f} epochs of the prepared data")
     return lines
 
 
 def _disk(found: "Estimate") -> list[str]:
-    data = "not known before `prepare`"
+    data = "unknown before `prepare`"
     if found.data_bytes is not None:
         data = format_bytes(found.data_bytes) + (
-            ", prepared" if found.data_is_prepared else " at most, not prepared yet"
+            ", prepared" if found.data_is_prepared else " at most (not prepared yet)"
         )
-    return [f"disk: {format_bytes(found.run_bytes)} for the run folder at its fullest", f"  data: {data}"]
+    return [f"disk: {format_bytes(found.run_bytes)} at most for the run folder", f"  data: {data}"]
 
 
 def _amount(count: float) -> str:

@@ -1,7 +1,7 @@
-"""Bytes that a training step needs on a device: its tensors by name, in the four phases that can be the peak.
+"""Estimate the memory of a training step: bytes per tensor kind, in the four phases that can be the peak.
 
-Everything follows from the model, its loss and training/loop.py: what autograd keeps of a block and of the loss, and
-when gradients come and go. tests/planning/test_footprint.py compares it with what the allocator gave out.
+The sums follow from the model, its loss and training/step.py: what autograd saves of a block and of the loss, and when
+gradients are allocated and freed. tests/planning/test_footprint.py compares them with torch's allocator.
 """
 
 import math
@@ -18,8 +18,8 @@ from nanogpt_hf.planning.placement import Placement
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
 LOSS, TOP, BOTTOM, EMBEDDING = "the loss", "the top block", "the bottom block", "the embedding's gradient"
 
-_ZERO_3_LIVE = 1e9  # parameters that DeepSpeed leaves gathered: its stage3_max_live_parameters
-_ZERO_BUCKET = 5e8  # gradients that it reduces at once: its reduce_bucket_size
+_ZERO_3_LIVE = 1e9  # parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters
+_ZERO_BUCKET = 5e8  # gradients that DeepSpeed reduces at once: the default of reduce_bucket_size
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Footprint:
     """Bytes on one device by part, in each phase of a step that can be the peak."""
 
     phases: dict[str, dict[str, float]]
-    offloaded: float  # bytes that each process keeps in the machine's memory instead
+    offloaded: float  # bytes per process in host memory instead
 
     @property
     def peak_phase(self) -> str:
@@ -41,32 +41,35 @@ class Footprint:
 
 @dataclass(frozen=True)
 class Counts:
-    """Parameters of a model: what there is, what of it trains, and where."""
+    """Numbers of parameters of a model."""
 
-    held: int
-    trained: int
+    total: int
+    trainable: int
     block: int  # in one block
-    root: int  # outside the blocks
-    head: int  # in the embedding, whose matrix is the head's too
-    head_trains: bool
-    kept_blocks: int  # from the lowest that trains up: those below leave nothing for a backward pass
+    outside: int  # not in a block
+    head: int  # in the embedding, which is usually tied to the head
+    head_is_trainable: bool
+    backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Counts":
-        """Those of `model`, which may be on the meta device."""
+        """The counts of `model`, which may be on the meta device."""
         architecture = architecture_of(model)
-        blocks, embedding = architecture.blocks(model), model.get_input_embeddings().weight
-        trains = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        from_the_bottom = any(p.requires_grad for m in architecture.embeddings(model) for p in m.parameters())
-        held, inside = model.num_parameters(), sum(p.numel() for p in blocks.parameters())
+        blocks, embedding = architecture.blocks(model), next(model.get_input_embeddings().parameters())
+        trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
+        embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
+        frozen_below = 0
+        if True in trainable and not any(p.requires_grad for p in embeddings):
+            frozen_below = trainable.index(True)
+        total, in_blocks = model.num_parameters(), sum(p.numel() for p in blocks.parameters())
         return cls(
-            held=held,
-            trained=model.num_parameters(only_trainable=True),
-            block=inside // len(blocks),
-            root=held - inside,
+            total=total,
+            trainable=model.num_parameters(only_trainable=True),
+            block=in_blocks // len(blocks),
+            outside=total - in_blocks,
             head=embedding.numel(),
-            head_trains=embedding.requires_grad,
-            kept_blocks=len(blocks) - (0 if from_the_bottom or True not in trains else trains.index(True)),
+            head_is_trainable=embedding.requires_grad,
+            backward_blocks=len(blocks) - frozen_below,
         )
 
 
@@ -79,158 +82,175 @@ def footprint(
     accumulates: bool,
     optimizer_state: str = "float32",
 ) -> Footprint:
-    """The footprint of a step whose micro-batches have that many sequences; `model` may be on the meta device.
+    """The footprint of a training step; `model` may be on the meta device.
 
-    `accumulates`: whether a step has several of them, so that gradients lie there from the first one on.
-    `optimizer_state`: of the recipe's optim.state.
+    `accumulates`: whether a step has several micro-batches, so that gradients stay allocated after the first one.
+    `optimizer_state`: optim.state of the recipe.
     """
-    config, n, value = model.config, Counts.of(model), place.compute_bytes
+    config, counts, value = model.config, Counts.of(model), place.compute_bytes
     rows = micro_batch_size * block_size
     residual = 4 * rows * config.hidden_size  # float32
-    whole_block = rows * _whole_block(model, block_size, place)
-    kept_block = rows * kept_by_a_block(model, block_size, place)
-    state, offloaded = _state(n, place, optimizer_state_of(model, optimizer_state, place.shards))
+    full_block = rows * _block_activation_bytes(model, block_size, place)
+    saved_block = rows * saved_bytes_per_token(model, block_size, place)
+    # in a backward pass: the gradients of the residual stream and of the MLP's last layer
+    passing = residual + value * rows * _mlp_gradient_values(model)
+    recomputed = full_block if place.checkpointing else 0
+    state, offloaded = _state(counts, place, optimizer_state_bytes(model, optimizer_state, place.shards))
     gradients = state.pop("gradients")
-    standing = gradients * accumulates
-    head = n.head * n.head_trains * (value if place.kind == "FSDP2" else 4)  # a gradient of the head, not yet reduced
-    logits, gradient_of_head, gradient_of_rows = _loss(model, n, place, rows)
+    accumulated = gradients if accumulates else 0
+    head = 0  # a gradient of the head, not yet reduced
+    if counts.head_is_trainable:
+        head = counts.head * (value if place.kind == "FSDP2" else 4)
+    logits, head_gradient, row_gradients = _loss(model, counts, place, rows)
 
     def in_block(done: int) -> dict[str, float]:
-        """In a block's backward pass, with `done` blocks above it: the gradients of its residual and its MLP pass."""
-        passing = residual + value * rows * _mlp_gradients(model)
+        """The backward pass of a block, after `done` blocks above it."""
+        held_blocks = 1 if place.checkpointing else counts.backward_blocks - done
         return {
-            "gradients": (standing or gradients * done * n.block / n.held) + head,
-            "activations": (n.kept_blocks - done) * kept_block + whole_block * place.checkpointing + passing,
-            "copies": _copies(n, place, blocks=1 if place.checkpointing else n.kept_blocks - done, backward=True),
+            "gradients": (accumulated or gradients * done * counts.block / counts.total) + head,
+            "activations": (counts.backward_blocks - done) * saved_block + recomputed + passing,
+            "copies": _copies(counts, place, blocks=held_blocks, backward=True),
         }
 
     phases = {
         LOSS: {
-            "gradients": standing + gradient_of_head,
-            # with what the last LayerNorm takes in and gives
-            "activations": n.kept_blocks * kept_block + 2 * residual + gradient_of_rows,
+            "gradients": accumulated + head_gradient,
+            # with input and output of the last LayerNorm
+            "activations": counts.backward_blocks * saved_block + 2 * residual + row_gradients,
             "logits": logits,
-            "copies": _copies(n, place, blocks=0 if place.checkpointing else n.kept_blocks, backward=False),
+            "copies": _copies(
+                counts, place, blocks=0 if place.checkpointing else counts.backward_blocks, backward=False
+            ),
         },
         TOP: in_block(0),
-        BOTTOM: in_block(n.kept_blocks - 1),
-        # the head's gradient, the embedding's and their sum; what came of earlier micro-batches is one more
+        BOTTOM: in_block(counts.backward_blocks - 1),
+        # the gradients of head and embedding and their sum, and one more from earlier micro-batches
         EMBEDDING: {
-            "gradients": gradients + head * (2 + accumulates),
+            "gradients": gradients + head * (3 if accumulates else 2),
             "activations": 2 * residual,
-            "copies": _copies(n, place, blocks=0, backward=True),
+            "copies": _copies(counts, place, blocks=0, backward=True),
         },
     }
-    nothing = dict.fromkeys(PARTS, 0.0)
-    return Footprint({name: nothing | state | parts for name, parts in phases.items()}, offloaded)
+    zeros = dict.fromkeys(PARTS, 0.0)
+    return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded)
 
 
-def _loss(model: PreTrainedModel, n: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
-    """Bytes of the logits and all that is made of them, and of what the loss has of the head's gradient and its rows'.
+def _loss(model: PreTrainedModel, counts: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
+    """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of its input rows.
 
-    Where all logits are there at once, both gradients come when the activations go.
+    If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
     chunk, value = rows_of_a_chunk(rows, model.config.vocab_size), place.compute_bytes
     logits = chunk * model.config.vocab_size
-    if chunk == rows:  # log-softmax, and a gradient on each side of it
+    if chunk == rows:  # log-softmax, with a gradient before and after it
         return 3 * 4 * logits, 0.0, 0.0
-    # logits, their log-softmax in float32, and where the one's type is another a copy in it: before, or of the gradient
-    made = value + 4 + (value < 4) * (4 if place.on_cpu else value)
-    product = value * logits + n.head * n.head_trains * (value < 4) * value  # a chunk's gradient of the head
-    return max(made * logits, product), 4.0 * n.head * n.head_trains, 4.0 * rows * model.config.hidden_size
+    bytes_per_logit = value + 4  # logits, and their log-softmax in float32
+    product = value * logits
+    trainable_head = counts.head if counts.head_is_trainable else 0
+    if value < 4:
+        bytes_per_logit += 4 if place.on_cpu else value  # a copy in the other type: before it, or of the gradient
+        product += value * trainable_head  # a chunk's gradient of the head
+    return max(bytes_per_logit * logits, product), 4.0 * trainable_head, 4.0 * rows * model.config.hidden_size
 
 
-def kept_by_a_block(model: PreTrainedModel, block_size: int, place: Placement) -> float:
-    """Bytes that autograd keeps of a block for its backward pass, for each token of a micro-batch.
+def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placement) -> float:
+    """Bytes that autograd saves of the top block for its backward pass, per token of a micro-batch.
 
-    Of the top block, where some are frozen. Without dropout and adapters 64 for each of n_embd values in float32, 40
-    under autocast, and 4, its input alone, where activations are checkpointed.
+    Without dropout and adapters 64 per value of the residual stream in float32, 40 under autocast, and 4, the block's
+    input, with checkpointed activations.
     """
-    return 4 * model.config.hidden_size if place.checkpointing else _whole_block(model, block_size, place)
+    return 4 * model.config.hidden_size if place.checkpointing else _block_activation_bytes(model, block_size, place)
 
 
-def _whole_block(model: PreTrainedModel, block_size: int, place: Placement) -> float:
-    """Bytes for each token as long as nothing is computed again."""
+def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
+    """Bytes of the top block's activations per token, without checkpointing."""
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
     block = architecture.blocks(model)[-1]
-    written_out = config.dropout > 0 and place.on_cpu  # attention: no fused kernel of the CPU draws dropout
+    eager_attention = config.dropout > 0 and place.on_cpu  # the CPU's fused kernels have no dropout
     values = architecture.block_activations(config)
-    kept = place.residual_bytes * values.residual
-    kept += (4 if written_out else value) * values.attention
-    kept += value * values.other
-    if config.dropout:  # on what attention and MLP give: a bool on a GPU, a factor on a CPU
-        kept += 2 * (value if place.on_cpu else 1) * config.hidden_size
-    if written_out:  # the softmax, its dropout's factors, their product
-        kept += 3 * 4 * config.num_attention_heads * block_size
-    return kept + _inputs_of_linears(architecture, block, place)
+    saved = place.residual_bytes * values.residual
+    saved += (4 if eager_attention else value) * values.attention
+    saved += value * values.other
+    if config.dropout:  # masks of attention's and the MLP's output: bool on a GPU, factors on a CPU
+        saved += 2 * (value if place.on_cpu else 1) * config.hidden_size
+    if eager_attention:  # the softmax, the factors of its dropout, their product
+        saved += 3 * 4 * config.num_attention_heads * block_size
+    return saved + _linear_input_bytes(architecture, block, place)
 
 
-def _inputs_of_linears(architecture: Architecture, block: torch.nn.Module, place: Placement) -> float:
-    """Bytes a row of what goes into the linear layers that train, where no other name counts it."""
-    value, kept = place.compute_bytes, 0.0
+def _linear_input_bytes(architecture: Architecture, block: torch.nn.Module, place: Placement) -> float:
+    """Bytes per token of the inputs of trainable linear layers that are not counted elsewhere."""
+    value, saved = place.compute_bytes, 0.0
     query, key, values, output = architecture.attention_layers(block)
     for layer in (query, key, values, output, *architecture.mlp_layers(block)):
         adapter = getattr(layer, "lora_A", None)
         if adapter is None and not layer.weight.requires_grad:
             continue
-        dropout = adapter is not None and getattr(layer.lora_dropout["default"], "p", 0) > 0
-        # Autocast makes a 16-bit copy for each layer; in float32 q, k and v share one tensor.
-        shared = not place.autocast and layer in (key, values)
-        shared |= layer is output and not (place.autocast and adapter is not None)  # what attention gives
-        kept += layer.in_features * value * (dropout or not shared)
+        has_dropout = adapter is not None and getattr(layer.get_submodule("lora_dropout.default"), "p", 0) > 0
+        # Autocast makes a 16-bit copy per layer; in float32 q, k and v share one tensor.
+        is_shared = not place.autocast and layer in (key, values)
+        is_shared |= layer is output and not (place.autocast and adapter is not None)  # the output of attention
+        if has_dropout or not is_shared:
+            saved += layer.in_features * value
         if adapter is not None:
-            kept += adapter["default"].out_features * value
-            kept += layer.in_features * dropout * (4 if place.on_cpu else 1)
-    return kept
+            saved += adapter["default"].out_features * value
+        if has_dropout:
+            saved += layer.in_features * (4 if place.on_cpu else 1)
+    return saved
 
 
-def _mlp_gradients(model: PreTrainedModel) -> int:
-    """Values a row of the gradient that goes into the MLP's last layer; an adapter has its own beside it."""
+def _mlp_gradient_values(model: PreTrainedModel) -> int:
+    """Values per token of the gradient of the MLP's last input; an adapter has a second one."""
     architecture = architecture_of(model)
-    proj = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
-    return proj.in_features * (2 if hasattr(proj, "lora_A") else 1)
+    projection = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
+    return projection.in_features * (2 if hasattr(projection, "lora_A") else 1)
 
 
-def optimizer_state_of(model: PreTrainedModel, kind: str, shards: int = 1) -> float:
-    """Bytes of AdamW's two moments of what trains, on one of the processes that share them.
+def optimizer_state_bytes(model: PreTrainedModel, kind: str, shards: int = 1) -> float:
+    """Bytes of AdamW's state of the trainable parameters, on one of `shards` processes.
 
-    What torchao's step holds besides, both moments of one tensor in float32, is less than the gradients that the
-    embedding has at the worst, and then is gone.
+    torchao's step also needs both moments of one tensor in float32; the embedding's gradients, freed by then, are more.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if kind == "float32":
         return 8 * sum(p.numel() for p in trained) / shards
-    # cut by rows: the first process's share, which is the largest
+    # sharded by rows: the first process has the largest share
     return sum(bytes_in_8_bits(math.ceil(len(p) / shards) * math.prod(p.shape[1:])) for p in trained)
 
 
-def _state(n: Counts, place: Placement, moments: float) -> tuple[dict[str, float], float]:
-    """Bytes of what a step begins with on a device, gradients included, and of what the machine's memory has of it."""
+def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> tuple[dict[str, float], float]:
+    """Bytes of weights, gradients and optimizer state on a device, and how many of them are in host memory."""
     state = {
-        "weights": 4 * n.held / place.shards,
-        "gradients": 4 * n.trained / place.shards,
-        "optimizer": moments,
+        "weights": 4 * counts.total / place.shards,
+        "gradients": 4 * counts.trainable / place.shards,
+        "optimizer": optimizer_bytes,
     }
-    if place.zero:  # the model in the precision it computes in, and float32 weights beside it
-        state["weights"] = place.compute_bytes * n.held / (place.shards if place.kind == "ZeRO-3" else 1)
-        state["optimizer"] += 4 * n.trained / place.shards
-    away = ["gradients", "optimizer"] * (place.offloads_optimizer or place.offloads_weights)
-    away += ["weights"] * place.offloads_weights
-    offloaded = sum(state[part] for part in away)
-    return state | dict.fromkeys(away, 0.0), offloaded
+    if place.zero:  # weights in the compute precision, and a float32 copy in the optimizer
+        state["weights"] = place.compute_bytes * counts.total / (place.shards if place.kind == "ZeRO-3" else 1)
+        state["optimizer"] += 4 * counts.trainable / place.shards
+    offloaded_parts = []
+    if place.offloads_optimizer or place.offloads_weights:
+        offloaded_parts += ["gradients", "optimizer"]
+    if place.offloads_weights:
+        offloaded_parts.append("weights")
+    offloaded = sum(state[part] for part in offloaded_parts)
+    return state | dict.fromkeys(offloaded_parts, 0.0), offloaded
 
 
-def _copies(n: Counts, place: Placement, *, blocks: int, backward: bool) -> float:
-    """Bytes of weights and gradients in another shape: cast, gathered, or in buckets for the network.
+def _copies(counts: Counts, place: Placement, *, blocks: int, backward: bool) -> float:
+    """Bytes of temporary weights and gradients: cast, gathered, or in communication buckets.
 
-    `blocks` are those whose 16-bit weights the graph still holds.
+    `blocks`: the number of blocks whose 16-bit weights the autograd graph holds.
     """
     value = place.compute_bytes
-    if place.kind == "FSDP2":  # a block at work and the next one; its gradients before and after they are float32
-        gathered = 2 * n.block if place.reshard else n.held - n.root
-        return value * (n.root + gathered) + backward * (value + 4) * n.block
+    if place.kind == "FSDP2":  # this block and the next; gradients in 16 bits and float32
+        gathered = 2 * counts.block if place.reshard else counts.total - counts.outside
+        gradients = (value + 4) * counts.block if backward else 0
+        return value * (counts.outside + gathered) + gradients
     if place.zero:
-        live = min(n.held, _ZERO_3_LIVE) if place.kind == "ZeRO-3" else 0
-        return value * live + value * backward * min(n.trained, _ZERO_BUCKET)
-    cast = 2 * (n.head + n.block * blocks) if place.autocast else 0
-    return cast + 4 * n.trained * (place.kind == "DDP")
+        live = min(counts.total, _ZERO_3_LIVE) if place.kind == "ZeRO-3" else 0
+        bucket = min(counts.trainable, _ZERO_BUCKET) if backward else 0
+        return value * (live + bucket)
+    cast = 2 * (counts.head + counts.block * blocks) if place.autocast else 0
+    buckets = 4 * counts.trainable if place.kind == "DDP" else 0
+    return cast + buckets

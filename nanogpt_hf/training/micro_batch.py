@@ -24,7 +24,7 @@ from nanogpt_hf.distributed.full_state import (
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.model.build import build_config, meta_model
-from nanogpt_hf.planning.footprint import Counts, kept_by_a_block, optimizer_state_of
+from nanogpt_hf.planning.footprint import Counts, optimizer_state_bytes, saved_bytes_per_token
 from nanogpt_hf.planning.hardware import USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
@@ -179,17 +179,17 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)
-    state = (4 * counts.held + 4 * counts.trained + optimizer_state_of(model, config.optim.state)) / 1e9
+    state = (4 * counts.total + 4 * counts.trainable + optimizer_state_bytes(model, config.optim.state)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
-        return sequences * block_size * counts.kept_blocks * kept_by_a_block(model, block_size, place) / 1e9
+        return sequences * block_size * counts.backward_blocks * saved_bytes_per_token(model, block_size, place) / 1e9
 
     smaller = (
         f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
     )
-    moments = (optimizer_state_of(model, "float32") - optimizer_state_of(model, "8bit")) / 1e9
+    moments = (optimizer_state_bytes(model, "float32") - optimizer_state_bytes(model, "8bit")) / 1e9
     in_8_bits = f"optim.state 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
     first = smaller * (micro > 1) + in_8_bits * (config.optim.state == "float32")
     saved = activations(micro) - activations(micro, checkpointing=True)

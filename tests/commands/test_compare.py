@@ -79,7 +79,7 @@ def test_other_tokens_are_compared_by_bits_per_byte_and_it_says_so(run_of, compa
     text.write_text(text_file.read_text().upper())
     out = compare(run_of("one"), run_of("other", data__source=str(text)))
     assert "best val/bits_per_byte" in out
-    assert "their tokens differ, so they are compared by bits per byte" in out
+    assert "the tokenizers differ, so the runs are compared by bits per byte" in out
 
 
 def test_a_reference_is_made_and_judges(run_of, compare, tmp_path, capsys):
@@ -93,7 +93,7 @@ def test_a_reference_is_made_and_judges(run_of, compare, tmp_path, capsys):
     assert "of 4 reference runs of tiny" in out
     out = compare(run_of("bad", level=1.5, optim__learning_rate=0.5), "--reference", str(path))
     assert "bad: above the band of 4 reference runs of tiny from step 0 on" in out
-    assert "check 1: optim.learning_rate is 0.5 here, 0.01 there" in out
+    assert "check 1: optim.learning_rate is 0.5 here, 0.01 in the reference" in out
     assert out.count("check ") == 3
     out = compare(run_of("deeper", model__n_layer=3), "--reference", str(path))
     assert "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 in the reference" in out

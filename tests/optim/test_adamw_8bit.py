@@ -18,7 +18,7 @@ from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim import adamw_8bit
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
 from nanogpt_hf.optim.schedule import learning_rate_at
-from nanogpt_hf.planning.footprint import optimizer_state_of
+from nanogpt_hf.planning.footprint import optimizer_state_bytes
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.tracking import read_metrics
@@ -184,10 +184,10 @@ def test_the_bytes_are_those_that_are_counted(stepped):
         )
         for name, parameter in model.named_parameters()
     }
-    assert sum(held.values()) == optimizer_state_of(model, "8bit")
+    assert sum(held.values()) == optimizer_state_bytes(model, "8bit")
     for name, parameter in model.named_parameters():
         assert held[name] / parameter.numel() == (8 if parameter.dim() == 1 else 2 + 8 / 256 + 2048 / parameter.numel())
-    assert sum(held.values()) < 0.28 * optimizer_state_of(model, "float32")
+    assert sum(held.values()) < 0.28 * optimizer_state_bytes(model, "float32")
 
 
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(stepped):

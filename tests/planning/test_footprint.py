@@ -1,4 +1,4 @@
-"""The footprint of a step against what the allocator gave out during real ones."""
+"""The estimated footprint of a step against what torch's allocator used."""
 
 import dataclasses
 import gc
@@ -21,7 +21,7 @@ from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, kept_by_a_block
+from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, saved_bytes_per_token
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.run import Run
@@ -42,11 +42,11 @@ def build(lora=None, frozen=-1, checkpointing=False, **size) -> GPTForCausalLM:
 
 
 def take_two_steps(case: "Case", cpu: bool = True) -> None:
-    """Two, because the moments are made at the end of the first."""
+    """Two, because the optimizer state is created at the end of the first."""
     plugin = GradientAccumulationPlugin(num_steps=case.accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, gradient_accumulation_plugin=plugin)
     model = build(**case.model)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(state=case.moments)))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(state=case.optimizer_state)))
     model.train()
     sizes = accelerator.unwrap_model(model).config
     batches = Batches(
@@ -72,9 +72,9 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
         train_step(run, step, learning_rate=1e-4)
 
 
-def allocated_at_most(work) -> int:
-    """The most bytes that torch's CPU allocator had given out at once while `work` ran, of those it asked for."""
-    gc.collect()  # what is freed in there should have been made there
+def peak_allocation(work) -> int:
+    """Peak bytes of torch's CPU allocator during `work`."""
+    gc.collect()  # older tensors must not be freed in there
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()
@@ -87,13 +87,13 @@ def allocated_at_most(work) -> int:
 
 @dataclasses.dataclass
 class Case:
-    peak_phase: str  # which of the four moments it is about
+    peak_phase: str  # the expected one
     model: dict = dataclasses.field(default_factory=dict)
     precision: str = "no"
     micro_batch_size: int = 8
     accumulation: int = 1
     logits_per_chunk: int = 2**26
-    moments: str = "float32"
+    optimizer_state: str = "float32"
 
 
 CASES = {
@@ -113,8 +113,8 @@ CASES = {
     "LoRA": Case(TOP, {"lora": {"rank": 4}}),
     "LoRA with dropout in bf16": Case(LOSS, {"lora": {"rank": 4, "dropout": 0.1}, "vocab_size": 500}, "bf16"),
     "LoRA on q and v": Case(TOP, {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}, accumulation=2),
-    "moments in 8 bits": Case(  # as much of what there is as may be, and few shapes to compile a step for
-        TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, moments="8bit"
+    "8-bit state": Case(  # few shapes, since each one is compiled
+        TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, optimizer_state="8bit"
     ),
 }
 
@@ -129,28 +129,28 @@ def estimated(case: Case, *, on_cpu: bool):
         micro_batch_size=case.micro_batch_size,
         block_size=model.config.n_positions,
         accumulates=case.accumulation > 1,
-        optimizer_state=case.moments,
+        optimizer_state=case.optimizer_state,
     )
 
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_the_estimate_is_what_the_cpu_allocator_gave_out(case, monkeypatch):
+def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)
 
-    if case.moments == "8bit":
+    if case.optimizer_state == "8bit":
         pytest.importorskip("torchao", reason="torchao is not installed")
         if shutil.which("g++") is None:
-            pytest.skip("no g++ is there to compile the step for a CPU")
-    found = estimated(case, on_cpu=True)
-    assert found.peak == pytest.approx(allocated_at_most(lambda: take_two_steps(case)), rel=0.1)
-    assert found.peak_phase == case.peak_phase
+            pytest.skip("g++ is missing, which compiles the step for a CPU")
+    estimate = estimated(case, on_cpu=True)
+    assert estimate.peak == pytest.approx(peak_allocation(lambda: take_two_steps(case)), rel=0.1)
+    assert estimate.peak_phase == case.peak_phase
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU here, whose allocator could be asked")
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", ["bf16", "accumulating", "dropout in bf16", "large vocabulary"])
-def test_the_estimate_is_what_a_gpu_gave_out(name):
-    # larger, so that what cuBLAS keeps for itself, tens of MB, does not count
+def test_footprint_equals_the_gpu_allocators_peak(name):
+    # so large that cuBLAS's workspace of tens of MB does not matter
     larger = {"n_embd": 768, "n_layer": 8, "n_head": 12}
     case = dataclasses.replace(CASES[name], model=CASES[name].model | larger, micro_batch_size=64)
     gc.collect()
@@ -170,20 +170,20 @@ def test_the_estimate_is_what_a_gpu_gave_out(name):
         (Placement(precision="bf16", kind="ZeRO-2", processes=2, shards=2), 32),
     ],
 )
-def test_what_a_block_keeps_for_each_value_of_the_residual_stream(place, bytes_each):
+def test_saved_bytes_per_token(place, bytes_each):
     with torch.device("meta"):
-        assert kept_by_a_block(build(), 64, place) == bytes_each * SIZE["n_embd"]
+        assert saved_bytes_per_token(build(), 64, place) == bytes_each * SIZE["n_embd"]
         on_cpu = dataclasses.replace(place, on_cpu=True)
-        assert kept_by_a_block(build(), 64, on_cpu) == bytes_each * SIZE["n_embd"]
+        assert saved_bytes_per_token(build(), 64, on_cpu) == bytes_each * SIZE["n_embd"]
 
 
-def test_dropout_costs_a_gpu_its_masks_and_a_cpu_attention_s_matrices():
+def test_saved_bytes_per_token_with_dropout():
     with torch.device("meta"):
         model = build(dropout=0.1)
     bool_masks = 2 * SIZE["n_embd"]
-    assert kept_by_a_block(model, 64, Placement()) == 64 * SIZE["n_embd"] + bool_masks
+    assert saved_bytes_per_token(model, 64, Placement()) == 64 * SIZE["n_embd"] + bool_masks
     factors, matrices = 2 * 4 * SIZE["n_embd"], 3 * 4 * SIZE["n_head"] * 64
-    assert kept_by_a_block(model, 64, Placement(on_cpu=True)) == 64 * SIZE["n_embd"] + factors + matrices
+    assert saved_bytes_per_token(model, 64, Placement(on_cpu=True)) == 64 * SIZE["n_embd"] + factors + matrices
 
 
 def state(place: Placement) -> dict[str, float]:
@@ -202,17 +202,17 @@ def state(place: Placement) -> dict[str, float]:
         (Placement(kind="FSDP2", processes=4, shards=4), (1, 1, 2, 0)),
         (Placement(kind="FSDP2", processes=4, shards=2), (2, 2, 4, 0)),
         (Placement(kind="FSDP2", processes=4, shards=4, offloads_weights=True), (0, 0, 0, 4)),
-        # ZeRO's float32 weights lie beside the moments
+        # ZeRO keeps float32 weights with the optimizer state
         (Placement(kind="ZeRO-2", processes=4, shards=4, precision="bf16"), (2, 1, 3, 0)),
         (Placement(kind="ZeRO-3", processes=4, shards=4, precision="bf16"), (0.5, 1, 3, 0)),
         (Placement(kind="ZeRO-2", processes=4, shards=4, precision="bf16", offloads_optimizer=True), (2, 0, 0, 4)),
     ],
 )
-def test_bytes_a_parameter(place, bytes_each):
+def test_state_bytes_per_parameter(place, bytes_each):
     assert tuple(map(pytest.approx, bytes_each)) == tuple(state(place).values())
 
 
-def test_more_sequences_need_more_and_shards_less():
+def test_peak_grows_with_sequences_and_falls_with_shards():
     with torch.device("meta"):
         model = build()
 

@@ -1,4 +1,4 @@
-"""What an accelerate config asks for, and those that are none."""
+"""Placements of accelerate configs, and refused files."""
 
 from pathlib import Path
 
@@ -28,31 +28,36 @@ ON_8 = {"processes": 8, "precision": "bf16"}
         ("deepspeed_zero3", Placement(kind="ZeRO-3", shards=8, **ON_8)),
     ],
 )
-def test_every_config_that_ships(name, expected):
+def test_read_placement_of_shipped_configs(name, expected):
     assert read_placement(str(CONFIGS / f"{name}.yaml")) == expected
 
 
-def test_all_of_them_were_read():
-    told = next(mark for mark in test_every_config_that_ships.pytestmark if mark.name == "parametrize").args[1]
-    assert {name for name, _ in told} == {path.stem for path in CONFIGS.glob("*.yaml")}
+def test_every_shipped_config_is_tested():
+    cases = next(mark for mark in test_read_placement_of_shipped_configs.pytestmark if mark.name == "parametrize").args[
+        1
+    ]
+    assert {name for name, _ in cases} == {path.stem for path in CONFIGS.glob("*.yaml")}
 
 
 @pytest.mark.parametrize(
     ("edit", "complaint"),
     [
-        (("fsdp_version: 2", "fsdp_version: 1"), "asks for FSDP 1"),
+        (("fsdp_version: 2", "fsdp_version: 1"), "FSDP 1 is not supported"),
         (("mixed_precision: bf16", "mixed_precision: fp8"), "mixed_precision fp8 is not estimated"),
-        (("dp_replicate_size: 2", "dp_replicate_size: 3"), "16 processes are no multiple of dp_replicate_size 3"),
+        (("dp_replicate_size: 2", "dp_replicate_size: 3"), "16 processes are not a multiple of dp_replicate_size 3"),
         (("tp_size: 1", "tp_size: 2"), "tp_size 2 is not supported"),
         (("num_machines", "numb_machines"), "not an accelerate config"),
-        (("num_processes: 16", "num_processes: 0"), "num_processes 0 and dp_replicate_size 2 start at 1"),
-        (("dp_replicate_size: 2", "dp_replicate_size: -2"), "num_processes 16 and dp_replicate_size -2 start at 1"),
+        (("num_processes: 16", "num_processes: 0"), "num_processes 0, dp_replicate_size 2: must be at least 1"),
+        (
+            ("dp_replicate_size: 2", "dp_replicate_size: -2"),
+            "num_processes 16, dp_replicate_size -2: must be at least 1",
+        ),
         (("num_processes: 16", "num_processes: many"), "not an accelerate config"),
         (("num_processes: 16", "num_processes: [1"), "not an accelerate config"),
         (("compute_environment: LOCAL_MACHINE", "compute_environment: MOON"), "not an accelerate config"),
     ],
 )
-def test_what_cannot_be_estimated_is_one_line(tmp_path, edit, complaint):
+def test_read_placement_refuses_unsupported_settings(tmp_path, edit, complaint):
     text = (CONFIGS / "hsdp.yaml").read_text()
     assert edit[0] in text
     path = tmp_path / "config.yaml"
@@ -63,14 +68,14 @@ def test_what_cannot_be_estimated_is_one_line(tmp_path, edit, complaint):
     assert "\n" not in str(caught.value)
 
 
-def test_no_file_and_a_recipe_are_no_configs(tmp_path):
+def test_read_placement_refuses_missing_files_and_recipes(tmp_path):
     with pytest.raises(UserError, match="no such file"):
         read_placement(str(tmp_path / "none.yaml"))
     with pytest.raises(UserError, match="not an accelerate config"):
         read_placement(str(CONFIGS.parent / "recipes" / "quickstart.yaml"))
 
 
-def test_it_says_itself_in_a_line():
+def test_placement_as_text():
     hsdp = read_placement(str(CONFIGS / "hsdp.yaml"))
-    assert str(hsdp) == "16 processes, FSDP2, 2 copies over 8 each, bf16 with float32 weights, on GPUs"
+    assert str(hsdp) == "16 processes, FSDP2, 2 copies over 8 processes each, bf16 with float32 weights, on GPUs"
     assert str(Placement(on_cpu=True)) == "1 process, float32, on the CPU"

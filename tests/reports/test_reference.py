@@ -89,7 +89,7 @@ def test_make_reference_refuses_unsuitable_runs(run_of):
         make_reference([first, second], "x")
     with pytest.raises(UserError, match="at least three runs"):
         make_reference([first, second, first], "x")
-    with pytest.raises(UserError, match=r"differs from .* in optim\.learning_rate; only seeds may differ"):
+    with pytest.raises(UserError, match=r"differs from .* in optim\.learning_rate; only the seed may differ"):
         make_reference([first, second, run_of(3, optim__learning_rate=5e-3)], "x")
     with pytest.raises(UserError, match="not finished: evaluated at step 40 of 60"):
         make_reference([first, second, run_of(4, last=59)], "x")

@@ -108,7 +108,9 @@ def test_judge_without_a_reference(config):
 
 def test_judge_normal_names_knobs_that_differ(reference, config):
     config = replace_knobs(config, {"optim.weight_decay": 0.2})
-    assert judge(reference, config, run(4, 3)).sentence.endswith("the reference has another optim.weight_decay")
+    assert judge(reference, config, run(4, 3)).sentence.endswith(
+        "this run has another optim.weight_decay than the reference"
+    )
 
 
 @pytest.mark.parametrize(
