@@ -39,6 +39,7 @@ class Command(NamedTuple):
 COMMANDS = {
     "prepare": Command("tokenize a text into shards of tokens", knobs=True),
     "pretrain": Command("train a GPT from scratch", knobs=True),
+    "sweep": Command("train a grid of runs: learning rates, depths, seeds; one table and plot", knobs=True),
     "finetune": Command("train a GPT-2 further on your text", knobs=True),
     "sample": Command("generate text with a model"),
     "chat": Command("chat with a model"),

@@ -8,7 +8,8 @@ The idea of one dial, and the correction of the learning rate for a batch that i
   All parameters count, each once: blocks, embeddings, norms.
 - C = (72·L·d² + 12·L·d·T) × tokens: FLOPs of the run, without the embedding and the head, and from it
   tokens_per_step = 0.2920·C^0.3271 and learning_rate = 0.3118·C^-0.1250: DeepSeek LLM, arXiv:2401.02954, section 3.1,
-  equations 1 and 2. Fitted there for C from 1e17 to 2e19; docs/performance.md has what was measured here below that.
+  equation 1, fitted there for C from 1e17 to 2e19. For smaller runs a smaller batch and rate were better here
+  (docs/recipes.md), so the batch is rounded down and the rate is at most 4e-3.
 - learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule, Malladi et al. 2022,
   arXiv:2205.10287.
 
@@ -27,10 +28,13 @@ from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
 # What the choices depend on, except for those that are stated instead.
 DIAL_INPUTS = {"model.depth", "model.aspect_ratio", "model.n_positions", "model.bias"}
 DIAL_INPUTS |= {"data.tokenizer", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
+DIAL_INPUTS |= {"optim.name", "optim.muon_scale"}
 
 _MICRO_BATCH_TOKENS = 8192
 _SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
 _WARMUP = 0.05  # of the steps
+_LARGEST_RATE = 4e-3
+_MUON_RATE = 0.02
 
 
 def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
@@ -72,12 +76,12 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     tokens = ratio * parameters
     compute = (72 * layers * width**2 + 12 * layers * width * block_size) * tokens
     batch = 0.2920 * compute**0.3271
-    sequences = 2 ** max(0, round(math.log2(batch / block_size)))
+    sequences = 2 ** max(0, math.floor(math.log2(batch / block_size)))
     chosen = sequences * block_size
     per_step = choose(
         "train.tokens_per_step",
         chosen,
-        f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), as a power of 2 of blocks",
+        f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), rounded down to a power of 2 of blocks",
     )
     choose(
         "train.micro_batch_size",
@@ -87,9 +91,13 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
     rate = choose(
         "optim.learning_rate",
-        _rounded(0.3118 * compute**-0.1250 * math.sqrt(per_step / chosen)),
-        f"0.3118 × C^-0.125{stated_batch} (arXiv:2401.02954)",
+        _rounded(min(_LARGEST_RATE, 0.3118 * compute**-0.1250) * math.sqrt(per_step / chosen)),
+        f"0.3118 × C^-0.125 (arXiv:2401.02954), at most {_LARGEST_RATE}{stated_batch}",
     )
+    if config.optim.name == "muon" and config.optim.muon_scale == "original":
+        choose("optim.muon_learning_rate", _MUON_RATE, "of any width and batch (github.com/KellerJordan/Muon)")
+    elif config.optim.name == "muon":
+        choose("optim.muon_learning_rate", rate, "AdamW's, since optim.muon_scale is match_rms_adamw")
     choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
     steps = choose(
         "train.max_steps",

@@ -79,6 +79,14 @@ def _mapping(loader: _RecipeLoader, node: yaml.MappingNode) -> dict:
 _RecipeLoader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 
+def parse_flow_list(text: str) -> list[Any]:
+    """`a, "b, c", [d]` -> its values, read as a recipe reads them. Raises ValueError if it is no YAML."""
+    try:
+        return yaml.load(f"[{text}]", Loader=_RecipeLoader)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ValueError(one_line(str(getattr(error, "problem", error)))) from None
+
+
 def _as(option: Any, value: Any) -> Any:
     """`value` (text, or what YAML makes of lists and null) as a plain type or literal; ValueError where it is none."""
     if option is type(None):

@@ -1,6 +1,7 @@
 """Several processes as one run: nothing begins before all are ready and agree, and a lost one ends the others."""
 
 import contextlib
+import functools
 import json
 import re
 import socket
@@ -136,3 +137,20 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
         kept = run and run.newest_checkpoint()
         then = f"; --resume goes on from {kept}" if kept else ""
         raise LostProcess(f"lost another process: {what}{then}") from error
+
+
+@functools.cache
+def _launch_store() -> torch.distributed.Store:
+    store, _, _ = next(iter(torch.distributed.rendezvous("env://", timeout=PEER_TIMEOUT)))
+    return torch.distributed.PrefixStore("nanogpt_hf/shared", store)
+
+
+def share_from_main(key: str, value: Any) -> Any:
+    """Return what process 0 gave as `value`, as JSON keeps it, on every process; needs no process group.
+
+    Each key is used once. Raises LostProcess if process 0 gives no value.
+    """
+    with one_line_for_a_lost_process():
+        if Mesh.from_environment().is_main:
+            _launch_store().set(key, json.dumps(value))
+        return json.loads(_launch_store().get(key))

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 # The colours of Okabe and Ito, for colour-blind readers too (https://jfly.uni-koeln.de/color/).
 BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9"
-_RUN_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+RUN_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 _LINE_STYLES = ("-", "--", ":")
 _GREY = "#555555"
 _MANY_POINTS = 40  # a curve of more points is smoothed, and its steep start may be cropped
@@ -82,8 +82,8 @@ def draw_comparison(
         _draw_band(axes, reference.curves[metric], max(x[-1] for x, _ in curves.values() if len(x)))
     labels, train_curves = {}, []
     for number, (name, (x, values)) in enumerate(curves.items()):
-        colour = _RUN_COLOURS[number % len(_RUN_COLOURS)]
-        style = _LINE_STYLES[number // len(_RUN_COLOURS) % len(_LINE_STYLES)]
+        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
+        style = _LINE_STYLES[number // len(RUN_COLOURS) % len(_LINE_STYLES)]
         if metric == "val/loss":
             train_x, losses = column(runs[name], "train/loss", by)
             smoothed = smooth(losses, len(losses) // 25)

@@ -51,6 +51,7 @@ def test_a_larger_depth_is_larger_in_all_but_the_learning_rate(recipe):
         assert small.train.tokens_per_step <= large.train.tokens_per_step
         assert small.train.max_steps * small.train.tokens_per_step < large.train.max_steps * large.train.tokens_per_step
         assert small.optim.learning_rate >= large.optim.learning_rate
+    assert runs[0].optim.learning_rate == 0.004  # the largest
     assert runs[0].optim.learning_rate > 3 * runs[-1].optim.learning_rate
     assert runs[0].train.tokens_per_step * 100 < runs[-1].train.tokens_per_step
 
@@ -73,7 +74,7 @@ def test_depth_12_is_gpt2_small_on_its_compute_optimal_tokens(recipe):
     assert config.train.max_steps * config.train.tokens_per_step == pytest.approx(2.5e9, rel=0.01)
     # by hand: 72 · 12 · 768² + 12 · 12 · 768 · 1024 FLOPs per token, times 20 · 124,337,664 tokens: 1.549e18
     assert config.optim.learning_rate == pytest.approx(0.3118 * 1.549e18**-0.125, rel=0.003)
-    assert config.train.tokens_per_step == 2**18
+    assert config.train.tokens_per_step == 2**17  # 0.2920 · 1.549e18^0.3271 = 260,218, rounded down
 
 
 CHOICES = {
@@ -141,6 +142,16 @@ def test_the_resolved_recipe_has_plain_numbers_and_can_be_turned_again(recipe, t
     assert (larger.model.n_layer, larger.model.n_embd) == (6, 384)
 
 
+@pytest.mark.parametrize(("scale", "rate"), [("original", 0.02), ("match_rms_adamw", 0.00311)])
+def test_muon_has_a_learning_rate_that_fits_its_scale(recipe, scale, rate):
+    optim = {"name": "muon", "muon_scale": scale, "muon_learning_rate": 0.5}
+    config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}, optim=optim), [("model.depth", "4")])
+    assert config.optim.muon_learning_rate == rate
+    assert config.optim.learning_rate == 0.00311
+    kept = load_config(recipe(optim=optim | {"name": "adamw"}), [("model.depth", "4")])
+    assert kept.optim.muon_learning_rate == 0.5
+
+
 @pytest.mark.parametrize(
     ("overrides", "line"),
     [
@@ -181,10 +192,10 @@ def test_a_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, ca
     assert main(["pretrain", str(path), *depth, *where]) == 0
     printed = capsys.readouterr().out
     assert "size dial:" in printed
-    assert "done: 13 steps, 1,664 tokens" in printed
-    longer = ["--train.max_steps", "15", "--resume"]
+    assert "done: 27 steps, 1,728 tokens" in printed
+    longer = ["--train.max_steps", "29", "--resume"]
     assert main(["pretrain", str(path), *depth, *where, *longer]) == 0
-    assert main(["pretrain", str(run / "recipe.yaml"), *where, "--train.max_steps", "17", "--resume"]) == 0
-    assert load_config(run / "recipe.yaml").train.max_steps == 17
+    assert main(["pretrain", str(run / "recipe.yaml"), *where, "--train.max_steps", "31", "--resume"]) == 0
+    assert load_config(run / "recipe.yaml").train.max_steps == 31
     assert main(["pretrain", str(path), "--depth", "3", *where, "--resume"]) == 2
     assert "model.n_layer: 2 -> 3" in capsys.readouterr().err

@@ -1,0 +1,165 @@
+"""`sweep`: which runs it starts, skips, resumes and reports; how it ends; and on several processes."""
+
+import csv
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from nanogpt_hf.commands import main, sweep
+from nanogpt_hf.runs.folder import RunFolder
+
+ROOT = Path(__file__).parents[2]
+RATES = ["--optim.learning_rate", "1e-2,2e-2"]
+
+
+@pytest.fixture
+def in_process(monkeypatch, forget_accelerate):
+    """Train runs in this process; return the run folders' names, in order."""
+    started = []
+
+    def run(self, command, environment):
+        words = command[command.index("pretrain") :]
+        started.append(Path(words[words.index("--run-dir") + 1]).name)
+        forget_accelerate()
+        return main(words)
+
+    monkeypatch.setattr(sweep._CurrentRun, "run", run)
+    return started
+
+
+def table(folder):
+    with (folder / "sweep.csv").open(newline="") as file:
+        return {row["run"]: row for row in csv.DictReader(file)}
+
+
+def test_a_sweep_trains_ordinary_runs_and_skips_them_later(write_recipe, tmp_path, in_process, capsys):
+    recipe, folder = str(write_recipe(train__max_steps=4)), tmp_path / "sweep"
+    words = ["sweep", recipe, *RATES, "--train.seed", "1", "--sweep-dir", str(folder)]
+    assert main(words) == 0
+    assert in_process == ["learning_rate=0.01", "learning_rate=0.02"]
+    assert f"plot: {folder / 'sweep.png'}" in capsys.readouterr().out
+    rows = table(folder)
+    assert [row["status"] for row in rows.values()] == ["done", "done"]
+    assert [float(row["optim.learning_rate"]) for row in rows.values()] == [0.01, 0.02]
+    assert {row["steps"] for row in rows.values()} == {"4"}
+    assert len({row["val_loss"] for row in rows.values()}) == 2
+    # each is what pretrain makes
+    alone = tmp_path / "alone"
+    words_alone = ["pretrain", recipe, "--optim.learning_rate", "2e-2", "--train.seed", "1", "--run-dir", str(alone)]
+    assert main(words_alone) == 0
+    weights = [(run / "final" / "model.safetensors").read_bytes() for run in (alone, folder / "learning_rate=0.02")]
+    assert weights[0] == weights[1]
+    # again: nothing to do; with one value more: only that
+    assert main(words) == 0
+    assert len(in_process) == 2
+    assert main([*words, "--optim.learning_rate", "1e-2,2e-2,3e-2"]) == 0
+    assert in_process[2:] == ["learning_rate=0.03"]
+    assert main([*words, "--overwrite"]) == 0
+    assert in_process[3:] == ["learning_rate=0.01", "learning_rate=0.02"]
+
+
+def test_a_failed_run_does_not_stop_the_others(write_recipe, tmp_path, in_process, capsys):
+    recipe, folder = str(write_recipe(train__max_steps=3)), tmp_path / "sweep"
+    blocked = folder / "learning_rate=0.01"
+    blocked.mkdir(parents=True)
+    (blocked / "notes.txt").write_text("not a run")
+    assert main(["sweep", recipe, *RATES, "--sweep-dir", str(folder)]) == 1
+    assert "is not empty and holds no run" in capsys.readouterr().err
+    assert [row["status"] for row in table(folder).values()] == ["failed (2)", "done"]
+    (blocked / "notes.txt").unlink()  # what failed is tried again
+    assert main(["sweep", recipe, *RATES, "--sweep-dir", str(folder)]) == 0
+    assert in_process == ["learning_rate=0.01", "learning_rate=0.02", "learning_rate=0.01"]
+
+
+def test_a_folder_of_another_recipe_is_refused_before_the_first_run(write_recipe, tmp_path, in_process, capsys):
+    recipe, folder = str(write_recipe(train__max_steps=2)), tmp_path / "sweep"
+    words = ["sweep", recipe, *RATES, "--sweep-dir", str(folder)]
+    assert main(words) == 0
+    for knob, change in (("--train.max_steps", "train.max_steps: 2 -> 3"), ("--train.seed", "train.seed: 1337 -> 3")):
+        assert main([*words, knob, "3"]) == 2
+        message = capsys.readouterr().err
+        assert change in message
+        assert message.count("\n") == 1
+        assert "--overwrite" in message
+    assert len(in_process) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--train.seed", "1"], "no knob has several values"),
+        (["--train.sed", "1,2"], "unknown key; did you mean train.seed?"),
+        (["--train.micro_batch_size", "4,5"], "is not a multiple of"),
+        (["--finetune.model", "gpt2,gpt2-medium"], "starts from gpt2"),
+        (["--hub.push", "best", "--hub.repo", "me/a,me/b"], "hub.push: the runs of a sweep would push"),
+    ],
+)
+def test_bad_values_start_nothing(write_recipe, tmp_path, in_process, capsys, options, message):
+    assert main(["sweep", str(write_recipe()), *options, "--sweep-dir", str(tmp_path / "sweep")]) == 2
+    assert message in capsys.readouterr().err
+    assert in_process == []
+    assert not (tmp_path / "sweep").exists()
+
+
+def test_dry_run_lists_the_runs_with_their_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["sweep", str(write_recipe()), "--depth", "1,2", "--model.aspect_ratio", "8", "--dry-run"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"2 runs below {Path('runs') / 'tiny-depth'}"
+    first, second = (line.split() for line in lines if line.startswith("depth="))
+    assert [first[0], second[0]] == ["depth=1", "depth=2"]
+    assert all(
+        int(a.replace(",", "")) < int(b.replace(",", "")) for a, b in zip(first[1:4:2], second[1:4:2], strict=True)
+    )
+    assert lines[-1] == "nothing was started"
+    assert in_process == []
+    assert not (tmp_path / "runs").exists()
+
+
+def start(words, **options):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *words], env=environment, **pipes, **options)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    "launcher", [[], ["launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]]
+)
+def test_an_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launcher):
+    recipe, folder = str(write_recipe(train__max_steps=60, checkpoint__every=1000)), tmp_path / "sweep"
+    words = [*launcher, "sweep", recipe, *RATES, "--sweep-dir", str(folder)]
+    first, second = (RunFolder(folder / f"learning_rate={rate}") for rate in (0.01, 0.02))
+    process = start([*words, "--train.max_steps", "100000"], start_new_session=True)
+    deadline = time.monotonic() + 200
+    while not (first.metrics.is_file() and '"step": 20,' in first.metrics.read_text()):
+        assert time.monotonic() < deadline, process.kill()
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.2)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 75, output
+    assert "saved" in output
+    assert "interrupted" in output
+    assert first.newest_checkpoint() is not None
+    assert not second.path.exists()
+    steps = int(first.newest_checkpoint().name.removeprefix("step_"))
+    # both runs to their ends: the first from its checkpoint
+    for run in (first,):
+        run.recipe.write_text(run.recipe.read_text().replace("max_steps: 100000", f"max_steps: {steps + 4}"))
+    process = start([*words, "--train.max_steps", str(steps + 4)])
+    output, _ = process.communicate(timeout=400)
+    assert process.returncode == 0, output
+    rows = json.loads((folder / "sweep.json").read_text())["runs"]
+    assert [(row["status"], row["steps"]) for row in rows] == [("done", steps + 4)] * 2
+    events = [json.loads(line) for line in first.metrics.read_text().splitlines()]
+    trained = [event["step"] for event in events if "train/loss" in event]
+    assert trained == list(range(1, steps + 5))  # resumed, not started again
+    if launcher:
+        assert json.loads(first.machine.read_text())["starts"][-1]["processes"] == 2
