@@ -39,7 +39,7 @@ def check_comparable(work: Workload) -> None:
 
 
 def bare_step(work: Workload) -> Callable[[], None]:
-    """Our model and AdamW in the loop that one would write without Accelerate: draw, forward, backward, clip, step."""
+    """Our model and optimizer in a loop without Accelerate: draw, forward, backward, clip, step."""
     accelerator, batches, optim = work.run.accelerator, work.run.batches, work.run.config.optim
     device = accelerator.device
     model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
@@ -133,6 +133,8 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     It logs, saves and evaluates nothing.
     """
     config, accelerator = work.run.config, work.run.accelerator
+    if config.optim.name == "muon":
+        raise UserError("--against trainer: transformers' Trainer has no Muon; use --against bare, or optim.name adamw")
     architecture = architecture_of(work.run.model_config)
     model = architecture.standard_model(work.run.model_config)
     model.loss_type = "ForCausalLM"  # what it takes by default, after a warning

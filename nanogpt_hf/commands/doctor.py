@@ -135,7 +135,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
         parameters = count_parameters(build_config(config.model, vocab_size_of(config)))
-        needed = run_bytes(parameters, parameters, config.checkpoint.keep)
+        needed = run_bytes(parameters, 8 * parameters, config.checkpoint.keep)  # AdamW's state is the largest
     report.add(*findings.judge_places(places, needed))
     try:
         with report.together("launch"):

@@ -132,10 +132,18 @@ def _devices(found: "Estimate", place: "Placement") -> list[str]:
         rows.append((device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)))
     return [
         f"on {gpus}: {found.flops_per_token / 1e9:,.2f} GFLOPs per token, {found.flops:.2e} in total",
+        *_muon(found),
         *_table(rows),
         "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; the time excludes",
         "  evaluations and counts all parameters as trainable",
     ]
+
+
+def _muon(found: "Estimate") -> list[str]:
+    if not found.muon_flops_per_step:
+        return []
+    share = 1 - found.flops_per_token * found.tokens / found.flops
+    return [f"  {share:.2%} of them orthogonalise Muon's updates"]
 
 
 def _tokens(found: "Estimate") -> list[str]:

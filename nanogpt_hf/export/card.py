@@ -119,6 +119,10 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     rate = f"{optim.learning_rate:g}, {optim.schedule}"
     if optim.schedule != "constant":
         rate += f" to {optim.min_learning_rate:g}"
+    if optim.name == "muon":
+        muon = f"Muon, Nesterov momentum {optim.muon_momentum:g}, update scale {optim.muon_scale}"
+        optimizer = f"{muon}, for the matrices inside the blocks; for the rest {optimizer}"
+        rate = f"{optim.muon_learning_rate:g} (Muon) and {rate} (AdamW)"
     return {
         "data": source,
         "data revision": manifest.revision,

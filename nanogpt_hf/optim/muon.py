@@ -115,7 +115,10 @@ class Muon(torch.optim.Optimizer):
             momentum = _local(self.state[p][MOMENTUM])
             momentum.lerp_(gradient, (1 - group["momentum"]) * applied)
             gradient.lerp_(momentum, group["momentum"])  # Nesterov
-        updates = self._orthogonalize_stack(gradients, first) * applied
+        updates = self._orthogonalize_stack(gradients, first)
+        del gradients
+        if found_inf is not None:
+            updates.mul_(applied)
         scale = update_scale(*first.shape, self._update_scale)
         for (p, group), update in zip(stack, updates.unbind(), strict=True):
             weight = _local(p)

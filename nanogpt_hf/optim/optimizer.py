@@ -33,19 +33,16 @@ def build_optimizer(
     own peak. With several processes of `accelerator` that hold equal copies of the model, they share Muon's work.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    architecture = architecture_of(model)
-    depths = architecture.depths(model)
+    depths = architecture_of(model).depths(model)
     top, groups = max(depths.values()), {}
-    inside_blocks = {id(p) for p in architecture.blocks(model).parameters()} if optim.name == "muon" else set()
+    matrices = {id(p) for p in muon_matrices(model)} if optim.name == "muon" else set()
     for decays in (True, False):
         for name, parameter in trained.items():
             if (parameter.dim() >= 2) == decays:
-                scale, muon = (
-                    layer_decay ** (top - depths[name]),
-                    parameter.dim() == 2 and id(parameter) in inside_blocks,
-                )
+                scale = layer_decay ** (top - depths[name])
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
-                groups.setdefault((muon, decays, scale), group)["params"].append(parameter)
+                key = (id(parameter) in matrices, decays, scale)
+                groups.setdefault(key, group)["params"].append(parameter)
     rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
     if optim.name == "muon":
         optimizer = Muon(
@@ -63,6 +60,12 @@ def build_optimizer(
         optimizer = torch.optim.AdamW(list(groups.values()), lr=rate, betas=betas, fused=True)
     optimizer.in_model_order = list(trained.values())  # so that clipping need not walk through it at every step
     return optimizer
+
+
+def muon_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+    """The trainable parameters that Muon updates: matrices inside the blocks."""
+    inside = architecture_of(model).blocks(model).parameters()
+    return [p for p in inside if p.requires_grad and p.dim() == 2]
 
 
 def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:

@@ -16,7 +16,9 @@ from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.optim.adamw_8bit import NOT_UNDER_ZERO
-from nanogpt_hf.planning.footprint import Footprint, footprint
+from nanogpt_hf.optim.muon import orthogonalization_flops
+from nanogpt_hf.optim.optimizer import NO_MUON_UNDER_ZERO, muon_matrices
+from nanogpt_hf.planning.footprint import Footprint, footprint, optimizer_state_bytes
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 
@@ -47,7 +49,8 @@ class Estimate:
     block_size: int
     accumulation: int
     memory: Footprint
-    flops_per_token: float
+    flops_per_token: float  # of the model, forward and backward
+    muon_flops_per_step: float  # of Muon's orthogonalisation; 0 with AdamW
     flops: float
     mfu: float
     devices: list[Device]
@@ -70,10 +73,12 @@ def estimate(
     """Estimate a run of `config`; `base` is the config of the model to fine-tune.
 
     `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the steps do not divide by the
-    processes, if the size of the vocabulary is unknown, and for 8-bit optimizer state under ZeRO.
+    processes, if the size of the vocabulary is unknown, and for Muon or 8-bit state under ZeRO.
     """
     if config.optim.state == "8bit" and place.zero:
         raise UserError(NOT_UNDER_ZERO)
+    if config.optim.name == "muon" and place.zero:
+        raise UserError(NO_MUON_UNDER_ZERO)
     manifest = read_manifest(Path(config.data.dir))
     model, vocabulary = _meta_model(config, base, manifest)
     try:
@@ -85,6 +90,9 @@ def estimate(
     sequences = micro * accumulation  # per process and step
     flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
 
+    matrices = muon_matrices(model) if config.optim.name == "muon" else []
+    muon_flops = sum(orthogonalization_flops(*matrix.shape) for matrix in matrices)
+
     def footprint_of(size: int, placement: Placement) -> Footprint:
         return footprint(
             model,
@@ -92,7 +100,7 @@ def estimate(
             micro_batch_size=size,
             block_size=block_size,
             accumulates=size < sequences,
-            optimizer_state=config.optim.state,
+            optim=config.optim,
         )
 
     on_gpu = dataclasses.replace(place, on_cpu=False)
@@ -117,6 +125,7 @@ def estimate(
     embedding_is_trainable = next(model.get_input_embeddings().parameters()).requires_grad
     by_part = _by_part(model)
     by_part["token embedding and head"] -= padding
+    in_float32 = dataclasses.replace(config.optim, state="float32")  # as checkpoints hold it
     return Estimate(
         recipe=config.name,
         machine=str(place),
@@ -129,7 +138,8 @@ def estimate(
         accumulation=accumulation,
         memory=footprint_of(micro, place),
         flops_per_token=flops_per_token,
-        flops=flops_per_token * tokens,
+        muon_flops_per_step=muon_flops,
+        flops=flops_per_token * tokens + muon_flops * config.train.max_steps,
         mfu=mfu,
         devices=devices,
         tokens=tokens,
@@ -137,17 +147,17 @@ def estimate(
         epochs=tokens / manifest.train.tokens if manifest else None,
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
-        run_bytes=run_bytes(total, trainable, config.checkpoint.keep),
+        run_bytes=run_bytes(total, optimizer_state_bytes(model, in_float32), config.checkpoint.keep),
     )
 
 
-def run_bytes(parameters: int, trainable: int, keep: int) -> int:
+def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:
     """An upper bound for the size of a run folder: `keep` checkpoints, one more during a save, best/ twice, final/.
 
     `keep` 1 keeps 2: the newest, and the last one before it with finite gradients. A checkpoint has float32 weights and
-    AdamW's state of the trainable parameters.
+    `optimizer_state` bytes.
     """
-    return (4 * parameters + 8 * trainable) * (max(keep, 2) + 1) + 4 * parameters * 3
+    return int((4 * parameters + optimizer_state) * (max(keep, 2) + 1) + 4 * parameters * 3)
 
 
 def _meta_model(

@@ -5,18 +5,22 @@ gradients are allocated and freed. tests/planning/test_footprint.py compares the
 """
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel
 
+from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
+from nanogpt_hf.optim.optimizer import muon_matrices
 from nanogpt_hf.planning.placement import Placement
 
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
 LOSS, TOP, BOTTOM, EMBEDDING = "the loss", "the top block", "the bottom block", "the embedding's gradient"
+MUON = "Muon's update"  # a phase with optim.name muon only
 
 _ZERO_3_LIVE = 1e9  # parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters
 _ZERO_BUCKET = 5e8  # gradients that DeepSpeed reduces at once: the default of reduce_bucket_size
@@ -80,12 +84,12 @@ def footprint(
     micro_batch_size: int,
     block_size: int,
     accumulates: bool,
-    optimizer_state: str = "float32",
+    optim: OptimSection | None = None,
 ) -> Footprint:
     """The footprint of a training step; `model` may be on the meta device.
 
     `accumulates`: whether a step has several micro-batches, so that gradients stay allocated after the first one.
-    `optimizer_state`: optim.state of the recipe.
+    `optim`: that of the recipe; without it AdamW with float32 state.
     """
     config, counts, value = model.config, Counts.of(model), place.compute_bytes
     rows = micro_batch_size * block_size
@@ -95,7 +99,7 @@ def footprint(
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
     passing = residual + value * rows * _mlp_gradient_values(model)
     recomputed = full_block if place.checkpointing else 0
-    state, offloaded = _state(counts, place, optimizer_state_bytes(model, optimizer_state, place.shards))
+    state, offloaded = _state(counts, place, optimizer_state_bytes(model, optim or OptimSection(), place.shards))
     gradients = state.pop("gradients")
     accumulated = gradients if accumulates else 0
     head = 0  # a gradient of the head, not yet reduced
@@ -131,6 +135,8 @@ def footprint(
             "copies": _copies(counts, place, blocks=0, backward=True),
         },
     }
+    if optim is not None and optim.name == "muon":
+        phases[MUON] = {"gradients": gradients, "copies": _muon_buffers(model, place)}
     zeros = dict.fromkeys(PARTS, 0.0)
     return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded)
 
@@ -206,16 +212,33 @@ def _mlp_gradient_values(model: PreTrainedModel) -> int:
     return projection.in_features * (2 if hasattr(projection, "lora_A") else 1)
 
 
-def optimizer_state_bytes(model: PreTrainedModel, kind: str, shards: int = 1) -> float:
-    """Bytes of AdamW's state of the trainable parameters, on one of `shards` processes.
+def optimizer_state_bytes(model: PreTrainedModel, optim: OptimSection, shards: int = 1) -> float:
+    """Bytes of the optimizer state of the trainable parameters, on one of `shards` processes.
 
-    torchao's step also needs both moments of one tensor in float32; the embedding's gradients, freed by then, are more.
+    AdamW has two tensors per parameter, Muon one per matrix inside the blocks. torchao's step also needs both moments of
+    one tensor in float32; the embedding's gradients, freed by then, are more.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
-    if kind == "float32":
-        return 8 * sum(p.numel() for p in trained) / shards
+    if optim.state == "float32":
+        halved = sum(p.numel() for p in muon_matrices(model)) if optim.name == "muon" else 0
+        return (8 * sum(p.numel() for p in trained) - 4 * halved) / shards
     # sharded by rows: the first process has the largest share
     return sum(bytes_in_8_bits(math.ceil(len(p) / shards) * math.prod(p.shape[1:])) for p in trained)
+
+
+def _muon_buffers(model: PreTrainedModel, place: Placement) -> float:
+    """Bytes of the buffers of Muon's update, for the largest stack of matrices of one shape.
+
+    The stack of gradients, this process's share of it before and after an iteration, two square matrices for each.
+    """
+    stacks = Counter(matrix.shape for matrix in muon_matrices(model))
+    value = 4 if place.on_cpu else 2
+    sizes = []
+    for (rows, columns), count in stacks.items():
+        values, squares = count * rows * columns, count * min(rows, columns) ** 2
+        stacked = (4 if place.on_cpu else 4 + value) * values / place.shards
+        sizes.append(stacked + value * (2 * values + 2 * squares) / place.processes)
+    return max(sizes, default=0.0)
 
 
 def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> tuple[dict[str, float], float]:

@@ -179,7 +179,7 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
     block_size, micro = config.data.block_size, config.train.micro_batch_size
     micro = 1 if micro == "auto" else micro
     counts = Counts.of(model)
-    state = (4 * counts.total + 4 * counts.trainable + optimizer_state_bytes(model, config.optim.state)) / 1e9
+    state = (4 * counts.total + 4 * counts.trainable + optimizer_state_bytes(model, config.optim)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
@@ -189,9 +189,10 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
         "tokens, by more accumulation); "
     )
-    moments = (optimizer_state_bytes(model, "float32") - optimizer_state_bytes(model, "8bit")) / 1e9
-    in_8_bits = f"optim.state 8bit saves {moments:.1f} GB (needs torchao; not under DeepSpeed); "
-    first = smaller * (micro > 1) + in_8_bits * (config.optim.state == "float32")
+    as_8bit = dataclasses.replace(config.optim, state="8bit")
+    difference = (optimizer_state_bytes(model, config.optim) - optimizer_state_bytes(model, as_8bit)) / 1e9
+    in_8_bits = f"optim.state 8bit saves {difference:.1f} GB (needs torchao; not under DeepSpeed); "
+    first = smaller * (micro > 1) + in_8_bits * ((config.optim.name, config.optim.state) == ("adamw", "float32"))
     saved = activations(micro) - activations(micro, checkpointing=True)
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "

@@ -9,6 +9,7 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.planning.estimate import estimate, run_bytes
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
@@ -85,7 +86,7 @@ def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
     assert (before.data_is_prepared, before.data_bytes) == (False, 2 * text.stat().st_size)
     assert main(["pretrain", str(recipe), "--run-dir", str(run.path)]) == 0
     found = estimate(config, Placement())
-    weights = run_bytes(found.parameters, found.trainable, keep=1)
+    weights = run_bytes(found.parameters, 8 * found.trainable, keep=1)
     on_disk = sum(path.stat().st_size for path in run.path.rglob("*.safetensors"))
     # one of three checkpoints, best/ and final/: 12 + 4 + 4 of 48 bytes per parameter
     assert on_disk == pytest.approx(weights * 20 / 48, rel=0.05)
@@ -94,6 +95,23 @@ def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
     assert found.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
     assert found.epochs == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
     assert "of the prepared data" in found.vocabulary
+
+
+def test_muon_halves_the_state_of_its_matrices_and_counts_its_flops(write_recipe, capsys):
+    recipe = write_recipe(model__n_embd=128, model__n_head=4, optim__name="muon")
+    found = estimate(load_config(recipe), Placement(on_cpu=True))
+    matrices = 2 * 12 * 128**2
+    assert found.memory.phases["the loss"]["optimizer"] == 8 * found.parameters - 4 * matrices
+    assert found.run_bytes == (4 * 3 + 4 * 3 + 8 * 3) * found.parameters - 4 * 3 * matrices
+    assert found.muon_flops_per_step == 2 * 5 * (4 * 6 * 128**3 + 2 * (4 * 4 + 2) * 128**3)
+    assert main(["estimate", str(recipe)]) == 0
+    share = found.muon_flops_per_step / (found.muon_flops_per_step + 128 * found.flops_per_token)
+    assert f"{share:.2%} of them orthogonalise Muon's updates" in capsys.readouterr().out
+
+
+def test_muon_under_zero_is_refused(write_recipe):
+    with pytest.raises(UserError, match=r"optim\.name muon: DeepSpeed's ZeRO"):
+        estimate(load_config(write_recipe(optim__name="muon")), Placement(kind="ZeRO-2", processes=2, shards=2))
 
 
 def test_lora_has_gradients_and_moments_of_its_adapters_only(capsys, tiny_base, text_file, tmp_path):

@@ -184,10 +184,10 @@ def test_the_bytes_are_those_that_are_counted(stepped):
         )
         for name, parameter in model.named_parameters()
     }
-    assert sum(held.values()) == optimizer_state_bytes(model, "8bit")
+    assert sum(held.values()) == optimizer_state_bytes(model, OptimSection(state="8bit"))
     for name, parameter in model.named_parameters():
         assert held[name] / parameter.numel() == (8 if parameter.dim() == 1 else 2 + 8 / 256 + 2048 / parameter.numel())
-    assert sum(held.values()) < 0.28 * optimizer_state_bytes(model, "float32")
+    assert sum(held.values()) < 0.28 * optimizer_state_bytes(model, OptimSection())
 
 
 def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(stepped):

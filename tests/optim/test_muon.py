@@ -205,5 +205,5 @@ def test_find_conflicts_refuses_what_muon_cannot_do(values, message):
 def test_muon_under_deepspeeds_zero_is_refused_in_one_line(monkeypatch):
     monkeypatch.setattr(accelerator, "find_spec", lambda name: "found")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    with pytest.raises(UserError, match="optim.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers"):
+    with pytest.raises(UserError, match=r"optim\.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers"):
         accelerator.check_launch(Config(optim=OptimSection(name="muon")))

@@ -21,7 +21,7 @@ from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, TOP, footprint, saved_bytes_per_token
+from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, MUON, TOP, footprint, saved_bytes_per_token
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.run import Run
@@ -46,7 +46,7 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
     plugin = GradientAccumulationPlugin(num_steps=case.accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, gradient_accumulation_plugin=plugin)
     model = build(**case.model)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(state=case.optimizer_state)))
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, case.optim))
     model.train()
     sizes = accelerator.unwrap_model(model).config
     batches = Batches(
@@ -93,7 +93,7 @@ class Case:
     micro_batch_size: int = 8
     accumulation: int = 1
     logits_per_chunk: int = 2**26
-    optimizer_state: str = "float32"
+    optim: OptimSection = dataclasses.field(default_factory=OptimSection)
 
 
 CASES = {
@@ -114,8 +114,10 @@ CASES = {
     "LoRA with dropout in bf16": Case(LOSS, {"lora": {"rank": 4, "dropout": 0.1}, "vocab_size": 500}, "bf16"),
     "LoRA on q and v": Case(TOP, {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}, accumulation=2),
     "8-bit state": Case(  # few shapes, since each one is compiled
-        TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, optimizer_state="8bit"
+        TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, optim=OptimSection(state="8bit")
     ),
+    "Muon": Case(LOSS, {"vocab_size": 500}, optim=OptimSection(name="muon")),
+    "Muon with few tokens": Case(MUON, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")),
 }
 
 
@@ -129,7 +131,7 @@ def estimated(case: Case, *, on_cpu: bool):
         micro_batch_size=case.micro_batch_size,
         block_size=model.config.n_positions,
         accumulates=case.accumulation > 1,
-        optimizer_state=case.optimizer_state,
+        optim=case.optim,
     )
 
 
@@ -138,7 +140,7 @@ def estimated(case: Case, *, on_cpu: bool):
 def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)
 
-    if case.optimizer_state == "8bit":
+    if case.optim.state == "8bit":
         pytest.importorskip("torchao", reason="torchao is not installed")
         if shutil.which("g++") is None:
             pytest.skip("g++ is missing, which compiles the step for a CPU")
