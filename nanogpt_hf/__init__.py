@@ -4,7 +4,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from nanogpt_hf.commands.training_run import train
     from nanogpt_hf.config.load import load_config
     from nanogpt_hf.config.schema import Config
     from nanogpt_hf.data.prepare import prepare
@@ -13,6 +12,7 @@ if TYPE_CHECKING:
     from nanogpt_hf.model import GPTConfig, GPTForCausalLM, GPTModel
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.runs.metrics import read_metrics
+    from nanogpt_hf.training.start import train
 
 __version__ = "0.1.0"
 __all__ = [
@@ -44,7 +44,7 @@ _MODULES = {
     "prepare": "data.prepare",
     "push": "export.hub",
     "read_metrics": "runs.metrics",
-    "train": "commands.training_run",
+    "train": "training.start",
 }
 
 

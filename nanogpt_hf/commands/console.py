@@ -82,11 +82,6 @@ def print_any_character() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def shows_bars() -> bool:
-    """Whether live bars are wanted: on a terminal, by the first process, without -q."""
-    return logging.getLogger(_OURS).isEnabledFor(logging.INFO) and sys.stderr.isatty()
-
-
 EXIT_NOBODY_READS = 141  # what a shell says of a program that SIGPIPE ended, as it ends most whose reader leaves
 _GONE = (errno.EPIPE, errno.EIO)  # the reader of a pipe, a terminal
 

@@ -9,10 +9,11 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument
+from nanogpt_hf.commands.arguments import add_json_argument, list_knobs
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.training_run import add_depth, depth_override, dial_lines
-from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
+from nanogpt_hf.commands.training_run import add_depth, depth_override
+from nanogpt_hf.config.dial import dial_lines
+from nanogpt_hf.config.load import load_config, stated_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
@@ -30,7 +31,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--memory", metavar="SIZE", type=_bytes, help="of a device to fit into, such as 80GB or 16GiB")
     parser.add_argument("--mfu", type=_share, default=0.4, help="share of the GPUs' peak that is reached (default 0.4)")
     add_json_argument(parser, "the figures")
-    parser.epilog = "Any knob of the recipe can be set by its name:\n\n" + "\n".join(knob_lines())
+    list_knobs(parser)
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
@@ -39,7 +40,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     base, overrides = None, depth_override(arguments) + overrides
     start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
     if start and str(start).lower() not in ("null", "none"):
-        from nanogpt_hf.commands.finetune import finetune_config
+        from nanogpt_hf.training.finetuning import finetune_config
 
         config, base = finetune_config(arguments.recipe, overrides)
     else:

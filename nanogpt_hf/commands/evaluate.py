@@ -1,23 +1,27 @@
-"""Measure a model: loss, perplexity and bits a byte on text, and tasks through lm-eval.
+"""Measure a model: loss, perplexity and bits per byte on a text, and tasks by lm-eval.
 
-Under `accelerate launch` the processes share the work; the answer is the same on any number of them.
+Under `accelerate launch` the processes share the work; the results do not depend on their number.
 """
 
 import argparse
 import math
-import os
-import tempfile
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import add_model_argument, number
-from nanogpt_hf.commands.console import show, shows_bars
-from nanogpt_hf.commands.models import check_vocabulary
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.schema import KNOBS, DataSection
+from nanogpt_hf.data.progress import shows_bars
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.formatting import plural
+from nanogpt_hf.formatting import format_number, plural
 from nanogpt_hf.runs.files import output_file, write_json
 from nanogpt_hf.runs.find import find_model
+
+if TYPE_CHECKING:
+    from nanogpt_hf.evaluation.corpus import Corpus
+    from nanogpt_hf.evaluation.load import Evaluation
+    from nanogpt_hf.evaluation.loss import TextEvaluation
 
 _DATA_KNOBS = ("config", "split", "revision", "text_column", "sha256")  # what a source may need beside its name
 _SPLIT = "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
@@ -74,154 +78,120 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     import datasets
     from transformers.utils import logging
 
-    from nanogpt_hf.data.tokenizer import build_tokenizer
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
     from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
-    from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
+    from nanogpt_hf.evaluation.load import load_evaluation
     from nanogpt_hf.evaluation.loss import evaluate_text
-    from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
-    from nanogpt_hf.model.build import load_model
+    from nanogpt_hf.evaluation.tasks import run_tasks
+    from nanogpt_hf.runs.machine import versions
 
     logging.disable_progress_bar()
     datasets.disable_progress_bars()
-    folder = find_model(arguments.model)
-    got: dict[str, Any] = {}
-
-    def get_ready() -> dict[str, Any]:
-        """Everything that a mistake can stop; what all processes must have alike."""
-        got["tasks"] = load_tasks(tasks) if tasks else None
-        got["model"] = model = load_model(folder)
-        got["tokenizer"] = tokenizer = build_tokenizer(folder, ())
-        check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
-        facts = {"model": {"name": folder, "sha256": weights_sha256(folder)}}
-        if arguments.data:
-            most = model.config.max_position_embeddings
-            got["block_size"] = arguments.block_size or most
-            got["stride"] = arguments.stride or got["block_size"]
-            if got["block_size"] > most:
-                raise UserError(f"--block-size: {arguments.block_size} is more than the model's {most} positions")
-            if got["stride"] > got["block_size"]:
-                raise UserError(
-                    f"--stride: {got['stride']} is more than the block size {got['block_size']}; some would be skipped"
-                )
-            split = knobs.pop("split", None)
-            data = DataSection(source=arguments.data, **knobs)
-            with tempfile.TemporaryDirectory() as scratch:
-                got["corpus"] = read_corpus(data, split, tokenizer, Path(scratch))
-            facts["tokens_sha256"] = got["corpus"].stream.sha256()
-        return facts
-
-    facts = prepare_on_all_ranks(get_ready)
+    folder, split = find_model(arguments.model), knobs.pop("split", None)
+    text = DataSection(source=arguments.data, **knobs) if arguments.data else None
+    evaluation, facts = prepare_on_all_ranks(
+        lambda: load_evaluation(folder, text, split, tasks, arguments.block_size, arguments.stride)
+    )
     with one_line_for_a_lost_process():
         accelerator = build_evaluation_accelerator()
-        model = got["model"].to(accelerator.device)
-        results = {
+        model = evaluation.model.to(accelerator.device)
+        results: dict[str, Any] = {
             "model": facts["model"],
             "machine": describe_machine(accelerator),
-            "versions": _versions(bool(tasks)),
+            "versions": versions() | (_lm_eval_version() if tasks else {}),
         }
-
-        def say(text: str) -> None:
+        if corpus := evaluation.corpus:
             if accelerator.is_main_process:
-                show(text)
-
-        if arguments.data:
-            corpus: Corpus = got["corpus"]
-            say(
-                f"{folder} on {corpus.name}: {plural(corpus.documents, 'document')}, "
-                f"{len(corpus.stream):,} tokens, {corpus.bytes:,} bytes"
-            )
-            with _bar(accelerator.is_main_process) as bar:
+                size = f"{len(corpus.stream):,} tokens, {corpus.bytes:,} bytes"
+                show(f"{folder} on {corpus.name}: {plural(corpus.documents, 'document')}, {size}")
+            with _bar(accelerator.is_main_process) as progress:
                 measured = evaluate_text(
                     accelerator,
                     Mesh.from_environment(),
                     model,
                     corpus,
-                    block_size=got["block_size"],
-                    stride=got["stride"],
+                    block_size=evaluation.block_size,
+                    stride=evaluation.stride,
                     batch_size=arguments.batch_size,
-                    progress=bar,
+                    progress=progress,
                 )
-            if not math.isfinite(measured.loss):
-                say(f"  the loss is not finite ({measured.loss}): the model's training diverged, or it is damaged")
-            least = got["block_size"] - got["stride"] + 1
-            say(
-                f"  loss           {_figure(measured.loss, measured.loss_error, 4)} nats a token\n"
-                f"  perplexity     {_figure(measured.perplexity, measured.perplexity_error, 2)}\n"
-                f"  bits per byte  {_figure(measured.bits_per_byte, measured.bits_per_byte_error, 4)}\n"
-                f"  over {plural(measured.windows, 'window')} of {got['block_size']:,} tokens, stride "
-                f"{got['stride']:,}: {measured.tokens:,} tokens, each predicted once, from at least {least:,} before "
-                "it or all there are"
-            )
-            results["text"] = measured.figures() | {
-                "documents": corpus.documents,
-                "tokens": len(corpus.stream),
-                "bytes": corpus.bytes,
-                "data": corpus.name,
-                "data_revision": corpus.revision,
-                "tokens_sha256": facts["tokens_sha256"],
-                "block_size": got["block_size"],
-                "stride": got["stride"],
-                "protocol": "documents joined by end-of-text; the first token is not predicted; bootstrap over windows",
-            }
-        if tasks:
-            answers = run_tasks(
+            if accelerator.is_main_process:
+                show(*_text_lines(evaluation, measured), sep="\n")
+            results["text"] = _text_results(evaluation, corpus, measured, facts["tokens_sha256"])
+        if evaluation.tasks:
+            scores = run_tasks(
                 accelerator,
                 model,
-                got["tokenizer"].hf,
-                got["tasks"],
+                evaluation.tokenizer.hf,
+                evaluation.tasks,
                 batch_size=arguments.batch_size,
                 limit=arguments.limit,
                 show_progress=shows_bars(),
             )
-            for name, metrics in answers.items():
-                say(f"{folder} on task {name}" + (f", first {arguments.limit} questions" if arguments.limit else ""))
-                for metric, value in metrics.items():
-                    if not metric.endswith("_stderr"):
-                        say(f"  {metric:<14} {_figure(value, metrics.get(f'{metric}_stderr', math.nan), 4)}")
-            results["tasks"], results["tasks_limit"] = answers, arguments.limit
+            if accelerator.is_main_process:
+                show(*_task_lines(folder, scores, arguments.limit), sep="\n")
+            results["tasks"], results["tasks_limit"] = scores, arguments.limit
     if arguments.output and accelerator.is_main_process:
         write_json(arguments.output, results)
         show(f"written: {arguments.output}")
 
 
-def weights_sha256(folder: str) -> str | None:
-    """The sha256 of model.safetensors; of several such files, of them in order; None for a model on the Hub."""
-    from nanogpt_hf.data.source import file_digest
+def _text_lines(evaluation: "Evaluation", measured: "TextEvaluation") -> list[str]:
+    lines = [
+        f"  loss           {_figure(measured.loss, measured.loss_error, 4)} nats per token",
+        f"  perplexity     {_figure(measured.perplexity, measured.perplexity_error, 2)}",
+        f"  bits per byte  {_figure(measured.bits_per_byte, measured.bits_per_byte_error, 4)}",
+        f"  {plural(measured.windows, 'window')} of {evaluation.block_size:,} tokens, stride {evaluation.stride:,}: "
+        f"{measured.tokens:,} tokens, each predicted once, from at least "
+        f"{evaluation.block_size - evaluation.stride + 1:,} before it, or from all at the start of the text",
+    ]
+    if not math.isfinite(measured.loss):
+        lines.insert(0, f"  the loss is not finite ({measured.loss}): the model's training diverged, or it is damaged")
+    return lines
 
-    files = sorted(Path(folder).glob("model*.safetensors")) if os.path.isdir(folder) else []
-    return file_digest(files).removeprefix("sha256:") if files else None
+
+def _text_results(
+    evaluation: "Evaluation", corpus: "Corpus", measured: "TextEvaluation", tokens_sha256: str
+) -> dict[str, Any]:
+    return measured.figures() | {
+        "documents": corpus.documents,
+        "tokens": len(corpus.stream),
+        "bytes": corpus.bytes,
+        "data": corpus.name,
+        "data_revision": corpus.revision,
+        "tokens_sha256": tokens_sha256,
+        "block_size": evaluation.block_size,
+        "stride": evaluation.stride,
+        "protocol": "documents joined by end-of-text; the first token is not predicted; bootstrap over windows",
+    }
 
 
-def _versions(tasks: bool) -> dict[str, str]:
-    from importlib.metadata import version
-
-    from nanogpt_hf.runs.machine import versions
-
-    return versions() | ({"lm_eval": version("lm_eval")} if tasks else {})
+def _task_lines(folder: str, scores: dict[str, dict[str, Any]], limit: int | None) -> list[str]:
+    lines = []
+    for name, metrics in scores.items():
+        lines.append(f"{folder} on task {name}" + (f", first {limit} questions" if limit else ""))
+        for metric, value in metrics.items():
+            if not metric.endswith("_stderr"):
+                lines.append(f"  {metric:<14} {_figure(value, metrics.get(f'{metric}_stderr', math.nan), 4)}")
+    return lines
 
 
 def _figure(value: float, error: float, digits: int) -> str:
     """3.1234 ± 0.0045"""
-    from nanogpt_hf.formatting import format_number
-
     return format_number(value, digits) + (f" ± {format_number(error, digits)}" if math.isfinite(error) else "")
 
 
-class _bar:  # noqa: N801  (used as a function)
-    """A live bar of windows on the main process's terminal, nothing elsewhere; call it with the windows done."""
+def _lm_eval_version() -> dict[str, str]:
+    from importlib.metadata import version
 
-    def __init__(self, main: bool):
-        from tqdm import tqdm
+    return {"lm_eval": version("lm_eval")}
 
-        self._bar = tqdm(unit="window", disable=not (main and shows_bars()), leave=False)
 
-    def __enter__(self) -> "_bar":
-        return self
+@contextmanager
+def _bar(main_process: bool) -> Iterator[Callable[[int], Any]]:
+    """A live bar of windows on the main process's terminal; yields its update function."""
+    from tqdm import tqdm
 
-    def __call__(self, windows: int) -> None:
-        self._bar.update(windows)
-
-    def __exit__(self, *error: object) -> None:
-        self._bar.close()
+    with tqdm(unit="window", disable=not (main_process and shows_bars()), leave=False) as bar:
+        yield bar.update

@@ -7,7 +7,8 @@ import argparse
 import shlex
 from pathlib import Path
 
-from nanogpt_hf.commands.console import show, shows_bars
+from nanogpt_hf.commands.console import show
+from nanogpt_hf.data.progress import shows_bars
 from nanogpt_hf.errors import RunFolderError
 
 

@@ -2,7 +2,6 @@
 
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
@@ -13,7 +12,7 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     """MODEL in evaluation mode, and its tokenizer. Raises UserError if one is missing or they do not fit."""
     from transformers.utils.logging import disable_progress_bar
 
-    from nanogpt_hf.data.tokenizer import load_tokenizer
+    from nanogpt_hf.data.tokenizer import check_vocabulary, load_tokenizer
     from nanogpt_hf.model.build import load_model
 
     disable_progress_bar()
@@ -21,9 +20,3 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
     model, tokenizer = load_model(folder).eval(), load_tokenizer(folder)
     check_vocabulary(folder, len(tokenizer), model.config.vocab_size)
     return model, tokenizer
-
-
-def check_vocabulary(name: str, tokens: int, rows: int) -> None:
-    """Raises UserError if the tokenizer has more tokens than the model has rows in its embedding."""
-    if tokens > rows:
-        raise UserError(f"{name}: its tokenizer has {tokens} tokens, its model only {rows}")

@@ -1,10 +1,11 @@
-"""Train a GPT from scratch: prepares the data if need be, then writes a run folder."""
+"""Train a GPT from scratch: prepare its data if needed, train, and write a run folder."""
 
 import argparse
 
-from nanogpt_hf.commands.training_run import add_depth, add_run_arguments, depth_override, dry_run, run_options, train
+from nanogpt_hf.commands.training_run import add_depth, add_run_arguments, depth_override, dry_run, run_options
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.training.start import train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -7,8 +7,9 @@ or HF_TOKEN. Nothing in the repository is ever deleted.
 import argparse
 from pathlib import Path
 
-from nanogpt_hf.commands.console import show, shows_bars
+from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.checks import REPO_ID
+from nanogpt_hf.data.progress import shows_bars
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.find import find_model
 

@@ -18,7 +18,7 @@ rows, and that of a tokenizer other than `char` and `gpt2` as many as GPT-2's.
 """
 
 import math
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from typing import Any
 
 from nanogpt_hf.config.checks import divisors
@@ -122,8 +122,12 @@ def _plain(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def dial_table(choices: list[Choice]) -> list[str]:
-    """Lines of a table: knob, value, reason."""
+def dial_lines(config: Config) -> list[str]:
+    """The choices of the size dial as a table of knob, value and reason; no lines if the recipe states its sizes."""
+    return ["size dial:", *_table(config.dial), ""] if config.dial else []
+
+
+def _table(choices: Sequence[Choice]) -> list[str]:
     rows = [(choice.key, _plain(choice.value), choice.reason) for choice in choices]
     widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
     return [f"  {key:<{widths[0]}}  {value:>{widths[1]}}  {reason}" for key, value, reason in rows]

@@ -33,6 +33,7 @@ from nanogpt_hf.data.manifest import (
     write_manifest,
 )
 from nanogpt_hf.data.place import is_vacant, lock_of, partial_of, put_in_place
+from nanogpt_hf.data.progress import shows_bars
 from nanogpt_hf.data.shards import check_bytes, check_sizes, describe_shards
 from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents, without_login
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, save_tokenizer, vocabulary_hash
@@ -69,6 +70,8 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     behind, SIGKILL nothing that looks finished. Raises DataError where the text cannot be read or the folder holds
     something else, and Stopped at a signal.
     """
+    if not shows_bars():
+        datasets.disable_progress_bars()
     folder = Path(config.data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
     try:
         # In this order: a folder that another process has just finished is full, but its manifest is there by then.

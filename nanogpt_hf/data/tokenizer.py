@@ -110,6 +110,12 @@ def known_vocab_size(data: DataSection, manifest: Manifest | None) -> tuple[int,
     return vocab_size_by_name(data.tokenizer) or (len(load_tokenizer(data.tokenizer)), f"of {data.tokenizer}")
 
 
+def check_vocabulary(name: str, tokens: int, rows: int) -> None:
+    """Raises UserError if the tokenizer has more tokens than the model has rows in its embedding."""
+    if tokens > rows:
+        raise UserError(f"{name}: its tokenizer has {tokens} tokens, its model only {rows}")
+
+
 def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a Hugging Face tokenizer. Raises OSError where it cannot be written, as everything else in Python does."""
     try:

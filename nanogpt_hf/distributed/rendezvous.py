@@ -1,4 +1,4 @@
-"""Several processes as one run: nothing begins before all are ready and agree, and a lost one ends the others."""
+"""Prepare a run on all processes, check that they agree on it, and end all of them if one is lost."""
 
 import contextlib
 import functools
@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
@@ -26,18 +26,22 @@ _LOOK = 0.2  # seconds between two looks at who is ready
 _kept = []  # without a launcher process 0 serves the store while this object lives, to the process group as well
 
 
-def prepare_on_all_ranks(get_ready: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call `get_ready` on every process, and return what it returned on process 0, as JSON keeps it.
+T = TypeVar("T")
 
-    It may take hours, and longer on one machine than on another: tokenizing does. So they do not meet in a collective,
-    which would time out, but in the launcher's key-value store, and give signs of life meanwhile. If it raises an
-    error that `explain` knows on one of them, or returns something that process 0 has otherwise, a UserError is raised
-    on all. Raises LostProcess where one gives no more sign.
+
+def prepare_on_all_ranks(prepare: Callable[[], tuple[T, dict[str, Any]]]) -> tuple[T, dict[str, Any]]:
+    """Call `prepare` on every process; return its result here, and the facts of process 0.
+
+    `prepare` returns a result, which stays in its process, and facts (values of JSON) that must be equal on all
+    processes; process 0 may have more of them. It may take hours, and longer on one machine than on another: tokenizing
+    does. So the processes do not wait in a collective, which would time out, but in the launcher's key-value store, to
+    which each sends signs of life. Raises UserError on all processes if `prepare` raises an error that `explain` knows
+    on one of them, or if their facts differ; and LostProcess if one sends no more signs of life.
     """
     mesh = Mesh.from_environment()
     world_size, rank = mesh.world_size, mesh.rank
     if world_size == 1:
-        return get_ready()
+        return prepare()
     with one_line_for_a_lost_process():
         store, _, _ = next(iter(torch.distributed.rendezvous("env://", timeout=PEER_TIMEOUT)))
     _kept.append(store)
@@ -53,12 +57,13 @@ def prepare_on_all_ranks(get_ready: Callable[[], dict[str, Any]]) -> dict[str, A
     threading.Thread(target=live, daemon=True).start()
     try:
         try:
-            answer = {"host": socket.gethostname(), "ready": get_ready()}
+            result, facts = prepare()
+            answer = {"host": socket.gethostname(), "facts": facts}
         except Exception as error:
             line = explain(error)
             if line is None:
                 raise
-            answer = {"host": socket.gethostname(), "error": line}
+            result, answer = None, {"host": socket.gethostname(), "error": line}
         with one_line_for_a_lost_process():
             store.set(f"answer/{rank}", json.dumps(answer))
             if "error" in answer:
@@ -73,7 +78,7 @@ def prepare_on_all_ranks(get_ready: Callable[[], dict[str, Any]]) -> dict[str, A
         if "error" in answer:
             raise UserError(answer["error"] if r == 0 else f"process {r} on {answer['host']}: {answer['error']}")
     _check_agreement(answers)
-    return answers[0]["ready"]
+    return cast(T, result), answers[0]["facts"]
 
 
 def _wait_for_answers(store: torch.distributed.Store, world_size: int) -> None:
@@ -110,9 +115,9 @@ def _check_agreement(answers: dict[int, dict[str, Any]]) -> None:
     first = answers[0]
     for rank, other in answers.items():
         differences = [
-            f"{key} {value!r} instead of {first['ready'][key]!r}"
-            for key, value in other["ready"].items()
-            if value != first["ready"][key]
+            f"{key} {value!r} instead of {first['facts'][key]!r}"
+            for key, value in other["facts"].items()
+            if value != first["facts"][key]
         ]
         if differences:
             raise UserError(

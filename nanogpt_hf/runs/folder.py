@@ -245,7 +245,9 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: another process is training in it{which}; wait for it to end") from None
 
     def unlock(self) -> None:
-        """Let others in; a folder in which nothing was begun goes again."""
+        """Release the lock if this object holds it, and remove a folder in which no run was started."""
+        if not self._lock.is_locked:
+            return
         self._lock.release()
         if not self.recipe.exists():
             with contextlib.suppress(OSError):

@@ -33,7 +33,7 @@ def test_text_is_measured_and_written_down(capsys, letter_model, text, tmp_path)
     out = measure(capsys, letter_model, "--data", text, "--stride", 8, "--output", output)
     written = json.loads(output.read_text())
     figures = written["text"]
-    assert f"loss           {figures['loss']:.4f} ± {figures['loss_standard_error']:.4f} nats a token" in out
+    assert f"loss           {figures['loss']:.4f} ± {figures['loss_standard_error']:.4f} nats per token" in out
     assert f"perplexity     {figures['perplexity']:.2f} ± " in out
     assert f"bits per byte  {figures['bits_per_byte']:.4f} ± " in out
     assert "1 document, 1,480 tokens, 1,480 bytes" in out

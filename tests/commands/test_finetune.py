@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel
 
-from nanogpt_hf.commands import finetune, main
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer
@@ -19,6 +19,7 @@ from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
@@ -191,8 +192,8 @@ def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
     char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
     assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "large"]) == 2
     assert "large has 95 tokens, bare only" in capsys.readouterr().err
-    config, base = finetune.finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
-    assert finetune._check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base.vocab_size)
+    config, base = finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
+    assert check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base.vocab_size)
 
 
 def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_base, capsys):
@@ -227,7 +228,7 @@ def test_a_hub_model_is_written_down_with_its_commit(tiny_base, tmp_path, monkey
     (home / "refs").mkdir()
     (home / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    config, _ = finetune.finetune_config(None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")])
+    config, _ = finetune_config(None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")])
     assert (config.finetune.model, config.finetune.revision) == ("someone/tiny", commit)
     assert (config.data.dir, config.name) == ("data/my-tiny", "tiny-my")
     assert start_model(config, 7, None).config.n_layer == 4
@@ -263,4 +264,4 @@ def test_the_shipped_recipes_train(name, tiny_base, tmp_path):
 def test_needing_an_adapter_to_be_whole_is_said(run, tiny_base, capsys):
     run("--lora", "2", train__max_steps=1, name="adapter")
     with pytest.raises(UserError, match=r"is an adapter; merge it into a whole model first: python cli.py export"):
-        finetune.finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])
+        finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])

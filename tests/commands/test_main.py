@@ -218,7 +218,7 @@ def test_a_refused_run_leaves_the_lock_of_the_one_that_runs(capsys, tmp_path, wr
 @pytest.mark.parametrize("data", ["run", "run/data", "."])
 def test_a_run_and_its_data_do_not_lie_in_each_other(capsys, tmp_path, write_recipe, data):
     error = complaint(capsys, "pretrain", write_recipe(data__dir=str(tmp_path / data)), "--run-dir", tmp_path / "run")
-    assert "lie in each other; choose two folders" in error
+    assert "one is inside the other; choose two separate folders" in error
     assert not (tmp_path / "run").exists()
 
 

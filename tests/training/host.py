@@ -14,8 +14,9 @@ from datetime import timedelta
 
 import torch
 
-from nanogpt_hf.commands import main, training_run
-from nanogpt_hf.commands.prepare import prepare_and_report
+from nanogpt_hf.commands import main
+from nanogpt_hf.data import summary
+from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.training import loop  # noqa: F401  (imported once, for all forks)
 
@@ -32,9 +33,7 @@ for line in sys.stdin:
         rendezvous.PEER_TIMEOUT = timedelta(seconds=order["peer_timeout"])
         rendezvous._SIGN_OF_LIFE = 0.5
         if order["busy"]:
-            training_run.prepare_and_report = lambda config, busy=order["busy"]: (
-                time.sleep(busy) or prepare_and_report(config)
-            )
+            summary.prepare = lambda config, busy=order["busy"]: time.sleep(busy) or prepare(config)
         status = 1
         try:
             status = main(order["arguments"])

@@ -13,7 +13,6 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
-from nanogpt_hf.commands.finetune import finetune_config
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.schema import EvalSection, FinetuneSection, OptimSection
 from nanogpt_hf.data.prepare import prepare
@@ -26,6 +25,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.checkpoint import read_checkpoint
+from nanogpt_hf.training.finetuning import finetune_config
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]

@@ -1,0 +1,64 @@
+"""Load what an evaluation needs on every process: model, tokenizer, text and lm-eval tasks."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.source import file_digest
+from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
+from nanogpt_hf.evaluation.tasks import load_tasks
+from nanogpt_hf.model.build import load_model
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """A model, and the text or tasks to measure it on."""
+
+    model: Any
+    tokenizer: Tokenizer
+    corpus: Corpus | None
+    tasks: dict[str, Any] | None
+    block_size: int
+    stride: int
+
+
+def load_evaluation(
+    folder: str,
+    text: DataSection | None,
+    split: str | None,
+    tasks: list[str],
+    block_size: int | None,
+    stride: int | None,
+) -> tuple[Evaluation, dict[str, Any]]:
+    """Everything that can fail for a user's mistake, and the facts that all processes must share.
+
+    Raises UserError if model, tokenizer, text, tasks or sizes cannot be used.
+    """
+    loaded_tasks = load_tasks(tasks) if tasks else None
+    model, tokenizer = load_model(folder), build_tokenizer(folder, ())
+    check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
+    facts: dict[str, Any] = {"model": {"name": folder, "sha256": weights_sha256(folder)}}
+    positions = model.config.max_position_embeddings
+    block_size = block_size or positions
+    stride = stride or block_size
+    if block_size > positions:
+        raise UserError(f"--block-size: {block_size} is more than the model's {positions} positions")
+    if stride > block_size:
+        raise UserError(f"--stride: {stride} is more than the block size {block_size}; tokens would be skipped")
+    corpus = None
+    if text:
+        with tempfile.TemporaryDirectory() as scratch:
+            corpus = read_corpus(text, split, tokenizer, Path(scratch))
+        facts["tokens_sha256"] = corpus.stream.sha256()
+    return Evaluation(model, tokenizer, corpus, loaded_tasks, block_size, stride), facts
+
+
+def weights_sha256(folder: str) -> str | None:
+    """The sha256 of model.safetensors, or of its shards in order; None for a model on the Hub."""
+    files = sorted(Path(folder).glob("model*.safetensors")) if os.path.isdir(folder) else []
+    return file_digest(files).removeprefix("sha256:") if files else None

@@ -1,0 +1,110 @@
+"""Resolve a fine-tuning recipe: sizes and tokenizer of the model to start from, and fine-tuning's defaults."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nanogpt_hf.config.finetune import finetune_defaults
+from nanogpt_hf.config.load import convert, load_config, stated_knobs
+from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
+from nanogpt_hf.config.vocabulary import GPT2_NAMES
+from nanogpt_hf.errors import ConfigError, DataError, UserError
+from nanogpt_hf.runs.find import find_model
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+
+def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "PreTrainedConfig"]:
+    """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts from.
+
+    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning. Raises UserError where there is
+    no such model, and ConfigError where recipe or command line are wrong, or say otherwise than the model.
+    """
+    stated = stated_knobs(recipe, overrides)
+    start, revision = stated.get("finetune.model"), stated.get("finetune.revision")
+    if not start or str(start).lower() in ("null", "none"):
+        raise UserError("cli.py finetune: say what to start from: --from gpt2, or a model folder, or a run folder")
+    if not stated.get("data.source"):
+        raise UserError("cli.py finetune: say which text to train on: --data my.txt")
+    start = find_model(str(start))
+
+    from nanogpt_hf.model.architecture import architecture_of
+    from nanogpt_hf.model.build import load_base_config
+
+    base, commit = load_base_config(start, revision)
+    knobs, positions = architecture_of(base).recipe_knobs(base), base.max_position_embeddings
+    tokenizer = "gpt2" if start in GPT2_NAMES else start
+    defaults = finetune_defaults(
+        knobs,
+        block_size=_stated_number(stated, "data.block_size") or positions,
+        max_steps=_stated_number(stated, "train.max_steps"),
+        lora=_stated_number(stated, "lora.rank") is not None,
+    )
+    defaults["data.tokenizer"] = tokenizer
+    text = _short(str(stated["data.source"]))
+    name = f"{_short(start)}-{text}"
+    config = load_config(recipe, overrides, defaults, name)
+    wrong = [
+        f"{key}: {start} has {value}; leave it out, fine-tuning changes no sizes"
+        for key, value in knobs.items()
+        if key != "model.n_positions" and get_value(config, key) != value
+    ]
+    if config.model.n_positions > positions:
+        wrong.append(f"model.n_positions: {start} has learned only {positions} positions; leave it out")
+    if config.model.pad_vocab_to_multiple_of != 1:
+        wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
+    if wrong:
+        raise ConfigError(wrong)
+    resolved = {"finetune.model": start, "finetune.revision": revision or commit}
+    if "model.n_positions" not in stated:
+        resolved["model.n_positions"] = config.data.block_size
+    if stated.get("data.dir") is None:
+        resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
+    return replace_knobs(config, resolved), base
+
+
+def _stated_number(stated: dict[str, Any], key: str) -> int | None:
+    """The number that recipe or command line say; None where they say none, or nothing right: load_config complains."""
+    try:
+        return convert(KNOBS[key], stated[key])
+    except (KeyError, ValueError):
+        return None
+
+
+def _short(name: str) -> str:
+    """`runs/mine/best` -> mine, `texts/my.txt` -> my, `openai-community/gpt2` -> gpt2."""
+    path = Path(name)
+    if path.name in ("best", "final"):
+        path = path.resolve().parent
+    word = path.stem if path.suffix in (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv") else path.name
+    return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
+
+
+def check_tokenizer(config: Config, vocab_size: int) -> str:
+    """The hash of the tokenizer's vocabulary. Raises UserError where it is not that of the model to start from."""
+    from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
+
+    start, name = config.finetune.model, config.data.tokenizer
+    own = None
+    try:
+        own = load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf
+    except DataError:
+        if name == start:
+            raise UserError(
+                f"{start}: has no tokenizer beside it; give the one that it was trained with, as a folder or Hub id: "
+                "--data.tokenizer NAME"
+            ) from None
+    if name == "char":
+        raise UserError(
+            "data.tokenizer: char would number the characters of the new text anew, and the model would read others; "
+            "leave it out to take the model's own"
+        )
+    given = own if name == start and own is not None else build_tokenizer(name, ()).hf
+    if own is not None and vocabulary_hash(given) != vocabulary_hash(own):
+        raise UserError(
+            f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model has learned; leave it out"
+        )
+    if len(given) > vocab_size:
+        raise UserError(f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {vocab_size:,}; leave it out")
+    return vocabulary_hash(given)
