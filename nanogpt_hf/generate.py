@@ -1,4 +1,4 @@
-"""Writing text: tokens sampled one after another with a key-value cache, and bytes that become text as they come."""
+"""Text generation: sample tokens with a key-value cache, and decode them to text as they arrive."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -32,11 +32,10 @@ def generate_tokens(
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, the next token of each of `num_samples` continuations; None for one that has ended.
 
-    When all have ended it stops, unless `to_the_end`: then the model is run `max_new_tokens` times whatever it writes,
-    as processes need that hold a part of it each. `temperature` 0 takes the likeliest token. Sample i draws from its
-    own generator, seeded with `seed` + i, so it is the same however many are drawn beside it. Past the model's
-    positions the newer half of the context is read anew and writing goes on from it. An empty prompt raises ValueError,
-    and logits that are not finite raise DivergedError.
+    It stops when all have ended. With `to_the_end` it runs the model `max_new_tokens` times in any case, which the
+    processes of a sharded model need. `temperature` 0 is greedy. Sample i draws from its own generator, seeded with
+    `seed` + i, so it does not depend on `num_samples`. When the context is full, its newer half is kept and read again.
+    An empty prompt raises ValueError, and logits that are not finite raise DivergedError.
     """
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
@@ -49,35 +48,35 @@ def generate_tokens(
     if top_p is not None and top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
-    ends = model.config.eos_token_id
-    ends = set(ends) if isinstance(ends, list) else {ends}
-    most = model.config.max_position_embeddings
-    context = torch.tensor([prompt_ids[-most:]] * num_samples, device=model.device)
-    fresh, cache, ended = context, None, [False] * num_samples
+    end_ids = model.config.eos_token_id
+    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
+    limit = model.config.max_position_embeddings
+    context = torch.tensor([prompt_ids[-limit:]] * num_samples, device=model.device)
+    unread, cache, ended = context, None, [False] * num_samples
     for _ in range(max_new_tokens):
-        if context.shape[1] > most:
-            context = context[:, -max(1, most // 2) :]
-            fresh, cache = context, None
-        out = model(fresh, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        if context.shape[1] > limit:
+            context = context[:, -max(1, limit // 2) :]
+            unread, cache = context, None
+        out = model(unread, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logits = warpers(context, out.logits[:, -1].float()).cpu()
-        if not logits.amax(-1).isfinite().all():  # left-out tokens are -inf; a NaN would be the maximum
+        if not logits.amax(-1).isfinite().all():  # filtered tokens are -inf; a NaN would be the maximum
             raise DivergedError(
                 "the model's logits are not finite: its training diverged, or its weights are damaged; "
                 "choose another model or checkpoint"
             )
         if not greedy:
-            chances = logits.softmax(-1)
-            drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(chances, generators, strict=True)]
+            probabilities = logits.softmax(-1)
+            drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
             tokens = torch.cat(drawn)
         else:
             tokens = logits.argmax(-1)
-        ended = [was or token in ends for was, token in zip(ended, tokens.tolist(), strict=True)]
+        ended = [was or token in end_ids for was, token in zip(ended, tokens.tolist(), strict=True)]
         if all(ended) and not to_the_end:
             return
         yield [None if over else token for over, token in zip(ended, tokens.tolist(), strict=True)]
-        fresh = tokens[:, None].to(model.device)
-        context = torch.cat([context, fresh], dim=1)
+        unread = tokens[:, None].to(model.device)
+        context = torch.cat([context, unread], dim=1)
 
 
 def continue_text(
@@ -92,44 +91,58 @@ def continue_text(
     return "".join(text.add(token) for (token,) in steps if token is not None) + text.end()
 
 
-def ask(
-    tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]], most: int
+def encode_chat(
+    tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]], max_tokens: int
 ) -> tuple[list[int], list[dict[str, str]]]:
-    """Ids that ask for the answer to the last of `messages`, and the messages in them.
+    """The prompt ids for the answer to the last of `messages`, and the messages that are in them.
 
-    Where they are more than `most`, the oldest go, a question with its answer; a system message and the last question
-    stay. Raises ValueError where those alone are more, and DataError for a character that the tokenizer does not know.
+    If they are more than `max_tokens`, the oldest question and answer are dropped, and so on; a system message and the
+    last question are kept. Raises ValueError if those alone are more, and DataError for a character that the tokenizer
+    does not have.
     """
     while True:
         with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
             text = render_prompt(tokenizer, messages)
-            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
-        if len(ids) <= most:
+            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+        if len(ids) <= max_tokens:
             return ids, messages
         first = 1 if messages[0]["role"] == "system" else 0
         if len(messages) - first < 3:
-            raise ValueError(f"{len(ids)} tokens are more than {most}")
+            raise ValueError(f"{len(ids)} tokens are more than {max_tokens}")
         messages = messages[:first] + messages[first + 2 :]
 
 
 class TextStream:
-    """Tokens in, text out, as soon as it is whole: a character may be spread over several tokens."""
+    """Decodes tokens to text as soon as characters are complete: a character may be spread over several tokens.
+
+    transformers' TextStreamer would hold text back until the next space, which text of characters may not have.
+    """
 
     def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase):
-        self.tokenizer, self.ids, self.text = tokenizer, [], ""
+        self.tokenizer = tokenizer
+        # Tokens since the last complete character but one. Those whose text was returned are the context for the
+        # others: some tokenizers decode a token differently at the start of a text.
+        self._ids: list[int] = []
+        self._returned = 0
 
     def add(self, token: int) -> str:
-        """The text that `token` completes, '' while a character is still in pieces."""
-        self.ids.append(token)
-        return self._new_text(whole=False)
+        """The text that `token` completes, '' while a character is incomplete."""
+        self._ids.append(token)
+        return self._new_text(complete=False)
 
     def end(self) -> str:
-        """What is left at the end, broken characters included."""
-        return self._new_text(whole=True)
+        """The rest of the text, incomplete characters included."""
+        return self._new_text(complete=True)
 
-    def _new_text(self, whole: bool) -> str:
-        text = self.tokenizer.decode(self.ids, skip_special_tokens=True)
-        if not whole and text.endswith("\N{REPLACEMENT CHARACTER}"):
+    def _decode(self, ids: list[int]) -> str:
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True))
+
+    def _new_text(self, complete: bool) -> str:
+        text = self._decode(self._ids)
+        if not complete and text.endswith("\N{REPLACEMENT CHARACTER}"):
             return ""
-        new, self.text = text[len(self.text) :], text
+        new = text[len(self._decode(self._ids[: self._returned])) :]
+        if new:  # special tokens have no text: they cannot be the context
+            self._ids = self._ids[self._returned :]
+            self._returned = len(self._ids)
         return new

@@ -104,3 +104,30 @@ def test_files_stay_short(name, max_lines):
 def test_no_catch_all_modules():
     catch_all = {"utils", "common", "helpers", "misc", "manager", "registry", "callbacks"}
     assert not [path for path in FILES if path.stem in catch_all]
+
+
+# Sizes of a recipe have GPT-2's names (config.model.n_positions); those of a model have transformers' names.
+GPT2_CLASSES = {"GPTConfig", "GPTForCausalLM", "GPTModel", "GPT2Config", "GPT2LMHeadModel"}
+GPT2_PARTS = {"transformer", "wte", "wpe"}
+GPT2_SIZES = {"n_positions", "n_embd", "n_layer", "n_head"}
+GPT2_FILES = {"export/gguf.py", "export/nanogpt.py"}  # formats that are GPT-2's only
+
+
+def gpt2_names(path: Path) -> set[str]:
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            names |= {alias.name for alias in node.names} & GPT2_CLASSES
+        elif isinstance(node, ast.Attribute):
+            owner = getattr(node.value, "attr", getattr(node.value, "id", ""))
+            is_size = node.attr in GPT2_SIZES and owner not in ("model", "section")
+            names |= {node.attr} if node.attr in GPT2_CLASSES | GPT2_PARTS or is_size else set()
+    return names
+
+
+@pytest.mark.parametrize("path", [f for f in FILES if f.parent not in (PACKAGE, PACKAGE / "model")], ids=module_name)
+def test_only_model_and_gpt2_formats_name_gpt2(path):
+    if str(path.relative_to(PACKAGE)) in GPT2_FILES:
+        assert gpt2_names(path)
+    else:
+        assert not gpt2_names(path), "ask model/architecture.py"

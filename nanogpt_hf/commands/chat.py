@@ -68,12 +68,12 @@ class Chat:
 
     def answer(self, question: str) -> None:
         """Print the answer to `question` as it comes, and remember both. An interruption ends it and keeps the part."""
-        from nanogpt_hf.generate import TextStream, ask, generate_tokens
+        from nanogpt_hf.generate import TextStream, encode_chat, generate_tokens
 
         arguments, most = self.arguments, self.model.config.max_position_embeddings
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
-            ids, kept = ask(self.tokenizer, messages, most - self.room)
+            ids, kept = encode_chat(self.tokenizer, messages, most - self.room)
         except ValueError as error:
             say(f"too long: with what stands before it {error}, the model's context without room to answer; shorten it")
             return

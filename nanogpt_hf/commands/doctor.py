@@ -206,18 +206,12 @@ def _check_initial_weights(report: Report, config, data, gather) -> None:
     report.add(findings.judge_parameters(digests, f"{model.num_parameters():,} as built"))
 
 
-def _micro_batch_size(config) -> int:
-    """The recipe's, or 1 for `auto`."""
-    size = config.train.micro_batch_size
-    return 1 if size == "auto" else size
-
-
 def _check_batches(report: Report, config, accelerator, data, source: str, gather) -> None:
     from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.doctor import findings, probes
     from nanogpt_hf.training.micro_batch import build_batches
 
-    batches = build_batches(config, accelerator, Mesh.from_environment(), data.train, _micro_batch_size(config))
+    batches = build_batches(config, accelerator, Mesh.from_environment(), data.train, config.train.min_micro_batch_size)
     with report.together("data"):
         read = gather(probes.windows_read(batches, 0))
     report.add(findings.judge_data(read, probes.windows_of_step(batches, 0), source))
@@ -246,7 +240,7 @@ def _measure_steps(report: Report, config, accelerator, data, gather) -> None:
     from nanogpt_hf.training.setup import build_run
 
     # A whole step may take minutes and would show nothing more. On a CPU so may one micro-batch.
-    timed, accumulation = _micro_batch_size(config), accelerator.gradient_accumulation_steps
+    timed, accumulation = config.train.min_micro_batch_size, accelerator.gradient_accumulation_steps
     of_step = accumulation * timed
     if accelerator.device.type == "cpu":
         timed = max(1, min(timed, _CPU_TOKENS // config.data.block_size))

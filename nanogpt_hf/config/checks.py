@@ -133,7 +133,7 @@ def accumulation_steps(config: Config, num_processes: int) -> int:
     message = _uneven_step(train.tokens_per_step, train.micro_batch_size, block_size, num_processes)
     if message:
         raise ValueError(f"train.tokens_per_step: {message}")
-    micro = 1 if train.micro_batch_size == "auto" else train.micro_batch_size
+    micro = train.min_micro_batch_size
     return train.tokens_per_step // (micro * block_size * num_processes)
 
 

@@ -111,6 +111,11 @@ class TrainSection:
     )
     max_time: str | None = knob(None, "save and stop after this time, for example 11h30m or 45m (exit status 75)")
 
+    @property
+    def min_micro_batch_size(self) -> int:
+        """The smallest micro-batch size that a run of this recipe may have: 1 for auto."""
+        return 1 if self.micro_batch_size == "auto" else self.micro_batch_size
+
 
 @dataclass(frozen=True)
 class EvalSection:

@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.objective import Objective
 from nanogpt_hf.runs.state import Evaluation
 
@@ -87,7 +88,7 @@ def evaluate_blocks(
 def evaluate_text(
     accelerator: Accelerator,
     mesh: Mesh,
-    model: GPTForCausalLM,
+    model: PreTrainedModel,
     corpus: Corpus,
     *,
     block_size: int,
@@ -106,13 +107,16 @@ def evaluate_text(
     windows = np.arange(len(blocks))
     already_predicted = np.where(windows > 0, block_size - stride, 0)
     nats = torch.zeros(len(windows), dtype=torch.float64)
+    architecture = architecture_of(model)
     with eval_mode(model):
         for rows, batch in _rank_batches(accelerator, mesh, blocks, windows, batch_size, pad=False):
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
-                hidden = model.transformer(batch["input_ids"], use_cache=False).last_hidden_state
-                losses = [model.summed_loss(*row) for row in zip(hidden, batch["shift_labels"], strict=True)]
+                hidden = architecture.hidden_states(model, batch["input_ids"])
+                losses = [
+                    architecture.summed_loss(model, *row) for row in zip(hidden, batch["shift_labels"], strict=True)
+                ]
             nats[rows] = torch.stack(losses).cpu().double()
             progress(min(batch_size * mesh.dp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:

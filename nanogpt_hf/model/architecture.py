@@ -60,8 +60,8 @@ class Architecture:
     blocks: Callable[[Any], nn.ModuleList]  # transformer blocks, lowest first
     embeddings: Callable[[Any], list[nn.Module]]  # of tokens, and of positions if they are learned
     final_norm: Callable[[Any], nn.Module]
-    attention: Callable[[nn.Module], nn.Module]  # of a block: has q_proj, k_proj, v_proj, o_proj, scaling, head_dim
-    mlp_layers: Callable[[nn.Module], tuple[nn.Linear, ...]]  # of a block; the last one writes to the residual
+    attention: Callable[[Any], Any]  # of a block: has q_proj, k_proj, v_proj, o_proj, scaling, head_dim
+    mlp_layers: Callable[[Any], tuple[nn.Linear, ...]]  # of a block; the last one writes to the residual
     lora_targets: tuple[str, ...]
     layers_on_disk: dict[str, tuple[str, ...]]  # layer of a block on disk -> ours in it; empty if they are the same
 
@@ -74,7 +74,7 @@ class Architecture:
 
     def attention_layers(self, block: nn.Module) -> tuple[nn.Linear, ...]:
         """The linear layers q, k, v and o of a block."""
-        attention: Any = self.attention(block)
+        attention = self.attention(block)
         return attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
 
     def depths(self, model: PreTrainedModel) -> dict[str, int]:

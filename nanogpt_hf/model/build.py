@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
-from transformers.utils import CONFIG_NAME, cached_file
-from transformers.utils.hub import extract_commit_hash
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file, extract_commit_hash
 
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.hub_name import folder_or_hub_id
@@ -95,7 +95,7 @@ def _reason(error: Exception) -> str:
         return "its weights are a damaged pickle, or one that holds more than tensors, and were not opened"
     if isinstance(error, KeyError):
         return f"a part of it is missing or unknown: {error}"
-    return explain(error) if is_out_of_memory(error) else one_line(error)
+    return (explain(error) if is_out_of_memory(error) else None) or one_line(error)
 
 
 def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0) -> PreTrainedModel:

@@ -1,6 +1,6 @@
-"""GPTConfig: what a GPT is made of, and how it reads and writes GPT-2's config.json.
+"""GPTConfig: the configuration of a GPT, read from and written as GPT-2's config.json.
 
-Flat and self-contained on purpose (with its three neighbours): it may travel with a model.
+Imports only its three neighbours, so that it can be shipped with a model.
 """
 
 import dataclasses
@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 
-# Sizes beyond these are damage or a slip: a machine would work on them for hours, or run out of memory, with no word.
+# Larger sizes are damage or a mistake: building such a model would take hours, or run out of memory without a message.
 LARGEST = {
     "n_layer": 1000,
     "n_head": 10_000,
@@ -24,7 +24,7 @@ class GPTConfig(PreTrainedConfig):
     """A GPT-2 with nanoGPT's options. Field names are GPT-2's where it has the field.
 
     `bias=False` leaves the biases of Linear and LayerNorm out. `padded_vocab_size` is the number of embedding rows in
-    memory, for faster matrix products; rows from `vocab_size` on can never be predicted and are never saved.
+    memory, for faster matrix products; rows from `vocab_size` on are never predicted and never saved.
     """
 
     model_type = "nanogpt_hf"
@@ -73,20 +73,21 @@ class GPTConfig(PreTrainedConfig):
 
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read a config.json of ours or of GPT-2, the latter translated. Variants we would compute wrongly raise."""
+        """Read our config.json or GPT-2's. Raises ValueError for variants of GPT-2 that we do not compute."""
         raw, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if raw.get("model_type", cls.model_type) not in (cls.model_type, "gpt2"):
             raise ValueError(f"{pretrained_model_name_or_path} is a {raw['model_type']} model, not a GPT-2")
         return (_from_gpt2(raw) if raw.get("model_type") == "gpt2" else raw), kwargs
 
     def to_gpt2(self) -> GPT2Config:
-        """The same model as a GPT2Config. `bias: false` goes along so that we can open the model as it was."""
+        """The same model as a GPT2Config. It records `bias: false`, with which we load the model without biases."""
         fields = {name: getattr(self, name) for name in _SHARED_FIELDS}
         pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
-        return GPT2Config(**fields, **pdrop, **({} if self.bias else {"bias": False}))
+        bias: dict[str, Any] = {} if self.bias else {"bias": False}
+        return GPT2Config(**fields, **pdrop, **bias)
 
 
-# What GPTConfig and GPT2Config both say, by the same name.
+# Fields that GPTConfig and GPT2Config both have, by the same name.
 _SHARED_FIELDS = sorted(
     {f.name for f in dataclasses.fields(GPTConfig) if f.name in GPTConfig.__annotations__}
     & {f.name for f in dataclasses.fields(GPT2Config)}

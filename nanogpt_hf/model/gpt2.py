@@ -40,14 +40,16 @@ def recipe_knobs(config: GPTConfig) -> dict[str, Any]:
 
 def load_config(name: str, revision: str | None = None) -> GPTConfig:
     """The configuration of a model folder or of a model on the Hub."""
-    return GPTConfig.from_pretrained(name, revision=revision, trust_remote_code=False)
+    return GPTConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
 
 
 def load_model(name: str, revision: str | None = None, **options: Any) -> GPTForCausalLM:
     """The model in a folder or on the Hub in float32. Raises ValueError if its weights do not fit."""
     # So that our from_pretrained names the misshapen weights: transformers' own error does not.
     options |= {"dtype": torch.float32, "ignore_mismatched_sizes": True}
-    return GPTForCausalLM.from_pretrained(name, revision=revision, trust_remote_code=False, **options)
+    model = GPTForCausalLM.from_pretrained(name, revision=revision, trust_remote_code=False, **options)
+    assert isinstance(model, GPTForCausalLM)  # a pair only with output_loading_info
+    return model
 
 
 def save_model(folder: Path, config: GPTConfig, weights: dict[str, torch.Tensor], max_shard_size: str) -> None:
@@ -67,4 +69,4 @@ def crop_positions(model: GPTForCausalLM, length: int) -> None:
 
 def compile_loss(model: GPTForCausalLM, **options: Any) -> None:
     """Compile the product with the head and the cross-entropy; `options` are torch.compile's."""
-    model.lm_head.loss_and_gradient = torch.compile(loss_and_gradient, **options)
+    model.lm_head.set_loss_and_gradient(torch.compile(loss_and_gradient, **options))

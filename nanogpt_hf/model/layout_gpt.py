@@ -1,17 +1,17 @@
-"""How a GPT lies on disk: GPT-2's names for our layers, and its matrices the other way round.
+"""Weight layout on disk: GPT-2's names for our layers, and its transposed matrices.
 
-Flat and self-contained on purpose (with its three neighbours): it may travel with a model.
+Imports only its three neighbours, so that it can be shipped with a model.
 """
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, Transpose, WeightConverter, WeightRenaming
+from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter, WeightRenaming
 
 from .configuration_gpt import GPTConfig
 
-# GPT-2's name for a layer -> ours. GPT-2 stores (in, out) matrices, q, k and v side by side in one of them.
+# GPT-2's name for a layer -> ours. GPT-2 stores (in, out) matrices, with q, k and v concatenated in one.
 GPT2_LAYOUT = {
     "attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
     "attn.c_proj": ("attn.o_proj",),
@@ -23,7 +23,7 @@ GPT2_LAYOUT = {
 def _loading_rules() -> list[WeightConverter | WeightRenaming]:
     rules = []
     for gpt2, ours in GPT2_LAYOUT.items():
-        split = [Chunk(dim=0)] if len(ours) > 1 else []
+        split: list[ConversionOps] = [Chunk(dim=0)] if len(ours) > 1 else []
         weights, biases = ([f"{name}.{kind}" for name in ours] for kind in ("weight", "bias"))
         rules.append(WeightConverter(f"{gpt2}.weight", weights, operations=[Transpose(0, 1), *split]))
         if split:
@@ -33,12 +33,12 @@ def _loading_rules() -> list[WeightConverter | WeightRenaming]:
     return rules
 
 
-# overwrite: the module may be imported twice, as part of the package and as a model's own code.
+# overwrite: the module may be imported twice, from the package and as code shipped with a model.
 register_checkpoint_conversion_mapping(GPTConfig.model_type, _loading_rules(), overwrite=True)
 
 
 def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our weights by GPT-2's names and in its layout: biases that are missing are zeros, padded rows are cut off."""
+    """Our weights by GPT-2's names and in its layout; missing biases become zeros, and padded rows are cut off."""
     ours = dict(state_dict)
     result = {}
     if config.tie_word_embeddings:
@@ -49,9 +49,9 @@ def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> d
     for block in (f"transformer.h.{i}." for i in range(config.n_layer)):
         for gpt2, names in GPT2_LAYOUT.items():
             weight = torch.cat([ours.pop(f"{block}{name}.weight") for name in names])  # (out, in)
-            biases = [ours.pop(f"{block}{name}.bias", None) for name in names]
+            biases = [bias for name in names if (bias := ours.pop(f"{block}{name}.bias", None)) is not None]
             result[f"{block}{gpt2}.weight"] = weight.T
-            result[f"{block}{gpt2}.bias"] = weight.new_zeros(len(weight)) if biases[0] is None else torch.cat(biases)
+            result[f"{block}{gpt2}.bias"] = torch.cat(biases) if biases else weight.new_zeros(len(weight))
     result |= ours  # positions and LayerNorms have the same names and layout
     for name in [name for name in ours if ".ln_" in name and name.endswith(".weight")]:
         result.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(ours[name]))
@@ -59,7 +59,7 @@ def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> d
 
 
 def from_gpt2_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The way back, for who loads GPT-2's names into a model that is there already; our names pass as they are."""
+    """The inverse of gpt2_state_dict, for load_state_dict; weights with our names are unchanged."""
     result = {}
     for name, weight in state_dict.items():
         layer, _, kind = name.rpartition(".")
@@ -74,7 +74,7 @@ def from_gpt2_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def drop_zero_biases(model: PreTrainedModel) -> None:
-    """Make a model whose biases are all zero one that has none. Biases that somebody has trained since stay."""
+    """Remove the biases of a model if all of them are zero. Biases that were trained since are kept."""
     layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None]
     if not any(layer.bias.any() for layer in layers):
         for layer in layers:

@@ -1,11 +1,14 @@
-"""The loss of a large vocabulary: cross-entropy that never holds all of its logits.
+"""Chunked cross-entropy for a large vocabulary, which never holds all logits in memory.
 
-GPT-2's logits are 50,257 numbers a token, more than all else that a small GPT keeps for its backward pass. So they are
-computed for a chunk of rows at a time, and each chunk's gradient is taken as soon as its loss is known, when the logits
-are still there. Flat and self-contained on purpose (with its three neighbours): it may travel with a model.
+GPT-2 has 50,257 logits per token, more than all other activations of a small GPT. So they are computed for a chunk of
+rows at a time, and each chunk's gradient directly after its loss, while its logits exist. Imports only its three
+neighbours, so that it can be shipped with a model.
 
 Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's matrix, padded ones included.
 """
+
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -14,27 +17,27 @@ from torch.utils.checkpoint import checkpoint
 
 # Logits are computed for at most this many (row, vocabulary) pairs at once: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
-IGNORED = -100  # a target that does not count
+IGNORED = -100  # a target that is not counted
 
 
 def rows_of_a_chunk(rows: int, vocab_size: int) -> int:
-    """As many of `rows` as LOGITS_PER_CHUNK allows, or up to half as many where that divides them into equal chunks.
+    """As many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the chunks are then equal.
 
-    Of equal chunks a compiled function sees one shape only.
+    With equal chunks a compiled function sees one shape only.
     """
-    most = max(1, LOGITS_PER_CHUNK // vocab_size)
-    if rows <= most:
+    limit = max(1, LOGITS_PER_CHUNK // vocab_size)
+    if rows <= limit:
         return rows
-    return next((size for size in range(most, most // 2, -1) if rows % size == 0), most)
+    return next((size for size in range(limit, limit // 2, -1) if rows % size == 0), limit)
 
 
 def loss_and_gradient(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int):
     """(R, C), (V, C), (R,) -> summed cross-entropy in float32, and its gradient by the logits (R, V) in rows' dtype.
 
-    That gradient is softmax less one at the target. Rows whose target is IGNORED have theirs as if it were token 0.
+    The gradient is softmax minus one at the target; for rows with an IGNORED target, as if it were token 0.
     """
     logits = F.linear(rows, weight)
-    logits[:, vocab_size:] = -torch.inf  # no copy, as leaving them out would be; their softmax is 0
+    logits[:, vocab_size:] = -torch.inf  # softmax 0; slicing instead would copy
     log_softmax = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     counts = targets != IGNORED
     index = targets.where(counts, 0)[:, None]
@@ -45,14 +48,18 @@ def loss_and_gradient(rows: torch.Tensor, weight: torch.Tensor, targets: torch.T
 
 
 class Head(nn.Linear):
-    """The last layer: hidden (..., C) -> logits (..., V), or where targets are given, the loss itself.
+    """The last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
 
-    The loss is taken in here since this is where the weight is sure to be whole: FSDP2 and ZeRO-3 gather it for a call.
+    The loss is computed in this forward pass because FSDP2 and ZeRO-3 gather the whole weight for it.
     """
 
-    loss_and_gradient = staticmethod(loss_and_gradient)  # whoever compiles the model may put a compiled one here
+    loss_and_gradient = staticmethod(loss_and_gradient)
 
-    def forward(self, hidden, targets=None, vocab_size=None):
+    def set_loss_and_gradient(self, compiled: Callable) -> None:
+        """Use a compiled `loss_and_gradient`."""
+        self.__dict__["loss_and_gradient"] = compiled
+
+    def forward(self, hidden, targets=None, vocab_size=0):  # pyright: ignore[reportIncompatibleMethodOverride]
         if targets is None:
             return super().forward(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size)
@@ -64,7 +71,7 @@ class Head(nn.Linear):
 def summed_loss(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are padding.
 
-    A head that somebody has put in the place of ours (an adapter, a quantised one) does no more than logits.
+    A head that replaces ours (an adapter, a quantised one) computes only logits.
     """
     if isinstance(head, Head):
         return head(hidden, targets, vocab_size)
@@ -78,17 +85,18 @@ def _loss_in_chunks(logits_of, hidden, targets, vocab_size):
     size = rows_of_a_chunk(len(hidden), vocab_size)
     if size == len(hidden):
         return loss_of(hidden, targets)
-    # Each chunk's logits are computed again in the backward pass instead of being kept for it.
-    return sum(
+    # Each chunk's logits are recomputed in the backward pass instead of being kept for it.
+    loss: Any = sum(
         checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
         for chunk in zip(hidden.split(size), targets.split(size), strict=True)
     )
+    return loss
 
 
 class _LossWithGradients(torch.autograd.Function):
-    """The loss, with its gradients taken in the forward pass: they are scaled in the backward pass, no more.
+    """The loss, whose gradients are computed in the forward pass; the backward pass only scales them.
 
-    Logits computed again in the backward pass would cost one more of the head's three matrix products.
+    Recomputing logits in the backward pass would cost a fourth matrix product of the head.
     """
 
     @staticmethod
@@ -97,7 +105,7 @@ class _LossWithGradients(torch.autograd.Function):
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
         needs_hidden, needs_weight, *_ = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
-        # added up in float32, whatever the chunks' are
+        # summed in float32, whatever the dtype of the chunks
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         total = torch.zeros((), device=hidden.device)
         with torch.autocast(device, enabled=False):
@@ -107,11 +115,11 @@ class _LossWithGradients(torch.autograd.Function):
                 rows, counts = hidden[chunk].to(dtype), (targets[chunk] != IGNORED)[:, None]
                 loss, by_logits = gradient(rows, matrix, targets[chunk], vocab_size)
                 total += loss
-                if needs_hidden:
+                if hidden_gradient is not None:
                     hidden_gradient[chunk] = (by_logits @ matrix) * counts
-                if needs_weight and dtype == torch.float32:
+                if weight_gradient is not None and dtype == torch.float32:
                     weight_gradient.addmm_(by_logits.T, rows * counts)
-                elif needs_weight:
+                elif weight_gradient is not None:
                     weight_gradient += by_logits.T @ (rows * counts)
         ctx.save_for_backward(hidden_gradient, weight_gradient)
         ctx.weight_dtype = weight.dtype
@@ -119,10 +127,10 @@ class _LossWithGradients(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, by_total):
+    def backward(ctx, by_total):  # pyright: ignore[reportIncompatibleMethodOverride]
         hidden_gradient, weight_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
-            # in float32: a mean's divisor, rounded to bf16, would scale all that lies below by up to 0.4%
+            # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up to 0.4%
             hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.mul_(by_total).to(ctx.weight_dtype)

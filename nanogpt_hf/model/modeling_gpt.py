@@ -1,13 +1,14 @@
-"""A GPT, the whole of it: attention, MLP, block and model; its head and loss are in loss_gpt.py.
+"""The GPT: attention, MLP, block and model; its head and loss are in loss_gpt.py.
 
-In memory it is nn.Linear with q, k and v apart; on disk it is a plain GPT-2 (layout_gpt.py), which any tool opens.
-Flat and self-contained on purpose, with its three neighbours: the four files may travel with a model.
+In memory q, k and v are separate nn.Linear layers; on disk it is a plain GPT-2 (layout_gpt.py), which any tool opens.
+Imports only its three neighbours, so that the four files can be shipped with a model.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
 """
 
 import copy
 import math
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,8 +21,7 @@ from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils import can_return_tuple
-from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
@@ -50,14 +50,14 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(config.n_embd, config.n_embd, bias=config.bias) for _ in range(4)
         )
-        self.o_proj.writes_residual = True
+        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
-        heads = (*x.shape[:-1], -1, self.head_dim)  # -1: fewer heads than n_head are here under tensor parallelism
+        heads = (*x.shape[:-1], -1, self.head_dim)  # -1: tensor parallelism leaves fewer than n_head heads
         query, key, value = (p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(self.config._attn_implementation, eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(str(self.config._attn_implementation), eager_attention_forward)
         dropout = self.dropout if self.training else 0.0
         # (B, H, T, D) in, (B, T, H, D) out
         out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
@@ -68,10 +68,10 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         self.fc = nn.Linear(config.n_embd, config.inner_size, bias=config.bias)
-        # one kernel instead of seven, which differ by rounding
+        # the same function as one kernel instead of seven; they differ by rounding
         self.act = ACT2FN[config.activation_function.replace("gelu_new", "gelu_pytorch_tanh")]
         self.proj = nn.Linear(config.inner_size, config.n_embd, bias=config.bias)
-        self.proj.writes_residual = True
+        self.proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
 
     def forward(self, x):
         return self.proj(self.act(self.fc(x)))
@@ -93,17 +93,18 @@ class Block(GradientCheckpointingLayer):
 
 
 class GPTPreTrainedModel(PreTrainedModel):
+    config: GPTConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     config_class = GPTConfig
     base_model_prefix = "transformer"
     supports_gradient_checkpointing = True
-    _no_split_modules = ("Block",)
-    _skip_keys_device_placement = ("past_key_values",)
+    _no_split_modules = ["Block"]  # noqa: RUF012
+    _skip_keys_device_placement = ["past_key_values"]  # noqa: RUF012
     _supports_sdpa = _supports_flash_attn = _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
     _can_record_outputs = {"hidden_states": Block, "attentions": Attention}  # noqa: RUF012
-    # Old GPT-2 files carry their causal masks as buffers.
-    _keys_to_ignore_on_load_unexpected = (r"\.attn\.bias$", r"\.attn\.masked_bias$")
+    # Old GPT-2 files have causal masks as buffers.
+    _keys_to_ignore_on_load_unexpected = [r"\.attn\.bias$", r"\.attn\.masked_bias$"]  # noqa: RUF012
 
     @torch.no_grad()
     def _init_weights(self, module):
@@ -144,8 +145,8 @@ class GPTModel(GPTPreTrainedModel):
         if inputs_embeds is None:
             inputs_embeds = self.wte(input_ids)
         if inputs_embeds.shape[1] > self.config.n_positions:
-            most = self.config.n_positions
-            raise ValueError(f"{inputs_embeds.shape[1]} tokens are more than the model's {most} positions")
+            limit = self.config.n_positions
+            raise ValueError(f"{inputs_embeds.shape[1]} tokens are more than the model's {limit} positions")
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         mask = create_causal_mask(
@@ -153,7 +154,8 @@ class GPTModel(GPTPreTrainedModel):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            position_ids=position_ids,  # only a caller's: the host would wait to see whether they are packed
+            # Only a caller's, whose restarts at 0 separate packed conversations; to look for them the host must wait.
+            position_ids=position_ids,
         )
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
@@ -178,11 +180,11 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         self.post_init()
 
     def _logits(self, hidden):
-        # Padded rows are cut off here, so they take no part in the loss or in sampling and saving loses nothing.
+        # Without padded rows, so that they are never sampled and saving loses nothing.
         return self.lm_head(hidden)[..., : self.config.vocab_size]
 
     def summed_loss(self, hidden, targets):
-        """(N, C), (N,) -> sum of the cross-entropies in float32, without ever holding all N × V logits."""
+        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
         return summed_loss(self.lm_head, hidden, targets, self.config.vocab_size)
 
     @can_return_tuple
@@ -200,13 +202,13 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         logits_to_keep=0,
         **kwargs,
     ):
-        """Logits (B, T, V), and the loss where labels (B, T) are given; label -100 is not counted.
+        """Logits (B, T, V), and the loss if labels (B, T) are given; label -100 is not counted.
 
-        `labels` are the input ids, shifted here by one; `shift_labels` are targets that line up with the inputs
-        already. The loss is the mean over the labels counted, or their sum divided by `num_items_in_batch`.
-        `skip_logits` (by default: when training on labels) leaves the logits out and saves their memory.
+        `labels` are the input ids, shifted here by one; `shift_labels` are already shifted. The loss is the mean over
+        the counted labels, or their sum divided by `num_items_in_batch`. `skip_logits` (default: when training on
+        labels) omits the logits to save memory.
         """
-        shift_labels = kwargs.pop("shift_labels", None)  # no argument: the Trainer would want it in every batch
+        shift_labels = kwargs.pop("shift_labels", None)  # as an argument, the Trainer would require it in every batch
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
         if use_cache is None and shift_labels is not None:
@@ -239,20 +241,23 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         )
 
     @classmethod
-    def from_pretrained(cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs):
-        """As in transformers, except that a weight that is missing, left over or of the wrong shape is a ValueError."""
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
+    ):
+        """As in transformers, but a missing, unexpected or misshapen weight is a ValueError."""
         keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
         where = {key: kwargs[key] for key in keys if key in kwargs}
-        kwargs["trust_remote_code"] = False  # a GPT-2 needs no code of its own; None would ask on a terminal
+        kwargs["trust_remote_code"] = False  # None would ask on a terminal
         raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
-        # A GPT-2 on disk has biases, if only zeros: read them, then see whether they may go.
+        # A GPT-2 on disk has biases, perhaps all zero: load them, then remove them if they are.
         zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
         if zeros_for_no_bias and isinstance(kwargs.get("config"), GPTConfig):
             kwargs["config"] = copy.deepcopy(kwargs["config"])
             kwargs["config"].bias = True
         elif zeros_for_no_bias:
             kwargs["bias"] = True
-        model, info = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
+        model, info = loaded
         wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]
         if wrong:
             raise ValueError(f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}")
@@ -264,21 +269,24 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
         return super().load_state_dict(from_gpt2_state_dict(state_dict), *args, **kwargs)
 
     def resize_token_embeddings(self, *args, **kwargs):
-        self.config.padded_vocab_size = None  # whoever asks for a size gets that one
+        self.config.padded_vocab_size = None  # exactly the size that was asked for
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        if type(self.lm_head) is nn.Linear:  # transformers has put one in our head's place
+        if type(self.lm_head) is nn.Linear:  # transformers replaces our head
             self.lm_head.__class__ = Head
         return embeddings
 
-    def save_pretrained(self, save_directory, state_dict=None, save_original_format=True, **kwargs):
-        """Write a plain GPT-2; with save_original_format=False our own names and layout. `state_dict` has our names."""
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory, state_dict=None, save_original_format=True, **kwargs
+    ):
+        """Write a plain GPT-2, or with save_original_format=False our names and layout. `state_dict` has our names."""
         if not save_original_format or getattr(self, "_hf_peft_config_loaded", False):
             return super().save_pretrained(
                 save_directory, state_dict=state_dict, save_original_format=save_original_format, **kwargs
             )
         weights = gpt2_state_dict(self.config, self.state_dict() if state_dict is None else state_dict)
         with torch.device("meta"):
-            gpt2 = GPT2LMHeadModel(self.config.to_gpt2()).to(weights["transformer.wte.weight"].dtype)
+            gpt2: Any = GPT2LMHeadModel(self.config.to_gpt2())
+            gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)
         gpt2.generation_config = self.generation_config
         return gpt2.save_pretrained(save_directory, state_dict=weights, **kwargs)
 

@@ -86,7 +86,7 @@ def estimate(
     except ValueError as error:
         raise UserError(str(error)) from None
     block_size, tokens = config.data.block_size, config.train.max_steps * config.train.tokens_per_step
-    micro = 1 if config.train.micro_batch_size == "auto" else config.train.micro_batch_size
+    micro = config.train.min_micro_batch_size
     sequences = micro * accumulation  # per process and step
     flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
 

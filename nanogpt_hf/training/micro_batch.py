@@ -176,8 +176,7 @@ def _peak(accelerator: Accelerator) -> int:
 def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
     """What took the memory of a GPU, and about what would save some: footprint.py's arithmetic."""
     model = meta_model(config, build_config(config.model, vocab_size))
-    block_size, micro = config.data.block_size, config.train.micro_batch_size
-    micro = 1 if micro == "auto" else micro
+    block_size, micro = config.data.block_size, config.train.min_micro_batch_size
     counts = Counts.of(model)
     state = (4 * counts.total + 4 * counts.trainable + optimizer_state_bytes(model, config.optim)) / 1e9
 

@@ -43,14 +43,13 @@ def build_run(
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     mesh = Mesh.from_environment()
-    micro = config.train.micro_batch_size
     run = Run(
         config=config,
         accelerator=accelerator,
         mesh=mesh,
         **_build_model(config, accelerator, data, step),
         data=data,
-        batches=build_batches(config, accelerator, mesh, data.train, 1 if micro == "auto" else micro),
+        batches=build_batches(config, accelerator, mesh, data.train, config.train.min_micro_batch_size),
         objective=next_token_loss,
         state=TrainState(),
         folder=folder,

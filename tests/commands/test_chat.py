@@ -16,7 +16,7 @@ from transformers import AutoTokenizer
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.conversations import set_chat_template
-from nanogpt_hf.generate import ask
+from nanogpt_hf.generate import encode_chat
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 
@@ -128,14 +128,14 @@ def test_the_oldest_exchange_goes_first_and_the_system_message_stays(folder):
     for number in range(4):
         messages += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
     messages.append({"role": "user", "content": "q4"})
-    ids, kept = ask(tokenizer, messages, 120)
+    ids, kept = encode_chat(tokenizer, messages, 120)
     assert len(ids) <= 120
     assert kept[0] == messages[0]
     assert kept[1:] == messages[-len(kept) + 1 :]
     assert kept[1]["role"] == "user"
     assert 3 < len(kept) < len(messages)
     with pytest.raises(ValueError, match="are more than 20"):
-        ask(tokenizer, messages, 20)
+        encode_chat(tokenizer, messages, 20)
 
 
 def test_an_interrupted_answer_is_kept_as_far_as_it_came(talk, scripted, ids_of):

@@ -89,6 +89,20 @@ def test_characters_that_are_spread_over_tokens_come_out_whole():
     assert "" in pieces  # some token was only a part of a character
 
 
+def test_text_stream_decodes_a_few_tokens_at_a_time(monkeypatch):
+    tokenizer, decoded = build_tokenizer("gpt2", ()), []
+    decode = tokenizer.hf.decode
+
+    def counting(ids, **options):
+        decoded.append(len(ids))
+        return decode(ids, **options)
+
+    monkeypatch.setattr(tokenizer.hf, "decode", counting)
+    stream, ids = TextStream(tokenizer.hf), tokenizer.encode_batch(["A cat sat. " * 100])[0].tolist()
+    assert "".join(map(stream.add, ids)) + stream.end() == "A cat sat. " * 100
+    assert max(decoded) <= 3
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A model folder with a character tokenizer."""
