@@ -1,6 +1,6 @@
-"""Others that take the same steps: bare PyTorch, and transformers' Trainer. Timed in turns with ours, in one process.
+"""Baselines for the training step: bare PyTorch and transformers' Trainer, timed alternately with ours in one process.
 
-A machine that others use is slow and fast by turns; of two that take turns, the ratio still tells.
+On a shared machine the speed changes over time; the ratio of alternating measurements stays comparable.
 """
 
 import tempfile
@@ -24,32 +24,32 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim.optimizer import build_optimizer
 
-Pair = tuple[float, float]  # seconds of a step, ours and the baseline's
+Pair = tuple[float, float]  # seconds per step: ours, the baseline's
 
 
 def check_comparable(work: Workload) -> None:
-    """Raises UserError where a baseline could not do the same work."""
+    """Raises UserError if a baseline cannot do the same work."""
     accelerator, config = work.run.accelerator, work.run.config
     if work.run.mesh.world_size > 1:
-        raise UserError("--against compares on one process; start it without accelerate launch, or with one")
+        raise UserError("--against needs one process; start it without accelerate launch, or with one process")
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(f"--against: float32 or bf16 only, and the machine has {accelerator.mixed_precision}")
+        raise UserError(f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}")
     if config.finetune.model or config.data.format != "text":
-        raise UserError("--against compares pretraining on text; take a recipe without finetune.model")
+        raise UserError("--against compares pretraining on text; use a recipe without finetune.model")
 
 
 def bare_step(work: Workload) -> Callable[[], None]:
-    """Our model and optimizer in a loop without Accelerate: draw, forward, backward, clip, step."""
+    """The step with our model and optimizer in plain PyTorch: draw, forward, backward, clip, step."""
     accelerator, batches, optim = work.run.accelerator, work.run.batches, work.run.config.optim
     device = accelerator.device
     model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
     optimizer = build_optimizer(model, optim)
-    with prepared_blocks(model, accelerator, optimizer):  # compiled, where ours is
+    with prepared_blocks(model, accelerator, optimizer):  # compiles the blocks if the accelerate config does
         pass
     bf16 = accelerator.mixed_precision == "bf16"
     step = 0
 
-    def take() -> None:
+    def bare() -> None:
         nonlocal step
         for batch in batches.micro_batches(step):
             batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
@@ -62,11 +62,11 @@ def bare_step(work: Workload) -> Callable[[], None]:
         optimizer.zero_grad()
         step += 1
 
-    return take
+    return bare
 
 
 def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
-    """Both in turns, `steps` of each a window; who begins changes."""
+    """Time both alternately, `steps` of each per window; the order changes with each window."""
     device, theirs = work.run.accelerator.device, bare_step(work)
     for _ in range(WARM_STEPS):
         theirs()
@@ -83,7 +83,7 @@ def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
 
 
 class _Rows(torch.utils.data.IterableDataset):
-    """The sequences of our batches, one by one, without an end."""
+    """The sequences of our batches, one by one, endlessly."""
 
     def __init__(self, work: Workload):
         self.batches = work.run.batches
@@ -96,13 +96,13 @@ class _Rows(torch.utils.data.IterableDataset):
             step += 1
 
 
-class _InTurns(TrainerCallback):
-    """After each window of the Trainer's steps takes one of ours, and stops the Trainer after enough of them."""
+class _AlternateSteps(TrainerCallback):
+    """Times a window of our steps after each window of the Trainer's; stops the Trainer after `windows` of them."""
 
     def __init__(self, work: Workload, windows: int, steps: int):
         self.work, self.windows, self.steps = work, windows, steps
         self.pairs: list[Pair] = []
-        self.started = self.taken = 0
+        self.started, self.taken = 0.0, 0
 
     def on_step_end(self, args, state, control, **kwargs):
         self.taken += 1
@@ -117,7 +117,7 @@ class _InTurns(TrainerCallback):
         self.taken, self.started = 0, time.perf_counter()
 
     def _ours(self) -> float:
-        # Accelerators share what they say about accumulation, and the Trainer's, which does its own, has said 1.
+        # All accelerators share gradient_accumulation_steps, and the Trainer, which accumulates itself, sets it to 1.
         accelerator = self.work.run.accelerator
         before = accelerator.gradient_accumulation_steps
         accelerator.gradient_accumulation_steps = self.work.run.batches.accumulation
@@ -127,23 +127,23 @@ class _InTurns(TrainerCallback):
 
 
 def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
-    """transformers' Trainer at its fastest, on GPT2LMHeadModel with sdpa, and ours in turns.
+    """Time transformers' Trainer in its fastest configuration, on transformers' model with sdpa, alternately with ours.
 
-    Its time is all that passes from one of its steps' end to the next: its DataLoader's work, the step, its callbacks.
-    It logs, saves and evaluates nothing.
+    Its time is measured from the end of a step to the end of the next: DataLoader, step and callbacks. It does not log,
+    save or evaluate.
     """
     config, accelerator = work.run.config, work.run.accelerator
     if config.optim.name == "muon":
         raise UserError("--against trainer: transformers' Trainer has no Muon; use --against bare, or optim.name adamw")
     architecture = architecture_of(work.run.model_config)
     model = architecture.standard_model(work.run.model_config)
-    model.loss_type = "ForCausalLM"  # what it takes by default, after a warning
-    in_turns = _InTurns(work, windows, steps)
+    model.loss_type = "ForCausalLM"  # its default, without the warning
+    alternate = _AlternateSteps(work, windows, steps)
     with tempfile.TemporaryDirectory() as folder:
         arguments = TrainingArguments(
             output_dir=folder,
             max_steps=WARM_STEPS + windows * steps + 1,
-            per_device_train_batch_size=config.train.micro_batch_size,
+            per_device_train_batch_size=work.run.batches.micro_batch_size,
             gradient_accumulation_steps=work.run.batches.accumulation,
             optim="adamw_torch_8bit" if config.optim.state == "8bit" else "adamw_torch_fused",
             learning_rate=config.optim.learning_rate,
@@ -156,13 +156,13 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             ),
             logging_strategy="no",
             save_strategy="no",
-            logging_nan_inf_filter=False,  # it would read the loss of every step
+            logging_nan_inf_filter=False,  # it would read the loss of each step
             report_to="none",
             disable_tqdm=True,
-            accelerator_config={"use_configured_state": True},  # else it takes down the state that our step needs
+            accelerator_config={"use_configured_state": True},  # else it resets the state that our step needs
         )
-        trainer = Trainer(model, arguments, train_dataset=_Rows(work), callbacks=[in_turns])
+        trainer = Trainer(model, arguments, train_dataset=_Rows(work), callbacks=[alternate])
         trainer.remove_callback(PrinterCallback)
         trainer.train()
     accelerator.gradient_accumulation_steps = work.run.batches.accumulation
-    return in_turns.pairs
+    return alternate.pairs

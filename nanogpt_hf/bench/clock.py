@@ -1,4 +1,4 @@
-"""Time as the device keeps it: windows of steps with their spread, and the phases of a step."""
+"""Time training steps: repeated windows with their spread, and the phases of a step."""
 
 import statistics
 import time
@@ -7,17 +7,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
+from accelerate.utils import gather
 
 from nanogpt_hf.bench.workload import Workload
 
-WARM_STEPS = 3  # the first compiles and allocates, the next ones fill caches
-_WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # a window takes about as long, and no more steps
+WARM_STEPS = 3  # the first compiles and allocates, the next fill caches
+_WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # the length to aim at, and the most steps
 PHASES = ("data wait", "set-up", "forward", "backward", "optimizer")
 
 
 @dataclass(frozen=True)
 class Spread:
-    """The median of repeated measurements, and the quartiles on both sides of it."""
+    """Median and quartiles of repeated measurements."""
 
     median: float
     low: float
@@ -35,35 +36,55 @@ def synchronize(device: torch.device) -> None:
 
 
 def time_of(device: torch.device, work: Callable[[], object], times: int = 1) -> float:
-    """Seconds of one call of `work`, the mean over `times` in a row, until the device has done it."""
+    """Seconds per call of `work`, the mean over `times` calls, including the device's part."""
     synchronize(device)
-    started = time.perf_counter()
+    start = time.perf_counter()
     for _ in range(times):
         work()
     synchronize(device)
-    return (time.perf_counter() - started) / times
+    return (time.perf_counter() - start) / times
 
 
 def warm_up(work: Workload) -> int:
-    """Take the first steps, on all processes; how many steps make a window, the same for all of them."""
+    """Take the first steps, on all processes; return the number of steps per window, equal on all processes."""
     device = work.run.accelerator.device
     seconds = min(time_of(device, work.step) for _ in range(WARM_STEPS))
-    slowest = work.run.accelerator.gather(torch.tensor([seconds], device=device)).max().item()
+    slowest = torch.as_tensor(gather(torch.tensor([seconds], device=device))).max().item()
     return max(1, min(_WINDOW_STEPS, round(_WINDOW_SECONDS / slowest)))
 
 
-@contextmanager
-def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
-    """Between the beginning and the end of a step, note when each phase ends; yields the function that notes it."""
-    device, accelerator, batches = work.run.accelerator.device, work.run.accelerator, work.run.batches
-    moments = []
+class _Timeline:
+    """The times at which the phases of a step end: of the device, by CUDA events, or of the clock."""
 
-    def mark(phase: str) -> None:
-        if device.type == "cuda":  # the stream reaches it when the device does
-            moments.append((phase, torch.cuda.Event(enable_timing=True)))
-            moments[-1][1].record()
+    def __init__(self, on_cuda: bool):
+        self._phases: list[str] = []
+        self._times: list[float] = []
+        self._events: list[torch.cuda.Event] | None = [] if on_cuda else None
+
+    def mark(self, phase: str) -> None:
+        """The time since the previous mark belongs to `phase`."""
+        self._phases.append(phase)
+        if self._events is None:
+            self._times.append(time.perf_counter())
         else:
-            moments.append((phase, time.perf_counter()))
+            self._events.append(torch.cuda.Event(enable_timing=True))
+            self._events[-1].record()
+
+    def seconds(self) -> dict[str, float]:
+        """Seconds by phase; on CUDA after a synchronization."""
+        times = self._times
+        if self._events is not None:
+            times = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
+        seconds = dict.fromkeys(map(str, PHASES), 0.0)
+        for phase, start, end in zip(self._phases[1:], times, times[1:], strict=False):
+            seconds[phase] += end - start
+        return seconds
+
+
+@contextmanager
+def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
+    """Mark the phases of the steps taken in this block, except the start of the first and the end of the last."""
+    accelerator, batches, mark = work.run.accelerator, work.run.batches, timeline.mark
 
     def backward(loss: torch.Tensor) -> None:
         type(accelerator).backward(accelerator, loss)
@@ -75,51 +96,48 @@ def _marks(work: Workload) -> Iterator[Callable[[str], None]]:
         while batch := next(drawn, None):
             mark("data wait")
             yield batch
-            mark("optimizer")  # clips and steps where the gradients are complete
+            mark("optimizer")  # clipping and step, after the last backward pass
 
-    mark.moments = moments
     hooks = (
         work.run.model.register_forward_pre_hook(lambda *_: mark("set-up")),
         work.run.model.register_forward_hook(lambda *_: mark("forward")),
     )
-    accelerator.backward, batches.micro_batches = backward, micro_batches
+    vars(accelerator)["backward"], vars(batches)["micro_batches"] = backward, micro_batches  # hide the methods
     try:
-        yield mark
+        yield
     finally:
-        del accelerator.backward, batches.micro_batches  # their classes have their own
+        del vars(accelerator)["backward"], vars(batches)["micro_batches"]
         for hook in hooks:
             hook.remove()
 
 
 def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
-    """Seconds of each of PHASES in a step, over `steps` of them; None on devices without such a clock.
+    """Seconds of each of PHASES in a step, over `steps` steps; None on devices without such a clock.
 
-    Data wait is drawing the micro-batch; set-up what else comes before its forward pass: the learning rate, counting
-    the step's targets, seeding dropout, copying to the device. On a GPU both are only the time in which it stands
-    still, or copies. Clipping and clearing the gradients count to the optimizer. Gradients are reduced in backward;
-    DeepSpeed's engine steps there, too.
+    Data wait is drawing the micro-batch. Set-up is the rest before the forward pass: learning rate, targets of the
+    step, dropout's seed, copy to the device. On a GPU both are only the time in which it idles or copies. The optimizer
+    phase includes clipping and clearing of gradients. The backward phase includes their reduction, and the step of
+    DeepSpeed's engine.
     """
     device = work.run.accelerator.device
     if device.type not in ("cpu", "cuda"):
         return None
     rows = []
     for _ in range(steps):
-        with _marks(work) as mark:
-            mark("")
+        timeline = _Timeline(on_cuda=device.type == "cuda")
+        with _marked_phases(work, timeline):
+            timeline.mark("start")
             work.step()
-            mark("optimizer")
+            timeline.mark("optimizer")
             synchronize(device)
-        row = dict.fromkeys(PHASES, 0.0)
-        for (_, before), (phase, after) in zip(mark.moments, mark.moments[1:], strict=False):
-            row[phase] += before.elapsed_time(after) / 1e3 if device.type == "cuda" else after - before
-        rows.append(row)
+        rows.append(timeline.seconds())
     return {phase: spread([row[phase] for row in rows]) for phase in PHASES}
 
 
 def communication(work: Workload, steps: int = 3) -> float | None:
-    """Seconds of collectives in a step, as torch's profiler sees them; None where there is one process.
+    """Seconds per step in collectives, by torch's profiler; None with one process.
 
-    They overlap with the backward pass, so they are no part of the sum of the phases.
+    They overlap with the backward pass, so they are not part of the sum of the phases.
     """
     if work.run.mesh.world_size == 1:
         return None
@@ -127,7 +145,7 @@ def communication(work: Workload, steps: int = 3) -> float | None:
         for _ in range(steps):
             work.step()
         synchronize(work.run.accelerator.device)
-    return collective_seconds(profile) / steps
+    return sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6 / steps
 
 
 def profiler(device: torch.device) -> torch.profiler.profile:
@@ -137,10 +155,7 @@ def profiler(device: torch.device) -> torch.profiler.profile:
     return torch.profiler.profile(activities=activities)
 
 
-def collective_seconds(profile: torch.profiler.profile) -> float:
-    """Seconds of gloo's operations and of NCCL's kernels in a profile."""
-    return sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6
-
-
 def collectives(profile: torch.profiler.profile) -> list:
-    return [event for event in profile.events() if event.name.startswith(("gloo:", "ncclDevKernel", "ncclKernel"))]
+    """The events of gloo's operations and NCCL's kernels."""
+    names = ("gloo:", "ncclDevKernel", "ncclKernel")
+    return [event for event in profile.events() or () if event.name.startswith(names)]

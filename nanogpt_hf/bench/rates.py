@@ -1,12 +1,14 @@
-"""Tokens a second of what stands beside the step: generation, the loader, the tokenizer."""
+"""Tokens per second of generation, data loader and tokenizer."""
 
 import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import torch
+from transformers import PreTrainedModel
 
 from nanogpt_hf.bench.clock import Spread, spread, time_of
 from nanogpt_hf.bench.workload import Workload
@@ -20,26 +22,26 @@ from nanogpt_hf.generate import generate_tokens
 
 _CPU = torch.device("cpu")
 _NEW_TOKENS = 128
-_DOCUMENTS = 64  # of Python's own library, for the tokenizer to read: about 2 MB
+_DOCUMENTS = 64  # source files of Python's library for the tokenizer, about 2 MB
 
 
 def _rate(device: torch.device, work: Callable[[], int], windows: int) -> Spread:
-    """Tokens a second of `work`, which returns how many it made; the first call warms up."""
-    made = work()
-    return spread([made / time_of(device, work) for _ in range(windows)])
+    """Tokens per second of `work`, which returns the number of tokens; the first call is warm-up."""
+    tokens = work()
+    return spread([tokens / time_of(device, work) for _ in range(windows)])
 
 
 @torch.no_grad()
 def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
-    """One greedy sample from one token on, up to 128 or the model's positions, with the cache and without it.
+    """Tokens per second of one greedy sample, up to 128 tokens or the context, with and without the KV cache.
 
-    With it is what `sample` does; without it every token reads all before it. None where several processes hold it.
+    `sample` uses the cache. None with several processes, which may share the model.
     """
     if work.run.mesh.world_size > 1:
         return None
-    model = work.run.model
-    new, device = min(_NEW_TOKENS, model.config.max_position_embeddings - 1), work.run.accelerator.device
-    ends, model.config.eos_token_id = model.config.eos_token_id, None  # an untrained model might end at once
+    model = cast(PreTrainedModel, work.run.accelerator.unwrap_model(work.run.model))
+    new, device = min(_NEW_TOKENS, work.run.model_config.max_position_embeddings - 1), work.run.accelerator.device
+    eos_token_id, model.config.eos_token_id = model.config.eos_token_id, None  # an untrained model could end at once
     model.eval()
 
     def with_cache() -> int:
@@ -54,15 +56,15 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
 
     rates = {"with cache": _rate(device, with_cache, windows), "without": _rate(device, without_cache, windows)}
     model.train()
-    model.config.eos_token_id = ends
+    model.config.eos_token_id = eos_token_id
     return rates
 
 
 def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
-    """Tokens a second that one process draws as batches; and how many times as fast as that is as an open np.memmap.
+    """Tokens per second of the batches of one process, and the speed relative to an open np.memmap.
 
-    The latter reads the same windows from one flat file, inputs and targets each on their own: pair by pair, from a
-    stream of text. Conversations have no such counterpart.
+    The memmap reads the same windows of text from one flat file, inputs and targets separately, as nanoGPT does.
+    Conversations have no such counterpart.
     """
     batches, blocks = work.run.batches, work.run.batches.blocks
     draws = max(1, 100_000 // (batches.micro_batch_size * batches.accumulation * blocks.block_size))
@@ -77,19 +79,25 @@ def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
     if not isinstance(blocks, TokenBlocks):
         return {"loader": spread([tokens / time_of(_CPU, ours) for _ in range(windows)])}
     with tempfile.TemporaryDirectory() as folder:
-        flat = _flat_copy(blocks.stream, Path(folder) / "flat.bin")
-
-        def memmap() -> None:
-            for step in range(draws):
-                _draw_from(flat, batches, blocks, step)
-
-        memmap()
-        pairs = [(time_of(_CPU, ours), time_of(_CPU, memmap)) for _ in range(windows)]
-        flat._mmap.close()  # Windows cannot delete a file that is open
+        pairs = _pairs_with_memmap(ours, draws, batches, blocks, Path(folder) / "flat.bin", windows)
     return {
-        "loader": spread([tokens / mine for mine, _ in pairs]),
-        "times an open np.memmap": spread([other / mine for mine, other in pairs]),
+        "loader": spread([tokens / seconds for seconds, _ in pairs]),
+        "times an open np.memmap": spread([memmap_seconds / seconds for seconds, memmap_seconds in pairs]),
     }
+
+
+def _pairs_with_memmap(
+    ours: Callable[[], None], draws: int, batches: Batches, blocks: TokenBlocks, path: Path, windows: int
+) -> list[tuple[float, float]]:
+    """Seconds of `ours` and of the same draws from a memmap, closed on return (Windows deletes no open file)."""
+    flat = _flat_copy(blocks.stream, path)
+
+    def memmap() -> None:
+        for step in range(draws):
+            _draw_from(flat, batches, blocks, step)
+
+    memmap()
+    return [(time_of(_CPU, ours), time_of(_CPU, memmap)) for _ in range(windows)]
 
 
 def _flat_copy(stream: TokenStream, path: Path) -> np.memmap:
@@ -103,14 +111,14 @@ def _draw_from(flat: np.memmap, batches: Batches, blocks: TokenBlocks, step: int
     starts = (batches.indices(step) * blocks.stride).reshape(-1, batches.micro_batch_size)
     for index in range(batches.accumulation):
         for shift in (0, 1):
-            places = (starts[batches.micro_batch_number(index)] + shift).tolist()
-            torch.stack([torch.from_numpy(flat[at : at + size].astype(np.int64)) for at in places])
+            positions = (starts[batches.micro_batch_number(index)] + shift).tolist()
+            torch.stack([torch.from_numpy(flat[at : at + size].astype(np.int64)) for at in positions])
 
 
 def tokenizer_rate(data: DataSection, windows: int) -> Spread:
-    """Tokens a second of the recipe's tokenizer in one process, on source files of Python's own library.
+    """Tokens per second of the recipe's tokenizer in one process, on source files of Python's own library.
 
-    Raises UserError where there is no such tokenizer.
+    Raises UserError if there is no such tokenizer.
     """
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:_DOCUMENTS]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
@@ -119,7 +127,7 @@ def tokenizer_rate(data: DataSection, windows: int) -> Spread:
 
 
 def or_reason(measure: Callable[[], Spread]) -> Spread | str:
-    """What it measures, or why it cannot be."""
+    """The measurement, or the reason why there is none."""
     try:
         return measure()
     except UserError as error:

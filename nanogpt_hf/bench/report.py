@@ -1,7 +1,6 @@
-"""All figures of a bench, gathered once and said in a few lines."""
+"""Measure all figures of a bench, and format them."""
 
 import dataclasses
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -21,14 +20,16 @@ from nanogpt_hf.bench.clock import (
 )
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.training.monitor import memory_peak
 
 _TRACED_STEPS = 5
 
 
-def measure_all(work: Workload, windows: int, say: Callable[[str], None]) -> dict[str, Any]:
+def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dict[str, Any]:
     """Measure all but the baselines, on all processes. Seconds, tokens per second, bytes."""
     accelerator, config, batches = work.run.accelerator, work.run.config, work.run.batches
     device, train = accelerator.device, config.train
@@ -41,9 +42,9 @@ def measure_all(work: Workload, windows: int, say: Callable[[str], None]) -> dic
         "step_is": f"{train.micro_batch_size} sequences × {config.data.block_size} × "
         f"{work.run.mesh.dp_size} processes × {batches.accumulation} accumulated",
     }
-    say(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
-    say(f"tokens      {work.token_source}")
-    say(f"machine     {figures['machine']}")
+    log(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
+    log(f"tokens      {work.token_source}")
+    log(f"machine     {figures['machine']}")
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
     steps = warm_up(work)
@@ -51,17 +52,17 @@ def measure_all(work: Workload, windows: int, say: Callable[[str], None]) -> dic
     rate = train.tokens_per_step / step.median
     model_config = work.run.model_config
     peak = peak_flops(device)
-    arithmetic = architecture_of(model_config).flops_per_token(model_config, config.data.block_size)
-    each = rate / work.run.mesh.world_size
+    flops_per_token = architecture_of(model_config).flops_per_token(model_config, config.data.block_size)
+    per_device = rate / work.run.mesh.world_size
     figures |= {
         "windows": windows,
         "steps_per_window": steps,
         "step_seconds": step,
         "tokens_per_second": rate,
-        "tokens_per_second_per_device": each,
-        "mfu": arithmetic * each / peak if peak else None,
-        "flops_per_second_per_device": arithmetic * each,
-        "peak_memory": _peak_memory(device),
+        "tokens_per_second_per_device": per_device,
+        "mfu": flops_per_token * per_device / peak if peak else None,
+        "flops_per_second_per_device": flops_per_token * per_device,
+        "peak_memory": memory_peak(device),
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
         "generation": rates.generation_rates(work, min(windows, 5)),
@@ -77,48 +78,33 @@ def _plain(value: Any) -> Any:
     return dataclasses.asdict(value) if isinstance(value, Spread) else value
 
 
-def _peak_memory(device: torch.device) -> int | None:
-    """Bytes of the device that tensors held at most; on the CPU, what this process held at most since it began."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    if device.type == "cpu" and sys.platform != "win32":
-        import resource  # which Windows has not
-
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-    return None
-
-
 def summary_lines(figures: dict[str, Any]) -> list[str]:
-    """The figures for a reader. What could not be measured here says so."""
-    step, phases = figures["step_seconds"], figures["phases_seconds"]
-    lines = [
-        f"step        {_ms(step)} over {figures['windows']} windows of {figures['steps_per_window']} steps",
-        f"throughput  {figures['tokens_per_second']:,.0f} tokens/s, "
-        f"{figures['tokens_per_second_per_device']:,.0f} a device",
-        f"MFU         {figures['mfu']:.1%}"
-        if figures["mfu"] is not None
-        else f"MFU         n/a: no bf16 peak is known of this device; it does "
-        f"{figures['flops_per_second_per_device'] / 1e9:,.1f} GFLOP/s",
-        f"memory      {figures['peak_memory'] / 1e9:,.2f} GB at most"
-        if figures["peak_memory"]
-        else "memory      n/a on this device",
-    ]
-    if phases:
-        whole = sum(phase["median"] for phase in phases.values())
-        lines += [f"  {name:<10}{_ms(phase)}, {phase['median'] / whole:.1%}" for name, phase in phases.items()]
-    alone, generation = figures["communication_seconds"], figures["generation"]
-    lines.append(f"  collectives {alone * 1e3:.2f} ms, within backward for the most part" if alone else "")
-    if generation:
-        both = (f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items())
-        lines.append(f"generation  {', '.join(both)}")
-    times = figures.get("times an open np.memmap")
-    lines.append(
-        f"loader      {figures['loader']['median'] / 1e6:,.1f} M tokens/s"
-        + (f", {times['median']:.2f} times an open np.memmap" if times else "")
-    )
-    tokenizer = figures["tokenizer"]
-    said = tokenizer if isinstance(tokenizer, str) else f"{tokenizer['median'] / 1e6:,.2f} M tokens/s on one process"
-    return [line for line in [*lines, f"tokenizer   {said}"] if line]
+    """The measurements as lines of text; n/a for what cannot be measured here."""
+    windows = f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
+    lines = [f"step        {_ms(figures['step_seconds'])} over {windows}"]
+    if phases := figures["phases_seconds"]:
+        total = sum(phase["median"] for phase in phases.values())
+        lines += [f"  {name:<10}{_ms(phase)}, {phase['median'] / total:.1%}" for name, phase in phases.items()]
+    if figures["communication_seconds"]:
+        lines.append(f"  collectives {figures['communication_seconds'] * 1e3:.2f} ms, mostly within backward")
+    per_device = figures["tokens_per_second_per_device"]
+    lines.append(f"throughput  {figures['tokens_per_second']:,.0f} tokens/s, {per_device:,.0f} per device")
+    if figures["mfu"] is not None:
+        lines.append(f"MFU         {figures['mfu']:.1%}")
+    else:
+        flops = figures["flops_per_second_per_device"] / 1e9
+        lines.append(f"MFU         n/a: the bf16 peak of this device is unknown; it does {flops:,.1f} GFLOP/s")
+    memory = figures["peak_memory"]
+    lines.append(f"memory      peak {memory / 1e9:,.2f} GB" if memory else "memory      n/a on this device")
+    if generation := figures["generation"]:
+        rates = [f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items()]
+        lines.append(f"generation  {', '.join(rates)}")
+    loader = f"loader      {figures['loader']['median'] / 1e6:,.1f} M tokens/s"
+    if ratio := figures.get("times an open np.memmap"):
+        loader += f", {ratio['median']:.2f} times an open np.memmap"
+    rate = figures["tokenizer"]
+    tokenizer = rate if isinstance(rate, str) else f"{rate['median'] / 1e6:,.2f} M tokens/s on one process"
+    return [*lines, loader, f"tokenizer   {tokenizer}"]
 
 
 def _ms(spread: dict[str, float]) -> str:
@@ -132,16 +118,16 @@ def compare_with_baseline(work: Workload, baseline: str, windows: int) -> tuple[
     measure = baselines.pairs_with_bare if baseline == "bare" else baselines.pairs_with_trainer
     pairs = measure(work, windows, steps)
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
-    ratio = spread([mine / other for mine, other in pairs])
+    ratio = spread([ours_seconds / theirs_seconds for ours_seconds, theirs_seconds in pairs])
     line = (
-        f"against     {baseline}: {ratio.median:.3f} of its step ({ratio.low:.3f} to {ratio.high:.3f}); ours "
-        f"{ours.median * 1e3:,.2f} ms, its {theirs.median * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
+        f"against     {baseline}: {ratio.median:.3f} of its time per step ({ratio.low:.3f} to {ratio.high:.3f}); ours "
+        f"{ours.median * 1e3:,.2f} ms, theirs {theirs.median * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
     )
     return _plain({"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs, "steps_per_window": steps}), line
 
 
 def write_trace(work: Workload, path: Path) -> None:
-    """A Chrome trace of a few steps, of the main process; on all processes."""
+    """Write a Chrome trace of a few steps of the main process; call it on all processes."""
     with profiler(work.run.accelerator.device) as profile:
         for _ in range(_TRACED_STEPS):
             work.step()

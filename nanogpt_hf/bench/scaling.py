@@ -1,4 +1,4 @@
-"""The same recipe on 1..N processes, each launched as a run would be: throughput, efficiency, a picture."""
+"""Scaling of a recipe over numbers of processes, each launched like a run: throughput, efficiency, plot."""
 
 import json
 import os
@@ -13,6 +13,7 @@ import torch
 
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import written_whole
 
 
@@ -21,11 +22,11 @@ class Point:
     processes: int
     tokens_per_second: float  # of all processes together
     step_seconds: float
-    efficiency: float  # of a process, as a share of what one alone does
+    efficiency: float  # throughput per process, relative to one process alone
 
 
 def machine_config(processes: int) -> str:
-    """An accelerate config of so many processes on this machine: plain DDP, bf16 on GPUs, float32 on the CPU."""
+    """An accelerate config for this machine: DDP, bf16 on GPUs, float32 on the CPU."""
     gpu = torch.cuda.is_available()
     lines = {
         "compute_environment": "LOCAL_MACHINE",
@@ -40,27 +41,28 @@ def machine_config(processes: int) -> str:
     return "".join(f"{key}: {value}\n" for key, value in lines.items())
 
 
-def measure(counts: list[int], arguments: Callable[[int], list[str]], say: Callable[[str], None]) -> list[Point]:
-    """A bench of its own for each number of processes, which must begin with 1; `arguments` are those of `bench`.
+def measure(counts: list[int], arguments: Callable[[int], list[str]], log: Callable[[str], None]) -> list[Point]:
+    """Launch a bench for each number of processes, which must start with 1; `arguments` are those of `bench`.
 
-    A process has the same number of CPU threads in all of them. Raises UserError where one of them fails.
+    The number of CPU threads per process is always the same. Raises UserError if a bench fails.
     """
     threads = max(1, allowed_cores() // max(counts))
     points = []
     for count in counts:
-        say(f"{count} process{'es' * (count > 1)} of {threads} CPU thread{'s' * (threads > 1)} ...")
+        log(f"{plural(count, 'process')} with {plural(threads, 'CPU thread')} each ...")
         with tempfile.TemporaryDirectory() as folder:
-            machine, found = Path(folder) / "machine.yaml", Path(folder) / "found.json"
+            machine, output = Path(folder) / "machine.yaml", Path(folder) / "bench.json"
             machine.write_text(machine_config(count), encoding="utf-8")
             launch = ["-m", "accelerate.commands.launch", "--config_file", machine]
             launch += [f"--num_cpu_threads_per_process={threads}", "-m", "nanogpt_hf", "bench"]
-            words = [sys.executable, *launch, *arguments(count), "--json", found]
+            words = [sys.executable, *launch, *arguments(count), "--json", output]
             environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
             done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment)
-            if not found.is_file():
-                said = (done.stderr.strip() or done.stdout.strip()).splitlines()
-                raise UserError(f"bench on {count} processes failed: {said[0] if said else done.returncode}")
-            result = json.loads(found.read_text())
+            if not output.is_file():
+                lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
+                reason = lines[0] if lines else f"exit status {done.returncode}"
+                raise UserError(f"bench on {plural(count, 'process')} failed: {reason}")
+            result = json.loads(output.read_text())
         alone = points[0].tokens_per_second if points else result["tokens_per_second"]
         rate = result["tokens_per_second"]
         points.append(Point(count, rate, result["step_seconds"]["median"], rate / alone / count))
@@ -76,7 +78,7 @@ def table(points: list[Point]) -> list[str]:
 
 
 def draw(points: list[Point], title: str, path: Path) -> None:
-    """Throughput over processes beside the line that it would follow if none had to wait, as a PNG at `path`."""
+    """Draw throughput over processes, with the line of linear scaling, as a PNG."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -84,7 +86,7 @@ def draw(points: list[Point], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     counts, rates = [p.processes for p in points], [p.tokens_per_second for p in points]
-    axes.plot(counts, [rates[0] * n for n in counts], color="#969696", linestyle="--", label="in proportion")
+    axes.plot(counts, [rates[0] * n for n in counts], color="#969696", linestyle="--", label="linear scaling")
     axes.plot(counts, rates, color="#2171b5", marker="o", label="measured")
     for point in points:
         axes.annotate(
@@ -98,7 +100,7 @@ def draw(points: list[Point], title: str, path: Path) -> None:
     axes.set_title(title.replace("$", r"\$"), loc="left", fontweight="bold")
     axes.set_xlabel("processes")
     axes.set_xticks(counts)
-    axes.set_ylabel("tokens a second, all processes")
+    axes.set_ylabel("tokens per second, all processes")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.08)
     axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")

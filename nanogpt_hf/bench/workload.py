@@ -1,11 +1,13 @@
-"""What a bench measures: the model, the optimizer, the batches and the step of a run, and no run folder."""
+"""The workload of a bench: a training run without a run folder, and its shares for several processes."""
 
 import dataclasses
 from dataclasses import dataclass
+from typing import cast
 
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.prepare import PreparedData
 from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.schedule import learning_rate_at
@@ -19,18 +21,18 @@ class Workload:
     """A run before its first step, and the number of steps taken since."""
 
     run: Run
-    token_source: str  # the folder of the tokens, or that they are made up and why
+    token_source: str  # the data folder, or that the tokens are synthetic and why
     next_step: int = 0
 
     def step(self) -> None:
-        """Take the next step of the run by the loop's own `train_step`."""
+        """Take the next step with the loop's `train_step`."""
         number, config = self.next_step, self.run.config
         self.next_step += 1
         train_step(self.run, number, learning_rate_at(number, config.optim, config.train.max_steps))
 
 
 def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bool) -> Workload:
-    """`config` on this machine, on its prepared tokens or, if there are none, on made-up ones.
+    """`config` on this machine, with its prepared tokens or, if there are none, synthetic ones.
 
     Raises UserError if the prepared data does not fit the recipe, or the recipe the machine.
     """
@@ -38,23 +40,23 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
     if problem:
         raise UserError(problem)
     if data is None:
-        token_source = f"made-up tokens ({token_source})"
-        data = synthetic_data(config)
+        token_source = f"synthetic tokens ({token_source})"
+        data = cast(PreparedData, synthetic_data(config))  # has all that a run needs without evaluations
     return Workload(build_run(config, accelerator, data), token_source)
 
 
 def strong_scaling(config: Config, processes: int) -> Config:
-    """The same step shared by `processes`: with the largest micro-batch, up to the recipe's, that divides it."""
+    """`config` with the step shared by `processes`, and the largest micro-batch up to the recipe's that divides it."""
     train, block = config.train, config.data.block_size
     sequences = train.tokens_per_step // block
-    most = sequences if train.micro_batch_size == "auto" else train.micro_batch_size
-    sizes = [size for size in range(1, most + 1) if sequences % (size * processes) == 0]
+    limit = sequences if train.micro_batch_size == "auto" else train.micro_batch_size
+    sizes = [size for size in range(1, limit + 1) if sequences % (size * processes) == 0]
     if not sizes:
-        raise UserError(f"--processes: {processes} do not divide a step of {sequences} sequences; try --scaling weak")
+        raise UserError(f"--processes: {processes} does not divide a step of {sequences} sequences; try --scaling weak")
     return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=sizes[-1]))
 
 
 def weak_scaling(config: Config, processes: int) -> Config:
-    """As many tokens in a step for each of `processes` as the recipe gives one."""
+    """`config` with `processes` times the tokens per step: as many per process as the recipe has for one."""
     train = dataclasses.replace(config.train, tokens_per_step=config.train.tokens_per_step * processes)
     return dataclasses.replace(config, train=train)

@@ -1,5 +1,5 @@
 """How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of repeated windows, after
-warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on made-up tokens.
+warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic tokens.
 
 Nothing is trained: no run folder is written. The machine is accelerate's, as ever:
 accelerate launch [--config_file F] cli.py bench RECIPE. With several processes the main one reports.
@@ -17,7 +17,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
-_PROCESSES_PER_CORE = 4  # beyond, they would fill the memory and tell nothing
+_PROCESSES_PER_CORE = 4  # more would fill the memory and measure nothing
 BASELINES = ("bare", "trainer")
 
 
@@ -33,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--against",
         metavar="BASELINES",
-        help="take turns with others in this process: bare (the same model in a loop of plain PyTorch), "
+        help="alternate with baselines in this process: bare (the same model in a loop of plain PyTorch), "
         "trainer (transformers' Trainer on GPT2LMHeadModel), or bare,trainer",
     )
     parser.add_argument(
@@ -42,10 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--scaling",
         choices=["strong", "weak"],
-        help="on several numbers of processes: the same step shared (strong), or the same work for each (weak)",
+        help="measure several numbers of processes: the same step shared (strong), or the same work per process (weak)",
     )
     parser.add_argument("--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)")
-    parser.add_argument("--picture", metavar="FILE", type=output_file, help="of --scaling (default scaling_<kind>.png)")
+    parser.add_argument("--plot", metavar="FILE", type=output_file, help="of --scaling (default scaling_<kind>.png)")
     add_json_argument(parser, "the figures")
     parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
@@ -68,7 +68,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
 
 def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
-    """The baselines and the numbers of processes that were asked for. Raises UserError for what is no such thing."""
+    """The requested baselines and numbers of processes. Raises UserError for invalid ones."""
     if overrides and not arguments.recipe:
         raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
     baselines = arguments.against.split(",") if arguments.against else []
@@ -100,22 +100,22 @@ def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> Non
     accelerator = build_accelerator(config, RunFolder("runs"))
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
 
-    def say(line: str) -> None:
+    def log(line: str) -> None:
         if accelerator.is_main_process:
             show(line)
 
     if baselines:
         check_comparable(work)
-    figures = measure_all(work, arguments.windows, say)
+    figures = measure_all(work, arguments.windows, log)
     for line in summary_lines(figures):
-        say(line)
+        log(line)
     for baseline in baselines:
         figures[f"against_{baseline}"], line = compare_with_baseline(work, baseline, arguments.windows)
-        say(line)
+        log(line)
     if arguments.profile:
         with output_target(arguments.profile) as target:
             write_trace(work, target)
-        say(f"trace       {arguments.profile}: open it at https://ui.perfetto.dev")
+        log(f"trace       {arguments.profile}: open it at https://ui.perfetto.dev")
     if arguments.json and accelerator.is_main_process:
         write_json(arguments.json, figures)
 
@@ -136,9 +136,9 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
 
     points = scaling.measure(counts, words, show)
     show("\n".join(scaling.table(points)))
-    picture = arguments.picture or Path(f"scaling_{arguments.scaling}.png")
-    with output_target(picture) as target:
+    plot = arguments.plot or Path(f"scaling_{arguments.scaling}.png")
+    with output_target(plot) as target:
         scaling.draw(points, f"{config.name}: {arguments.scaling} scaling", target)
-    show(f"picture: {picture}")
+    show(f"plot: {plot}")
     if arguments.json:
         write_json(arguments.json, {"scaling": arguments.scaling, "points": [dataclasses.asdict(p) for p in points]})

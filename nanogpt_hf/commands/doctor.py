@@ -180,7 +180,7 @@ def _check_bytes(report: Report, config, source: str) -> None:
 
 
 def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):
-    """The prepared data if all processes have the same, else made-up tokens; and a name for it."""
+    """The prepared data if all processes have the same, else synthetic tokens; and a name for it."""
     from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data, vocab_size_of
     from nanogpt_hf.doctor import findings
 
@@ -191,7 +191,7 @@ def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):
         if problem:
             report.add(findings.Finding("fault", "data", f"rank {rank}: {problem}" if rank else problem))
     if data is None or len({source for source, _, _ in all_sources}) > 1:
-        source = f"made-up tokens ({source})"
+        source = f"synthetic tokens ({source})"
         data = synthetic_data(config, vocab_size=max(size for _, _, size in all_sources))
     return data, source
 

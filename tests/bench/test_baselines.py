@@ -1,4 +1,4 @@
-"""Baselines do the same work: bare PyTorch's first steps give our losses, and the Trainer takes turns with us."""
+"""Baselines do the same work: bare PyTorch reaches our weights, and the Trainer alternates with our steps."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.optimizer import build_optimizer
 
 
-def test_the_bare_loop_ends_at_our_weights(work, monkeypatch):
+def test_bare_step_reaches_our_weights(work, monkeypatch):
     built = []
 
     def build(model, optim):
@@ -27,7 +27,7 @@ def test_the_bare_loop_ends_at_our_weights(work, monkeypatch):
         torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
-def test_who_begins_changes_and_all_take_as_many_steps(work, monkeypatch):
+def test_pairs_with_bare_alternates_the_order(work, monkeypatch):
     calls = []
     monkeypatch.setattr(baselines, "bare_step", lambda _: lambda: calls.append("bare"))
     monkeypatch.setattr(type(work), "step", lambda _: calls.append("ours"))
@@ -36,17 +36,17 @@ def test_who_begins_changes_and_all_take_as_many_steps(work, monkeypatch):
     assert calls[6:] == ["bare", "bare", "ours", "ours", "ours", "ours", "bare", "bare", "bare", "bare", "ours", "ours"]
 
 
-def test_the_trainer_takes_turns_and_our_steps_stay_whole(work):
+def test_pairs_with_trainer_keeps_our_accumulation(work):
     calls = []
     work.run.optimizer.optimizer.register_step_post_hook(lambda *_: calls.append("ours"))
     pairs = pairs_with_trainer(work, windows=3, steps=2)
     assert len(pairs) == 3
     assert all(ours > 0 and theirs > 0 for ours, theirs in pairs)
-    assert calls == ["ours"] * 6  # an optimizer step for every two micro-batches, in the Trainer's company, too
+    assert calls == ["ours"] * 6  # one optimizer step per two micro-batches
     assert work.run.accelerator.gradient_accumulation_steps == 2
 
 
-def test_what_cannot_be_compared_is_refused(work):
+def test_check_comparable_refuses_finetuning(work):
     work.run.config = replace_knobs(work.run.config, {"finetune.model": "gpt2"})
     with pytest.raises(UserError, match="compares pretraining on text"):
         check_comparable(work)

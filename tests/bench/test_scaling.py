@@ -1,4 +1,4 @@
-"""Launching is replaced here: the arithmetic, the table and what is asked of accelerate."""
+"""Scaling with replaced launches: arithmetic, table, plot and accelerate configs."""
 
 import json
 from pathlib import Path
@@ -14,12 +14,12 @@ from nanogpt_hf.errors import UserError
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What was launched; a process does 100 tokens a second, two together 150."""
-    found = []
+    """The recorded launches; one process reaches 100 tokens per second, two reach 150."""
+    launches = []
 
     def launch(words, **options):
         machine = yaml.safe_load(Path(words[words.index("--config_file") + 1]).read_text())
-        found.append((machine, words, options["env"]["OMP_NUM_THREADS"]))
+        launches.append((machine, words, options["env"]["OMP_NUM_THREADS"]))
         rate = {1: 100.0, 2: 150.0}[machine["num_processes"]]
         figures = {"tokens_per_second": rate, "step_seconds": {"median": 10 / rate}}
         Path(words[words.index("--json") + 1]).write_text(json.dumps(figures))
@@ -27,14 +27,14 @@ def launches(monkeypatch):
 
     monkeypatch.setattr(scaling.subprocess, "run", launch)
     monkeypatch.setattr(scaling, "allowed_cores", lambda: 8)
-    return found
+    return launches
 
 
-def test_efficiency_is_the_share_of_what_one_process_does(launches):
+def test_measure_efficiency_and_threads(launches):
     points = measure([1, 2], lambda count: ["recipe.yaml", f"--n{count}"], lambda line: None)
     assert points == [Point(1, 100.0, 0.1, 1.0), Point(2, 150.0, 10 / 150, 0.75)]
     assert [machine["num_processes"] for machine, *_ in launches] == [1, 2]
-    assert [threads for *_, threads in launches] == ["4", "4"]  # a process has as many, alone or not
+    assert [threads for *_, threads in launches] == ["4", "4"]
     words = launches[1][1]
     assert words[words.index("bench") + 1 :][:2] == ["recipe.yaml", "--n2"]
     assert table(points) == [
@@ -44,18 +44,18 @@ def test_efficiency_is_the_share_of_what_one_process_does(launches):
     ]
 
 
-def test_a_launch_that_fails_is_one_line(monkeypatch):
+def test_measure_reports_a_failed_launch_in_one_line(monkeypatch):
     failed = SimpleNamespace(returncode=1, stdout="", stderr="data.source: is not there\nmore")
     monkeypatch.setattr(scaling.subprocess, "run", lambda *a, **k: failed)
-    with pytest.raises(UserError, match=r"^bench on 1 processes failed: data\.source: is not there$"):
+    with pytest.raises(UserError, match=r"^bench on 1 process failed: data\.source: is not there$"):
         measure([1], lambda count: [], lambda line: None)
 
 
-def test_the_machine_really_has_several_processes():
+def test_machine_config_starts_several_processes():
     assert yaml.safe_load(machine_config(1))["distributed_type"] == "NO"
     assert yaml.safe_load(machine_config(3))["distributed_type"] == "MULTI_GPU"  # MULTI_CPU would start one
 
 
-def test_the_picture_is_one(tmp_path):
+def test_draw_writes_a_png(tmp_path):
     draw([Point(1, 100.0, 0.1, 1.0), Point(2, 150.0, 0.07, 0.75)], "a $recipe$", tmp_path / "scaling.png")
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -9,47 +9,36 @@ from nanogpt_hf.commands import main
 
 
 @pytest.fixture(scope="module")
-def out(tmp_path_factory, make_recipe):
-    """What it says about a recipe, whose data is not prepared, and the JSON and the trace it writes."""
+def bench(tmp_path_factory, make_recipe):
+    """Exit status, printed lines and folder (JSON, trace) of a bench of a recipe without prepared data."""
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     folder = tmp_path_factory.mktemp("bench")
     recipe = make_recipe(folder / "tiny.yaml")
-    said = []
+    lines = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.chdir(folder)
-        patch.setattr("nanogpt_hf.commands.bench.show", said.append)
+        patch.setattr("nanogpt_hf.commands.bench.show", lines.append)
         words = [recipe, "--windows", 3, "--against", "bare", "--json", "found.json", "--profile", "trace.json"]
         status = main(["bench", *map(str, words)])
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
-    return status, said, folder
+    return status, lines, folder
 
 
-def test_every_figure_has_its_line(out):
-    status, said, _ = out
+def test_bench_prints_each_measurement(bench):
+    status, lines, _ = bench
     assert status == 0
-    assert said[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
-    topics = [
-        "tokens",
-        "machine",
-        "step",
-        "throughput",
-        "MFU",
-        "memory",
-        "  data",
-        "  set-up",
-        "  forward",
-        "  backward",
-    ]
-    topics += ["  optimizer", "generation", "loader", "tokenizer", "against", "trace"]
-    assert [line[: len(topic)] for line, topic in zip(said[1:], topics, strict=True)] == topics
-    assert "MFU         n/a: no bf16 peak is known of this device" in said[5]
+    assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
+    topics = ["tokens", "machine", "step", "  data", "  set-up", "  forward", "  backward", "  optimizer"]
+    topics += ["throughput", "MFU", "memory", "generation", "loader", "tokenizer", "against", "trace"]
+    assert [line[: len(topic)] for line, topic in zip(lines[1:], topics, strict=True)] == topics
+    assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
 
 
-def test_json_holds_the_same(out):
-    _, _, folder = out
+def test_bench_json_has_the_measurements(bench):
+    _, _, folder = bench
     figures = json.loads((folder / "found.json").read_text())
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
@@ -59,8 +48,8 @@ def test_json_holds_the_same(out):
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 
-def test_the_trace_is_of_our_step_and_nothing_else_was_written(out):
-    _, _, folder = out
+def test_the_trace_is_of_our_step_and_nothing_else_was_written(bench):
+    _, _, folder = bench
     names = {event.get("name") for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
     assert "aten::_fused_adamw_" in names
     assert sorted(path.name for path in folder.iterdir()) == ["found.json", "tiny.yaml", "trace.json"]
@@ -105,4 +94,4 @@ def test_scaling_launches_a_bench_for_each_number_of_processes(capsys, monkeypat
     assert asked[2] == [recipe, *knobs, "--windows", "10"]
     assert sorted(asked) == [1, 2]
     assert Path("scaling_strong.png").is_file()
-    assert "picture: scaling_strong.png" in capsys.readouterr().out
+    assert "plot: scaling_strong.png" in capsys.readouterr().out
