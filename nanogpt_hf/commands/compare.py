@@ -86,11 +86,14 @@ def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:
 
 
 def _same_tokens(configs: dict[str, "Config"]) -> bool:
-    """Whether all runs predict tokens of one tokenizer: characters are numbered anew for every text."""
+    """Whether all runs predict tokens of one tokenizer: `char` and `bpe` differ with the text."""
     from nanogpt_hf.reports.reference import text_facts
 
     facts = [text_facts(config) for config in configs.values()]
     if all(facts):
         return len({fact["tokenizer_hash"] for fact in facts}) == 1
-    kinds = {(c.data.tokenizer, c.data.source if c.data.tokenizer == "char" else "") for c in configs.values()}
+    kinds = {
+        (data.tokenizer, data.vocab_size, data.source if data.tokenizer in ("char", "bpe") else "")
+        for data in (config.data for config in configs.values())
+    }
     return len(kinds) == 1

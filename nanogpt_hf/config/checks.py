@@ -35,6 +35,13 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         yield Conflict(("data.source", "data.format"), "python-docs is text; name a file of conversations")
     if chat and data.tokenizer == "char":
         yield Conflict(("data.tokenizer", "data.format"), "char has no token that ends an answer; use gpt2")
+    if data.tokenizer == "bpe" and data.vocab_size is None:
+        yield Conflict(("data.vocab_size", "data.tokenizer"), "required by data.tokenizer bpe, for example 4096")
+    if data.tokenizer != "bpe" and data.vocab_size is not None:
+        yield Conflict(
+            ("data.vocab_size", "data.tokenizer"),
+            f"only data.tokenizer bpe is trained to a size, and this is {data.tokenizer}; leave it out",
+        )
     if chat and data.order == "random":
         yield Conflict(("data.order", "data.format"), "random windows would cut conversations; use shuffled")
 

@@ -27,7 +27,7 @@ from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
 
 # What the choices depend on, except for those that are stated instead.
 DIAL_INPUTS = {"model.depth", "model.aspect_ratio", "model.n_positions", "model.bias"}
-DIAL_INPUTS |= {"data.tokenizer", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
+DIAL_INPUTS |= {"data.tokenizer", "data.vocab_size", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
 DIAL_INPUTS |= {"optim.name", "optim.muon_scale"}
 
 _MICRO_BATCH_TOKENS = 8192
@@ -53,7 +53,7 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     """
     aspect = config.model.aspect_ratio
     ratio, block_size = config.train.tokens_per_parameter, config.data.block_size
-    vocabulary, _ = vocab_size_by_name(config.data.tokenizer) or (GPT2_VOCAB_SIZE, "")
+    vocabulary, _ = vocab_size_by_name(config.data.tokenizer, config.data.vocab_size) or (GPT2_VOCAB_SIZE, "")
     if config.finetune.model:
         raise ValueError(f"{config.finetune.model} has its size already; leave it out")
     choices: list[Choice] = []

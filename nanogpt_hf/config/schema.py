@@ -56,7 +56,10 @@ class DataSection:
     text_column: str = knob("text", "column that holds the text of a row")
     validation_fraction: float = knob(0.0005, "share held out: a lone document's tail, else documents", low=0, high=0.5)
     validation_seed: int = knob(2357, "seed that draws the documents held out", low=0, high=2**64 - 1)
-    tokenizer: str = knob("gpt2", "char, gpt2, or a Hugging Face tokenizer's name or folder")
+    tokenizer: str = knob("gpt2", "char, gpt2, bpe (trained on the text), or a Hugging Face tokenizer's name or folder")
+    vocab_size: int | None = knob(
+        None, "bpe: tokens of the vocabulary: 256 bytes, merges, end-of-text", low=257, high=1_000_000
+    )
     num_proc: int | None = knob(
         None, "processes that tokenize; left out, one a core where the text is large", low=1, high=1024
     )

@@ -30,6 +30,7 @@ DECIDING_KNOBS = (
     "validation_fraction",
     "validation_seed",
     "tokenizer",
+    "vocab_size",
 )
 
 

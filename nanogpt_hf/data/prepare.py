@@ -3,8 +3,10 @@
 Whole or absent, whoever else is at it.
 """
 
+import itertools
 import os
 import shutil
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -306,14 +308,25 @@ def _answered_tokens(rows: datasets.Dataset) -> int:
     return sum(int(chunk.flatten().to_numpy().sum(dtype=np.int64)) for chunk in rows.data.column("answered").chunks)
 
 
+def _texts(splits: Collection[datasets.Dataset]) -> Iterator[str]:
+    """Every text, and of conversations every message."""
+    rows = sum(split.num_rows for split in splits)
+    for row in datasets.utils.tqdm(itertools.chain(*splits), "reading for the tokenizer", rows, unit=" documents"):
+        if "messages" in row:
+            yield from (message["content"] for message in row["messages"])
+        else:
+            yield row["text"] or ""
+
+
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
     splits = dict(zip(("train", "validation"), _hold_out(documents, data), strict=True))
     chat = data.format == "chat"
-    texts = (row["text"] or "" for split in splits.values() for row in split)  # nobody asks for them of conversations
-    tokenizer = build_tokenizer(data.tokenizer, texts)
+    # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
+    read = [splits["train"]] if data.tokenizer == "bpe" else splits.values()
+    tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size)
     if chat:
         set_chat_template(tokenizer.hf, data.tokenizer)
     # A lone document has no neighbour to be told apart from, so nothing marks its end (nor the cut through it).

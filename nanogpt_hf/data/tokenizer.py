@@ -1,4 +1,4 @@
-"""Text -> token ids: characters, GPT-2's own vocabulary through tiktoken, or any Hugging Face tokenizer.
+"""Text -> token ids: characters, BPE trained on the text, GPT-2's vocabulary, or any Hugging Face tokenizer.
 
 Whatever encodes the text, a Hugging Face tokenizer with the same ids is what a model is saved with. Text never
 becomes a special token: `<|endoftext|>` in a document is encoded as the characters that it is.
@@ -23,6 +23,7 @@ from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.vocabulary import vocab_size_by_name
+from nanogpt_hf.data.bpe import byte_level_encoder, spread_sample, train_merges
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.errors import DataError, UserError
 
@@ -107,7 +108,8 @@ def known_vocab_size(data: DataSection, manifest: Manifest | None) -> tuple[int,
     """
     if manifest:
         return manifest.vocab_size, "of the prepared data"
-    return vocab_size_by_name(data.tokenizer) or (len(load_tokenizer(data.tokenizer)), f"of {data.tokenizer}")
+    by_name = vocab_size_by_name(data.tokenizer, data.vocab_size)
+    return by_name or (len(load_tokenizer(data.tokenizer)), f"of {data.tokenizer}")
 
 
 def check_vocabulary(name: str, tokens: int, rows: int) -> None:
@@ -126,8 +128,12 @@ def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> No
         raise
 
 
-def build_tokenizer(name: str, texts: Iterable[str]) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. `char` builds its vocabulary from `texts`; the others ignore them."""
+def build_tokenizer(name: str, texts: Iterable[str], vocab_size: int | None = None) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. Only `char` and `bpe` read `texts`, and only `bpe` `vocab_size`."""
+    if name == "bpe":
+        if vocab_size is None:
+            raise ValueError("bpe needs a vocab_size")
+        return train_bpe_tokenizer(texts, vocab_size)
     if name == "char":
         characters: set[str] = set()
         for text in texts:
@@ -189,6 +195,25 @@ def gpt2_tokenizer() -> Tokenizer:
         return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     return Tokenizer("gpt2", hf, encode_batch)
+
+
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocab_size` tokens trained on `texts`: a GPT2Tokenizer with merges of its own.
+
+    Ids are ordered as GPT-2's: bytes, merges, end-of-text. Raises DataError if the texts support fewer tokens.
+    """
+    merges = train_merges(spread_sample(texts), vocab_size - 257)
+    # Two merges may make the same token, for example of a row of dashes.
+    names = list(dict.fromkeys([*_printable_bytes(), *(first + second for first, second in merges), ENDOFTEXT]))
+    if len(names) < vocab_size:
+        raise DataError(
+            f"data.vocab_size: {vocab_size:,} is more than the training text supports: training ended at "
+            f"{len(names):,} tokens, when no pair of them occurred twice; use at most {len(names):,}, or more text"
+        )
+    vocabulary = {name: number for number, name in enumerate(names)}
+    encode = byte_level_encoder(vocabulary, merges)
+    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
+    return Tokenizer("bpe", hf, lambda texts: [encode(text) for text in texts])
 
 
 def _printable_bytes() -> dict[str, int]:

@@ -185,7 +185,8 @@ def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> i
     if manifest:
         return sum(path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file())
     files = find_files(config.data.source)
-    if config.data.tokenizer not in ("char", "gpt2") or not files or {path.suffix for path in files} - {".txt", ".md"}:
+    one_byte = config.data.tokenizer in ("char", "gpt2", "bpe")
+    if not one_byte or not files or {path.suffix for path in files} - {".txt", ".md"}:
         return None
-    # neither tokenizer makes more tokens than the text has bytes
+    # none of these tokenizers makes more tokens than a text has bytes
     return sum(path.stat().st_size for path in files) * (2 if vocab_size <= 2**16 else 4)

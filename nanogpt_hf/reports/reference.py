@@ -32,7 +32,7 @@ _WINDOWS = 40  # of the training losses; each is averaged
 
 # Runs that differ in one of these cannot be compared. Prepared tokens, if there are any, decide about the text.
 _TEXT = ("data.source", "data.config", "data.split", "data.validation_split", "data.revision", "data.text_column")
-_TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer")
+_TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer", "data.vocab_size")
 _MODEL_KNOBS = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
 _DEFINING = (*(f"model.{name}" for name in _MODEL_KNOBS), "data.format", "data.block_size", "data.packing")
 _DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora.")) and key != "lora.merge") + _TEXT

@@ -95,10 +95,10 @@ def check_tokenizer(config: Config, vocab_size: int) -> str:
                 f"{start}: has no tokenizer beside it; give the one that it was trained with, as a folder or Hub id: "
                 "--data.tokenizer NAME"
             ) from None
-    if name == "char":
+    if name in ("char", "bpe"):
         raise UserError(
-            "data.tokenizer: char would number the characters of the new text anew, and the model would read others; "
-            "leave it out to take the model's own"
+            f"data.tokenizer: {name} would build a vocabulary from the new text that does not match the model's; "
+            "leave it out to use the model's own"
         )
     given = own if name == start and own is not None else build_tokenizer(name, ()).hf
     if own is not None and vocabulary_hash(given) != vocabulary_hash(own):

@@ -163,7 +163,7 @@ def test_a_recipe_may_say_it_all_and_pretrain_sends_it_here(tiny_base, tmp_path,
             "was trained with no more; use a shorter one",
         ),
         (["--from", "BASE", "--data", "my.txt", "--model.n_layer", "2"], "model.n_layer: BASE has 4; leave it out"),
-        (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "char"], "would number the characters"),
+        (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "char"], "would build a vocabulary"),
         (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "gpt2"], "is not the tokenizer of"),
     ],
 )
@@ -188,7 +188,7 @@ def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
     assert main(["finetune", "--from", "bare", "--data", "my.txt"]) == 2
     assert "has no tokenizer beside it" in capsys.readouterr().err
     assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "char"]) == 2
-    assert "would number the characters" in capsys.readouterr().err
+    assert "would build a vocabulary" in capsys.readouterr().err
     char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
     assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "large"]) == 2
     assert "large has 95 tokens, bare only" in capsys.readouterr().err

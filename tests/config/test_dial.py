@@ -29,7 +29,9 @@ def recipe(tmp_path):
 
 
 def parameters(config):
-    return count_parameters(build_config(config.model, vocab_size_by_name(config.data.tokenizer)[0]))
+    return count_parameters(
+        build_config(config.model, vocab_size_by_name(config.data.tokenizer, config.data.vocab_size)[0])
+    )
 
 
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])

@@ -258,7 +258,7 @@ class FakeVocabulary:
 
 
 def fake_tokenizer(monkeypatch, size, ids):
-    def build(name, texts):
+    def build(name, texts, vocab_size):
         return Tokenizer("fake", FakeVocabulary(size), lambda texts: [np.asarray(ids, np.uint32) for _ in texts])
 
     monkeypatch.setattr(module, "build_tokenizer", build)

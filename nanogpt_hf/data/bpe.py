@@ -1,0 +1,100 @@
+"""Train byte-level BPE merges on text, and encode text with them.
+
+Text is split by GPT-2's pattern and every byte is a token, so any text can be encoded. The merges depend on the text
+alone, not on the number of threads: pairs are ordered by how often they occur, then by their tokens.
+"""
+
+import json
+import os
+import queue
+import re
+import threading
+from collections.abc import Callable, Iterable, Iterator
+
+import datasets
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+TRAINING_BYTES = 100_000_000  # text that merges are trained on
+_SAMPLE_PIECE = 4096  # characters
+_ENCODE_PIECE = 2**16  # characters; while they are encoded a token takes about 100 bytes
+_WORD_END = re.compile(r"(?<=\S)[ \n]")
+
+
+def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str]:
+    """All of `texts` in pieces, or pieces at equal distances if `texts` have more than `limit` bytes of UTF-8.
+
+    Reads `texts` once, with at most `limit` bytes in memory. The sample has at least half of `limit`, and depends on
+    nothing but the texts and their order.
+    """
+    sample, size, number, stride = [], 0, 0, 1
+    for text in texts:
+        for start in range(0, len(text), _SAMPLE_PIECE):
+            if number % stride == 0:
+                sample.append(text[start : start + _SAMPLE_PIECE])
+                size += len(sample[-1].encode())
+            while size > limit:
+                sample, stride = sample[::2], 2 * stride
+                size = sum(len(piece.encode()) for piece in sample)
+            number += 1
+    return sample
+
+
+def train_merges(sample: list[str], count: int) -> list[tuple[str, str]]:
+    """Merges that make `count` new tokens, the most frequent pair first; fewer if no pair occurs twice any more."""
+    tokenizer = _byte_level(models.BPE())
+    trainer = trainers.BpeTrainer(
+        vocab_size=256 + count,
+        min_frequency=2,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=not datasets.are_progress_bars_disabled(),
+    )
+    _run_interruptibly(lambda: tokenizer.train_from_iterator(sample, trainer, length=len(sample)))
+    # A forked process cannot use these threads again, and the library would print a warning at each fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
+
+
+def byte_level_encoder(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], np.ndarray]:
+    """A function text -> ids. It has no special tokens, and encodes long text in pieces to save memory."""
+    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=merges))
+
+    def encode(text: str) -> np.ndarray:
+        encodings = (tokenizer.encode_batch_fast([piece])[0] for piece in split_at_words(text, _ENCODE_PIECE))
+        return np.concatenate([np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings])
+
+    return encode
+
+
+def split_at_words(text: str, size: int) -> Iterator[str]:
+    """Pieces of `size` characters or a few more, each but the first with a space or newline in front.
+
+    GPT-2's pattern always splits at the end of a word, so the pieces have the tokens of the whole text.
+    """
+    start = 0
+    while word_end := _WORD_END.search(text, start + size):
+        yield text[start : word_end.start()]
+        start = word_end.start()
+    yield text[start:]
+
+
+def _byte_level(model: models.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return tokenizer
+
+
+def _run_interruptibly(task: Callable[[], object]) -> None:
+    """Run `task` in a thread: Python handles signals in the main thread only while it runs Python code."""
+    outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+
+    def run() -> None:
+        try:
+            task()
+            outcome.put(None)
+        except BaseException as error:
+            outcome.put(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    if error := outcome.get():
+        raise error

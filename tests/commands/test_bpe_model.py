@@ -1,0 +1,109 @@
+"""A model with a tokenizer trained on its own text, through every command that reads it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer
+from nanogpt_hf.model.build import load_model
+from nanogpt_hf.runs.folder import RunFolder
+
+SIZE = 280
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, make_recipe, forget_accelerate):
+    """A short run with `data.tokenizer: bpe`, in a folder of recipe, prepared data and run."""
+    folder = tmp_path_factory.mktemp("bpe")
+    path = make_recipe(folder / "tiny.yaml")
+    recipe = yaml.safe_load(path.read_text())
+    recipe["data"] |= {"tokenizer": "bpe", "vocab_size": SIZE, "dir": str(folder / "data")}
+    path.write_text(yaml.safe_dump(recipe))
+    forget_accelerate()
+    assert main(["pretrain", str(path), "--run-dir", str(folder / "run")]) == 0
+    return RunFolder(folder / "run")
+
+
+def test_bpe_tokenizer_of_a_model_opens_without_this_package(run):
+    text = "the cat sat<|endoftext|>\n 日本"
+    code = """
+import json, sys
+sys.modules["nanogpt_hf"] = None  # importing it would raise
+from transformers import AutoTokenizer
+tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
+ids = tokenizer(sys.argv[2], split_special_tokens=True)["input_ids"]
+print(json.dumps([len(tokenizer), tokenizer.eos_token, tokenizer.eos_token_id, ids, tokenizer.decode(ids)]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(run.final), text], capture_output=True, text=True, check=True
+    )
+    ids = encode_ordinary(load_tokenizer(run.path.parent / "data" / "tokenizer"), text)
+    assert json.loads(done.stdout.splitlines()[-1]) == [SIZE, "<|endoftext|>", SIZE - 1, ids, text]
+    assert load_model(str(run.final)).config.vocab_size == SIZE
+
+
+def test_bpe_model_is_sampled_and_evaluated(run, text_file, capsys):
+    capsys.readouterr()
+    assert main(["sample", str(run.path), "--prompt", "the cat 日本", "--max-new-tokens", "5"]) == 0
+    assert "the cat 日本" in capsys.readouterr().out
+    assert main(["evaluate", str(run.path), "--data", str(text_file)]) == 0
+    assert "bits per byte" in capsys.readouterr().out
+
+
+def test_bpe_model_is_exported_to_gguf(run, tmp_path, capsys):
+    gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
+    assert main(["export", str(run.path), str(tmp_path / "out"), "--format", "gguf"]) == 0
+    facts = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields.items()}
+    assert (facts["tokenizer.ggml.model"], facts["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
+    assert len(facts["tokenizer.ggml.tokens"]) == SIZE
+    assert len(facts["tokenizer.ggml.merges"]) >= SIZE - 257
+    assert facts["tokenizer.ggml.eos_token_id"] == SIZE - 1
+
+
+def test_bpe_model_is_fine_tuned_with_its_own_tokenizer(run, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("my.txt").write_text("Zebras graze at night. " * 100)
+    few = ["--train.max_steps", "2", "--eval.every", "1", "--run-dir", "tuned"]
+    command = ["finetune", "--from", str(run.path), "--data", "my.txt", *few]
+    assert main([*command, "--data.tokenizer", "bpe", "--data.vocab_size", "280"]) == 2
+    assert "bpe would build a vocabulary from the new text that does not match the model's" in capsys.readouterr().err
+    assert main(command) == 0
+    assert (Path("tuned/final/tokenizer.json")).read_bytes() == (run.final / "tokenizer.json").read_bytes()
+
+
+def test_resume_with_another_vocab_size_is_refused(run, tmp_path, capsys):
+    recipe, other = str(run.path.parent / "tiny.yaml"), str(tmp_path / "data")
+    resumed = ["pretrain", recipe, "--run-dir", str(run.path), "--resume"]
+    assert main([*resumed, "--data.vocab_size", str(SIZE + 1), "--data.dir", other]) == 2
+    assert f"data.vocab_size: {SIZE} -> {SIZE + 1}" in capsys.readouterr().err
+
+
+def test_compare_of_bpe_and_characters_is_by_bits_per_byte(run, tmp_path, make_recipe, capsys, forget_accelerate):
+    forget_accelerate()
+    recipe = make_recipe(tmp_path / "char.yaml")
+    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "char")]) == 0
+    capsys.readouterr()
+    assert main(["compare", str(run.path), str(tmp_path / "char"), "--output", str(tmp_path / "picture.png")]) == 0
+    printed = capsys.readouterr().out
+    assert "best val/bits_per_byte" in printed
+    assert "compared by bits per byte" in printed
+    assert "data.tokenizer" in printed
+
+
+def test_the_dry_run_counts_a_bpe_vocabulary_before_prepare(write_recipe, tmp_path, capsys):
+    knobs = ["--data.tokenizer", "bpe", "--data.vocab_size", "4096", "--data.dir", str(tmp_path / "none")]
+    assert main(["pretrain", str(write_recipe()), "--dry-run", *knobs]) == 0
+    larger = parameters_in(capsys.readouterr().out)
+    assert main(["pretrain", str(write_recipe()), "--dry-run", *[k.replace("4096", "4095") for k in knobs]]) == 0
+    width = yaml.safe_load(write_recipe().read_text())["model"]["n_embd"]
+    assert larger - parameters_in(capsys.readouterr().out) == width
+
+
+def parameters_in(printed: str) -> int:
+    (line,) = [line for line in printed.splitlines() if line.startswith("parameters: ")]
+    return int(line.removeprefix("parameters: ").replace(",", ""))

@@ -1,0 +1,239 @@
+"""BPE trained on the text: deterministic, exact, bounded, and refused in one line if the text is too small for it."""
+
+import json
+import os
+import random
+import signal
+import threading
+import time
+
+import datasets
+import numpy as np
+import pytest
+import transformers
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.data import bpe, tokenizer
+from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer, train_bpe_tokenizer
+from nanogpt_hf.errors import ConfigError, DataError
+
+END = "<|endoftext|>"
+
+
+def random_text(seed: int, size: int) -> str:
+    """Words, numbers, punctuation, white space of all kinds, and characters from everywhere."""
+    draw = random.Random(seed)
+    words = [
+        "the",
+        " cat",
+        " sat's",
+        " 1,234",
+        "\n",
+        "\n\n",
+        "  ",
+        "\t",
+        "\r\n",
+        " \u00a0 ",
+        "日本語",
+        " 😀",
+        END,
+        "-----",
+    ]
+    words += [chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)))) for _ in range(50)]
+    words += ["\x1c", "\x85", "\u2028", "\u3000", "\u180e", "\u200b"]
+    return "".join(draw.choices(words, k=size))
+
+
+TEXTS = [random_text(seed, 200) for seed in range(40)]
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return train_bpe_tokenizer(TEXTS, 500)
+
+
+def make(source, folder, **knobs) -> Config:
+    defaults = {"tokenizer": "bpe", "vocab_size": 300, "validation_fraction": 0.1, "block_size": 8}
+    return Config(data=DataSection(source=str(source), dir=str(folder), **(defaults | knobs)))
+
+
+@pytest.fixture
+def rows(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    return path
+
+
+def test_bpe_ids_are_bytes_then_merges_then_end_of_text(trained):
+    names = trained.hf.convert_ids_to_tokens(list(range(500)))
+    assert (trained.vocab_size, len(set(names))) == (500, 500)
+    assert names[:4] == ["!", '"', "#", "$"], "the order of GPT-2's bytes"
+    assert {len(name) for name in names[:256]} == {1} != {len(name) for name in names[256:499]}
+    assert (names[499], trained.hf.eos_token, trained.hf.eos_token_id) == (END, END, 499)
+
+
+def test_bpe_ids_are_those_of_the_saved_tokenizer_and_decode_to_the_text(trained, tmp_path):
+    trained.hf.save_pretrained(tmp_path)
+    opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    texts = [*(random_text(seed, 30) for seed in range(1000, 1500)), "", " ", END, "a" * 5000, " " * 3000]
+    for text, ids in zip(texts, trained.encode_batch(texts), strict=True):
+        assert encode_ordinary(opened, text) == ids.tolist(), repr(text)
+        assert opened.decode(ids, clean_up_tokenization_spaces=False) == text
+        assert 499 not in ids, "text never becomes a special token"
+
+
+def test_bpe_encodes_long_text_in_pieces_with_the_same_ids(trained, monkeypatch):
+    monkeypatch.setattr(bpe, "_ENCODE_PIECE", 3)
+    for text in TEXTS:
+        pieces = list(bpe.split_at_words(text, 3))
+        assert "".join(pieces) == text
+        assert len(pieces) > 10
+        assert trained.encode_batch([text])[0].tolist() == encode_ordinary(trained.hf, text)
+
+
+def test_bpe_merges_do_not_depend_on_threads_or_processes(trained, rows, tmp_path, monkeypatch):
+    for parallel in ("true", "false"):
+        monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
+        again = train_bpe_tokenizer(iter(TEXTS), 500)
+        assert again.hf.backend_tokenizer.to_str() == trained.hf.backend_tokenizer.to_str()
+    contents = []
+    for processes in (1, 2):
+        config = make(rows, tmp_path / f"by-{processes}", num_proc=processes)
+        contents.append(prepare(config)[0].content())
+    assert contents[0] == contents[1]
+
+
+def test_bpe_training_prints_no_warning_when_processes_are_forked(rows, tmp_path, monkeypatch, capfd):
+    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
+    prepare(make(rows, tmp_path / "data", num_proc=2))
+    assert "fork" not in capfd.readouterr().err
+
+
+def test_bpe_learns_from_the_training_split_alone(tmp_path):
+    source = tmp_path / "input.txt"
+    source.write_text("hello world " * 900 + "zebra crossing " * 80)
+    names = load_after_prepare(make(source, tmp_path / "data", vocab_size=267)).get_vocab()
+    assert "Ġworld" in names
+    assert not any("z" in name and len(name) > 1 for name in names)
+
+
+def load_after_prepare(config):
+    prepare(config)
+    return load_prepared(config).tokenizer
+
+
+def test_bpe_ends_each_of_several_documents(rows, tmp_path):
+    config = make(rows, tmp_path / "data")
+    manifest, _ = prepare(config)
+    assert (manifest.vocab_size, manifest.end_of_text_id) == (300, 299)
+    documents = datasets.load_from_disk(str(tmp_path / "data" / "train"))["input_ids"]
+    assert all(ids.index(299) == len(ids) - 1 for ids in documents)
+
+
+def test_bpe_is_trained_once_for_the_same_text_and_settings(rows, tmp_path, monkeypatch):
+    config = make(rows, tmp_path / "data")
+    first, prepared = prepare(config)
+    assert prepared
+    monkeypatch.setattr(tokenizer, "train_merges", None)  # calling it would raise
+    assert prepare(config) == (first, False)
+    with pytest.raises(DataError, match=r"prepared with data\.vocab_size 300, .* 301"):
+        prepare(make(rows, tmp_path / "data", vocab_size=301))
+
+
+def test_bpe_of_conversations_has_the_tokens_of_their_messages(chat_file, tmp_path):
+    config = make(chat_file, tmp_path / "data", format="chat", block_size=64)
+    tokenizer = load_after_prepare(config)
+    assert {"red", "Ġgreen"} & tokenizer.get_vocab().keys()
+    assert tokenizer.chat_template
+
+
+def test_a_vocab_size_that_the_text_does_not_support_is_refused_with_the_size_that_it_does(tmp_path):
+    text = "the cat sat on the mat " * 30
+    with pytest.raises(DataError, match=r"data\.vocab_size: 9,000 is more .* use at most \d+, or more text") as raised:
+        train_bpe_tokenizer([text], 9000)
+    assert "\n" not in str(raised.value)
+    most = int(str(raised.value).rpartition("at most ")[2].partition(",")[0])
+    assert train_bpe_tokenizer([text], most).vocab_size == most
+    with pytest.raises(DataError, match="more than the training text supports"):
+        train_bpe_tokenizer([text], most + 1)
+    source = tmp_path / "input.txt"
+    source.write_text(text)
+    with pytest.raises(DataError, match="more than the training text supports"):
+        prepare(make(source, tmp_path / "data", vocab_size=9000))
+    assert not (tmp_path / "data").exists()
+
+
+def test_bpe_of_257_tokens_has_bytes_alone():
+    ids = train_bpe_tokenizer([], 257).encode_batch(["é!", ""])
+    assert [len(row) for row in ids] == [3, 0]
+    assert ids[1].dtype == np.uint32
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ([("data.tokenizer", "bpe")], "data.vocab_size: required by data.tokenizer bpe"),
+        ([("data.tokenizer", "bpe"), ("data.vocab_size", "256")], "data.vocab_size: must be at least 257, got 256"),
+        (
+            [("data.vocab_size", "300")],
+            "data.vocab_size: only data.tokenizer bpe is trained to a size, and this is char",
+        ),
+    ],
+)
+def test_a_wrong_vocab_size_is_one_line(write_recipe, knobs, message):
+    with pytest.raises(ConfigError) as raised:
+        load_config(write_recipe(), knobs)
+    (line,) = raised.value.problems
+    assert message in line
+
+
+# --- the sample that merges are trained on ---------------------------------------------------------------------------
+
+
+def test_spread_sample_keeps_all_of_a_short_text():
+    texts = ["", "a" * 10_000, "é" * 5, ""]
+    assert "".join(bpe.spread_sample(iter(texts), 10_010)) == "".join(texts)
+
+
+@pytest.mark.parametrize(
+    "lengths", [[3_000_000], [10] * 10_000, [50_000, 3, 0, 200_000] * 4], ids=["one", "many", "mixed"]
+)
+def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
+    numbers = iter(range(10**9))
+    texts = ["".join(f"{next(numbers):08}," for _ in range(length // 9 + 1))[:length] for length in lengths]
+    limit = sum(lengths) // 7
+    sample = bpe.spread_sample(iter(texts), limit)
+    assert limit / 2 - 4096 <= sum(map(len, sample)) <= limit
+    assert sample == bpe.spread_sample(texts, limit)
+    whole = "".join(texts)
+    places = [whole.index(piece) / len(whole) for piece in sample if len(piece) >= 10]
+    assert places == sorted(places)
+    gaps = np.diff([0, *places, 1])
+    assert max(gaps) < 0.2, "no part of the text is left out"
+
+
+# --- interruption ----------------------------------------------------------------------------------------------------
+
+
+def test_training_ends_at_a_signal_at_once():
+    stop = threading.Event()
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        bpe._run_interruptibly(lambda: stop.wait(30))
+    stop.set()
+    assert time.monotonic() - start < 15
+
+
+def test_an_error_of_the_training_is_raised():
+    with pytest.raises(ZeroDivisionError):
+        bpe._run_interruptibly(lambda: 1 / 0)
+
+
+def test_a_folder_with_a_trained_tokenizer_can_be_named_as_data_tokenizer(trained, tmp_path):
+    trained.hf.save_pretrained(tmp_path)
+    assert tokenizer.vocabulary_hash(load_tokenizer(tmp_path)) == tokenizer.vocabulary_hash(trained.hf)
+    named = tokenizer.build_tokenizer(str(tmp_path), [])
+    assert named.encode_batch(TEXTS[:3])[2].tolist() == trained.encode_batch(TEXTS[:3])[2].tolist()
