@@ -1,4 +1,7 @@
-"""What a user did wrong, said in one line. Imports nothing heavy, so that every floor can raise these."""
+"""Errors that end a command with one line, and the translation of library errors into such a line.
+
+Imports nothing heavy, so that every package can raise these errors.
+"""
 
 import difflib
 import errno
@@ -11,15 +14,15 @@ from nanogpt_hf.formatting import plural
 _PROBLEMS_SHOWN = 100
 EXIT_LOST = 1
 EXIT_USER_ERROR = 2
-EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: try again, and `--resume` goes on
+EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to continue
 
 
 class UserError(Exception):
-    """A mistake that its maker can mend. The message is one line that says what to do; `main` exits with 2."""
+    """An error that the user can correct. The message is one line with the remedy; `main` exits with status 2."""
 
 
 class ConfigError(UserError):
-    """Every problem of a recipe and its overrides at once, one line each."""
+    """All problems of a recipe and its overrides, one line each."""
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
@@ -42,40 +45,40 @@ class DivergedError(UserError):
 
 
 class NotEnoughMemoryError(UserError):
-    """The memory of this process was not enough, whatever the other processes of the run have."""
+    """This process ran out of memory; the other processes of the run may have enough."""
 
 
 class Stopped(Exception):  # noqa: N818  (not an error: the run was saved)
-    """Training ended early because a signal asked for it, after saving; `main` exits with 75."""
+    """A signal ended training early, after saving; `main` exits with status 75."""
 
 
-class LostProcess(Exception):  # noqa: N818  (what ended is another process; this one only says so)
-    """Another process of the run died or does not answer. One line; `main` exits with 1."""
+class LostProcess(Exception):  # noqa: N818  (the error is in another process)
+    """Another process of the run died or does not respond; `main` exits with status 1."""
 
 
-# How torch and the C++ library say that memory was not enough, in errors that have no class of their own.
+# Messages of torch and the C++ library about memory, in errors without a class for it.
 _NO_MEMORY = re.compile(r"can.t allocate memory|bad_alloc|not enough memory|out of memory", re.IGNORECASE)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether the error says that the memory of this machine or of a device was not enough."""
+    """Whether the error means that this machine or a device ran out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
     return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
 
 
 def explain(error: BaseException) -> str | None:
-    """The line for an error that a user, a file, the machine or the network caused; None for any other: it is a bug.
+    """One line for an error caused by a user, a file, the machine or the network; None for any other, which is a bug.
 
-    This is the one place that decides. A library's error that was raised from one of these is explained by it.
+    An error that was raised from such an error is explained by its cause.
     """
     if isinstance(error, UserError):
         return str(error)
     if is_out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
-        wanted = f" ({amount[1]} more were asked for)" if amount else ""
-        return f"out of memory{wanted}: take a smaller model, batch or block, or free some memory"
-    if isinstance(error, BrokenPipeError):  # the reader of our output has left, and nobody would read the line
+        wanted = f" ({amount[1]} more were requested)" if amount else ""
+        return f"out of memory{wanted}: use a smaller model, batch or block size, or free some memory"
+    if isinstance(error, BrokenPipeError):  # the reader of the output is gone, and would not read the line
         return None
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
@@ -85,14 +88,14 @@ def explain(error: BaseException) -> str | None:
         return "a JSON file is nested too deeply to be read"
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "safetensors.SafetensorError" in names:
-        return f"a file of weights cannot be read or written: {one_line(error)}"
+        return f"a safetensors file cannot be read or written: {one_line(error)}"
     if "httpx.TransportError" in names:
         return f"the network: {one_line(error) or type(error).__name__}"
     return explain(error.__cause__) if error.__cause__ else None
 
 
 def one_line(error: BaseException | str, limit: int = 300) -> str:
-    """The text of an error in one line, cut at `limit` characters: libraries write whole pages."""
+    """The message of an error in one line, cut at `limit` characters."""
     text = " ".join(str(error).split())
     return text if len(text) <= limit else f"{text[: limit - 2]} …"
 

@@ -30,7 +30,7 @@ def test_failures_of_the_system_name_the_file_and_the_reason(tmp_path):
 def test_a_damaged_file_of_weights_is_explained(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"x" * 100)
     error = raised(lambda: safe_open(tmp_path / "w.safetensors", "pt").__enter__())
-    assert explain(error).startswith("a file of weights cannot be read or written: ")
+    assert explain(error).startswith("a safetensors file cannot be read or written: ")
 
 
 @pytest.mark.parametrize(

@@ -81,7 +81,8 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     per_step = choose(
         "train.tokens_per_step",
         chosen,
-        f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), rounded down to a power of 2 of blocks",
+        f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), "
+        "rounded down to a power of 2 of blocks",
     )
     choose(
         "train.micro_batch_size",

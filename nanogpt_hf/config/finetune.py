@@ -1,13 +1,13 @@
-"""What fine-tuning does otherwise than pretraining: its defaults, and what is frozen when."""
+"""Defaults of fine-tuning, and which layers are frozen at a step."""
 
 from typing import Any
 
 from nanogpt_hf.config.schema import FinetuneSection
 
-# In place of the schema's defaults; recipe and command line go over them.
+# They replace the schema's defaults; recipe and command line override them.
 _DEFAULTS = {
     "data.validation_fraction": 0.1,  # texts to fine-tune on are short
-    "optim.learning_rate": 6e-5,  # a tenth of pretraining's: most is learned already
+    "optim.learning_rate": 6e-5,  # a tenth of pretraining's, since the model is trained already
     "optim.min_learning_rate": 6e-6,
     "optim.muon_learning_rate": 2e-3,
     "model.dropout": 0.1,  # short texts are seen many times
@@ -19,7 +19,7 @@ _DEFAULTS = {
     "checkpoint.every": 100,
 }
 _LORA_DEFAULTS = {
-    "optim.learning_rate": 6e-4,  # its matrices start at nothing and are few: Biderman et al. 2024, arXiv:2405.09673
+    "optim.learning_rate": 6e-4,  # the best for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673
     "optim.min_learning_rate": 6e-5,
 }
 _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
@@ -28,7 +28,7 @@ _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
 def finetune_defaults(
     base: dict[str, Any], *, block_size: int, max_steps: int | None = None, lora: bool = False
 ) -> dict[str, Any]:
-    """The defaults of a fine-tuning run from a model with the knobs `base`, where so much is known of it already."""
+    """The defaults of a fine-tuning run; `base` are the sizes of the model to start from, as knobs."""
     sizes = {
         "data.block_size": block_size,
         "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size,
@@ -38,14 +38,14 @@ def finetune_defaults(
 
 
 def frozen_layers_at(step: int, finetune: FinetuneSection) -> int:
-    """Blocks that are frozen, from the bottom, while step number `step` is trained: 0 is the embeddings alone, -1 none.
+    """Number of frozen blocks, from the bottom, during step `step`: 0 is the embeddings only, -1 nothing.
 
-    Every `unfreeze_every` steps the topmost thaws, and a while after the lowest the embeddings.
+    The topmost frozen block is unfrozen every `unfreeze_every` steps, and the embeddings last.
     """
     if finetune.freeze_layers is None:
         return -1
-    thawed = step // finetune.unfreeze_every if finetune.unfreeze_every else 0
-    return max(-1, finetune.freeze_layers - thawed)
+    unfrozen = step // finetune.unfreeze_every if finetune.unfreeze_every else 0
+    return max(-1, finetune.freeze_layers - unfrozen)
 
 
 def next_unfreezing(step: int, finetune: FinetuneSection) -> int | None:

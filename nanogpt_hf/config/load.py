@@ -1,4 +1,4 @@
-"""Recipe file + command line -> Config, every mistake reported at once; and the resolved recipe back to disk."""
+"""Load a recipe and command-line overrides into a checked Config, and write a Config as a recipe."""
 
 import contextlib
 import dataclasses
@@ -32,18 +32,18 @@ logger = logging.getLogger(__name__)
 
 _WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
 _LARGEST_RECIPE = 1_000_000  # characters
-_MOST_NODES = 100_000  # of a recipe whose aliases are written out
-_SHORT = reprlib.Repr()  # of what was written instead of a value: aliases make a few lines of YAML gigabytes of it
+_MAX_NODES = 100_000  # of a recipe with its aliases expanded
+_SHORT = reprlib.Repr()  # for wrong values: with aliases, a few lines of YAML stand for gigabytes
 _SHORT.maxlevel, _SHORT.maxlist, _SHORT.maxdict, _SHORT.maxstring, _SHORT.maxother = 2, 3, 3, 80, 80
-_NO_TEXT = re.compile(r"[\0\ud800-\udfff]")  # NUL, and halves of a character
-_THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")  # as our own messages write numbers: 491,520
+_NOT_TEXT = re.compile(r"[\0\ud800-\udfff]")  # NUL and lone surrogates
+_THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")  # as messages write numbers: 491,520
 
 
 class _RecipeLoader(yaml.SafeLoader):
-    """yaml.safe_load, except that values stay the text that was written, and a key written twice is an error.
+    """yaml.safe_load, except that scalars stay text, and a key that occurs twice is an error.
 
-    The knob's type then reads the text as it does on the command line. YAML 1.1 would guess: 6e-4 is text to it, 010
-    is eight, a revision 1.10 is 1.1 and `project: on` is true.
+    `convert` then reads the text by the knob's type, as on the command line. YAML 1.1 would guess: it reads 6e-4 as
+    text, 010 as eight, the revision 1.10 as 1.1 and `project: on` as true.
     """
 
     yaml_implicit_resolvers = {  # noqa: RUF012  (PyYAML's own attribute)
@@ -52,18 +52,18 @@ class _RecipeLoader(yaml.SafeLoader):
     }
 
     def construct_document(self, node: yaml.Node) -> Any:
-        sizes: dict[int, int] = {}  # of a node with all that its aliases stand for
+        sizes: dict[int, int] = {}  # of a node with its aliases expanded
 
         def size(node: yaml.Node) -> int:
             if id(node) not in sizes:
-                sizes[id(node)] = _MOST_NODES + 1  # while it is counted: a node that holds itself has no end
+                sizes[id(node)] = _MAX_NODES + 1  # while it is counted, since a node may contain itself
                 parts = node.value if isinstance(node, yaml.CollectionNode) else []
                 parts = [part for pair in parts for part in pair] if isinstance(node, yaml.MappingNode) else parts
                 sizes[id(node)] = 1 + sum(map(size, parts))
             return sizes[id(node)]
 
-        if size(node) > _MOST_NODES:
-            raise yaml.constructor.ConstructorError(None, None, "its aliases stand for too much", node.start_mark)
+        if size(node) > _MAX_NODES:
+            raise yaml.constructor.ConstructorError(None, None, "its aliases expand to too much", node.start_mark)
         return super().construct_document(node)
 
 
@@ -71,7 +71,7 @@ def _mapping(loader: _RecipeLoader, node: yaml.MappingNode) -> dict:
     written = set()
     for key, _ in node.value:
         if str(key.value) in written:
-            raise yaml.constructor.ConstructorError(None, None, f"{key.value} is written twice", key.start_mark)
+            raise yaml.constructor.ConstructorError(None, None, f"{key.value} occurs twice", key.start_mark)
         written.add(str(key.value))
     return yaml.SafeLoader.construct_mapping(loader, node, deep=True)
 
@@ -88,7 +88,7 @@ def parse_flow_list(text: str) -> list[Any]:
 
 
 def _as(option: Any, value: Any) -> Any:
-    """`value` (text, or what YAML makes of lists and null) as a plain type or literal; ValueError where it is none."""
+    """`value` (text, or a list or None from YAML) as a plain type or literal. Raises ValueError if it is not one."""
     if option is type(None):
         if value is None or (isinstance(value, str) and value.lower() in ("null", "none", "~")):
             return None
@@ -123,9 +123,9 @@ def convert(knob: Knob, value: Any) -> Any:
     Raises ValueError with a message such as "expected an integer, got 'ten'".
     """
     options = kind_options(knob.kind)
-    if knob.default == "":  # null leaves it out, as it does for a knob whose default is null
+    if knob.default == "":  # null leaves such a knob out, as it does one whose default is null
         options = (type(None), *options)
-    for option in sorted(options, key=lambda option: option is str):  # text last: `null` is None before it is a word
+    for option in sorted(options, key=lambda option: option is str):  # str last, so that `null` is None
         try:
             result = _as(option, value)
             break
@@ -146,18 +146,18 @@ def convert(knob: Knob, value: Any) -> Any:
         if high is not None and result > high:
             raise ValueError(f"must be at most {f'{high:,}' if isinstance(high, int) else high}, got {result!s:.40}")
     texts = result if isinstance(result, list) else [result]
-    if any(isinstance(text, str) and _NO_TEXT.search(text) for text in texts):
-        raise ValueError(f"has a character that no file can hold: {_SHORT.repr(value)}")
+    if any(isinstance(text, str) and _NOT_TEXT.search(text) for text in texts):
+        raise ValueError(f"has a character that a file cannot contain: {_SHORT.repr(value)}")
     return result
 
 
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
-    """The recipe's dotted keys and values, and what is wrong with its shape."""
+    """The dotted keys and values of a recipe, and its errors of structure."""
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LARGEST_RECIPE + 1)
         if len(text) > _LARGEST_RECIPE:
-            raise ConfigError([f"{path}: is longer than {_LARGEST_RECIPE:,} characters, so it is no recipe"])
+            raise ConfigError([f"{path}: longer than {_LARGEST_RECIPE:,} characters, so it is not a recipe"])
         tree = yaml.load(text, Loader=_RecipeLoader)
     except FileNotFoundError:
         near = did_you_mean(path.name, (p.name for p in path.parent.glob("[!.]*.y*ml")) if path.parent.is_dir() else ())
@@ -168,9 +168,9 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         raise ConfigError([f"{path}: cannot be read as a recipe: {reason}"]) from None
     except (yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
-        where = f"line {mark.line + 1}: " if mark else ""
+        line = f"line {mark.line + 1}: " if mark else ""
         reason = one_line(str(getattr(error, "problem", error)))
-        raise ConfigError([f"{path}: {where}not valid YAML: {reason}"]) from None
+        raise ConfigError([f"{path}: {line}not valid YAML: {reason}"]) from None
     if tree is None:
         tree = {}
     if not isinstance(tree, dict):
@@ -191,14 +191,14 @@ def recipe_name(path: Path) -> str:
     """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its folder."""
     name = path.resolve().parent.name if path.stem == "recipe" else path.stem
     if name.strip(".") == "":
-        raise ConfigError([f"{path}: a run named after it would have no name; give the recipe another file name"])
+        raise ConfigError([f"{path}: a run named after this file would have no name; rename the recipe"])
     return name
 
 
 def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
-    """Dotted key -> what recipe and command line say, as it is written there: nothing is checked but the file's shape.
+    """Dotted key -> value as the recipe or the command line states it, unchecked.
 
-    Raises ConfigError where the recipe cannot be read.
+    Raises ConfigError if the recipe cannot be read.
     """
     return (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
 
@@ -209,17 +209,17 @@ def load_config(
     defaults: dict[str, Any] | None = None,
     name: str = "",
 ) -> Config:
-    """Defaults (the schema's, then `defaults`), then the recipe, then `overrides`, checked.
+    """Read a recipe, apply `overrides` to it, and check the result. Unstated knobs have `defaults`, or the schema's.
 
     `overrides` are pairs of dotted key and text, or a mapping such as {"train.max_steps": 200}.
 
-    `model.depth` chooses other knobs (config/dial.py). What is stated beside it or after it overrides its choices: in
-    the recipe if that has the depth, and in `overrides`.
+    `model.depth` chooses other knobs (config/dial.py). A recipe that states the depth overrides its choices by what
+    else it states; `overrides` always do.
 
-    `recipe` is a file, or the name of a shipped recipe such as quickstart. Without one, `name` stands for its name.
+    `recipe` is a file, or the name of a shipped recipe such as quickstart. Without a recipe, the config has `name`.
 
-    Raises ConfigError with every problem found: unknown keys, wrong types, values out of bounds, values that do not
-    fit each other. A key with a problem of its own is left out of the rules over several keys.
+    Raises ConfigError with every problem: unknown keys, wrong types, values out of bounds, values that conflict. A rule
+    over several knobs is not applied if one of them has a problem already.
     """
     recipe = find_recipe(recipe) if recipe else None
     if isinstance(overrides, Mapping):
@@ -259,7 +259,7 @@ def load_config(
             origins |= {choice.key: origins["model.depth"] for choice in chosen if choice.key not in overriding}
         except ValueError as error:
             problems.append(f"{origins['model.depth']}model.depth: {error}")
-            bad |= set(KNOBS)  # they are not chosen yet, so the rules over them say nothing
+            bad |= set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
     for conflict in find_conflicts(config):
         if not bad & set(conflict.keys):
             key = conflict.keys[0]
@@ -281,7 +281,7 @@ def config_to_yaml(config: Config) -> str:
 
 
 def knob_lines() -> list[str]:
-    """The `--help` table: every knob with its default and meaning, by section."""
+    """The table of knobs in `--help`: name, meaning, choices and default, by section."""
     lines, section = [], ""
     for key, knob in KNOBS.items():
         if key.partition(".")[0] != section:

@@ -1,7 +1,7 @@
-"""Every knob of an experiment, once: its type, default, unit, bounds and one line of meaning.
+"""The knobs of a recipe: type, default, bounds and meaning of each.
 
-The machine (devices, processes, precision, sharding, compile) is not here: accelerate's config owns it.
-A new knob is one line below; `--help`, the checks and the resolved recipe follow from it.
+The machine (devices, processes, precision, sharding, compilation) is in accelerate's config instead. A new knob is one
+line below; `--help`, the conversion of values and the resolved recipe follow from it.
 """
 
 import types
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-LARGEST = 10**15  # an integer knob without an upper bound of its own; far beyond what any run counts
+LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
 
 
 def knob(default: Any, meaning: str, *, low: float | None = None, high: float | None = None) -> Any:
@@ -24,19 +24,22 @@ def knob(default: Any, meaning: str, *, low: float | None = None, high: float | 
 @dataclass(frozen=True)
 class ModelSection:
     depth: int | None = knob(
-        None, "size dial: width, heads, learning rate, batch and steps for this many blocks", low=1, high=1000
+        None,
+        "size dial: blocks; width, heads, learning rate, batch and steps follow",
+        low=1,
+        high=1000,
     )
-    aspect_ratio: int = knob(64, "with model.depth: channels per block, and channels of a head", low=1, high=10_000)
+    aspect_ratio: int = knob(64, "with model.depth: width per block, and width of a head", low=1, high=10_000)
     n_layer: int = knob(12, "transformer blocks", low=1, high=1000)
-    n_head: int = knob(12, "attention heads a block; divides n_embd", low=1, high=10_000)
+    n_head: int = knob(12, "attention heads per block; divides n_embd", low=1, high=10_000)
     n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
-    n_positions: int = knob(1024, "longest context the model has positions for, in tokens", low=1, high=100_000_000)
+    n_positions: int = knob(1024, "longest context, in tokens", low=1, high=100_000_000)
     pad_vocab_to_multiple_of: int = knob(
-        1, "round the embedding's rows up from the tokenizer's size: 64 is fast on GPUs", low=1, high=1_000_000
+        1, "round the rows of the embedding up to a multiple; 64 is fast on GPUs", low=1, high=1_000_000
     )
-    bias: bool = knob(False, "biases in Linear and LayerNorm (GPT-2 has them, nanoGPT leaves them out)")
+    bias: bool = knob(False, "biases in Linear and LayerNorm layers, as in GPT-2")
     dropout: float = knob(0.0, "dropout probability on embeddings, attention and residuals", low=0, high=0.99)
-    activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu is exact, gelu_new is OpenAI's tanh form")
+    activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu_new is GPT-2's tanh approximation")
     init: Literal["gpt2", "zero_residual"] = knob(
         "gpt2", "initial weights: GPT-2's, or with zeros in the layers that write to the residual stream"
     )
@@ -44,30 +47,30 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    source: str = knob("", "python-docs, a file, folder, glob or http(s) URL, or a Hub data set's name")
-    format: Literal["text", "chat"] = knob("text", "text to go on from, or conversations: loss on the answers only")
-    sha256: str | None = knob(None, "expected sha256 of a URL's content")
+    source: str = knob("", "the text: python-docs, a file, folder, glob, http(s) URL, or the name of a Hub data set")
+    format: Literal["text", "chat"] = knob("text", "text, or conversations: only answers count in the loss")
+    sha256: str | None = knob(None, "expected sha256 of the file at a URL")
     config: str | None = knob(None, "configuration of a Hub data set")
     split: str = knob("train", "split of a Hub data set to train on")
     validation_split: str | None = knob(
-        None, "split of a Hub data set to validate on; left out, a fraction is held out"
+        None, "split of a Hub data set to validate on (default: data.validation_fraction is held out)"
     )
     revision: str | None = knob(None, "commit or tag of a Hub data set")
-    text_column: str = knob("text", "column that holds the text of a row")
-    validation_fraction: float = knob(0.0005, "share held out: a lone document's tail, else documents", low=0, high=0.5)
-    validation_seed: int = knob(2357, "seed that draws the documents held out", low=0, high=2**64 - 1)
+    text_column: str = knob("text", "column with the text of a row")
+    validation_fraction: float = knob(
+        0.0005, "share held out: the end of a single document, or whole documents", low=0, high=0.5
+    )
+    validation_seed: int = knob(2357, "seed of the choice of documents to hold out", low=0, high=2**64 - 1)
     tokenizer: str = knob("gpt2", "char, gpt2, bpe (trained on the text), or a Hugging Face tokenizer's name or folder")
     vocab_size: int | None = knob(
         None, "bpe: tokens of the vocabulary: 256 bytes, merges, end-of-text", low=257, high=1_000_000
     )
-    num_proc: int | None = knob(
-        None, "processes that tokenize; left out, one a core where the text is large", low=1, high=1024
-    )
-    dir: str = knob("", "folder of the prepared tokens; left out, data/<recipe name>")
-    block_size: int = knob(1024, "tokens of context in a training example", low=1, high=100_000_000)
-    order: Literal["shuffled", "random"] = knob("shuffled", "every block once an epoch, or windows at random offsets")
+    num_proc: int | None = knob(None, "tokenizing processes (default: one per core for a large text)", low=1, high=1024)
+    dir: str = knob("", "folder of the prepared data (default: data/<recipe name>)")
+    block_size: int = knob(1024, "tokens in a training sequence", low=1, high=100_000_000)
+    order: Literal["shuffled", "random"] = knob("shuffled", "every block once per epoch, or windows at random offsets")
     packing: Literal["packed", "padded"] = knob(
-        "packed", "chat: several conversations in a block, blind to each other, or one and padding"
+        "packed", "chat: several conversations per block, which do not attend to each other, or one and padding"
     )
 
 
@@ -85,14 +88,14 @@ class OptimSection:
     )
     min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", low=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
-        "cosine", "shape after warm-up; wsd is warm-up, stable, linear decay"
+        "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
     )
     warmup_steps: int = knob(2000, "steps of linear warm-up", low=0)
-    decay_fraction: float = knob(0.2, "wsd: last share of the steps that decays", low=0, high=1)
+    decay_fraction: float = knob(0.2, "wsd: share of the steps that the decay takes", low=0, high=1)
     weight_decay: float = knob(0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", low=0)
-    beta1: float = knob(0.9, "AdamW's momentum", low=0, high=0.999999)
-    beta2: float = knob(0.95, "AdamW's second-moment decay", low=0, high=0.999999)
-    max_grad_norm: float = knob(1.0, "gradients are clipped to this norm; 0 clips nothing", low=0)
+    beta1: float = knob(0.9, "decay of AdamW's first moment", low=0, high=0.999999)
+    beta2: float = knob(0.95, "decay of AdamW's second moment", low=0, high=0.999999)
+    max_grad_norm: float = knob(1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", low=0)
     state: Literal["float32", "8bit"] = knob("float32", "precision of AdamW's state; 8bit needs torchao")
 
 
@@ -100,19 +103,21 @@ class OptimSection:
 class TrainSection:
     max_steps: int = knob(600_000, "optimizer steps", low=1)
     tokens_per_parameter: float = knob(
-        20.0, "with model.depth: training tokens for each parameter; 20 is compute-optimal", low=0.001, high=1e6
+        20.0, "with model.depth: training tokens per parameter; 20 is compute-optimal", low=0.001, high=1e6
     )
     tokens_per_step: int = knob(
         491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1, high=10_000_000_000
     )
     micro_batch_size: int | Literal["auto"] = knob(
-        12, "sequences in one forward pass of one process; auto takes the most that fit", low=1, high=10_000_000
+        12, "sequences in one forward pass of a process; auto: the largest number that fits", low=1, high=10_000_000
     )
-    seed: int = knob(1337, "seed of the weights, the order of the data and dropout", low=0, high=2**64 - 1)
+    seed: int = knob(1337, "seed of initial weights, data order, dropout and samples", low=0, high=2**64 - 1)
     rollback_ratio: float | None = knob(
-        None, "go back to the newest checkpoint, and past its data, at a loss this many times its average", low=1
+        None,
+        "if the loss exceeds this multiple of its average, load a checkpoint and skip the data since",
+        low=1,
     )
-    max_time: str | None = knob(None, "save and stop after this time, for example 11h30m or 45m (exit status 75)")
+    max_time: str | None = knob(None, "save and stop after this time, such as 11h30m or 45m (exit status 75)")
 
     @property
     def min_micro_batch_size(self) -> int:
@@ -123,28 +128,28 @@ class TrainSection:
 @dataclass(frozen=True)
 class EvalSection:
     every: int = knob(1000, "steps between evaluations", low=1)
-    tokens: int | Literal["all"] = knob(2_457_600, "validation tokens in one evaluation, or all", low=1)
+    tokens: int | Literal["all"] = knob(2_457_600, "validation tokens per evaluation, or all", low=1)
     patience: int | None = knob(
-        None, "stop when this many evaluations in a row brought no better validation loss; left out, never", low=1
+        None, "stop after this many evaluations in a row without a better validation loss (default: never)", low=1
     )
-    tasks: list[str] = knob([], "lm-eval tasks run at each evaluation: names or YAML files")  # noqa: RUF009
-    tasks_limit: int | None = knob(None, "questions asked of each task, its first ones; left out, all", low=1)
-    samples: list[str] = knob([], "texts to continue at step 0 and at each evaluation, shown in the report")  # noqa: RUF009
-    sample_tokens: int = knob(100, "tokens written after each of eval.samples", low=1, high=1_000_000)
+    tasks: list[str] = knob([], "lm-eval tasks to run at each evaluation: names or YAML files")  # noqa: RUF009
+    tasks_limit: int | None = knob(None, "number of questions per task, the first ones (default: all)", low=1)
+    samples: list[str] = knob([], "prompts to continue at step 0 and at each evaluation, for the report")  # noqa: RUF009
+    sample_tokens: int = knob(100, "tokens generated for each of eval.samples", low=1, high=1_000_000)
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
     every: int = knob(1000, "steps between checkpoints", low=1)
-    keep: int = knob(2, "newest checkpoints kept, and always the newest one that is known to be sound", low=1)
+    keep: int = knob(2, "newest checkpoints to keep; the newest one known to be finite is kept too", low=1)
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    every: int = knob(10, "steps between training lines in metrics.jsonl and the trackers", low=1)
-    trackers: list[str] = knob([], "accelerate's trackers by name: wandb, tensorboard, ...")  # noqa: RUF009
-    project: str = knob("nanogpt_hf", "project name given to the trackers")
-    layers: bool = knob(False, "layer by layer: norms, update ratios, attention logits, activations")
+    every: int = knob(10, "steps between training metrics in metrics.jsonl and the trackers", low=1)
+    trackers: list[str] = knob([], "names of accelerate's trackers: wandb, tensorboard, ...")  # noqa: RUF009
+    project: str = knob("nanogpt_hf", "project name for the trackers")
+    layers: bool = knob(False, "log for each layer: norms, update ratios, attention logits, activations")
 
 
 # The linear layers of a block, which LoRA can adapt: attention's four and the MLP's two.
@@ -153,37 +158,35 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "fc", "proj"]
 
 @dataclass(frozen=True)
 class FinetuneSection:
-    model: str | None = knob(None, "what to start from: a Hub id, a model folder, a run folder; left out, scratch")
-    revision: str | None = knob(None, "commit or tag of a Hub id; left out, the newest, which is then written down")
-    freeze_layers: int | None = knob(
-        None, "keep the embeddings and this many blocks from the bottom as they are", low=0
-    )
+    model: str | None = knob(None, "model to start from: a Hub id, model folder or run folder (default: none)")
+    revision: str | None = knob(None, "commit or tag of a Hub id (default: the newest commit, which the run records)")
+    freeze_layers: int | None = knob(None, "freeze the embeddings and this many blocks, from the bottom", low=0)
     unfreeze_every: int | None = knob(
-        None, "steps after which the topmost frozen block thaws, and so on down; the embeddings thaw last", low=1
+        None, "unfreeze one block, from the top, every this many steps; the embeddings last", low=1
     )
-    layer_decay: float = knob(1.0, "learning rate of a layer as a share of the one above it", low=0.01, high=1)
+    layer_decay: float = knob(1.0, "factor of the learning rate from each layer to the one below it", low=0.01, high=1)
 
 
 @dataclass(frozen=True)
 class LoraSection:
     rank: int | None = knob(
-        None, "train two thin matrices of this rank beside each target; left out, no LoRA", low=1, high=100_000
+        None, "rank of the LoRA adapters (default: no LoRA, all weights are trained)", low=1, high=100_000
     )
-    alpha: float | None = knob(None, "their product is scaled by alpha / rank; left out, 2 x rank", low=0)
-    dropout: float = knob(0.0, "dropout probability on what goes into them", low=0, high=0.99)
-    targets: list[str] = knob(LORA_TARGETS, "linear layers that get them")  # noqa: RUF009
-    merge: bool = knob(False, "write whole models with the adapter added in, which open as plain GPT-2")
-    quantize: Literal["8bit", "4bit"] | None = knob(None, "hold the frozen weights in 8 or 4 bits (needs bitsandbytes)")
+    alpha: float | None = knob(None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", low=0)
+    dropout: float = knob(0.0, "dropout probability on the adapters' input", low=0, high=0.99)
+    targets: list[str] = knob(LORA_TARGETS, "linear layers that get an adapter")  # noqa: RUF009
+    merge: bool = knob(False, "write whole models with the adapters merged in, which open as plain GPT-2")
+    quantize: Literal["8bit", "4bit"] | None = knob(None, "quantize the frozen weights (needs bitsandbytes)")
 
 
 @dataclass(frozen=True)
 class HubSection:
     push: Literal["best", "final"] | None = knob(
-        None, "push to the Hub: each new best model as the run goes, or the last"
+        None, "push to the Hub: every new best model during the run, or the final model"
     )
-    repo: str | None = knob(None, "repository to push to, as user/name; made at the first push if it is not there")
-    private: bool = knob(False, "make the repository a private one")
-    license: str | None = knob(None, "licence for the model card, by the Hub's name for it, for example apache-2.0")
+    repo: str | None = knob(None, "repository to push to, as user/name; the first push creates it")
+    private: bool = knob(False, "create a private repository")
+    license: str | None = knob(None, "licence in the model card, by the Hub's name for it, such as apache-2.0")
 
 
 @dataclass(frozen=True)
@@ -197,7 +200,7 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """A resolved recipe. `name` is the recipe's name, which run and data folders take when not told otherwise."""
+    """A resolved recipe. `name` is the recipe's name, the default name of its run folder and data folder."""
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
@@ -210,22 +213,22 @@ class Config:
     lora: LoraSection = field(default_factory=LoraSection)
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
-    dial: tuple[Choice, ...] = ()  # what model.depth chose, to show; no part of the recipe
+    dial: tuple[Choice, ...] = ()  # what model.depth chose, for display; not part of the recipe
 
 
 @dataclass(frozen=True)
 class Knob:
-    """One row of the schema, as `--help` and the checks need it."""
+    """A knob of the schema as `--help` and the conversion of values read it."""
 
     key: str
     kind: Any  # the annotation: int, float, bool, str, list[str], or a union or Literal of those
     default: Any
     meaning: str
     low: float | None
-    high: float | None  # integers have LARGEST beside it
+    high: float | None  # for integers, None means LARGEST
 
 
-# Knobs of older versions: the default they had, and what replaces them. A recipe may still hold them; they are ignored.
+# Knobs of older versions: the default they had, and what replaces them. A recipe may still have them; they are ignored.
 REMOVED_KNOBS: dict[str, tuple[Any, str]] = {
     "model.vocab_size": (None, "the tokenizer decides; use model.pad_vocab_to_multiple_of to pad it"),
     "optim.moments": ("float32", "use optim.state"),
@@ -266,7 +269,7 @@ def replace_knobs(config: Config, values: Mapping[str, Any]) -> Config:
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:
-    """The plain types and literal values that an annotation allows: `int | Literal["all"]` -> (int, "all")."""
+    """The plain types and literal values of an annotation: `int | Literal["all"]` -> (int, "all")."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:

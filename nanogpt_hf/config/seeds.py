@@ -1,4 +1,4 @@
-"""Every random number of a run comes from its seed, a named stream and counters, never from what ran before."""
+"""Derive the seed of every random number of a run from the run's seed, a named stream and counters."""
 
 import numpy as np
 

@@ -6,7 +6,7 @@ PACKAGE = Path(__file__).parents[1]
 
 
 def shipped_folder(name: str) -> Path:
-    """`recipes` or `recipes/reference`: inside the package if it was installed, beside it in a checkout."""
+    """`recipes` or `recipes/reference`: inside an installed package, next to it in a checkout."""
     installed = PACKAGE / name
     return installed if installed.is_dir() else PACKAGE.parent / name
 
@@ -16,6 +16,6 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(name: Path | str) -> Path:
-    """The file of that name; if there is none, the shipped recipe that is called so."""
+    """The file of that name if it exists, otherwise the shipped recipe of that name."""
     path = Path(name)
     return path if path.is_file() else shipped_recipes().get(str(name), path)

@@ -215,8 +215,8 @@ def _mlp_gradient_values(model: PreTrainedModel) -> int:
 def optimizer_state_bytes(model: PreTrainedModel, optim: OptimSection, shards: int = 1) -> float:
     """Bytes of the optimizer state of the trainable parameters, on one of `shards` processes.
 
-    AdamW has two tensors per parameter, Muon one per matrix inside the blocks. torchao's step also needs both moments of
-    one tensor in float32; the embedding's gradients, freed by then, are more.
+    AdamW has two tensors per parameter, Muon one per matrix inside the blocks. torchao's step also needs both moments
+    of one tensor in float32; the embedding's gradients, freed by then, are more.
     """
     trained = [p for p in model.parameters() if p.requires_grad]
     if optim.state == "float32":
