@@ -27,8 +27,8 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 Pair = tuple[float, float]  # seconds per step: ours, the baseline's
 
 
-def check_comparable(work: Workload) -> None:
-    """Raises UserError if a baseline cannot do the same work."""
+def check_comparable(work: Workload, baselines: list[str]) -> None:
+    """Raises UserError if one of the baselines cannot do the same work."""
     accelerator, config = work.run.accelerator, work.run.config
     if work.run.mesh.world_size > 1:
         raise UserError("--against needs one process; start it without accelerate launch, or with one process")
@@ -36,6 +36,8 @@ def check_comparable(work: Workload) -> None:
         raise UserError(f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}")
     if config.finetune.model or config.data.format != "text":
         raise UserError("--against compares pretraining on text; use a recipe without finetune.model")
+    if config.optim.name == "muon" and "trainer" in baselines:
+        raise UserError("--against trainer: transformers' Trainer has no Muon; use --against bare, or optim.name adamw")
 
 
 def bare_step(work: Workload) -> Callable[[], None]:
@@ -133,8 +135,6 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     save or evaluate.
     """
     config, accelerator = work.run.config, work.run.accelerator
-    if config.optim.name == "muon":
-        raise UserError("--against trainer: transformers' Trainer has no Muon; use --against bare, or optim.name adamw")
     architecture = architecture_of(work.run.model_config)
     model = architecture.standard_model(work.run.model_config)
     model.loss_type = "ForCausalLM"  # its default, without the warning

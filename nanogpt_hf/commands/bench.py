@@ -105,7 +105,7 @@ def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> Non
             show(line)
 
     if baselines:
-        check_comparable(work)
+        check_comparable(work, baselines)
     figures = measure_all(work, arguments.windows, log)
     for line in summary_lines(figures):
         log(line)

@@ -49,4 +49,11 @@ def test_pairs_with_trainer_keeps_our_accumulation(work):
 def test_check_comparable_refuses_finetuning(work):
     work.run.config = replace_knobs(work.run.config, {"finetune.model": "gpt2"})
     with pytest.raises(UserError, match="compares pretraining on text"):
-        check_comparable(work)
+        check_comparable(work, ["bare"])
+
+
+def test_the_trainer_is_refused_as_a_baseline_of_muon(work):
+    work.run.config = replace_knobs(work.run.config, {"optim.name": "muon"})
+    with pytest.raises(UserError, match="Trainer has no Muon"):
+        check_comparable(work, ["trainer"])
+    check_comparable(work, ["bare"])

@@ -1,9 +1,16 @@
 """Muon: equal to torch's, skips steps without a finite gradient, and costs what is counted."""
 
 import copy
+from collections import Counter
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanogpt_hf.config.checks import find_conflicts
@@ -207,3 +214,54 @@ def test_muon_under_deepspeeds_zero_is_refused_in_one_line(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match=r"optim\.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers"):
         accelerator.check_launch(Config(optim=OptimSection(name="muon")))
+
+
+class Operations(TorchDispatchMode):
+    """Counts the operations that torch dispatches."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count[str(function.overloadpacket).removeprefix("aten.")] += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_a_step_of_muon_reads_no_number_and_multiplies_matrices_of_one_shape_at_once():
+    for layers in (2, 5):
+        model = tiny_model(n_layer=layers)
+        optimizer = build_optimizer(model, OptimSection(name="muon"))
+        backward(model, 0)
+        skip_step_unless_finite(optimizer, torch.ones(()))
+        with Operations() as operations:
+            optimizer.step()
+        count = operations.count
+        assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
+        assert (count["bmm"], count["baddbmm"]) == (5 * 3, 2 * 5 * 3)  # three shapes
+        assert count["_fused_adamw_"] == 2
+
+
+@pytest.fixture
+def two_processes():
+    """The mesh of one process that believes to be of two: collectives are counted, not sent."""
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    yield init_device_mesh("cpu", (2,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(("sharded", "per_shape"), [(False, 1), (True, 2)])
+def test_processes_exchange_matrices_of_one_shape_in_one_collective_each_way(two_processes, sharded, per_shape):
+    torch.manual_seed(0)
+    tensors = [torch.randn(shape) for shape in SHAPES.values() for _ in range(4)]
+    if sharded:
+        tensors = [distribute_tensor(tensor, two_processes, [Shard(0)]) for tensor in tensors]
+    matrices = [torch.nn.Parameter(tensor) for tensor in tensors]
+    for matrix in matrices:
+        matrix.grad = torch.ones_like(matrix)
+    groups = [{"params": matrices, "weight_decay": 0.0}], [{"params": [torch.nn.Parameter(torch.zeros(2))]}]
+    options = {"lr": 0.1, "momentum": 0.9, "scale": "original", "betas": (0.9, 0.95)}
+    muon = Muon(*groups, **options, replicas=None if sharded else two_processes)
+    with CommDebugMode() as collectives:
+        muon.step()
+    assert collectives.get_total_counts() == per_shape * len(SHAPES)

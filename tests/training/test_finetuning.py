@@ -125,7 +125,11 @@ def test_what_thaws_has_a_count_of_steps_of_its_own(start):
     assert counts == {5: {"2", "3", "transformer"}, 3: {"1"}, 1: {"0"}}
 
 
-@pytest.mark.parametrize(("knobs", "steps"), [(THAWING, (2, 3)), (LORA, (3,))], ids=["thawing", "lora"])
+@pytest.mark.parametrize(
+    ("knobs", "steps"),
+    [(THAWING, (2, 3)), (THAWING | {"optim.name": "muon"}, (2, 3)), (LORA, (3,))],
+    ids=["thawing", "thawing with muon", "lora"],
+)
 def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
     whole = start("whole", knobs)
     torn = start("torn", knobs | {"checkpoint.every": 1})
