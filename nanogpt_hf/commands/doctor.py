@@ -176,7 +176,7 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
 def _check_bytes(report: Report, config, source: str) -> None:
     from nanogpt_hf.doctor import findings, probes
 
-    report.add(findings.judge_bytes(source, *probes.verify_data(config)))
+    report.add(findings.judge_checksums(source, *probes.verify_data(config)))
 
 
 def _agree_on_data(report: Report, config, gather, *, use_prepared: bool):

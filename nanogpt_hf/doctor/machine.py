@@ -1,4 +1,4 @@
-"""The machine as a run would use it: dependencies, folders and their disks, each process and its device."""
+"""Inspect the machine: dependencies, folders and disks, processes and devices."""
 
 import os
 import shutil
@@ -31,7 +31,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Process:
-    """One process of the launch, as it sees itself."""
+    """One process of the launch and its device."""
 
     rank: int
     host: str
@@ -47,12 +47,12 @@ class Process:
 
 
 def outside_ranges() -> list[str]:
-    """Dependencies that are missing, or not of a version that pyproject.toml allows, a line each."""
+    """Dependencies that are missing or outside the range of pyproject.toml, one line each."""
     try:
         lines = metadata.requires("nanogpt_hf") or ()
     except metadata.PackageNotFoundError:
-        return ["nanogpt_hf is not installed, so nothing says which versions it needs: pip install -e ."]
-    wrong = []
+        return ["nanogpt_hf is not installed, so the versions it needs are unknown: pip install -e ."]
+    problems = []
     for line in lines:
         needed = Requirement(line)
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
@@ -60,17 +60,17 @@ def outside_ranges() -> list[str]:
         try:
             found = metadata.version(needed.name)
         except metadata.PackageNotFoundError:
-            wrong.append(f"{needed.name} is missing, wanted {needed.specifier}: pip install {needed.name}")
+            problems.append(f"{needed.name} is missing, needs {needed.specifier}: pip install {needed.name}")
             continue
         if not needed.specifier.contains(found, prereleases=True):
-            wrong.append(
+            problems.append(
                 f"{needed.name} {found} is outside {needed.specifier}: pip install '{needed.name}{needed.specifier}'"
             )
-    return wrong
+    return problems
 
 
-def look_at(what: str, folder: Path | str) -> Place:
-    """Free bytes where `folder` is or would be made, and whether a file can be written there (none stays)."""
+def inspect_folder(what: str, folder: Path | str) -> Place:
+    """Free bytes at the location of `folder`, which need not exist, and whether a file can be written there."""
     path = Path(folder).expanduser().absolute()
     while not path.is_dir() and path != path.parent:
         path = path.parent
@@ -83,12 +83,12 @@ def look_at(what: str, folder: Path | str) -> Place:
 
 
 def places_of_a_run(run_folder: Path, data_folder: str) -> list[Place]:
-    """The run folder first, then the data and the caches."""
+    """The run folder, the data folder and the caches."""
     return [
-        look_at(f"run folder {run_folder}", run_folder),
-        look_at(f"data folder {data_folder}", data_folder),
-        look_at("Hugging Face cache", HF_HOME),
-        look_at("torch cache", torch.hub.get_dir()),
+        inspect_folder(f"run folder {run_folder}", run_folder),
+        inspect_folder(f"data folder {data_folder}", data_folder),
+        inspect_folder("Hugging Face cache", HF_HOME),
+        inspect_folder("torch cache", torch.hub.get_dir()),
     ]
 
 

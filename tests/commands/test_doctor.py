@@ -88,7 +88,7 @@ def test_two_processes_agree_and_their_talk_is_measured(pair):
     assert "as built: " in out
     assert "after 2 steps: " in out
     assert out.count("equal on all 2 processes") == 2
-    assert f"{folder / 'data'}: the 32 windows of a step are drawn once, 16 by each of 2 processes" in out
+    assert f"{folder / 'data'}: the 32 windows of a step are read once, 16 by each of 2 processes" in out
     assert lines(out, "fault") == []
 
 
@@ -116,7 +116,7 @@ def test_parameters_that_differ_on_a_rank(capsys, monkeypatch, tmp_path):
     status, out = run(capsys)
     assert status == 1
     (fault,) = lines(out, "fault")
-    assert "1 tensor not as on rank 0, first transformer.wte.weight on rank 1" in fault
+    assert "1 tensor unlike rank 0, first transformer.wte.weight on rank 1" in fault
     assert out.endswith("11 ok, 0 warnings, 1 fault\n")
 
 
@@ -128,7 +128,7 @@ def test_a_disk_that_is_full(capsys, monkeypatch, tmp_path, write_recipe):
     (fault,) = lines(out, "fault")
     # 10,576 parameters × (12 × 3 + 4 × 3) bytes
     assert "run folder runs/tiny: 0.2 MB free" in fault
-    assert "the run's checkpoints and models take 0.5 MB" in fault
+    assert "the run's checkpoints and models need 0.4 MB" in fault
     assert len(lines(out, "warning")) == 3
     status, out = run(capsys)
     assert status == 0
@@ -140,11 +140,11 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
-    place = machine.look_at("run folder r", tmp_path / "not" / "yet")
+    place = machine.inspect_folder("run folder r", tmp_path / "not" / "yet")
     assert place.path == str(tmp_path)
     (finding,) = findings.judge_places([place], None)
     assert finding.level == "fault"
-    assert "cannot write" in finding.text
+    assert "not writable" in finding.text
 
 
 def test_processes_that_would_each_train_alone(capsys, monkeypatch, tmp_path):
@@ -263,10 +263,10 @@ def faults(findings: list) -> list[str]:
 def test_two_processes_on_one_gpu_and_versions_that_differ():
     assert faults(findings.judge_processes([process(0), process(1)])) == []
     (same,) = faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
-    assert same == "2 processes share one GPU of a (one): start one a GPU"
+    assert same == "2 processes share one GPU of a (one): start one per GPU"
     assert faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one", host="b")])) == []
     (versions,) = faults(findings.judge_processes([process(0), process(1, versions={"torch": "2.11.0"})]))
-    assert versions.startswith("rank 1 on the same host a has torch 2.11.0; rank 0 has torch 2.13.0")
+    assert versions.startswith("rank 1 on the same host a has torch 2.11.0, rank 0 has torch 2.13.0")
     (threads,) = faults(findings.judge_processes([process(r, gpu=None, threads=2) for r in range(2)]))
     assert threads == "a: 4 threads on 2 cores: set OMP_NUM_THREADS=1"
 
@@ -284,7 +284,7 @@ def test_versions_outside_the_ranges(monkeypatch):
     monkeypatch.setattr(machine.metadata, "version", version)
     assert machine.outside_ranges() == [
         "torch 2.4.0+cpu is outside >=2.11: pip install 'torch>=2.11'",
-        "peft is missing, wanted >=0.19: pip install peft",
+        "peft is missing, needs >=0.19: pip install peft",
     ]
 
 
@@ -292,8 +292,8 @@ def test_accelerate_gave_something_else_or_left_gpus_alone():
     obtained = {"device": "cuda", "precision": "no", "dynamo": "no"}
     found = faults(findings.judge_launch({"precision": "bf16", "dynamo": "NO"}, obtained, 2, 2, 8))
     assert found == [
-        "the accelerate config asks for precision bf16, this machine gives no",
-        "8 GPUs here, 2 in use: set num_processes in the accelerate config",
+        "the accelerate config requests precision bf16, the launch has no",
+        "this host has 8 GPUs and uses 2: set num_processes in the accelerate config",
     ]
 
 
@@ -310,7 +310,7 @@ def test_data_drawn_twice_or_from_elsewhere_is_a_fault(order):
     assert findings.judge_data([ours, theirs], expected, "made up").level == "ok"
     twice = findings.judge_data([ours, ours], expected, "made up")
     assert twice.level == "fault"
-    assert "of the 12 windows of a step 6 are drawn by nobody, and 6 twice or from elsewhere" in twice.text
+    assert "of the 12 windows of a step 6 are read by no process, and 6 twice or from other data" in twice.text
     other = batches(1, tokens=TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
     assert findings.judge_data([ours, probes.windows_read(other, 3)], expected, "made up").level == "fault"
 
@@ -341,7 +341,7 @@ def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
         raise FileNotFoundError
 
     monkeypatch.setattr(interconnect.subprocess, "run", missing)
-    assert interconnect.gpu_link(["aa", "bb"], 9) == Link("not known", "nvidia-smi did not show these GPUs")
+    assert interconnect.gpu_link(["aa", "bb"], 9) == Link("unknown", "nvidia-smi does not list these GPUs")
     monkeypatch.setattr(psutil, "net_if_stats", lambda: {"eth7": SimpleNamespace(speed=10_000)})
     pair = [process(0, host="a"), process(1, host="b")]
     assert probes.find_link(pair, "gloo").peak is None
@@ -356,8 +356,8 @@ def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
 def test_slow_communication_names_the_settings_to_try():
     assert probes.bus_bandwidth(10**9, 1.0, 4) == 1.5
     rows = [(2**20, 0.001, 1.0), (2**26, 0.7, 100.0)]
-    fast = findings.judge_all_reduce(rows, Link("NVLink", "seen", 300, "12 links × 25 GB/s each way"), "nccl")
-    slow = findings.judge_all_reduce(rows, Link("NVLink", "seen", 450, "18 links × 25 GB/s each way"), "nccl")
+    fast = findings.judge_all_reduce(rows, Link("NVLink", "seen", 300, "12 links × 25 GB/s per direction"), "nccl")
+    slow = findings.judge_all_reduce(rows, Link("NVLink", "seen", 450, "18 links × 25 GB/s per direction"), "nccl")
     assert (fast.level, slow.level) == ("ok", "warning")
     assert all(any(name in line for line in slow.lines) for name in ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DIS"))
     times = probes.StepTimes(step=1.0, data=0.05, compute=0.25)
