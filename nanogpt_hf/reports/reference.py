@@ -37,9 +37,11 @@ _MODEL_KNOBS = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activatio
 _DEFINING = (*(f"model.{name}" for name in _MODEL_KNOBS), "data.format", "data.block_size", "data.packing")
 _DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora.")) and key != "lora.merge") + _TEXT
 # Runs that differ only in these can be compared, and these are the first suspects if the losses differ.
-_MOVING = ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
+_MOVING = ("optim.name", "optim.muon_learning_rate", "optim.muon_momentum", "optim.muon_scale", "model.init")
+_MOVING += ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
 _MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
 _MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
+_USUALLY_DEFAULT = ("finetune.", "lora.", "optim.name", "optim.muon_", "model.init")
 
 
 @dataclass(frozen=True)
@@ -115,8 +117,8 @@ def experiment_of(config: Config) -> dict[str, Any]:
     keys = [key for key in KNOBS if key in _DEFINING + _MOVING]
     experiment = {key: get_value(config, key) for key in keys}
     for key in keys:
-        if key.startswith(("finetune.", "lora.")) and experiment[key] == KNOBS[key].default:
-            del experiment[key]  # the defaults mean pretraining, which is the usual case
+        if key.startswith(_USUALLY_DEFAULT) and experiment[key] == KNOBS[key].default:
+            del experiment[key]  # the defaults mean pretraining with AdamW; older references lack these knobs
     source = Path(str(config.data.source)).expanduser()
     if source.is_absolute() or source.exists():
         experiment["data.source"] = None
