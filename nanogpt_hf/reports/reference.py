@@ -41,7 +41,7 @@ _MOVING = ("optim.name", "optim.muon_learning_rate", "optim.muon_momentum", "opt
 _MOVING += ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
 _MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
 _MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
-_USUALLY_DEFAULT = ("finetune.", "lora.", "optim.name", "optim.muon_", "model.init")
+_USUALLY_DEFAULT = ("data.vocab_size", "finetune.", "lora.", "optim.name", "optim.muon_", "model.init")
 
 
 @dataclass(frozen=True)
