@@ -50,7 +50,7 @@ def train_merges(sample: list[str], count: int) -> list[tuple[str, str]]:
         show_progress=not datasets.are_progress_bars_disabled(),
     )
     _run_interruptibly(lambda: tokenizer.train_from_iterator(sample, trainer, length=len(sample)))
-    # A forked process cannot use these threads again, and the library would print a warning at each fork.
+    # A process that is forked from here on must not use the library's threads: they exist only in this one.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 

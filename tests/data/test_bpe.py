@@ -105,9 +105,10 @@ def test_bpe_merges_do_not_depend_on_threads_or_processes(trained, rows, tmp_pat
     assert contents[0] == contents[1]
 
 
-def test_bpe_training_prints_no_warning_when_processes_are_forked(rows, tmp_path, monkeypatch, capfd):
+def test_processes_forked_after_bpe_training_use_no_threads_of_the_library(rows, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     prepare(make(rows, tmp_path / "data", num_proc=2))
+    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
     assert "fork" not in capfd.readouterr().err
 
 
