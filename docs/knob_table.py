@@ -12,7 +12,7 @@ END = "<!-- End of the tables. -->\n"
 
 def _default(value: Any) -> str:
     match value:
-        case None | []:
+        case None | [] | "":
             return ""
         case bool():
             return f"`{str(value).lower()}`"
