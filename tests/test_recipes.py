@@ -150,3 +150,12 @@ def test_accelerate_launch_with_the_cpu_config_trains(tmp_path, text_file):
     assert done.returncode == 0, done.stderr[-2000:]
     assert "done: 2 steps, 256 tokens" in done.stdout
     assert "best validation loss" in done.stdout
+
+
+def test_the_recipes_with_muon_differ_from_their_originals_in_optimizer_and_steps_only():
+    for name in ("shakespeare_char_cpu", "gpt2_124m"):
+        original, muon = (load_config(ROOT / "recipes" / f"{stem}.yaml") for stem in (name, f"{name}_muon"))
+        assert (muon.model, muon.data) == (original.model, original.data)
+        assert muon.optim.name == "muon"
+        assert muon.train.max_steps <= original.train.max_steps / 2
+        assert dataclasses.replace(muon.train, max_steps=original.train.max_steps) == original.train

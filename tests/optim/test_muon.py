@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 import torch.distributed as dist
+from accelerate import Accelerator
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
@@ -20,7 +21,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.optim.muon import Muon, orthogonalization_flops, orthogonalize
-from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
+from nanogpt_hf.optim.optimizer import build_optimizer, muon_matrices, set_learning_rate, skip_step_unless_finite
 
 SHAPES = {"square": (16, 16), "wide": (8, 32), "tall": (32, 8)}
 SIZES = {"vocab_size": 11, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "dropout": 0.0}
@@ -265,3 +266,26 @@ def test_processes_exchange_matrices_of_one_shape_in_one_collective_each_way(two
     with CommDebugMode() as collectives:
         muon.step()
     assert collectives.get_total_counts() == per_shape * len(SHAPES)
+
+
+def test_muon_is_compiled_with_the_blocks_into_one_graph_per_shape(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    models = [tiny_model() for _ in "ab"]
+    optimizers = [build_optimizer(model, OptimSection(name="muon")) for model in models]
+    with accelerator.prepared_blocks(models[1], Accelerator(cpu=True), optimizers[1]):
+        pass
+    for learning_rate in (1e-3, 2e-3, 3e-3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            torch.manual_seed(0)
+            for p in model.parameters():
+                p.grad = torch.randn_like(p)
+            set_learning_rate(optimizer, learning_rate)
+            optimizer.step()
+    assert counters["stats"]["unique_graphs"] == len({p.shape for p in muon_matrices(models[1])}) == 3
+    assert not counters["graph_break"]
+    for a, b in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(a, b)
+    torch.compiler.reset()
