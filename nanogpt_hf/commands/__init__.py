@@ -1,4 +1,4 @@
-"""The table of commands, and the one place where an error becomes a line and an exit status."""
+"""The table of commands, the parsing of a command line, and the exit status of an error."""
 
 import argparse
 import atexit
@@ -55,7 +55,7 @@ COMMANDS = {
     "launch": Command("run one of these as an accelerate config says"),
 }
 
-_LINE = 2000  # characters of a message's line that are printed: names and values in it may be of any length
+_MAX_LINE = 2000  # characters; names and values in a message may have any length
 _PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")  # metavars of files and folders
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
 
@@ -71,24 +71,24 @@ def _overview() -> str:
 
 
 def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """`x --a.b 1 --c.d=2 --e` -> [("a.b", "1"), ("c.d", "2")] and [x, --e]: knobs, and what is left for argparse."""
-    overrides, left, words = [], [], list(words)
+    """`x --a.b 1 --c.d=2 --e` -> [("a.b", "1"), ("c.d", "2")] and [x, --e]: the knobs, and the words for argparse."""
+    overrides, others, words = [], [], list(words)
     while words:
         word = words.pop(0)
         key, equals, value = word.partition("=")
         if not (key.startswith("--") and "." in key):
-            left.append(word)
+            others.append(word)
             continue
         if not equals:
             if not words:
                 raise UserError(f"{prog}: {key}: expected a value after it")
             value = words.pop(0)
         overrides.append((key.removeprefix("--"), value))
-    return overrides, left
+    return overrides, others
 
 
 def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """`~/x` -> the home folder's x for every option whose metavar says that it is a path; an empty one is an error."""
+    """Replace ~ in every argument whose metavar is that of a path. Raises UserError for an empty path."""
 
     def expand(action: argparse.Action, value: str | Path) -> str | Path:
         if value in ("", Path()):
@@ -99,13 +99,14 @@ def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -
     for action in parser._actions:
         value = getattr(parsed, action.dest, None)
         if action.metavar in _PATHS and value is not None:
-            whole = [expand(action, one) for one in value] if isinstance(value, list) else expand(action, value)
-            setattr(parsed, action.dest, whole)
+            expanded = [expand(action, path) for path in value] if isinstance(value, list) else expand(action, value)
+            setattr(parsed, action.dest, expanded)
 
 
-def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
+def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
+    """Raise UserError for a word that is no argument, with the nearest option or knob."""
     if not word.startswith("--"):
-        raise UserError(f"{parser.prog}: {word!r} is one argument too many; see {parser.prog} --help")
+        raise UserError(f"{parser.prog}: {word!r} is an unexpected argument; see {parser.prog} --help")
     from nanogpt_hf.config.schema import KNOBS
 
     key = word.partition("=")[0]
@@ -117,18 +118,18 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> None:
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
-    It is 0 done, 2 the user's mistake or the machine's failure, 75 stopped by a signal after saving, 1 lost another
-    process of the run (or what `doctor` found is a fault). Any other failure is a bug, and is raised.
+    0: done. 1: another process of the run was lost, or `doctor` found a fault. 2: an error of the user or the machine.
+    75: stopped by a signal, after saving. Any other exception is a bug, and is raised.
     """
     log_level = None
-    first_here = Mesh.from_environment().local_rank == 0  # what all processes print is printed once per machine
+    first_here = Mesh.from_environment().local_rank == 0  # an error of all processes is printed once per machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
             return 0
         for word in arguments:
             if not word.isascii() and word != word.encode(errors="replace").decode():
-                raise UserError(f"cli.py: {word!r:.200}: not UTF-8, which files of a run could not hold")
+                raise UserError(f"cli.py: {word!r:.200}: not UTF-8, so a run could not write it to a file")
         name, *rest = arguments
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
@@ -155,42 +156,44 @@ def main(arguments: list[str]) -> int:
             return (module.run(parsed, overrides) if COMMANDS[name].knobs else module.run(parsed)) or 0
     except Stopped as stopped:
         if first_here:
-            console.last_words(stopped)
+            console.show_end(stopped)
         return EXIT_STOPPED
     except LostProcess as lost:
         if first_here:
-            console.last_words(lost, sys.stderr)
+            console.show_end(lost, sys.stderr)
         return EXIT_LOST
     except Exception as error:
         message = explain(error)
         if message is None:
             raise
-        message = "\n".join(line if len(line) <= _LINE else f"{line[:_LINE]} …" for line in message.splitlines())
+        message = "\n".join(
+            line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} …" for line in message.splitlines()
+        )
         if log_level == "debug":
             traceback.print_exception(error)
         if isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError):
             if first_here:
-                console.last_words(message, sys.stderr)
-        else:  # the others may be well, and know nothing of it
+                console.show_end(message, sys.stderr)
+        else:  # the other processes may not have this error
             rank = Mesh.from_environment().rank
-            console.last_words(f"[rank {rank}] {message}" if rank else message, sys.stderr)
+            console.show_end(f"[rank {rank}] {message}" if rank else message, sys.stderr)
         return EXIT_USER_ERROR
 
 
 def entry_point() -> None:
     """The `nanogpt-hf` program, and `python cli.py`."""
-    # The libraries make 400,000 objects that stay. Python's collector would look through them again and again while
-    # they are imported, and once more at the end: 1.4 s of a command.
+    # The libraries create 400,000 permanent objects. The garbage collector would scan them repeatedly during the
+    # imports and once at the end, which takes 1.4 s.
     limit_spinning()
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
     console.print_any_character()
-    console.outlive_readers()
+    console.survive_closed_pipes()
     try:
         status = main(sys.argv[1:])
         distributed = sys.modules.get("torch.distributed")
         if not status and distributed and distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()  # gloo now and then aborts a process that ends without
+            distributed.destroy_process_group()  # without it, gloo sometimes aborts the process at its end
     except SystemExit as ended:  # --help
         status = ended.code
     except KeyboardInterrupt:

@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
     """The requested baselines and numbers of processes. Raises UserError for invalid ones."""
     if overrides and not arguments.recipe:
-        raise UserError(f"cli.py bench: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
+        raise UserError(f"cli.py bench: --{overrides[0][0]}: a knob of a recipe, but no RECIPE is given")
     baselines = arguments.against.split(",") if arguments.against else []
     for name in baselines:
         if name not in BASELINES:

@@ -1,11 +1,12 @@
-"""Talk to a model that was trained on conversations: a run folder, a model folder, or a model on the Hub.
+"""Chat with a model that was trained on conversations: a run folder, a model folder, or a model on the Hub.
 
-A line is a question; the answer is written as it comes. /reset forgets the conversation, /quit leaves. Ctrl-C ends an
-answer, Ctrl-D leaves. Lines may be piped in, too: answers go to stdout, everything else to stderr.
+Each line is a question; its answer is printed as it is generated. /reset clears the conversation, /quit exits. Ctrl-C
+ends an answer, Ctrl-D exits. Lines can be piped in: answers go to stdout, all other output to stderr.
 """
 
 import argparse
 import contextlib
+import io
 import sys
 from collections.abc import Iterator
 
@@ -14,27 +15,27 @@ from nanogpt_hf.commands.console import show, show_text
 from nanogpt_hf.commands.models import open_model
 from nanogpt_hf.errors import DataError, UserError
 
-_HELP = "/reset forgets the conversation, /quit leaves"
+_HELP = "/reset clears the conversation, /quit exits"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("--system", metavar="TEXT", help="what stands before the conversation, as a system message")
+    parser.add_argument("--system", metavar="TEXT", help="system message at the start of the conversation")
     parser.add_argument(
-        "--max-new-tokens", type=number(int, 1), default=256, help="longest answer; default %(default)s"
+        "--max-new-tokens", type=number(int, 1), default=256, help="maximum length of an answer; default %(default)s"
     )
     add_sampling_arguments(parser)
 
 
-def say(note: str) -> None:
-    """What is no answer, out of the answers' way."""
+def show_note(note: str) -> None:
+    """Print a note, which is not part of an answer, to stderr."""
     show(f"({note})", file=sys.stderr)
 
 
 def questions() -> Iterator[str]:
-    """Lines of the terminal, with a prompt and a history, or of whatever is piped in; without empty ones."""
+    """Lines from the terminal, with a prompt and a history, or from a pipe; empty lines are skipped."""
     if not sys.stdin.isatty():
-        if hasattr(sys.stdin, "reconfigure"):
+        if isinstance(sys.stdin, io.TextIOWrapper):
             sys.stdin.reconfigure(encoding="utf-8", errors="replace")
         yield from filter(None, map(str.strip, sys.stdin))
         return
@@ -45,7 +46,7 @@ def questions() -> Iterator[str]:
             line = input("> ").encode(errors="replace").decode().strip()
         except KeyboardInterrupt:
             show(file=sys.stderr)
-            say("Ctrl-D or /quit leaves")
+            show_note("Ctrl-D or /quit exits")
             continue
         except EOFError:
             show(file=sys.stderr)
@@ -55,7 +56,7 @@ def questions() -> Iterator[str]:
 
 
 class Chat:
-    """A conversation with a model: what was said so far, and how an answer is drawn."""
+    """A conversation with a model, and the options of sampling its answers."""
 
     def __init__(self, model, tokenizer, arguments: argparse.Namespace):
         self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
@@ -67,7 +68,7 @@ class Chat:
         self.messages = [{"role": "system", "content": self.arguments.system}] if self.arguments.system else []
 
     def answer(self, question: str) -> None:
-        """Print the answer to `question` as it comes, and remember both. An interruption ends it and keeps the part."""
+        """Generate and print the answer to `question`, and keep both as context; Ctrl-C ends it early."""
         from nanogpt_hf.generate import TextStream, encode_chat, generate_tokens
 
         arguments, most = self.arguments, self.model.config.max_position_embeddings
@@ -75,13 +76,16 @@ class Chat:
         try:
             ids, kept = encode_chat(self.tokenizer, messages, most - self.room)
         except ValueError as error:
-            say(f"too long: with what stands before it {error}, the model's context without room to answer; shorten it")
+            show_note(
+                f"too long: with the messages before it {error}, the model's context without room for an answer; "
+                "shorten it"
+            )
             return
         except DataError as error:
-            say(str(error))
+            show_note(str(error))
             return
         if len(kept) < len(messages):
-            say(f"the context is full: the oldest {len(messages) - len(kept)} messages are forgotten")
+            show_note(f"the context is full: the oldest {len(messages) - len(kept)} messages were dropped")
         stream, text, length = TextStream(self.tokenizer), "", 0
         limit = min(arguments.max_new_tokens, most - len(ids))
         try:
@@ -95,6 +99,7 @@ class Chat:
                 seed=arguments.seed + self.answers,
             ):
                 length += 1
+                assert token is not None  # `generate_tokens` ends with its only sample
                 new = stream.add(token)
                 text += new
                 show_text(new)
@@ -103,7 +108,7 @@ class Chat:
         rest = stream.end()
         show_text(rest, end="\n")
         if length in (-1, limit):
-            say("interrupted" if length < 0 else f"cut off after {limit} tokens")
+            show_note("interrupted" if length < 0 else f"cut off after {limit} tokens")
         self.messages = [*kept, {"role": "assistant", "content": text + rest}]
         self.answers += 1
 
@@ -118,8 +123,8 @@ def run(arguments: argparse.Namespace) -> None:
     model, tokenizer = open_model(arguments.model)
     if not tokenizer.chat_template:
         raise UserError(
-            f"{arguments.model}: its tokenizer has no chat template, so it was not trained to talk; train it on "
-            "conversations (recipes/sft_instructions.yaml), or let it write: python cli.py sample"
+            f"{arguments.model}: its tokenizer has no chat template, so it was not trained to chat; train it on "
+            "conversations (recipes/sft_instructions.yaml), or generate text: python cli.py sample"
         )
     if model.config.eos_token_id is None:
         model.config.eos_token_id = tokenizer.eos_token_id
@@ -127,18 +132,18 @@ def run(arguments: argparse.Namespace) -> None:
         return
     chat = Chat(model.to(accelerator.device), tokenizer, arguments)
     if sys.stdin.isatty():
-        say(f"{_HELP}; Ctrl-C ends an answer")
+        show_note(f"{_HELP}; Ctrl-C ends an answer")
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
         for line in questions():
             if line == "/quit":
                 return
             if line == "/reset":
                 chat.reset()
-                say("the conversation is forgotten")
+                show_note("the conversation was cleared")
             elif line.startswith("/") and " " not in line:
-                say(f"{line}: no such command; {_HELP}")
+                show_note(f"{line}: no such command; {_HELP}")
             else:
                 try:
                     chat.answer(line)
                 except TemplateError as error:
-                    raise UserError(f"{arguments.model}: its chat template refuses the conversation: {error}") from None
+                    raise UserError(f"{arguments.model}: its chat template rejects the conversation: {error}") from None

@@ -1,7 +1,7 @@
 """Compare runs: a table, differences between the recipes, a plot of the losses, and whether each loss is normal.
 
-Normal is what the recipe's reference says, a band over several seeds: recipes/reference/, or --reference FILE.
-Runs may still be training.
+A loss is normal inside the band of the recipe's reference, which comes from several seeds: recipes/reference/, or
+--reference FILE. Runs may still be training.
 """
 
 import argparse
@@ -24,12 +24,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", type=output_file, help="the plot, - is stdout (default compare.png)"
     )
-    parser.add_argument("--reference", metavar="FILE", type=Path, help="a reference of your own to judge by")
+    parser.add_argument("--reference", metavar="FILE", type=Path, help="another reference to compare with")
     parser.add_argument(
         "--make-reference",
         metavar="FILE",
         type=output_file,
-        help="write the reference of these runs, which differ in their seed only, and stop",
+        help="write a reference from these runs, which may differ only in their seed, and exit",
     )
 
 
@@ -70,7 +70,7 @@ def run(arguments: argparse.Namespace) -> None:
         show(f"  {name}: {verdict.sentence}")
         for number, cause in enumerate(verdict.causes, 1):
             show(f"    check {number}: {cause}")
-    by = {"time": "seconds"}.get(arguments.by, arguments.by)
+    by = "seconds" if arguments.by == "time" else arguments.by
     one = next(iter(references.values())) if len({r and r.name for r in references.values()}) == 1 else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
@@ -80,7 +80,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:
-    """Short names of runs, by which they are told apart: their folders', or the whole paths."""
+    """Names of runs for the table: of their folders, or whole paths if two folders have one name."""
     short = [folder.path.resolve().name for folder in folders]
     return dict(zip(short if len(set(short)) == len(short) else [str(f.path) for f in folders], folders, strict=True))
 
@@ -91,7 +91,7 @@ def _same_tokens(configs: dict[str, "Config"]) -> bool:
 
     facts = [text_facts(config) for config in configs.values()]
     if all(facts):
-        return len({fact["tokenizer_hash"] for fact in facts}) == 1
+        return len({fact["tokenizer_hash"] for fact in facts if fact}) == 1
     kinds = {
         (data.tokenizer, data.vocab_size, data.source if data.tokenizer in ("char", "bpe") else "")
         for data in (config.data for config in configs.values())

@@ -1,8 +1,8 @@
-"""What is wrong with this machine or network, in one report: versions, devices, disk, launch, whether the processes
-agree, how fast they talk, and where the time of a step goes. With a RECIPE, all of it for that recipe.
+"""Find faults of this machine and its network: versions, devices, disk, launch, agreement of the processes, speed of
+their communication, and the parts of a step's time. With a RECIPE, all of it for that recipe.
 
-Each line is ok, a warning (works, but not as well as it might) or a fault (a run would fail, or not be the one that
-was asked for). Exit status: 0 without a fault, 1 with one, 2 for a mistake on the command line or in the recipe.
+Each line is ok, a warning (works, but slower or with a risk) or a fault (a run would fail, or differ from what the
+config states). Exit status: 0 without a fault, 1 with one, 2 for an error on the command line or in the recipe.
 """
 
 import argparse
@@ -25,33 +25,35 @@ from nanogpt_hf.runs.files import write_json
 
 PATIENCE = 60  # seconds that processes wait for each other
 _CPU_TOKENS = 1024  # in a timed micro-batch on a CPU, or one block
-PATIENCE_COMPILING = 300  # the first step compiles where the accelerate config asks for it
+PATIENCE_COMPILING = 300  # the first step compiles if the accelerate config says so
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters")
-    parser.add_argument("--run-dir", metavar="DIR", help="the run folder to be (default runs/<recipe name>)")
+    parser.add_argument(
+        "--run-dir", metavar="DIR", help="the run folder of the run to come (default runs/<recipe name>)"
+    )
     add_json_argument(parser, "the findings and their figures")
-    parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
+    parser.epilog = "Set any knob of RECIPE by its name, as for `pretrain`."
 
 
 class Report:
-    """The findings, printed one by one as they are made, so that a hang shows where. Only the main process speaks."""
+    """The findings, printed one by one as they are made, so that a hang shows where. Only the main process prints."""
 
-    def __init__(self, speaks: bool, backend: str, file: Path | None):
-        self.speaks, self.backend, self.file = speaks, backend, file
+    def __init__(self, prints: bool, backend: str, file: Path | None):
+        self.prints, self.backend, self.file = prints, backend, file
         self.findings = []
 
     def add(self, *findings: Any) -> None:
         for finding in findings:
             self.findings.append(finding)
-            if self.speaks:
+            if self.prints:
                 first = f"{finding.level:<8} {finding.topic:<11} {finding.text}"
                 show(first, *finding.lines, sep=f"\n{'':21}")
 
     def end(self) -> int:
-        """Print the count and write the JSON; the exit status, which for all processes is the main one's to give."""
-        if not self.speaks:
+        """Print the counts and write the JSON; return the exit status of the main process, and 0 on the others."""
+        if not self.prints:
             return 0
         counts = Counter(finding.level for finding in self.findings)
         warnings, faults = counts["warning"], counts["fault"]
@@ -62,7 +64,7 @@ class Report:
         return 1 if faults else 0
 
     def give_up(self, topic: str, what: str, lines: tuple[str, ...] = ()) -> None:
-        """A last fault, and the end of this process here and now: taking the group of processes down could hang."""
+        """Report a fault and exit at once: destroying the process group could hang."""
         from nanogpt_hf.doctor.findings import Finding
 
         status = 1
@@ -74,42 +76,42 @@ class Report:
 
     @contextmanager
     def together(self, topic: str, seconds: float | None = None) -> Iterator[None]:
-        """Around what the processes do together: a failure or a hang becomes a fault that says what to try.
+        """Around communication: a failure or a hang becomes a fault with advice, and the process exits.
 
-        The clock is ours, because NCCL's own timeout kills the process without a word from us. It gives the others
-        longer than the main process: the first process that ends takes the job, and the report, with it.
+        It has its own timer, because NCCL's timeout kills the process without a report. The other processes' timer is
+        longer than the main process's: the first process that exits ends the job.
         """
         from nanogpt_hf.doctor.findings import ADVICE
 
         seconds = seconds or PATIENCE
         alone = Mesh.from_environment().world_size == 1
-        late = f"no answer from the other processes within {seconds:g} s"
-        limit = seconds if self.speaks else 2 * seconds
+        late = f"no response from the other processes within {seconds:g} s"
+        limit = seconds if self.prints else 2 * seconds
         clock = threading.Timer(limit, self.give_up, (topic, late, ADVICE[self.backend]))
         clock.daemon = True
         if not alone:
             clock.start()
         try:
             yield
-        except DataError as error:  # tokens that only reading them shows to be wrong
+        except DataError as error:  # wrong tokens, found only when they are read
             self.give_up(topic, str(error))
-        except (RuntimeError, MemoryError) as error:  # RuntimeError is gloo's and NCCL's own kind, too
+        except (RuntimeError, MemoryError) as error:  # gloo and NCCL raise RuntimeError too
             if is_out_of_memory(error):
-                if not self.speaks:
+                if not self.prints:
                     raise
                 advice = "halve train.micro_batch_size, or shard: accelerate_configs/fsdp2.yaml"
                 self.give_up(topic, f"out of memory: {advice}")
             if alone:
                 raise
-            reason = re.sub(r"^\[\S+\] |\. .*", "", " ".join(str(error).split()))  # no place in its source, no chatter
-            self.give_up(topic, f"failed between the processes: {reason}", ADVICE[self.backend])
+            reason = re.sub(r"^\[\S+\] |\. .*", "", " ".join(str(error).split()))  # without source location and details
+            self.give_up(topic, f"communication between the processes failed: {reason}", ADVICE[self.backend])
         finally:
             clock.cancel()
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if overrides and not arguments.recipe:
-        raise UserError(f"cli.py doctor: --{overrides[0][0]}: is a recipe's knob, and there is no RECIPE")
+        raise UserError(f"cli.py doctor: --{overrides[0][0]}: a knob of a recipe, but no RECIPE is given")
     recipe = load_config(arguments.recipe, overrides) if arguments.recipe else None
     mesh = Mesh.from_environment()
     # The imports below take seconds; mistakes above and --help should not wait for them.
@@ -169,7 +171,7 @@ def examine_a_run(report: Report, config, accelerator, gather, processes, *, use
     _check_batches(report, config, accelerator, data, source, gather)
     _measure_all_reduce(report, accelerator, gather, processes)
     _measure_steps(report, config, accelerator, data, gather)
-    if source == config.data.dir and report.speaks:  # last: it may take minutes, in which the others need not wait
+    if source == config.data.dir and report.prints:  # last: it may take minutes, in which the others need not wait
         _check_bytes(report, config, source)
 
 

@@ -28,8 +28,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/gpt2_124m.yaml")
     add_depth(parser)
     parser.add_argument("--config_file", metavar="F", help="an accelerate config (default: one process, float32)")
-    parser.add_argument("--memory", metavar="SIZE", type=_bytes, help="of a device to fit into, such as 80GB or 16GiB")
-    parser.add_argument("--mfu", type=_share, default=0.4, help="share of the GPUs' peak that is reached (default 0.4)")
+    parser.add_argument(
+        "--memory",
+        metavar="SIZE",
+        type=_bytes,
+        help="memory of a device, such as 80GB or 16GiB, for the largest micro-batch",
+    )
+    parser.add_argument(
+        "--mfu", type=_share, default=0.4, help="share of the GPUs' peak FLOPs that is reached (default 0.4)"
+    )
     add_json_argument(parser, "the figures")
     list_knobs(parser)
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from nanogpt_hf.evaluation.load import Evaluation
     from nanogpt_hf.evaluation.loss import TextEvaluation
 
-_DATA_KNOBS = ("config", "split", "revision", "text_column", "sha256")  # what a source may need beside its name
+_DATA_KNOBS = ("config", "split", "revision", "text_column", "sha256")  # that a source may need
 _SPLIT = "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
 
 
@@ -47,28 +47,28 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--output", metavar="FILE", type=output_file, help="write all figures and the protocol as JSON; - is stdout"
     )
     meanings = {name: KNOBS[f"data.{name}"].meaning for name in _DATA_KNOBS} | {"split": _SPLIT}
-    parser.epilog = "Of the text:\n\n" + "\n".join(f"  --data.{name:<15} {m}" for name, m in meanings.items())
+    parser.epilog = "Options of the text:\n\n" + "\n".join(f"  --data.{name:<15} {m}" for name, m in meanings.items())
 
 
-def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], dict[str, str]]:
-    """The tasks, and what is said of the text. Raises UserError for what cannot be meant, before anything is loaded."""
-    knobs = {}
+def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], dict[str, Any]]:
+    """The tasks, and the knobs of the text. Raises UserError for options that do not fit, before anything is loaded."""
+    knobs: dict[str, Any] = {}
     for key, value in overrides:
         section, _, name = key.partition(".")
         if section != "data" or name not in _DATA_KNOBS:
             known = ", ".join(f"--data.{name}" for name in _DATA_KNOBS)
-            raise UserError(f"cli.py evaluate: --{key}: not a knob of evaluating; it has {known}")
+            raise UserError(f"cli.py evaluate: --{key}: not a knob of `evaluate`, which has {known}")
         knobs[name] = value
     tasks = [name.strip() for name in (arguments.tasks or "").split(",") if name.strip()]
     if not arguments.data and not tasks:
-        raise UserError("cli.py evaluate: nothing to measure: give --data TEXT, --tasks A,B or both")
+        raise UserError("cli.py evaluate: give a text to measure on (--data TEXT), tasks (--tasks A,B), or both")
     if knobs and not arguments.data:
-        raise UserError(f"--data.{next(iter(knobs))}: says something of a text; give --data, too")
+        raise UserError(f"--data.{next(iter(knobs))}: describes a text; give --data too")
     if arguments.limit and not tasks:
-        raise UserError("--limit: is of --tasks; a text is measured whole")
+        raise UserError("--limit: applies to --tasks; a text is always measured whole")
     for name in ("block_size", "stride"):
         if getattr(arguments, name) and not arguments.data:
-            raise UserError(f"--{name.replace('_', '-')}: is of --data; a task has its own")
+            raise UserError(f"--{name.replace('_', '-')}: applies to --data; a task has its own")
     return tasks, knobs
 
 

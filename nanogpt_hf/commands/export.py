@@ -1,12 +1,13 @@
-"""Write a model for others to open: plain GPT-2 (safetensors), GGUF for llama.cpp, or an ONNX graph.
+"""Convert a model to plain GPT-2 (safetensors), to GGUF for llama.cpp, or to an ONNX graph.
 
-What was written is opened again and computed on a fixed input; the difference to the original is printed.
+The written model is loaded again and evaluated on a fixed input; the difference to the original is printed.
 """
 
 import argparse
 import importlib.util
 import re
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.commands.arguments import add_model_argument
 from nanogpt_hf.commands.console import show
@@ -27,7 +28,7 @@ def _size(text: str) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument("out", metavar="OUT", help="the folder to write; it must not exist, or be empty")
+    parser.add_argument("out", metavar="OUT", help="the folder to write, which must be missing or empty")
     parser.add_argument("--format", choices=("safetensors", *_NEEDS), default="safetensors", help="default %(default)s")
     parser.add_argument("--dtype", choices=_DTYPES, default="float32", help="of the weights; default %(default)s")
     parser.add_argument(
@@ -52,7 +53,7 @@ def run(arguments: argparse.Namespace) -> None:
     logging.disable_progress_bar()
     source, out, dtype = find_model(arguments.model), Path(arguments.out), getattr(torch, _DTYPES[arguments.dtype])
     with new_folder(out) as folder:
-        model = load_model(source)
+        model: Any = load_model(source)
         has_tokenizer = not Path(source).is_dir() or any((Path(source) / name).is_file() for name in _TOKENIZER_FILES)
         tokenizer = load_tokenizer(source) if has_tokenizer else None
         card = Path(source) / "README.md"

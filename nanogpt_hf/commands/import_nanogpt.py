@@ -1,6 +1,6 @@
-"""Bring in what nanoGPT made: a checkpoint as a model folder, or a folder with train.bin and val.bin as prepared data.
+"""Convert a checkpoint of nanoGPT to a model folder, or its train.bin and val.bin to prepared data.
 
-Nothing in the files is run: checkpoints are read with weights_only, the meta.pkl by a reader of plain containers.
+No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of plain containers.
 """
 
 import argparse

@@ -1,10 +1,10 @@
-"""Run a command as an accelerate config asks for: `accelerate launch` itself, but what it ends with is ours.
+"""Run a command on the devices of an accelerate config, like `accelerate launch`, with the command's exit status.
 
     cli.py launch [--config_file F] [other options of accelerate launch] COMMAND ...
 
-Exit status: 0 done, 2 a mistake of yours, 75 stopped after saving (start it again and it goes on), 1 anything else.
-SIGTERM, SIGINT, SIGUSR1 or SIGHUP, sent to this process or to everything that it started, ends a training run's step
-and saves, however long that takes. A script's path in place of COMMAND is launched as it is.
+Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-resume continues), 1 any other failure.
+SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started, stops a training run after its current
+step and saves, however long that takes. The path of a script in place of COMMAND is launched unchanged.
 """
 
 import contextlib
@@ -15,17 +15,18 @@ import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
+from typing import NoReturn
 
-from nanogpt_hf.commands.console import last_words, show
+from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
-    """Launch one of `commands` with `words`, which are accelerate's options and then the command; its exit status."""
+    """Launch a command; return its exit status. `words` are accelerate's options, the command and its arguments."""
     if words[:1] in (["--help"], ["-h"]):
         show(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")
         return 0
-    # These take seconds.
+    # These imports take seconds.
     import psutil
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -42,24 +43,24 @@ def run(words: list[str], commands: Collection[str]) -> int:
         near = did_you_mean(command, commands)
         raise UserError(f"cli.py launch: {command}: no such command{near}; see cli.py --help")
 
-    asked = []
+    received = []
 
     def pass_on(number: int, frame: object) -> None:
-        asked.append(number)
+        received.append(number)
         if not (children := psutil.Process().children()):
             sys.exit(EXIT_STOPPED)  # nothing was started yet
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
-                # Ctrl-C has reached it already, and a second SIGINT would interrupt a run that saves.
+                # Ctrl-C has reached the child already, and a second SIGINT would interrupt its saving.
                 child.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
 
-    # torch's launcher would kill its processes 30 seconds after one of these, too soon for a large checkpoint
+    # torch's launcher would kill its processes 30 seconds after one of these signals, too early for a large checkpoint
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
     for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
         number = getattr(signal, name, None)
         if number is not None and signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
-    # it logs how the processes ended, which they say themselves or `_status` does
+    # it logs how the processes ended, which they or `_status` print
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
         launch_command(arguments)
@@ -70,21 +71,21 @@ def run(words: list[str], commands: Collection[str]) -> int:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
     except (ValueError, OSError, AssertionError) as error:  # about the config, before anything is started
         raise UserError(f"accelerate launch: {error}") from None
-    return _status(statuses, stopped=bool(asked))
+    return _status(statuses, stopped=bool(received))
 
 
 def _status(statuses: dict[int, int], stopped: bool) -> int:
-    """What several processes ended with as one: a mistake or a stop is all of theirs, a crash may be of one."""
+    """One exit status for several processes: an error or a stop is common to all, a crash may be of one."""
     for status in (EXIT_USER_ERROR, EXIT_STOPPED):
         if status in statuses.values():
             return status
     if stopped:
-        return EXIT_STOPPED  # before the first step, or killed before it could save: the newest checkpoint is left
+        return EXIT_STOPPED  # before the first step, or killed while saving: the newest checkpoint remains
     for rank, status in statuses.items():
-        if status < 0 and -status != signal.SIGTERM:  # SIGTERM is how the launcher ends what a lost process leaves
-            last_words(f"process {rank} was ended by {signal.Signals(-status).name}", sys.stderr)
+        if status < 0 and -status != signal.SIGTERM:  # the launcher ends the other processes with SIGTERM
+            show_end(f"process {rank} was killed by {signal.Signals(-status).name}", sys.stderr)
     return statuses[0] if len(statuses) == 1 and statuses.get(0, -1) > 0 else 1
 
 
-def _refuse(message: str) -> None:
+def _refuse(message: str) -> NoReturn:
     raise UserError(f"cli.py launch: {message}; see accelerate launch --help")

@@ -69,6 +69,6 @@ def _minimal_card_of(folder: Path, repo_id: str) -> str | None:
     from nanogpt_hf.model.architecture import architecture_on_disk
 
     try:
-        return minimal_card(repo_id.partition("/")[2], architecture_on_disk(folder).load_config(folder, None))
+        return minimal_card(repo_id.partition("/")[2], architecture_on_disk(str(folder)).load_config(str(folder), None))
     except Exception:  # of a config with nonsense in it: no GPT-2
         return None

@@ -1,6 +1,6 @@
-"""Write report.html of a run: what was run, its curves, samples, evaluations, recipe and machine, on one page.
+"""Write a run's report.html: summary, curves, samples, evaluations, recipe and machine on one page.
 
-Training writes it at the end of every run. The page needs no network; RUN may still be training.
+Training writes it at the end of every run. The page needs no network. RUN may still be training.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Let a model write, as it goes: a run folder, a model folder, or a model on the Hub."""
+"""Generate text with the model of a run folder, a model folder or the Hub; the text is printed as it is generated."""
 
 import argparse
 from pathlib import Path
@@ -12,8 +12,8 @@ from nanogpt_hf.errors import UserError
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument("--prompt", default=None, help="text to go on from (default: a line break, or the first token)")
-    prompt.add_argument("--prompt-file", metavar="FILE", help="a file with the text to go on from")
+    prompt.add_argument("--prompt", default=None, help="text to continue (default: a line break, or the first token)")
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")
     parser.add_argument("--max-new-tokens", type=number(int, 1), default=500, help="default %(default)s")
     parser.add_argument("--num-samples", type=number(int, 1, 10_000), default=1, help="default %(default)s")
     add_sampling_arguments(parser)
@@ -23,7 +23,7 @@ def _read_prompt(arguments: argparse.Namespace) -> str | None:
     if arguments.prompt_file is None:
         return arguments.prompt
     try:
-        return Path(arguments.prompt_file).read_text(encoding="utf-8-sig")  # a byte order mark is no text
+        return Path(arguments.prompt_file).read_text(encoding="utf-8-sig")  # without a byte order mark
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
 
@@ -41,16 +41,17 @@ def run(arguments: argparse.Namespace) -> None:
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
     if prompt is None:
-        prompt = "\n" if "\n" in tokenizer.get_vocab() or tokenizer.bos_token_id is not None else tokenizer.decode([0])
+        has_line_break = "\n" in tokenizer.get_vocab() or tokenizer.bos_token_id is not None
+        prompt = "\n" if has_line_break else str(tokenizer.decode([0]))
     ids = encode_ordinary(tokenizer, prompt)
     if not ids:
-        if tokenizer.bos_token_id is None:
+        if not isinstance(tokenizer.bos_token_id, int):
             raise UserError("--prompt: this model's tokenizer has no start token, so the prompt must not be empty")
         ids = [tokenizer.bos_token_id]
     if not accelerator.is_main_process:
         return
     streams = [TextStream(tokenizer) for _ in range(arguments.num_samples)]
-    later = [""] * arguments.num_samples
+    texts = [""] * arguments.num_samples
     show_text(prompt)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
         for tokens in generate_tokens(
@@ -66,10 +67,10 @@ def run(arguments: argparse.Namespace) -> None:
             for i, token in enumerate(tokens):
                 if token is not None:
                     text = streams[i].add(token)
-                    later[i] += text
-                    if i == 0:  # the first is shown as it is written, the others after it
+                    texts[i] += text
+                    if i == 0:  # the first sample is printed as it is generated, the others at the end
                         show_text(text)
     show_text(streams[0].end(), end="\n")
     for i in range(1, arguments.num_samples):
-        text = f"{prompt}{later[i]}{streams[i].end()}"
+        text = f"{prompt}{texts[i]}{streams[i].end()}"
         show_text(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{text}", end="\n")

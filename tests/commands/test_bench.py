@@ -64,7 +64,7 @@ def test_the_trace_is_of_our_step_and_nothing_else_was_written(bench):
         (["--windows", "1" + "0" * 19], "must be at least 1 and at most 10000"),
         (["--scaling", "strong"], "--scaling: name a RECIPE, whose step is to be shared"),
         (["--processes", "two"], "--processes two: expected numbers such as 1,2,4"),
-        (["--train.seed", "1"], "cli.py bench: --train.seed: is a recipe's knob, and there is no RECIPE"),
+        (["--train.seed", "1"], "cli.py bench: --train.seed: a knob of a recipe, but no RECIPE is given"),
         (["no.yaml"], "no.yaml"),
     ],
 )

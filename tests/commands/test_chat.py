@@ -90,7 +90,7 @@ def test_a_conversation_is_remembered_until_reset(talk, scripted, ids_of):
     asked = scripted(ids_of("Yes."), ids_of("No."), ids_of("Well."))
     out, err = talk("One?", "Two?", "/reset", "Three?", "/quit", "never", arguments=["--system", "Be brief."])
     assert out == "Yes.\nNo.\nWell.\n"
-    assert err == "(the conversation is forgotten)\n"
+    assert err == "(the conversation was cleared)\n"
     system = "### System:\nBe brief.\n\n"
     one, three = (f"{system}### User:\n{word}?\n\n### Assistant:\n" for word in ("One", "Three"))
     assert asked[0][0] == ids_of(one)
@@ -109,7 +109,7 @@ def test_a_full_context_forgets_the_oldest_and_says_so(talk, scripted, ids_of):
     asked = scripted(*[ids_of("Yes.")] * 5)
     out, err = talk("One?", "Two?", "Tri?", "For?", "Fiv?")
     assert out == "Yes.\n" * 5
-    assert err == "(the context is full: the oldest 2 messages are forgotten)\n" * 2
+    assert err == "(the context is full: the oldest 2 messages were dropped)\n" * 2
     assert [ids[10:14] for ids, _ in asked] == [ids_of(text) for text in ("One?", "One?", "One?", "Two?", "Tri?")]
     assert all(len(ids) + limit <= 256 for ids, limit in asked)
 
@@ -146,7 +146,7 @@ def test_an_interrupted_answer_is_kept_as_far_as_it_came(talk, scripted, ids_of)
 
 
 @pytest.mark.parametrize(
-    ("lines", "note"), [(["/help"], "/help: no such command; /reset forgets"), (["/reset"], "is forgotten")]
+    ("lines", "note"), [(["/help"], "/help: no such command; /reset clears"), (["/reset"], "was cleared")]
 )
 def test_commands_are_not_asked(talk, scripted, lines, note):
     assert scripted() == []

@@ -146,7 +146,7 @@ def test_quiet_is_the_level_warning():
 
 @contextmanager
 def nobody_reads(monkeypatch):
-    """sys.stdout and sys.stderr as pipes that nobody reads any more, seen to by `outlive_readers`."""
+    """sys.stdout and sys.stderr as pipes without a reader, after `survive_closed_pipes`."""
     streams = {}
     for name in ("stdout", "stderr"):
         reading, writing = os.pipe()
@@ -156,7 +156,7 @@ def nobody_reads(monkeypatch):
         streams[name] = io.TextIOWrapper(io.BufferedWriter(raw), encoding="utf-8")
         monkeypatch.setattr(sys, name, streams[name])
     monkeypatch.setattr(logging, "raiseExceptions", True)
-    console.outlive_readers()
+    console.survive_closed_pipes()
     try:
         yield
     finally:
@@ -192,7 +192,7 @@ def test_an_answer_that_nobody_reads_ends_the_command_once(monkeypatch):
 def test_why_a_command_ended_needs_no_reader(monkeypatch):
     with nobody_reads(monkeypatch):
         assert main(["pretain"]) == 2
-        console.last_words("stopped")
+        console.show_end("stopped")
 
 
 def command(root, *words: object, out, **options) -> subprocess.Popen:

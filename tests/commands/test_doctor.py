@@ -202,7 +202,7 @@ def test_processes_that_never_answer_end_in_a_fault_that_says_what_to_try(tmp_pa
         timeout=90,
     )
     assert done.returncode == 1
-    assert "fault    launch      no answer from the other processes within 2 s" in done.stdout
+    assert "fault    launch      no response from the other processes within 2 s" in done.stdout
     assert "GLOO_SOCKET_IFNAME" in done.stdout
     assert done.stdout.endswith(" 1 fault\n")
     assert "Traceback" not in done.stderr
@@ -229,7 +229,7 @@ def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceba
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--train.seed", "3"], "cli.py doctor: --train.seed: is a recipe's knob, and there is no RECIPE"),
+        (["--train.seed", "3"], "cli.py doctor: --train.seed: a knob of a recipe, but no RECIPE is given"),
         (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
         (["--json", "no/where.json"], "cli.py doctor: argument --json: no/where.json: there is no folder no"),
     ],

@@ -82,16 +82,16 @@ def test_two_processes_give_the_answer_of_one(capsys, letter_model, letter_tasks
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "nothing to measure: give --data TEXT, --tasks A,B or both"),
+        ([], "give a text to measure on (--data TEXT), tasks (--tasks A,B), or both"),
         (["--data", "TEXT", "--block-size", "33"], "--block-size: 33 is more than the model's 32 positions"),
         (["--data", "TEXT", "--stride", "33"], "--stride: 33 is more than the block size 32"),
         (["--data", "TEXT", "--stride", "0"], "argument --stride: must be at least 1"),
         (["--data", "nowhere.txt"], "--data: nowhere.txt: no such file or folder"),
-        (["--data", "TEXT", "--limit", "3"], "--limit: is of --tasks"),
+        (["--data", "TEXT", "--limit", "3"], "--limit: applies to --tasks"),
         (["--data", "TEXT", "--output", "no/where.json"], "argument --output: no/where.json: there is no folder no"),
-        (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of evaluating"),
-        (["--tasks", "x", "--stride", "3"], "--stride: is of --data"),
-        (["--tasks", "x", "--data.split", "test"], "--data.split: says something of a text"),
+        (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of `evaluate`"),
+        (["--tasks", "x", "--stride", "3"], "--stride: applies to --data"),
+        (["--tasks", "x", "--data.split", "test"], "--data.split: describes a text"),
     ],
 )
 def test_mistakes_are_one_clear_line(capsys, letter_model, text, arguments, message):

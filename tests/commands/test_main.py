@@ -104,7 +104,7 @@ def complaint(capsys, *arguments: str) -> str:
         ),
         (["pretrain", "R", "--resum"], "cli.py pretrain: --resum: unknown option; did you mean --resume?"),
         (["pretrain", "R", "--train.seed"], "cli.py pretrain: --train.seed: expected a value after it"),
-        (["pretrain", "R", "other"], "cli.py pretrain: 'other' is one argument too many; see cli.py pretrain --help"),
+        (["pretrain", "R", "other"], "cli.py pretrain: 'other' is an unexpected argument; see cli.py pretrain --help"),
         (
             ["sample", "M", "--temperature", "warm"],
             "cli.py sample: argument --temperature: expected a number, got 'warm'; see cli.py sample --help",

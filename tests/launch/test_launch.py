@@ -108,7 +108,7 @@ def test_a_crash_is_1_and_keeps_its_traceback(tmp_path, machine):
     script.write_text("import os\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), 9)")
     done = launched(*machine, script)
     assert done.returncode == 1
-    assert done.stderr.endswith("process 0 was ended by SIGKILL\n")
+    assert done.stderr.endswith("process 0 was killed by SIGKILL\n")
 
 
 @needs_linux
