@@ -167,7 +167,7 @@ def draw_sweep(
         if row not in shown:
             continue
         shade = number / max(1, len(rows) - 1)
-        colour = colormaps["viridis"](0.9 * shade) if ordered else RUN_COLOURS[number % len(RUN_COLOURS)]
+        colour = colormaps["viridis"](0.82 * shade) if ordered else RUN_COLOURS[number % len(RUN_COLOURS)]
         style = "-" if ordered else ("-", "--", ":")[number // len(RUN_COLOURS) % 3]
         for one, scale in zip(axes, (1.0, row.flops / row.tokens), strict=True):
             _draw_losses(one, metrics[row.run], metric, row, scale, color=colour, linestyle=style)
