@@ -128,7 +128,6 @@ MACHINES = {
                 "fsdp_version": 2,
                 "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
                 "fsdp_reshard_after_forward": True,
-                "fsdp_state_dict_type": "SHARDED_STATE_DICT",
                 "fsdp_cpu_ram_efficient_loading": False,
                 "fsdp_offload_params": False,
                 "fsdp_activation_checkpointing": False,

@@ -1,4 +1,4 @@
-"""The machine: the Accelerator as accelerate's config asks for it, compiled blocks, and signals that end a run."""
+"""Build the Accelerator from the accelerate config, compile blocks, stop on signals. Only here ACCELERATE_* is read."""
 
 import contextlib
 import os
@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
+from typing import Any, cast
 
 import psutil
 import torch
@@ -38,38 +39,38 @@ from nanogpt_hf.runs.folder import RunFolder
 
 
 def check_launch(config: Config) -> int:
-    """The accumulation that the recipe's tokens per step ask of this launch's processes.
+    """Gradient accumulation steps of `config` on this launch's processes.
 
-    Raises UserError where they do not divide, where the accelerate config states another accumulation, where a
-    tracker, DeepSpeed, bitsandbytes or torchao is asked for and not installed, and where `check_config` does.
+    Raises UserError if the tokens per step do not divide, if the accelerate config sets another accumulation, if a
+    tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed, and if `check_config` does.
     """
     check_config()
-    if _asked_for("DEEPSPEED") and find_spec("deepspeed") is None:
-        raise UserError("the accelerate config asks for DeepSpeed, which is not installed; run `pip install deepspeed`")
-    if _asked_for("DEEPSPEED") and config.finetune.unfreeze_every:
+    if _requested("DEEPSPEED") and find_spec("deepspeed") is None:
+        raise UserError("the accelerate config sets DeepSpeed, which is not installed; run `pip install deepspeed`")
+    if _requested("DEEPSPEED") and config.finetune.unfreeze_every:
         raise UserError(
-            "finetune.unfreeze_every: DeepSpeed counts the optimizer's steps once for all parameters, but what thaws "
-            "later starts at 0; leave it out, or take accelerate_configs/fsdp2.yaml"
+            "finetune.unfreeze_every: DeepSpeed has one step count for all parameters, but unfrozen ones would start "
+            "at 0; leave it out, or use accelerate_configs/fsdp2.yaml"
         )
-    if _asked_for("DEEPSPEED") and config.tracking.layers:
+    if _requested("DEEPSPEED") and config.tracking.layers:
         raise UserError(
-            "tracking.layers: DeepSpeed keeps gradients and weights to itself; leave it out, or take "
+            "tracking.layers: DeepSpeed gives no access to gradients and weights; leave it out, or use "
             "accelerate_configs/fsdp2.yaml"
         )
-    if _asked_for("DEEPSPEED") and config.optim.name == "muon":
+    if _requested("DEEPSPEED") and config.optim.name == "muon":
         raise UserError(NO_MUON_UNDER_ZERO)
     if config.optim.state == "8bit":
-        check_8bit(zero=_asked_for("DEEPSPEED"))
+        check_8bit(zero=_requested("DEEPSPEED"))
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
         )
-    if config.lora.quantize and (_asked_for("DEEPSPEED") or _asked_for("FSDP")):
-        raise UserError("lora.quantize: weights in 8 or 4 bits are not sharded here; take accelerate_configs/ddp.yaml")
+    if config.lora.quantize and (_requested("DEEPSPEED") or _requested("FSDP")):
+        raise UserError("lora.quantize: weights in 8 or 4 bits cannot be sharded; use accelerate_configs/ddp.yaml")
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
-            raise UserError(f"tracking.trackers: accelerate knows no tracker {tracker!r}{near}")
+            raise UserError(f"tracking.trackers: accelerate has no tracker {tracker!r}{near}")
         if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
             raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
     try:
@@ -78,40 +79,45 @@ def check_launch(config: Config) -> int:
         raise UserError(str(error)) from None
     stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if stated not in ("auto", str(accumulation)):
-        raise UserError(_stated_elsewhere("gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"))
+        raise UserError(_conflict("gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"))
     return accumulation
 
 
+def requested_precision() -> str:
+    """The mixed precision of the accelerate config: no, bf16, fp16 or fp8."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
 def check_config() -> None:
-    """Raises UserError if the accelerate config asks for a precision or for processes that the run would not have."""
-    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    """Raises UserError if the accelerate config sets a precision or several processes that the run would not get."""
+    precision = requested_precision()
     if precision == "fp8":
         raise UserError(
-            "the accelerate config asks for mixed_precision fp8, which is not supported: its layers bring weights that "
-            "the optimizer does not know, so these would neither train nor be saved; write bf16"
+            "the accelerate config sets mixed_precision fp8, which is not supported: its layers replace weights of "
+            "the optimizer, so they would neither train nor be saved; set bf16"
         )
-    if precision == "fp16" and _on_the_cpu() and not _asked_for("DEEPSPEED"):
+    if precision == "fp16" and _on_the_cpu() and not _requested("DEEPSPEED"):
         raise UserError(
-            "the accelerate config asks for mixed_precision fp16, which accelerate ignores on a CPU; write bf16 or 'no'"
+            "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; set bf16 or 'no'"
         )
     if _started_alone():
         raise UserError(
-            "the accelerate config asks for several processes, but accelerate started one: its MULTI_CPU and NO never "
-            "start more by themselves; take distributed_type MULTI_GPU with use_cpu: true, as "
-            "accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
+            "the accelerate config sets several processes, but accelerate started one: its MULTI_CPU and NO never "
+            "start more; set distributed_type MULTI_GPU with use_cpu: true, as accelerate_configs/cpu_ddp.yaml does, "
+            "or num_processes: 1"
         )
 
 
 def _on_the_cpu() -> bool:
-    told = _asked_for("CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
-    return told or not torch.accelerator.is_available()
+    requested = _requested("CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    return requested or not torch.accelerator.is_available()
 
 
 def _started_alone() -> bool:
-    """Whether accelerate was told to start several processes and started this one only.
+    """Whether accelerate should have started several processes but started only this one.
 
-    Its launcher for one process sets the address to meet at if there should be several, but no number of processes. An
-    address that the launcher itself was given, as clusters do, says nothing.
+    Its launcher for one process sets MASTER_PORT if the config has several, but no WORLD_SIZE. A MASTER_PORT that the
+    launcher itself got from its environment, as on clusters, proves nothing.
     """
     if "MASTER_PORT" not in os.environ or "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
         return False
@@ -121,14 +127,14 @@ def _started_alone() -> bool:
         return False
 
 
-def _asked_for(kind: str) -> bool:
+def _requested(kind: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
 
 
-def _stated_elsewhere(key: str, stated: object, ours: object, knob: str) -> str:
+def _conflict(key: str, stated: object, ours: object, knob: str) -> str:
     return (
-        f"the accelerate config (or a DeepSpeed config it names) states {key} {stated}, but {knob} of the recipe asks "
-        f"for {ours}: write auto there"
+        f"the accelerate config (or a DeepSpeed config it names) sets {key} {stated}, but {knob} of the recipe needs "
+        f"{ours}: set auto there"
     )
 
 
@@ -138,7 +144,7 @@ def _world_size() -> int:
 
 def _default_to_cpu() -> None:
     if _world_size() > 1 and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
-        # The launcher keeps `use_cpu` to itself; without it each process would take itself for the only one.
+        # The launcher does not pass `use_cpu` on; without it each process would start as the only one.
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
@@ -151,9 +157,9 @@ def _check_processes(accelerator: Accelerator) -> None:
 
 
 def build_evaluation_accelerator() -> Accelerator:
-    """The Accelerator of a process that only measures: the device, the precision and the other processes.
+    """Build the Accelerator of a process that only evaluates: device, precision and process group.
 
-    Raises UserError where `check_config` does, and where the launch did not give as many processes as it started.
+    Raises UserError if `check_config` does, and if accelerate sees fewer processes than the launcher started.
     """
     check_config()
     _default_to_cpu()
@@ -163,71 +169,77 @@ def build_evaluation_accelerator() -> Accelerator:
 
 
 def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
-    """The Accelerator of this process, with the accumulation that the recipe's tokens per step ask for.
+    """Build the Accelerator of this process, with the accumulation that the recipe's tokens per step imply.
 
-    Raises UserError where `check_launch` does, and where the launch did not give what the accelerate config asks for.
+    Raises UserError if `check_launch` does, and if this machine does not provide what the accelerate config sets.
     """
     accumulation = check_launch(config)
     _default_to_cpu()
-    # sync_with_dataloader: no dataloader is prepared, so none may cut an accumulation short.
+    # No dataloader is prepared, so none may end an accumulation early.
     plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(
         gradient_accumulation_plugin=plugin,
-        log_with=config.tracking.trackers or None,
+        log_with=list(config.tracking.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
         kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
     )
     _check_processes(accelerator)
     for kind in ("FSDP", "DEEPSPEED"):
-        if _asked_for(kind) and accelerator.distributed_type != kind:
+        if _requested(kind) and accelerator.distributed_type != kind:
             raise UserError(
-                f"the accelerate config asks for {kind}, but this machine gives {accelerator.distributed_type.value} "
-                f"on {accelerator.device.type}; choose a config without it, such as accelerate_configs/cpu_ddp.yaml"
+                f"the accelerate config sets {kind}, but this machine provides {accelerator.distributed_type.value} on "
+                f"{accelerator.device.type}; use a config without it, such as accelerate_configs/cpu_ddp.yaml"
             )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
         if fsdp.fsdp_version != 2:
-            raise UserError("the accelerate config asks for FSDP 1; set fsdp_version: 2 in its fsdp_config")
+            raise UserError("the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config")
         if accelerator.mixed_precision == "bf16":
-            # accelerate's own policy also adds up gradients in bf16, and loses their small parts
+            # accelerate's own policy also sums gradients in bf16, and loses their small parts
             fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        _hand_to_deepspeed(accelerator.deepspeed_plugin.deepspeed_config, config, accumulation)
+        plugin: Any = accelerator.deepspeed_plugin
+        _configure_deepspeed(plugin.deepspeed_config, config, accumulation)
     if accelerator.device.type == "cuda":
         torch.set_float32_matmul_precision("high")  # TF32 where float32 remains
     return accelerator
 
 
-def _hand_to_deepspeed(deepspeed_config: dict, config: Config, accumulation: int) -> None:
-    """What DeepSpeed does by itself, it has to be told: it accumulates, clips and reduces in its own engine."""
-    # it calls torch by names that torch 2.13 has renamed, and torch says so at every call
+def _configure_deepspeed(deepspeed_config: dict, config: Config, accumulation: int) -> None:
+    """Set what DeepSpeed's engine does itself: accumulation, clipping, and the dtype of gradient sums."""
+    # it calls functions that torch 2.13 has renamed, with a warning at every call
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
     stage = deepspeed_config["zero_optimization"]["stage"]
     if stage not in (2, 3):
-        raise UserError(f"DeepSpeed's ZeRO stage {stage} is not supported: take 2 or 3, or accelerate_configs/ddp.yaml")
+        raise UserError(f"DeepSpeed's ZeRO stage {stage} is not supported: use 2 or 3, or accelerate_configs/ddp.yaml")
     for name in ("offload_optimizer", "offload_param"):
         if (deepspeed_config["zero_optimization"].get(name) or {}).get("device") == "nvme":
-            raise UserError(f"DeepSpeed's {name} to nvme is not supported, since its state cannot be saved: take cpu")
+            raise UserError(f"DeepSpeed's {name} to nvme is not supported, since its state cannot be saved: use cpu")
     ours = {
         "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
         "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
     }
     if config.train.micro_batch_size == "auto":
-        deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # until it is found
+        deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # until the largest that fits is known
     else:
         ours["train_micro_batch_size_per_gpu"] = (config.train.micro_batch_size, "train.micro_batch_size")
     for key, (value, knob) in ours.items():
         stated = deepspeed_config.get(key, "auto")
         if stated not in ("auto", value):
-            raise UserError(_stated_elsewhere(key, stated, value, knob))
+            raise UserError(_conflict(key, stated, value, knob))
         deepspeed_config[key] = value
-    # without these gradients of a bf16 model are added up in bf16, and lose their small parts
+    # without these, gradients of a bf16 model are summed in bf16, and lose their small parts
     deepspeed_config.setdefault("communication_data_type", "fp32")
     deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
 
 
+def sum_over_ranks(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all processes, on all of them."""
+    return cast(torch.Tensor, accelerator.reduce(tensor, "sum"))
+
+
 def describe_device(device: torch.device) -> str:
-    """Its name, such as `NVIDIA H200`."""
+    """The name of a device, such as `NVIDIA H200`."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     if device.type == "cpu":
@@ -248,12 +260,12 @@ def describe_machine(accelerator: Accelerator) -> str:
 
 
 def requested_and_actual(accelerator: Accelerator) -> tuple[dict[str, str], dict[str, str]]:
-    """What the accelerate config asks for, as far as the launcher passes it on, and what this process has; by name."""
+    """Settings of the accelerate config that the launcher passes on, and those of this process, by name."""
     obtained = {
         "device": accelerator.device.type,
         "distributed type": accelerator.distributed_type.value,
         "precision": accelerator.mixed_precision,
-        "dynamo": accelerator.state.dynamo_plugin.backend.value.lower(),
+        "dynamo": cast(Any, accelerator.state.dynamo_plugin).backend.value.lower(),
     }
     variables = {"precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
     return {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}, obtained
@@ -263,19 +275,20 @@ def requested_and_actual(accelerator: Accelerator) -> tuple[dict[str, str], dict
 def prepared_blocks(
     model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """Compile blocks, loss and Muon's iteration, and checkpoint activations, if the accelerate config asks for it.
+    """Compile blocks, loss and Muon's iteration, and checkpoint activations, if the accelerate config sets it.
 
-    In here accelerate does neither when it prepares the model. Compiled in place, block by block, parameters keep their
-    names and one graph serves all blocks. And accelerate's checkpointing draws new dropout masks in the backward pass,
-    which makes the gradient wrong; transformers' draws the same ones again.
+    A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled in place, block by
+    block, parameters keep their names and one graph serves all blocks. Accelerate's checkpointing draws new dropout
+    masks in the backward pass, which makes the gradient wrong; that of transformers repeats them.
     """
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
-    if checkpointing := fsdp is not None and fsdp.activation_checkpointing:
+    checkpointing = fsdp is not None and fsdp.activation_checkpointing
+    if fsdp is not None and checkpointing:
         fsdp.activation_checkpointing = False
         # the name until transformers 5.2x
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable()
-    plugin = accelerator.state.dynamo_plugin
+    plugin: Any = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     if backend != DynamoBackend.NO:
         mode = None if plugin.mode == "default" else plugin.mode
@@ -287,21 +300,21 @@ def prepared_blocks(
             optimizer.compile(**options)
     try:
         yield
-    finally:  # for the next model of this run: a thaw makes one
+    finally:  # for the next model of this run, after unfreezing
         plugin.backend = backend
-        if checkpointing:
+        if checkpointing and fsdp is not None:
             fsdp.activation_checkpointing = True
 
 
 class StopRequest:
-    """Whether this run should end after the step it is in: a signal asked for it, or its time is up."""
+    """Request to end the run after the current step, by a signal or because train.max_time is up."""
 
     def __init__(self, max_seconds: float | None = None):
         self.reason: str | None = None
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
 
     def on_any_process(self, accelerator: Accelerator) -> bool:
-        """True on all processes as soon as one of them should end. With several processes, all must call this."""
+        """True on all processes once one of them should end. A collective: with several processes, all must call it."""
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.reason = self.reason or "train.max_time is up"
         if accelerator.num_processes == 1:
@@ -313,16 +326,16 @@ class StopRequest:
 
 @contextmanager
 def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
-    """SIGTERM, SIGINT, SIGUSR1 and SIGHUP request a stop, and so does the clock; a second SIGINT interrupts at once.
+    """Context that turns SIGTERM, SIGINT, SIGUSR1, SIGHUP and a time limit into a stop request.
 
-    A SIGHUP that is ignored, as under nohup, stays ignored.
+    A second SIGINT interrupts at once. A SIGHUP that is ignored, as under nohup, stays ignored.
     """
     request = StopRequest(max_seconds)
 
     def handle(number, frame):
         if request.reason is None:  # a cluster may send several
-            request.reason = f"{signal.Signals(number).name} came"
-            with contextlib.suppress(OSError):  # print() might be in the middle of a line
+            request.reason = f"received {signal.Signals(number).name}"
+            with contextlib.suppress(OSError):  # the signal may interrupt a print()
                 os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
         signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -1,6 +1,6 @@
-"""Ranks and sizes of this launch: the only reader of WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE.
+"""Mesh: rank and world size of this process; the only reader of WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE.
 
-Imports no torch, so that a command can ask before it loads anything heavy.
+Imports no torch, so that a command can use it before heavy imports.
 """
 
 import os
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """This process's place among all processes of the launch. Without a launcher: rank 0 of 1."""
+    """Rank and size in each kind of parallelism. Without a launcher: rank 0 of 1."""
 
     rank: int = 0
     world_size: int = 1
@@ -31,7 +31,7 @@ class Mesh:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    # Every process is data-parallel so far: each sees other sequences of a step.
+    # All parallelism is data parallelism: each process gets different sequences of a step.
     @property
     def dp_rank(self) -> int:
         return self.rank

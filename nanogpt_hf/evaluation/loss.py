@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
 from nanogpt_hf.model.architecture import architecture_of
@@ -80,7 +81,7 @@ def evaluate_blocks(
             num_targets += (batch["shift_labels"] != -100).sum()
             if stopping():
                 return None
-    total, num_targets = (accelerator.reduce(part, "sum").item() for part in (total, num_targets))
+    total, num_targets = (sum_over_ranks(accelerator, part).item() for part in (total, num_targets))
     return Evaluation(total / num_targets, num_targets, bytes_per_token)
 
 
@@ -120,7 +121,7 @@ def evaluate_text(
             nats[rows] = torch.stack(losses).cpu().double()
             progress(min(batch_size * mesh.dp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:
-        nats = accelerator.reduce(nats.to(accelerator.device), "sum").cpu()
+        nats = sum_over_ranks(accelerator, nats.to(accelerator.device)).cpu()
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
     error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))

@@ -1,4 +1,4 @@
-"""Files that are there whole or as they were, and outputs that the user names: a file, a link, a device, or stdout."""
+"""Atomic file writes, and outputs that the user names: a file, a link, a device, or stdout."""
 
 import argparse
 import contextlib
@@ -17,17 +17,17 @@ from typing import Any
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.redact import redact_tree, redact_urls
 
-STDOUT = Path("-")  # as an output; then everything else that is printed goes to stderr
+STDOUT = Path("-")  # as an output; everything else is then printed to stderr
 _NAMES_OF_STDOUT = ("-", "/dev/stdout", "/dev/fd/1", "/proc/self/fd/1")
 
 
 @contextmanager
 def written_whole(path: Path) -> Iterator[Path]:
-    """A new file beside `path` to write to, which then takes its place: `path` is there whole, or as it was.
+    """Atomic write: yield a temporary file in the same folder that replaces `path` if the block ends without an error.
 
-    Raises UserError if it cannot be written, or if a link, device, folder or anything else that is no regular file is
-    at `path`: a rename would replace it. The new file has a random name and is created exclusively, so nothing that
-    somebody put there before is opened or followed.
+    Raises UserError if it cannot be written, or if `path` is a link, a device, a folder or anything else but a regular
+    file, which a rename would replace. The temporary file has a random name and is created exclusively, so that no
+    file or link of another user is opened.
     """
     partial = path.with_name(f".{secrets.token_hex(6)}.partial{path.suffix}")
     try:
@@ -47,12 +47,12 @@ def _check_regular(path: Path) -> None:
     with contextlib.suppress(FileNotFoundError):
         mode = path.lstat().st_mode
         if not stat.S_ISREG(mode):
-            kind = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}.get(stat.S_IFMT(mode), "no regular file")
+            kind = {stat.S_IFDIR: "a folder", stat.S_IFLNK: "a link"}.get(stat.S_IFMT(mode), "not a regular file")
             raise UserError(f"{path}: cannot be written: it is {kind}")
 
 
 def output_file(text: str) -> Path:
-    """An argparse type: where the user wants an output, `-` for stdout. Refuses at once what cannot be written."""
+    """An argparse type: the path of an output, `-` for stdout. Rejects at once what cannot be written."""
     if text in _NAMES_OF_STDOUT:
         return STDOUT
     target = Path(os.path.realpath(os.path.expanduser(text)))
@@ -66,17 +66,17 @@ def output_file(text: str) -> Path:
 
 
 def _is_special(path: Path) -> bool:
-    """Whether it is a device, pipe or socket, or a name in /dev or /proc for what may be an open file."""
-    named = path.parts[1:2] in (("dev",), ("proc",)) and path.parts[:3] != ("/", "dev", "shm")
-    return named or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
+    """Whether it is a device, pipe or socket, or a name in /dev or /proc, which may be an open file."""
+    in_dev_or_proc = path.parts[1:2] in (("dev",), ("proc",)) and path.parts[:3] != ("/", "dev", "shm")
+    return in_dev_or_proc or (os.path.exists(path) and not os.path.isfile(path) and not os.path.isdir(path))
 
 
 @contextmanager
 def output_target(path: Path) -> Iterator[Path]:
-    """The path to write (by `written_whole`) for the output `path`, which the user named.
+    """Yield the path to write (by `written_whole`) for the output `path`, which the user named.
 
-    A link is followed: its target is replaced, the link stays. What is written for stdout, a device or a pipe is
-    collected in a private folder and copied there, if all went well.
+    A link is followed: its target is replaced. Output for stdout, a device or a pipe is written to a private folder
+    and copied if the block ends without an error.
     """
     if path != STDOUT and not _is_special(path):
         yield Path(os.path.realpath(path))
@@ -106,6 +106,6 @@ def write_json(path: Path, tree: Any) -> None:
 
 @contextmanager
 def stdout_for_outputs(*outputs: Any) -> Iterator[None]:
-    """While one of `outputs` is stdout, print to stderr, so that stdout holds that output and nothing else."""
+    """Context that prints to stderr if one of `outputs` is stdout, so that stdout has that output only."""
     with contextlib.redirect_stdout(sys.stderr) if STDOUT in outputs else contextlib.nullcontext():
         yield

@@ -1,9 +1,10 @@
-"""The run folder: what lies where in it, and who may write there."""
+"""The run folder: names of its files, start, resume, lock, and removal of old checkpoints."""
 
 import contextlib
 import os
 import re
 from pathlib import Path
+from typing import cast
 
 import filelock
 
@@ -14,27 +15,28 @@ from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.identity import is_fixed
 from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folder
 
-_STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came before its successor's rename
+_STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came between two renames
 _LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
 _LEFTOVER_FILE = re.compile(r"\.[0-9a-f]{12}\.partial.*")  # of written_whole
-_NONE_YET = ".no_checkpoint_yet"  # a file in checkpoints/ until the first is written: an empty folder without it is odd
+_NONE_YET = ".no_checkpoint_yet"  # a file in checkpoints/ until the first is written; else a volume may be missing
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
 def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint, by its name."""
-    name = _STEP.fullmatch(checkpoint.name)
-    return int(name[1] or name[2])
+    match = _STEP.fullmatch(checkpoint.name)
+    assert match, f"{checkpoint} is not the name of a checkpoint"
+    return int(match[1] or match[2])
 
 
 def _clear(folder: Path) -> None:
-    """Remove a folder; of one that is a link, what is in its target."""
+    """Remove a folder; of a link, the content of its target."""
     for path in list(folder.iterdir()) if folder.is_symlink() else (folder,):
         remove(path)
 
 
 def _holder_of(lock: Path) -> int | None:
-    """The process that holds a lock on the file, as far as this machine's kernel lists it (Linux does)."""
+    """The process that holds a lock on the file, if the kernel lists it (Linux does)."""
     with contextlib.suppress(OSError, ValueError):
         facts = lock.stat()
         file = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
@@ -46,7 +48,7 @@ def _holder_of(lock: Path) -> int | None:
 
 
 class RunFolder:
-    """Names of what is in a run folder, and its beginnings. Writing is the main process's business."""
+    """Paths in a run folder, and the checks and steps that start or resume a run. Only the main process writes."""
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -63,22 +65,22 @@ class RunFolder:
         self._lock = filelock.FileLock(self._lock_file)
 
     def check(self, *, resume: bool, overwrite: bool, auto_resume: bool = False) -> bool:
-        """Return whether to resume; `auto_resume` decides between that and a new start. Nothing is changed.
+        """Return whether to resume, without changing anything; with `auto_resume` that depends on the folder.
 
-        Raises RunFolderError if the folder holds what a run must not touch, or lacks what a resumed run needs.
+        Raises RunFolderError if a run must not write to the folder, or if it has no checkpoint to resume from.
         """
         if resume and overwrite:
             raise RunFolderError("--resume and --overwrite exclude each other")
         if self._lock_file.is_file():
-            with self._locked():  # first, because a run at its beginning looks like one without checkpoints
+            with self._locked():  # first, because a run that has just started has no checkpoints yet
                 pass
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
         self._check_folders()
         if (resume or auto_resume) and not self.checkpoint_folders():
-            if found := self._progress():
+            if progress := self._progress():
                 raise RunFolderError(
-                    f"{self.path}: holds a run ({found}), but {self.checkpoints} has no checkpoint; if it is on a "
+                    f"{self.path}: holds a run ({progress}), but {self.checkpoints} has no checkpoint; if it is on a "
                     "volume that is not mounted, mount it; else start again with --overwrite, or choose another "
                     "--run-dir"
                 )
@@ -92,15 +94,15 @@ class RunFolder:
         elif self.recipe.exists():
             if not overwrite:
                 raise RunFolderError(
-                    f"{self.path}: holds a run; add --resume to go on, --overwrite to start anew, or choose another "
-                    "--run-dir"
+                    f"{self.path}: holds a run; add --resume to continue, --overwrite to start again, or choose "
+                    "another --run-dir"
                 )
-        elif self.path.exists() and not all(map(self._is_a_beginning, self.path.iterdir())):
+        elif self.path.exists() and not all(map(self._may_precede_a_run, self.path.iterdir())):
             raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
         return resume
 
-    def _is_a_beginning(self, path: Path) -> bool:
-        """Whether `path` may be in a folder without a recipe: a kill in `start` left it, or it is empty."""
+    def _may_precede_a_run(self, path: Path) -> bool:
+        """Whether `path` may be in a folder without a recipe: a leftover of a kill in `start`, or empty."""
         if path in (self.checkpoints, self.best, self.final):
             return os.path.isdir(path) and set(os.listdir(path)) <= {_NONE_YET}
         return path.name in (".lock", "lost+found") or bool(_LEFTOVER_FILE.fullmatch(path.name))
@@ -112,7 +114,7 @@ class RunFolder:
             if os.path.lexists(folder) and not os.path.isdir(folder):
                 if not folder.is_symlink():
                     raise RunFolderError(f"{folder}: is a file; move it away")
-                if not os.path.lexists(old_of(target)):  # `lock` brings that back
+                if not os.path.lexists(old_of(target)):  # `lock` restores it
                     raise RunFolderError(
                         f"{folder}: is a link to {target}, and there is no such folder; if it is on a volume that is "
                         "not mounted, mount it; else remove the link"
@@ -121,8 +123,7 @@ class RunFolder:
                 names = os.listdir(folder)
                 if folder.is_symlink() and names and not any(name in names for name in _MODEL_FILES):
                     raise RunFolderError(
-                        f"{folder}: is a link to {target}, which holds something else than a model; link a folder of "
-                        "its own"
+                        f"{folder}: is a link to {target}, which is not a model folder; link an empty folder"
                     )
                 if os.path.ismount(target) or not os.access(target.parent, os.W_OK):
                     raise RunFolderError(
@@ -131,7 +132,7 @@ class RunFolder:
                     )
 
     def _progress(self) -> str:
-        """What shows that a run had gone on beyond step 0, in words; '' if it never wrote a checkpoint."""
+        """Signs of a run beyond step 0, in words; '' if it never wrote a checkpoint."""
         if (self.checkpoints / _NONE_YET).exists():
             return ""
         found = [f"{folder.name}/" for folder in (self.best, self.final) if self._is_there(folder)]
@@ -144,38 +145,36 @@ class RunFolder:
         return os.path.lexists(old_of(target)) or (os.path.isdir(target) and bool(os.listdir(target)))
 
     def changes(self, config: Config) -> list[str]:
-        """What `config` says otherwise than the run's recipe, as `key: before -> now`.
+        """Differences of `config` from the run's recipe, as `key: before -> now`.
 
-        Raises RunFolderError where that would make it another experiment: another model, text, order or step.
+        Raises RunFolderError if they make it another experiment: another model, text, order or step.
         """
         before = load_config(self.recipe)
-        found = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which stays
+        auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
         different = [
             key
             for key in KNOBS
-            if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != found
+            if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != auto
         ]
         lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
-        other = [line for line in lines if is_fixed(line)]
-        if other:
-            what = "; ".join(other)
+        if other := [line for line in lines if is_fixed(line)]:
             raise RunFolderError(
-                f"{self.path}: --resume goes on with the same experiment; the recipe has changed: {what}"
+                f"{self.path}: --resume continues the same experiment, but the recipe has changed: {'; '.join(other)}"
             )
         return lines
 
     def micro_batch_size(self) -> int:
-        """What the run's recipe says, where `auto` has become the number that was found."""
-        return load_config(self.recipe).train.micro_batch_size
+        """The micro-batch size of the run's recipe, which has a number even if it was `auto`."""
+        return cast(int, load_config(self.recipe).train.micro_batch_size)
 
     def start(self, recipe_yaml: str) -> None:
-        """Make the folder, without the run that may be in it, and write the resolved recipe.
+        """Create the folder, remove a run that is in it, and write the resolved recipe.
 
-        Nothing is removed before the new run's files could be written and all of the old one's can be removed.
+        Removes nothing before it is certain that new files can be written and all old ones removed.
         """
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            with written_whole(self.recipe) as partial:  # in its place last: it would not fit the old checkpoints
+            with written_whole(self.recipe) as partial:  # replaced last: it would not fit the old checkpoints
                 partial.write_text(recipe_yaml, encoding="utf-8")
                 (self.checkpoints / _NONE_YET).touch()
                 self._remove_run()
@@ -202,7 +201,7 @@ class RunFolder:
     def undo_start(self) -> None:
         """Undo `start`, for a run that did not come to its first step; `unlock` then removes the folder."""
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # of a link, or with files of somebody else in it, it stays
+        with contextlib.suppress(OSError):  # a link, or a folder with files of others, stays
             self.checkpoints.rmdir()
         for folder in (self.trackers, self.path / "wandb"):
             with contextlib.suppress(OSError):
@@ -211,14 +210,14 @@ class RunFolder:
             file.unlink(missing_ok=True)
 
     def update_recipe(self, recipe_yaml: str) -> None:
-        """Write the recipe with what a resumed run changed in it."""
+        """Write the recipe of a resumed run."""
         with written_whole(self.recipe) as partial:
             partial.write_text(recipe_yaml, encoding="utf-8")
 
     def lock(self) -> None:
-        """Keep other processes out until this one ends, and put right what a killed one left.
+        """Lock the folder until this process ends, and repair what a killed one left.
 
-        Raises RunFolderError where another process is in already.
+        Raises RunFolderError if another process has locked it.
         """
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
@@ -236,13 +235,15 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def _locked(self) -> filelock.AcquireReturnProxy:
-        """The lock, held until the proxy is left or for good. Raises RunFolderError if another process holds it."""
+        """Acquire the lock. Raises RunFolderError if another process holds it."""
         try:
             return self._lock.acquire(timeout=0)
         except filelock.Timeout:
             pid = _holder_of(self._lock_file)
-            which = f" (pid {pid})" if pid else ""
-            raise RunFolderError(f"{self.path}: another process is training in it{which}; wait for it to end") from None
+            process = f" (pid {pid})" if pid else ""
+            raise RunFolderError(
+                f"{self.path}: another process is training in it{process}; wait for it to end"
+            ) from None
 
     def unlock(self) -> None:
         """Release the lock if this object holds it, and remove a folder in which no run was started."""
@@ -256,19 +257,19 @@ class RunFolder:
                     folder.rmdir()
 
     def checkpoint_folders(self) -> list[Path]:
-        """Checkpoints that were written to their end, oldest first."""
-        found = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()  # hidden names come first
-        by_step = {step_of(path): path for path in found if _STEP.fullmatch(path.name)}
+        """Complete checkpoints, oldest first."""
+        paths = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()  # hidden names come first
+        by_step = {step_of(path): path for path in paths if _STEP.fullmatch(path.name)}
         return [by_step[step] for step in sorted(by_step)]
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
 
     def checkpoint_written(self, step: int, last_finite_step: int, keep: int) -> None:
-        """Remove what the checkpoint of `step`, which is in place, makes superfluous.
+        """Remove old checkpoints after that of `step` was written.
 
-        The `keep` newest stay, and so does the newest one after which a gradient was finite: the newest ones may hold
-        weights that have just diverged. Those of later steps were damaged, or the run had not resumed before them.
+        Keeps the `keep` newest, and the newest one after which a gradient was finite: later ones may hold weights that
+        have just diverged. Checkpoints of later steps are removed: they were damaged, or the run was rolled back.
         """
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
         folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]

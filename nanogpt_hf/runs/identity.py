@@ -1,4 +1,4 @@
-"""Which run a checkpoint belongs to: the knobs that a resume may not change, and what its tokens are."""
+"""Identity of a run: the knobs that a resume may not change, and its data. Checkpoints record it."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -19,16 +19,16 @@ def is_fixed(key: str) -> bool:
 
 
 def run_identity(config: Config, manifest: "Manifest") -> dict[str, Any]:
-    """What makes a run this one. Of the text it is the tokens that count, not where they lie or came from."""
+    """The fixed knobs and the data of a run. The tokens count, not the path of the text or of the prepared data."""
     knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
     knobs = redact_tree(knobs)  # a checkpoint may be shared
     return {"knobs": knobs, "data": {"source": redact(config.data.source), **manifest.content()}}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:
-    """How the identity that a checkpoint records differs from this run's, as `key: before -> now`.
+    """Differences between the identity in a checkpoint and this run's, as `key: before -> now`.
 
-    What one of them does not know is not compared: older versions knew less.
+    Compares only what both of them have: older versions recorded less.
     """
     try:
         lines = [
@@ -42,9 +42,9 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
         tokenizer = changed & {"tokenizer_hash", "vocab_size"}
         if tokenizer:
             lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")
-            changed &= {"revision"}  # other ids come of the tokenizer alone
+            changed &= {"revision"}  # another tokenizer alone changes the ids
         elif {"train sha256", "validation sha256"} <= set(known):
-            changed.discard("revision")  # the same tokens, from files that are split or stored in another way
+            changed.discard("revision")  # the same tokens, from files that are split or stored differently
         if changed - tokenizer:
             lines.append(f"text: {_text(old)} -> {_text(new)}")
         return lines

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import torch
+import torch.cuda.nccl
 import torch.distributed as dist
 
 import nanogpt_hf
@@ -20,8 +21,8 @@ _SHOWN = ("transformers", "accelerate", "datasets")
 
 
 def versions() -> dict[str, str]:
-    """Of Python and what a run depends on most; CUDA and NCCL where this torch has them."""
-    found = {"python": sys.version.split()[0], "torch": torch.__version__}  # which says what it was built for
+    """Versions of Python and the main dependencies; of CUDA and NCCL if this torch has them."""
+    found = {"python": sys.version.split()[0], "torch": torch.__version__}
     found |= {name: metadata.version(name) for name in _SHOWN} | {"nanogpt_hf": __version__}
     if torch.version.cuda:
         found["CUDA"] = torch.version.cuda
@@ -32,9 +33,9 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code_version() -> str:
-    """`0.1.0`; from a git checkout such as `0.1.0 (commit 1a2b3c4d5e6f, dirty)`: dirty is code that is in no commit."""
+    """`0.1.0`; from a git checkout such as `0.1.0 (commit 1a2b3c4d5e6f, dirty)`: dirty means uncommitted code."""
     checkout = Path(nanogpt_hf.__file__).resolve().parents[1]
-    if not (checkout / ".git").exists():  # a folder above may be another project's checkout
+    if not (checkout / ".git").exists():  # a parent folder may be another project's checkout
         return __version__
     try:
         commit = _git(checkout, "rev-parse", "--short=12", "HEAD")

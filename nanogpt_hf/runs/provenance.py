@@ -1,4 +1,4 @@
-"""Where a run was started, with what and how: machine.json, an entry for each start."""
+"""machine.json: one entry per start of a run, with host, device, versions and command."""
 
 import contextlib
 import json
@@ -42,7 +42,7 @@ def describe_start(*, step: int, processes: int, precision: str, device: str) ->
 
 
 def read_starts(run: RunFolder) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; none where machine.json is missing or is no such file."""
+    """The starts of a run, oldest first; none if machine.json is missing or invalid."""
     with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
         starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
         return [start for start in starts if isinstance(start, dict)]
@@ -50,7 +50,7 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
 
 
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:
-    """Add a start to machine.json, in one move."""
+    """Add a start to machine.json, atomically."""
     starts = [*read_starts(run), start]
     with written_whole(run.machine) as partial:
         partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Replace and remove folders so that SIGKILL or a power cut at any moment leaves the old one or the new one, whole."""
+"""Replace and remove folders atomically: after a kill or a power cut the old or the new folder is there, complete."""
 
 import contextlib
 import os
@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def flush(path: Path) -> None:
-    """Wait until a file's content, or a folder's list of names, is on the disk."""
+    """Flush a file's content, or a folder's list of names, to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -18,10 +18,10 @@ def flush(path: Path) -> None:
 
 @contextlib.contextmanager
 def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Yield an empty hidden folder beside `folder` that takes its place when the block ends without an error.
+    """Atomic write: yield an empty hidden folder that replaces `folder` if the block ends without an error.
 
-    What is there is renamed aside first and removed last. A kill between the two renames leaves it under the name that
-    `restore_folder` knows. After an error everything is as it was before.
+    The old folder is renamed first and removed last. After a kill between the two renames, `restore_folder` brings it
+    back. After an error nothing has changed.
     """
     restore_folder(folder)
     partial, old = partial_of(folder), old_of(folder)
@@ -35,7 +35,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
         partial.rename(folder)
         flush(folder.parent)
     except BaseException:
-        with contextlib.suppress(OSError):  # the error that is being raised says why
+        with contextlib.suppress(OSError):  # the error being raised has the reason
             restore_folder(folder)
         raise
     with contextlib.suppress(OSError):  # the next restore removes it
@@ -43,7 +43,7 @@ def replaced_folder(folder: Path) -> Iterator[Path]:
 
 
 def restore_folder(folder: Path) -> None:
-    """Undo an unfinished replacement: bring back the folder that was renamed aside, and remove what is left over."""
+    """Undo an unfinished replacement: bring back the renamed folder and remove leftovers."""
     partial, old = partial_of(folder), old_of(folder)
     if os.path.lexists(old) and not os.path.lexists(folder):
         old.rename(folder)
@@ -52,7 +52,7 @@ def restore_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder that others take for whole as long as they see it. Of a link only the link is removed."""
+    """Remove a folder atomically: it is renamed first, so that it is never seen incomplete. Removes a link only."""
     partial = partial_of(folder)
     remove(partial)
     folder.rename(partial)
@@ -60,7 +60,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link or a folder with all that is in it, if it is there."""
+    """Remove a file, a link or a folder with its content, if it exists."""
     if os.path.isdir(path) and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -25,22 +25,22 @@ class Evaluation:
 
 @dataclass
 class TrainState:
-    """Progress of a run: with the recipe, weights and optimizer state, all that a resume needs."""
+    """Progress of a run; with recipe, weights and optimizer state it is all that a resume needs."""
 
     step: int = 0  # optimizer steps done
     tokens: int = 0  # training tokens seen
     seconds: float = 0.0  # spent training and evaluating, over all resumes
     evaluation: Evaluation | None = None  # the last one
     evaluated_step: int = -1
-    skipped_steps: int = 0  # whose data was left out after loss spikes: step s sees the data of s + skipped_steps
-    last_finite_step: int = 0  # the last step whose gradient was finite; those after it changed no weight
-    loss_average: float | None = None  # running, of the reported training losses
+    skipped_steps: int = 0  # whose data was skipped after loss spikes: step s sees the data of s + skipped_steps
+    last_finite_step: int = 0  # the last with a finite gradient; later ones changed no weight
+    loss_average: float | None = None  # running average of the logged training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None
     identity: dict[str, Any] | None = None  # of the run (runs/identity.py); older versions recorded none
 
     def out_of_patience(self, eval_section: EvalSection) -> bool:
-        """Whether the evaluations since the best one, that of this step included, are as many as may pass."""
+        """Whether `eval.patience` evaluations in a row, including that of this step, were not the best."""
         if eval_section.patience is None or self.best_step is None or self.evaluated_step < self.step:
             return False
         return self.step - self.best_step >= eval_section.patience * eval_section.every

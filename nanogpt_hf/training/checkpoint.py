@@ -1,4 +1,4 @@
-"""Checkpoints: everything that going on needs, whole or absent, for any number of processes to go on from."""
+"""Atomic checkpoints with the full training state, resumable on any number of processes."""
 
 import contextlib
 import dataclasses
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -41,7 +42,7 @@ def _file_digest(path: Path) -> str:
 
 
 def _not_finite(*groups: dict[str, torch.Tensor]) -> str | None:
-    """The name of a tensor with values that are infinite or not a number."""
+    """The name of the first tensor with an infinite or NaN value."""
     for name, tensor in (item for group in groups for item in group.items()):
         if tensor.is_floating_point() and tensor.element_size() > 1 and not tensor.isfinite().all():
             return name
@@ -51,22 +52,22 @@ def _not_finite(*groups: dict[str, torch.Tensor]) -> str | None:
 def save_checkpoint(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AcceleratedOptimizer,
     state: TrainState,
     run: RunFolder,
     keep: int,
 ) -> None:
-    """Write a checkpoint aside, flush it, and move it into place; then remove all but the `keep` newest.
+    """Write a checkpoint atomically, then remove all but the `keep` newest.
 
     Raises RunFolderError if it cannot be written, and DivergedError if a weight or a value of the optimizer state is
-    not finite; the checkpoints before it stay as they are.
+    not finite; older checkpoints are not changed.
     """
     weights = full_weights(accelerator, model)
-    moments = full_optimizer_state(accelerator, model, optimizer)
-    if accelerator.is_main_process and state.step > 0 and not moments:
+    optimizer_state = full_optimizer_state(accelerator, model, optimizer)
+    if accelerator.is_main_process and state.step > 0 and not optimizer_state:
         raise RuntimeError("there is no optimizer state to save")
     if accelerator.is_main_process:
-        if name := _not_finite(weights, moments):
+        if name := _not_finite(weights, optimizer_state):
             raise DivergedError(
                 f"step {state.step:,}: {name} is not finite, so no checkpoint was written; lower optim.learning_rate "
                 f"and {recovery_advice(run, state)}"
@@ -76,7 +77,7 @@ def save_checkpoint(
         try:
             with replaced_folder(target) as partial:
                 save_file(weights, partial / _MODEL)
-                save_file(moments, partial / _OPTIMIZER)
+                save_file(optimizer_state, partial / _OPTIMIZER)
                 (partial / _STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
                 checksums = {path.name: _file_digest(path) for path in sorted(partial.iterdir())}
                 (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
@@ -90,10 +91,10 @@ def save_checkpoint(
 
 
 def recovery_advice(run: RunFolder, state: TrainState) -> str:
-    """How to go on after the weights of `state` turned out to have diverged; the main process calls it.
+    """What to do after the weights of `state` diverged, as a phrase; only the main process calls it.
 
-    The gradients of all steps after `last_finite_step` were not finite, and its weights are those of now. So the
-    checkpoints from there on are removed, as long as there is a whole one before: --resume would take the newest.
+    All gradients since `last_finite_step` were not finite, so weights have not changed since then. If an older
+    checkpoint is intact, the later ones are removed: --resume loads the newest.
     """
     folders = run.checkpoint_folders()
     for folder in reversed([folder for folder in folders if step_of(folder) < state.last_finite_step]):
@@ -102,38 +103,38 @@ def recovery_advice(run: RunFolder, state: TrainState) -> str:
             diverged = [later for later in folders if step_of(later) >= state.last_finite_step]
             for later in diverged:
                 remove_folder(later)
-            gone = ", ".join(later.name for later in diverged)
-            return f"go on with --resume from {folder}{gone and f' (diverged, and so removed: {gone})'}"
-    return "start again with --overwrite: no checkpoint is from before the divergence"
+            removed = ", ".join(later.name for later in diverged)
+            return f"continue with --resume from {folder}{removed and f' (removed, since diverged: {removed})'}"
+    return "start again with --overwrite: no checkpoint is older than the divergence"
 
 
 def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Weights, optimizer state and facts of a checkpoint.
+    """Read weights, optimizer state and run state of a checkpoint.
 
-    Raises RunFolderError if a byte has changed, a fact is of another type, or a value is not finite.
+    Raises RunFolderError if a byte has changed, a field has another type, or a value is not finite.
     """
     try:
         for name in (_MODEL, _OPTIMIZER, _STATE, _CHECKSUMS):
-            if not (folder / name).is_file():  # a pipe or a device might be read for ever
+            if not (folder / name).is_file():  # reading a pipe or a device may never end
                 raise ValueError(f"{name} is {'not a regular file' if (folder / name).exists() else 'missing'}")
         checksums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         for name in (_MODEL, _OPTIMIZER, _STATE):
             if _file_digest(folder / name) != checksums[name]:
-                raise ValueError(f"{name} is not as it was written")
+                raise ValueError(f"{name} was changed after it was written")
         facts = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         _check_facts(facts, step_of(folder))
-        weights, moments = load_file(folder / _MODEL), load_file(folder / _OPTIMIZER)
-        if name := _not_finite(weights, moments):
+        weights, optimizer_state = load_file(folder / _MODEL), load_file(folder / _OPTIMIZER)
+        if name := _not_finite(weights, optimizer_state):
             raise ValueError(f"{name} is not finite: the run had diverged")
-        return weights, moments, facts
+        return weights, optimizer_state, facts
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
 
 
 def _check_facts(facts: Any, step: int) -> None:
-    """Raises ValueError if these are not facts of a checkpoint of `step`. Those that older versions lack are set."""
+    """Raises ValueError if this is not the run state of `step`'s checkpoint. Sets fields that older versions lack."""
     if not isinstance(facts, dict):
-        raise ValueError(f"{_STATE} is no mapping")
+        raise ValueError(f"{_STATE} is not a mapping")
     facts.setdefault("last_finite_step", step)
     facts.setdefault("scaler", None)
     facts.setdefault("identity", None)
@@ -150,7 +151,7 @@ def _check_facts(facts: Any, step: int) -> None:
 def _check_fields(kind: type, values: Any) -> None:
     fields = {field.name: typing.get_args(field.type) or (field.type,) for field in dataclasses.fields(kind)}
     if not isinstance(values, dict) or values.keys() != fields.keys():
-        raise ValueError(f"{_STATE} does not have the facts {', '.join(fields)}")
+        raise ValueError(f"{_STATE} does not have the fields {', '.join(fields)}")
     for name, types in fields.items():
         types = [dict if t is Evaluation else typing.get_origin(t) or t for t in types] + (
             [int] if float in types else []
@@ -160,72 +161,74 @@ def _check_fields(kind: type, values: Any) -> None:
             raise ValueError(f"{_STATE}: {name} is {value!r:.80}")
 
 
-def _newest_whole(run: RunFolder, log: Callable[[int, str], None]) -> tuple[dict, dict, dict]:
+def _newest_intact(run: RunFolder, log: Callable[[int, str], None]) -> tuple[dict, dict, dict]:
     for folder in reversed(run.checkpoint_folders()):
         try:
             read = read_checkpoint(folder)
         except RunFolderError as error:
-            log(logging.WARNING, f"{error}; trying the one before")
+            log(logging.WARNING, f"{error}; trying an older one")
             continue
         log(logging.INFO, f"resuming from {folder}")
         return read
-    raise RunFolderError(f"{run.checkpoints}: no checkpoint is whole; start anew with --overwrite")
+    raise RunFolderError(f"{run.checkpoints}: all checkpoints are damaged; start again with --overwrite")
 
 
 def newest_step(accelerator: Accelerator, run: RunFolder) -> int:
-    """The step of the newest whole checkpoint, 0 where none is; the same on all processes."""
+    """The step of the newest intact checkpoint, or 0; the same on all processes."""
     step = [0]
     if accelerator.is_main_process:
         with contextlib.suppress(RunFolderError):
-            step = [_newest_whole(run, lambda level, line: None)[2]["step"]]
+            step = [_newest_intact(run, lambda level, line: None)[2]["step"]]
     return broadcast_object_list(step, from_process=0)[0]
 
 
 def load_checkpoint(
     accelerator: Accelerator,
     model: torch.nn.Module,
-    optimizer: torch.optim.Optimizer,
+    optimizer: AcceleratedOptimizer,
     run: RunFolder,
     identity: dict[str, Any] | None = None,
 ) -> TrainState:
-    """Put the newest whole checkpoint into a prepared model and optimizer, and return where it stood.
+    """Load the newest intact checkpoint into a prepared model and optimizer, and return its run state.
 
-    The main process reads and the others get theirs from it, so a shared file system is not needed. Raises
-    RunFolderError on all of them if no checkpoint is whole, or it is of another model or of another run than
-    `identity`; then nothing has changed. A checkpoint that records no run (older versions) is taken for this one's.
+    The main process reads it and sends it to the others, so a shared file system is not needed. Raises RunFolderError
+    on all of them, and changes nothing, if no checkpoint is intact, or it belongs to another model, or to another run
+    than `identity`. A checkpoint without an identity (older versions) is accepted.
     """
-    weights, moments, message = {}, {}, [None]
+    weights, optimizer_state = {}, {}
+    message: list[Any] = [None]
     if accelerator.is_main_process:
         try:
-            weights, moments, facts = _newest_whole(run, logger.log)
+            weights, optimizer_state, facts = _newest_intact(run, logger.log)
             if identity and facts.get("identity") and (differ := differences(facts["identity"], identity)):
                 raise RunFolderError(
                     f"{run.checkpoints}: the newest checkpoint is of another run or other data: {'; '.join(differ)}; "
-                    "give it what it was trained with, or start again with --overwrite"
+                    "use the recipe and data it was trained with, or start again with --overwrite"
                 )
-            if difference := first_mismatch(accelerator, model, optimizer, weights, moments):
+            if difference := first_mismatch(accelerator, model, optimizer, weights, optimizer_state):
                 raise RunFolderError(
-                    f"{run.checkpoint(facts['step'])}: is of another model: {difference}; was the recipe's model "
+                    f"{run.checkpoint(facts['step'])}: is of another model: {difference}; has the recipe's model "
                     "changed?"
                 )
-            layout = {name: (moment.shape, moment.dtype) for name, moment in moments.items()}
+            layout = {name: (tensor.shape, tensor.dtype) for name, tensor in optimizer_state.items()}
             message = [(facts | {"has_best": run.best.is_dir()}, layout)]
         except RunFolderError as error:
             message = [error]
     broadcast_object_list(message, from_process=0)
     if isinstance(message[0], RunFolderError):
         raise message[0]
-    facts, layout = message[0]
+    facts: dict[str, Any] = message[0][0]
+    layout: dict[str, tuple[torch.Size, torch.dtype]] = message[0][1]
 
     set_weights(accelerator, model, weights)
-    set_optimizer_state(accelerator, model, optimizer, moments, layout)
+    set_optimizer_state(accelerator, model, optimizer, optimizer_state, layout)
     scaler = facts.pop("scaler")
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)
     evaluation = facts.pop("evaluation")
     if (
         not facts.pop("has_best") and facts["best_step"] is not None
-    ):  # somebody removed it: the next evaluation makes a new one
+    ):  # best/ was removed: the next evaluation writes a new one
         facts |= {"best_loss": None, "best_step": None, "evaluated_step": -1}
     facts["identity"] = identity or facts.get("identity")
     return TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))

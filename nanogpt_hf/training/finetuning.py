@@ -86,6 +86,7 @@ def check_tokenizer(config: Config, vocab_size: int) -> str:
     from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 
     start, name = config.finetune.model, config.data.tokenizer
+    assert start is not None  # a finetune recipe has it
     own = None
     try:
         own = load_tokenizer(start) if start not in GPT2_NAMES else build_tokenizer("gpt2", ()).hf

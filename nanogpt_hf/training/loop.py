@@ -1,8 +1,8 @@
 """The training loop: for each segment, for each step: evaluate, checkpoint, stop, step, log.
 
 A run is a pure function of its recipe, its seed and the step: the tokens of a step, its learning rate and its dropout
-masks never depend on how the process got there. So a run may stop at any step and resume on another machine. A segment
-ends when frozen layers are unfrozen or after a loss spike; both load a checkpoint, as a resumed run does.
+masks never depend on earlier steps or restarts, so a run can stop at any step and resume on another machine. A segment
+ends when layers are unfrozen or after a loss spike; both load a checkpoint, as a resumed run does.
 """
 
 import dataclasses
@@ -18,7 +18,13 @@ from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepare import load_prepared
-from nanogpt_hf.distributed.accelerator import StopRequest, build_accelerator, describe_machine, stop_on_signals
+from nanogpt_hf.distributed.accelerator import (
+    StopRequest,
+    build_accelerator,
+    describe_machine,
+    stop_on_signals,
+    sum_over_ranks,
+)
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
@@ -47,10 +53,10 @@ class SegmentEnd(Enum):
 
 
 def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainState:
-    """Train `config` into `folder`, from scratch or from its newest checkpoint; return the state at the end.
+    """Train `config` into `folder`, from scratch or from its newest checkpoint; return the final state.
 
-    Raises UserError before anything is written if recipe, data and machine do not fit, and Stopped if a signal ended
-    the run early, after saving.
+    Raises UserError before anything is written if recipe, data and machine do not fit together, and Stopped after
+    saving if a signal ended the run early.
     """
     accelerator = build_accelerator(config, folder)
     if resume and accelerator.device.type == "cpu":
@@ -60,7 +66,8 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)
     start_or_resume(run, resume)
     observers = observe(run, tasks, samples)
-    with stop_on_signals(config.train.max_time and parse_duration(config.train.max_time)) as stop, finishing(observers):
+    max_seconds = parse_duration(config.train.max_time) if config.train.max_time else None
+    with stop_on_signals(max_seconds) as stop, finishing(observers):
         while (end := train_segment(run, observers, stop)) is not SegmentEnd.DONE:
             if end is SegmentEnd.UNFREEZE:
                 rebuild_model(run)
@@ -84,7 +91,7 @@ def start_or_resume(run: Run, resume: bool) -> None:
         run.saved = dataclasses.replace(run.state)
         step, max_steps = run.state.step, run.config.train.max_steps
         if step > max_steps:
-            raise UserError(f"{run.folder.path}: is at step {step:,}, past train.max_steps {max_steps:,}")
+            raise UserError(f"{run.folder.path}: its step {step:,} is past train.max_steps {max_steps:,}")
     if run.mesh.is_main:
         (run.folder.update_recipe if resume else run.folder.start)(recipe)
     run.accelerator.wait_for_everyone()
@@ -97,7 +104,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
     while True:
         started = time.perf_counter()
         done = state.step == config.train.max_steps or state.out_of_patience(config.eval)
-        # A collective on several processes, so they call it only at steps that they report anyway.
+        # With several processes this is a collective, so it runs only at steps that are logged.
         poll = run.mesh.world_size == 1 or done or state.step % config.tracking.every == 0
         stopping = poll and stop.on_any_process(run.accelerator)
 
@@ -113,7 +120,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             tracking.restart_clock()
         if stopping:
             reason = stop.reason or "another process asked for it"
-            raise Stopped(f"stopped at step {state.step:,}, saved ({reason}); go on with --resume")
+            raise Stopped(f"stopped at step {state.step:,}, saved ({reason}); continue with --resume")
         if done:
             save_model(run, run.folder.final)
             return SegmentEnd.DONE
@@ -122,16 +129,16 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             return SegmentEnd.UNFREEZE
 
         learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
-        with observers.layers.watched(run.model, run.optimizer, state.step + 1):
+        with observers.layers.measured_step(run.model, run.optimizer, state.step + 1):
             result = train_step(run, state.step + state.skipped_steps, learning_rate)
         state.step += 1
         state.tokens += config.train.tokens_per_step
         observers.monitor.add(result.grad_norm)
         spiked = False
         if state.step % config.tracking.every == 0:
-            loss = run.accelerator.reduce(result.loss, "sum").item()
-            facts = observers.monitor.report(state) | observers.layers.report(result.grad_norm.item())
-            tracking.train(loss, learning_rate, facts)
+            loss = sum_over_ranks(run.accelerator, result.loss).item()
+            metrics = observers.monitor.report(state) | observers.layers.step_report(result.grad_norm.item())
+            tracking.train(loss, learning_rate, metrics)
             observers.push.poll()
             spiked = observers.monitor.spiked(state, loss)
         state.seconds += time.perf_counter() - started
@@ -141,7 +148,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
 
 
 def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bool:
-    """Evaluate, keep the best model, and report; false if a signal interrupted the evaluation."""
+    """Evaluate, save the model if it is the best so far, and log; False if a signal interrupted the evaluation."""
     state, config = run.state, run.config
     evaluation = evaluate_blocks(
         run.accelerator,
@@ -149,7 +156,7 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
         run.model,
         run.objective,
         run.data.validation,
-        micro_batch_size=config.train.micro_batch_size,
+        micro_batch_size=run.batches.micro_batch_size,
         tokens=config.eval.tokens,
         bytes_per_token=run.data.manifest.validation.bytes_per_token,
         stopping=lambda: stop.on_any_process(run.accelerator),
@@ -161,8 +168,8 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
             state.best_loss, state.best_step = evaluation.loss, state.step
             save_model(run, run.folder.best)
         observers.tracking.samples(observers.samples.write(run.accelerator, run.model, state.step))
-        facts = observers.tasks.run(run.accelerator, run.model) | observers.layers.look(run.model)
-        observers.tracking.evaluation(is_best, facts)
+        metrics = observers.tasks.run(run.accelerator, run.model) | observers.layers.evaluation_report(run.model)
+        observers.tracking.evaluation(evaluation, is_best, metrics)
         observers.reports.plot(observers.tracking.events)
         if is_best:
             observers.push.new_model(run.folder.best)
@@ -171,7 +178,7 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
 
 
 def save_model(run: Run, path: Path) -> None:
-    """Write the model as a model folder, replacing the one at `path`."""
+    """Save the model as a model folder at `path`, replacing the one before."""
     weights = full_weights(run.accelerator, run.model)
     if run.mesh.is_main:
         machine = describe_machine(run.accelerator)

@@ -1,14 +1,16 @@
-"""Micro-batch size: a dry-run step, the largest size that fits, and advice when memory runs out."""
+"""Micro-batch size: a dry-run step, the largest size that fits, and advice after an out-of-memory error."""
 
 import dataclasses
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 import psutil
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, broadcast_object_list
 
 from nanogpt_hf.config.checks import divisors
@@ -34,7 +36,7 @@ from nanogpt_hf.training.step import train_step
 def build_batches(
     config: Config, accelerator: Accelerator, mesh: Mesh, blocks: Blocks, micro_batch_size: int
 ) -> Batches:
-    """This rank's batches, with the accumulation that the accelerator has now."""
+    """Build this rank's batches with the accelerator's current accumulation."""
     return Batches(
         blocks,
         order=config.data.order,
@@ -48,7 +50,7 @@ def build_batches(
 
 
 @contextmanager
-def state_restored(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> Iterator[None]:
+def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Iterator[None]:
     """Context for a dry-run step of one micro-batch; optimizer state and counters are restored on exit."""
     accumulation, scaler = accelerator.gradient_accumulation_steps, scaler_state(accelerator, optimizer)
     accelerator.gradient_accumulation_steps = 1
@@ -63,10 +65,10 @@ def state_restored(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -
 def dry_run_step(run: Run, micro_batch_size: int) -> None:
     """Take one step of one micro-batch at learning rate 0, which changes nothing in the run.
 
-    It shows that a step fits before anything is written. It also lets DDP settle: after its first backward pass DDP
-    rebuilds its buckets, which changes how sums over three or more processes are rounded, so that the first step after
-    a resume would differ from the one that it repeats. Raises UserError if a checkpoint of the run could not be
-    written, because some trainable parameters have no optimizer state.
+    It shows that a step fits in memory before anything is written. It also makes DDP rebuild its buckets, which happens
+    after the first backward pass and changes how sums over three or more processes are rounded: without it the first
+    step after a resume would differ from the same step of an uninterrupted run. Raises UserError if the optimizer has
+    no state for some of the trainable parameters, since no checkpoint could be written.
     """
     accelerator = run.accelerator
     with state_restored(accelerator, run.optimizer):
@@ -87,37 +89,38 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
         dry_run_step(run, size)
         return
     sequences = config.train.tokens_per_step // (config.data.block_size * run.mesh.dp_size)
-    found = [run.folder.micro_batch_size() if resume and run.mesh.is_main else None]
-    size = broadcast_object_list(found, from_process=0)[0]
+    previous = [run.folder.micro_batch_size() if resume and run.mesh.is_main else None]
+    size = broadcast_object_list(previous, from_process=0)[0]
     if size is not None and sequences % size == 0:
         dry_run_step(run, size)
     else:
         size = largest_micro_batch(accelerator, sequences, lambda size: dry_run_step(run, size))
     accelerator.gradient_accumulation_steps = sequences // size
     if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        run.model.set_train_micro_batch_size(size)
-        run.model.set_train_batch_size(sequences * run.mesh.dp_size)
+        engine: Any = run.model
+        engine.set_train_micro_batch_size(size)
+        engine.set_train_batch_size(sequences * run.mesh.dp_size)
     run.config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 
 
-def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Callable[[int], None]) -> int:
-    """The largest divisor of `sequences`, those of a process in a step, for which `rehearse` finds memory.
+def largest_micro_batch(accelerator: Accelerator, sequences: int, dry_run: Callable[[int], None]) -> int:
+    """The largest divisor of `sequences` (per process and step) for which `dry_run` fits in memory.
 
-    All processes call it and get the same answer: the one with the least room decides. Memory grows in a straight line
-    with the micro-batch, so a few rehearsals tell. One that does not fit after all is survived where there is one
-    process; several might be left waiting for each other, so there it ends the run. Raises UserError on machines that
-    do not tell how much memory was needed.
+    All processes call it and get the same answer: the one with the least memory decides. Memory is linear in the
+    micro-batch size, so a few dry runs are enough. With one process an out-of-memory error is caught and a smaller size
+    tried; with several it is fatal, since other ranks could hang. Raises UserError on machines without a memory
+    counter.
     """
     sizes = divisors(sequences)
     needed: dict[int, int] = {}
-    size = 1
+    size: int | None = 1
     while size is not None:
-        room = min(_of_all(accelerator, _room(accelerator)))
-        _forget_peak(accelerator)
+        available = min(_gather(accelerator, _available(accelerator)))
+        _reset_peak(accelerator)
         try:
-            rehearse(size)
-            needed[size] = max(_of_all(accelerator, _peak(accelerator)))
+            dry_run(size)
+            needed[size] = max(_gather(accelerator, _peak(accelerator)))
         except Exception as error:
             if Mesh.from_environment().world_size > 1 or not needed or not is_out_of_memory(error):
                 raise
@@ -125,48 +128,48 @@ def largest_micro_batch(accelerator: Accelerator, sequences: int, rehearse: Call
         gc.collect()
         if accelerator.device.type == "cuda":
             torch.cuda.empty_cache()
-        torch.compiler.reset()  # else one graph would be made for all sizes, which is slower than one for the last
-        size = next_size(sizes, needed, room)
+        torch.compiler.reset()  # a graph for all sizes would be slower than one for the last size
+        size = next_size(sizes, needed, available)
     return max(needed)
 
 
-def next_size(sizes: list[int], needed: dict[int, int], room: int) -> int | None:
-    """The micro-batch to try next, after those that `needed` so many bytes; None where no larger one would fit."""
+def next_size(sizes: list[int], needed: dict[int, int], available: int) -> int | None:
+    """The next micro-batch size to try, given the bytes `needed` by others; None if no larger one would fit."""
     larger = [size for size in sizes if size > max(needed)]
     if len(needed) > 1:
         (low, low_bytes), (high, high_bytes) = sorted(needed.items())[-2:]
-        each = max(0, high_bytes - low_bytes) / (high - low)
-        return max((size for size in larger if high_bytes + each * (size - high) <= room), default=None)
-    return larger[0] if larger and max(needed.values()) < room else None
+        per_sequence = max(0, high_bytes - low_bytes) / (high - low)
+        return max((size for size in larger if high_bytes + per_sequence * (size - high) <= available), default=None)
+    return larger[0] if larger and max(needed.values()) < available else None
 
 
-def _of_all(accelerator: Accelerator, count: int) -> list[int]:
-    return accelerator.gather(torch.tensor([count], device=accelerator.device)).tolist()
+def _gather(accelerator: Accelerator, count: int) -> list[int]:
+    return cast(torch.Tensor, accelerator.gather(torch.tensor([count], device=accelerator.device))).tolist()
 
 
-def _room(accelerator: Accelerator) -> int:
-    """Bytes that this process may take in all, with what it has."""
+def _available(accelerator: Accelerator) -> int:
+    """Bytes that this process may use in total, including those it uses now."""
     if accelerator.device.type == "cuda":
         return int(USABLE_MEMORY * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
-    sharing = Mesh.from_environment().local_world_size
-    return int(USABLE_MEMORY * (psutil.virtual_memory().available / sharing + psutil.Process().memory_info().rss))
+    processes = Mesh.from_environment().local_world_size
+    return int(USABLE_MEMORY * (psutil.virtual_memory().available / processes + psutil.Process().memory_info().rss))
 
 
-def _forget_peak(accelerator: Accelerator) -> None:
+def _reset_peak(accelerator: Accelerator) -> None:
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        where = accelerator.device.type
+        device = accelerator.device.type
         raise UserError(
-            f"train.micro_batch_size: auto cannot measure memory on this machine's {where}; state a number"
+            f"train.micro_batch_size: auto cannot measure memory on this machine's {device}; set a number"
         ) from None
 
 
 def _peak(accelerator: Accelerator) -> int:
-    """Bytes that this process held at most since `_forget_peak`."""
+    """Peak bytes of this process since `_reset_peak`."""
     if accelerator.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
@@ -174,7 +177,7 @@ def _peak(accelerator: Accelerator) -> int:
 
 
 def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
-    """What took the memory of a GPU, and about what would save some: footprint.py's arithmetic."""
+    """What used a GPU's memory and how to save some, estimated by footprint.py."""
     model = meta_model(config, build_config(config.model, vocab_size))
     block_size, micro = config.data.block_size, config.train.min_micro_batch_size
     counts = Counts.of(model)
@@ -184,17 +187,22 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         place = Placement(precision=precision, checkpointing=checkpointing)
         return sequences * block_size * counts.backward_blocks * saved_bytes_per_token(model, block_size, place) / 1e9
 
-    smaller = (
-        f"train.micro_batch_size {micro // 2} saves {activations(micro - micro // 2):.1f} GB (the step keeps its "
-        "tokens, by more accumulation); "
-    )
-    as_8bit = dataclasses.replace(config.optim, state="8bit")
-    difference = (optimizer_state_bytes(model, config.optim) - optimizer_state_bytes(model, as_8bit)) / 1e9
-    in_8_bits = f"optim.state 8bit saves {difference:.1f} GB (needs torchao; not under DeepSpeed); "
-    first = smaller * (micro > 1) + in_8_bits * ((config.optim.name, config.optim.state) == ("adamw", "float32"))
+    remedies = []
+    if micro > 1:
+        saved = activations(micro - micro // 2)
+        remedies.append(
+            f"train.micro_batch_size {micro // 2} saves {saved:.1f} GB (same tokens per step, by more accumulation)"
+        )
+    if config.optim.state == "float32" and config.optim.name == "adamw":
+        as_8bit = dataclasses.replace(config.optim, state="8bit")
+        saved = (optimizer_state_bytes(model, config.optim) - optimizer_state_bytes(model, as_8bit)) / 1e9
+        remedies.append(f"optim.state 8bit saves {saved:.1f} GB (needs torchao; not under DeepSpeed)")
     saved = activations(micro) - activations(micro, checkpointing=True)
+    remedies.append(
+        f"an accelerate config that checkpoints activations saves about {saved:.1f} GB, one that shards over N devices "
+        f"{state:.1f} × (1 - 1/N) GB"
+    )
     return (
         f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
-        f"about {activations(micro):.1f} GB. {first}an accelerate config that checkpoints "
-        f"activations saves about {saved:.1f} GB, one that shards over N devices {state:.1f} × (1 - 1/N) GB"
+        f"about {activations(micro):.1f} GB. {'; '.join(remedies)}"
     )

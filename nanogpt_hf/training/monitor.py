@@ -14,15 +14,15 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import recovery_advice
 
-BAD_STEPS_IN_A_ROW = 10  # no accident any more; fp16 needs a few at first to find its scale
-ROLLBACKS_IN_A_ROW = 3  # to the same checkpoint: other data does not help
-_MEMORY = 0.9  # of the running average, a report
+BAD_STEPS_IN_A_ROW = 10  # abort after this many non-finite steps; fp16 skips a few while its loss scale settles
+ROLLBACKS_IN_A_ROW = 3  # abort after this many to the same checkpoint
+_DECAY = 0.9  # of the running average of the loss, per report
 
 logger = logging.getLogger(__name__)
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """Bytes that this process has held at most: of the GPU by tensors, else of RAM; of MPS what it holds now."""
+    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now. None if unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
@@ -35,24 +35,24 @@ def memory_peak(device: torch.device) -> int | None:
 
 
 class Monitor:
-    """Reads gradient norms at the steps that are reported, so that the host waits for the device no more often."""
+    """Reads gradient norms only at steps that are logged, so that the host waits for the device no more often."""
 
     def __init__(self, accelerator: Accelerator, config: Config, run: RunFolder):
         self.run, self.device, self.main = run, accelerator.device, accelerator.is_main_process
-        self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG  # all know, one says so
+        self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG
         self.every, self.ratio = config.tracking.every, config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
-        self._norms = deque(maxlen=max(self.every, BAD_STEPS_IN_A_ROW))  # on the device until a report
-        self._rolled_back = []  # the steps gone back to since this process began
+        self._norms: deque[torch.Tensor] = deque(maxlen=max(self.every, BAD_STEPS_IN_A_ROW))  # on the device
+        self._rolled_back: list[int] = []  # steps of the checkpoints loaded by rollbacks of this process
 
     def add(self, grad_norm: torch.Tensor) -> None:
-        """Remember a step by its gradient's norm, a scalar on the device."""
+        """Keep the gradient norm of a step, a scalar on the device."""
         self._norms.append(grad_norm)
 
     def settle(self, state: TrainState) -> list[float]:
-        """Write into the state which step was the last with a finite gradient; return the norms that are remembered.
+        """Update `state.last_finite_step` and return the gradient norms of the last steps. Waits for the device.
 
-        Waits for the device. To be called before the state is saved.
+        Call it before the state is saved.
         """
         norms = torch.stack(list(self._norms)).tolist() if self._norms else []
         finite = [step for step, norm in enumerate(norms, state.step - len(norms) + 1) if math.isfinite(norm)]
@@ -60,22 +60,22 @@ class Monitor:
         return norms
 
     def report(self, state: TrainState) -> dict[str, float]:
-        """What there is to report of the steps since the last report, those that this process has done.
+        """Metrics of the steps since the last report.
 
-        Raises DivergedError if none of the last ones had a finite gradient.
+        Raises DivergedError if none of the last BAD_STEPS_IN_A_ROW steps had a finite gradient.
         """
         norms = self.settle(state)
         bad = [not math.isfinite(norm) for norm in norms]
         if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
-            then = f" and {recovery_advice(self.run, state)}" if self.main else ""
+            advice = f" and {recovery_advice(self.run, state)}" if self.main else ""
             raise DivergedError(
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
-                f"optim.learning_rate{then}"
+                f"optim.learning_rate{advice}"
             )
         recent = norms[-self.every :]
         values = {"train/grad_norm": norms[-1]}
         if self.max_grad_norm:
-            # clipping scales by max / (norm + 1e-6) where that is below 1
+            # clipping scales by max / (norm + 1e-6) if that is below 1
             clipped = [math.isfinite(norm) and norm + 1e-6 > self.max_grad_norm for norm in recent]
             values["train/clipped_share"] = round(sum(clipped) / len(recent), 4)
         if skipped := sum(bad[-self.every :]):
@@ -86,22 +86,22 @@ class Monitor:
         return values
 
     def spiked(self, state: TrainState, loss: float) -> bool:
-        """Whether the reported loss is `rollback_ratio` times the running average; else it enters the average.
+        """Whether the loss is above `rollback_ratio` times its running average; if not, it updates the average.
 
-        The average is in the state, so that a resumed run comes to the same answer.
+        The average is part of the state, so a resumed run decides the same.
         """
-        if self.ratio is None or not math.isfinite(loss):  # such a step was skipped
+        if self.ratio is None or not math.isfinite(loss):  # the step was skipped
             return False
         if state.loss_average is not None and loss > self.ratio * state.loss_average:
             return self.run.newest_checkpoint() is not None
         before = loss if state.loss_average is None else state.loss_average
-        state.loss_average = _MEMORY * before + (1 - _MEMORY) * loss
+        state.loss_average = _DECAY * before + (1 - _DECAY) * loss
         return False
 
     def rolled_back(self, before: TrainState, state: TrainState) -> None:
-        """Let `state`, which was just loaded, leave out the data since.
+        """Make `state`, which was just loaded, skip the data between its step and that of `before`.
 
-        Raises UserError where that has been tried a few times.
+        Raises UserError after ROLLBACKS_IN_A_ROW rollbacks to the same step.
         """
         steps = before.step - state.step
         state.skipped_steps = before.skipped_steps + steps
@@ -110,11 +110,11 @@ class Monitor:
         self._rolled_back.append(state.step)
         if self._rolled_back[-ROLLBACKS_IN_A_ROW - 1 :] == [state.step] * (ROLLBACKS_IN_A_ROW + 1):
             raise UserError(
-                f"the loss rose above {self.ratio:g} times its average again after going back to step {state.step:,} "
-                f"{ROLLBACKS_IN_A_ROW} times; lower optim.learning_rate and go on with --resume"
+                f"the loss rose above {self.ratio:g} times its average again after {ROLLBACKS_IN_A_ROW} rollbacks to "
+                f"step {state.step:,}; lower optim.learning_rate and continue with --resume"
             )
         logger.log(
             self._warning,
-            f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; going back to step "
-            f"{state.step:,} and past the data of {steps:,} steps",
+            f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; rolling back to step "
+            f"{state.step:,} and skipping the data of {steps:,} steps",
         )

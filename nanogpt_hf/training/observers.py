@@ -1,4 +1,4 @@
-"""What looks at a run and changes none of its numbers: logging, monitoring, tasks, samples, plots, report, pushes."""
+"""Observers of a run, which change none of its numbers: logging, monitoring, tasks, samples, plots, report, pushes."""
 
 import contextlib
 from collections.abc import Iterator
@@ -33,7 +33,7 @@ def observe(run: Run, tasks: TrainingTasks, samples: TrainingSamples) -> Observe
     return Observers(
         tracking=Tracking(run),
         monitor=Monitor(run.accelerator, run.config, run.folder),
-        layers=LayerStats(run.accelerator, run.config, run.data.validation),
+        layers=LayerStats(run.accelerator, run.config, run.data.validation, run.batches.micro_batch_size),
         tasks=tasks,
         samples=samples,
         reports=LiveReports(run.folder, run.config, is_main=is_main),
@@ -43,7 +43,7 @@ def observe(run: Run, tasks: TrainingTasks, samples: TrainingSamples) -> Observe
 
 @contextlib.contextmanager
 def finishing(observers: Observers) -> Iterator[None]:
-    """Whatever ends the run: draw the plot, write the report, close the trackers and finish the push."""
+    """Context that draws the plot, writes the report, and ends trackers and push when the run ends or fails."""
     done = False
     try:
         with observers.tracking:

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.schema import Config
@@ -18,20 +19,25 @@ from nanogpt_hf.runs.state import TrainState
 
 @dataclass
 class Run:
-    """Built by setup.build_run. `model` and `optimizer` are prepared by Accelerate; `folder` is None in a bench."""
+    """Built by setup.build_run. `model` and `optimizer` are prepared by Accelerate."""
 
     config: Config
     accelerator: Accelerator
     mesh: Mesh
     model: torch.nn.Module
     model_config: PreTrainedConfig
-    optimizer: torch.optim.Optimizer
+    optimizer: AcceleratedOptimizer
     data: PreparedData
     batches: Batches
     objective: Objective
     state: TrainState
     saved: TrainState | None = None  # the state in the newest checkpoint
-    folder: RunFolder | None = None
+    run_folder: RunFolder | None = None  # bench and doctor have none
+
+    @property
+    def folder(self) -> RunFolder:
+        assert self.run_folder is not None, "a run that is only measured has no run folder"
+        return self.run_folder
 
     @property
     def architecture(self) -> Architecture:

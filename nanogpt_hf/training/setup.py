@@ -1,4 +1,4 @@
-"""Build a run: model, optimizer and this rank's batches, prepared for the machine."""
+"""Build a run: model, optimizer and this rank's batches, prepared by Accelerate."""
 
 import ctypes
 import logging
@@ -31,14 +31,14 @@ def build_run(
     step: int = 0,
     resume: bool = False,
 ) -> Run:
-    """A run with its initial weights and the parameters that train at `step`; a dry-run step shows that it fits.
+    """Build a run with initial weights and the parameters that are trainable at `step`, and take a dry-run step.
 
     A resumed run keeps the micro-batch size that `auto` found before. Raises UserError if recipe, tokenizer, model and
-    machine do not fit each other.
+    machine do not fit together.
     """
     if config.lora.quantize == "4bit" and accelerator.device.type == "cpu":
-        raise UserError(  # it packs them for inference at the first evaluation, and cannot go back
-            "lora.quantize: 4-bit weights cannot be trained on a CPU by bitsandbytes 0.50; take 8bit, or a GPU"
+        raise UserError(  # it packs them for inference at the first evaluation, and cannot unpack them
+            "lora.quantize: bitsandbytes 0.50 cannot train 4-bit weights on a CPU; use 8bit, or a GPU"
         )
     if accelerator.device.type == "cpu":
         keep_freed_memory()
@@ -52,16 +52,16 @@ def build_run(
         batches=build_batches(config, accelerator, mesh, data.train, config.train.min_micro_batch_size),
         objective=next_token_loss,
         state=TrainState(),
-        folder=folder,
+        run_folder=folder,
     )
     settle_micro_batch(run, resume=resume)
     return run
 
 
 def rebuild_model(run: Run) -> None:
-    """Replace model and optimizer by new ones for the parameters that train from the run's step on.
+    """Replace model and optimizer by new ones for the parameters that are trainable from the run's step on.
 
-    They have the run's initial weights and are to be loaded from a checkpoint.
+    They have initial weights; the caller loads a checkpoint.
     """
     run.model, run.optimizer = run.accelerator.free_memory(run.model, run.optimizer)
     for name, part in _build_model(run.config, run.accelerator, run.data, run.state.step).items():
@@ -81,10 +81,10 @@ def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, s
 
 
 def keep_freed_memory() -> None:
-    """Let this process keep the memory that tensors free, if the C library is glibc.
+    """Make glibc's allocator keep freed memory instead of returning it to the system.
 
-    A step takes and frees the same activations as the one before. By default glibc gives them back to the system, which
-    has to zero every page again before the next step gets it. Blocks above 32 MiB still go back at once.
+    Each step allocates and frees the same activations; without this the kernel zeroes every page again at each step.
+    Blocks above 32 MiB are still returned at once.
     """
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         trim_threshold, mmap_threshold = -1, -3  # malloc.h

@@ -51,7 +51,7 @@ def train(
 
     busy_cores = start.cores_of_others(CpuTimes.now())
     disable_progress_bar()
-    folder = RunFolder(run_dir or Path("runs") / config.name)
+    folder = RunFolder(Path(run_dir or Path("runs") / config.name))
     main_process = Mesh.from_environment().is_main
     _check_separate(folder.path, Path(config.data.dir))
     check_launch(config)
@@ -100,7 +100,7 @@ def _check_separate(run: Path, data: Path) -> None:
 def _warn_if_not_logged_in(config: Config) -> None:
     from nanogpt_hf.export.hub import check_login
 
-    if problem := check_login(config.hub.repo):
+    if config.hub.repo and (problem := check_login(config.hub.repo)):
         logger.warning(problem)
 
 
@@ -113,13 +113,14 @@ def _advise_on_memory(config: Config) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         from nanogpt_hf.data.manifest import read_manifest
+        from nanogpt_hf.distributed.accelerator import requested_precision
         from nanogpt_hf.training.micro_batch import out_of_memory_advice
 
         manifest = read_manifest(Path(config.data.dir))
         if manifest is None:
             raise
-        precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-        raise NotEnoughMemoryError(out_of_memory_advice(config, manifest.vocab_size, precision)) from error
+        advice = out_of_memory_advice(config, manifest.vocab_size, requested_precision())
+        raise NotEnoughMemoryError(advice) from error
 
 
 def leave_busy_cores(busy_cores: float) -> None:

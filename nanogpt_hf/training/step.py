@@ -11,41 +11,42 @@ from nanogpt_hf.training.run import Run
 
 
 class StepResult(NamedTuple):
-    """Scalars on the device: reading them makes the host wait."""
+    """Results of a step, scalars on the device: reading them makes the host wait."""
 
-    loss: torch.Tensor  # this rank's share; the shares of all ranks sum to the mean over the step's targets
+    loss: torch.Tensor  # this rank's share; its sum over ranks is the mean over the step's targets
     grad_norm: torch.Tensor  # of the whole gradient, before clipping
-    metrics: Metrics  # the objective's, shares like the loss
+    metrics: Metrics  # of the objective; shares, like the loss
 
 
 def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the micro-batches of `step`."""
     accelerator, batches = run.accelerator, run.batches
     set_learning_rate(run.optimizer, learning_rate)
-    # Each target weighs the same, however many of them a micro-batch or a rank has.
+    # The loss is divided once by all targets of the step, so each counts the same in every micro-batch and rank.
     num_targets = batches.num_targets(step)
-    total, totals = torch.zeros((), device=accelerator.device), {}
+    loss_sum = grad_norm = torch.zeros((), device=accelerator.device)
+    metric_sums: Metrics = {}
     for index, batch in enumerate(batches.micro_batches(step)):
         seed_dropout(accelerator.device, derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
         with accelerator.accumulate(run.model):
             batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
             summed_loss, metrics = run.objective(run.model, batch)
             loss = summed_loss / num_targets
-            # Undo two means: Accelerate's over accumulated micro-batches, and that of the gradients over ranks.
+            # Cancel two means: Accelerate's over accumulated micro-batches, and the gradients' over ranks.
             accelerator.backward(loss * accelerator.gradient_accumulation_steps * run.mesh.dp_size)
-            total += loss.detach()
+            loss_sum = loss_sum + loss.detach()
             for name, value in metrics.items():
-                totals[name] = totals.get(name, 0) + value.detach() / num_targets
+                metric_sums[name] = metric_sums.get(name, 0) + value.detach() / num_targets
             if accelerator.sync_gradients:
                 grad_norm = clip_gradients(accelerator, run.model, run.optimizer, run.config.optim.max_grad_norm)
                 update(accelerator, run.optimizer)
-    return StepResult(total, grad_norm, totals)
+    return StepResult(loss_sum, grad_norm, metric_sums)
 
 
 def seed_dropout(device: torch.device, seed: int) -> None:
-    """Seed the generator that dropout on `device` draws from, and only that one.
+    """Seed the random generator of `device` and no other.
 
-    torch.manual_seed seeds all kinds of devices, and formats a stack trace for each kind that is missing.
+    torch.manual_seed seeds every device type, and formats a stack trace for each type that is missing.
     """
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

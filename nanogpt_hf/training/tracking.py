@@ -17,12 +17,13 @@ from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
+from nanogpt_hf.runs.state import Evaluation
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_LINES = 10.0  # of the plain log, where there is no live bar
+_SECONDS_BETWEEN_LINES = 10.0  # of the plain log; a terminal has a progress bar instead
 
 
 class Tracking:
@@ -51,10 +52,10 @@ class Tracking:
         self._last_line = 0.0
 
     def rewind(self) -> None:
-        """Forget the events after the run's state, which are repeated. Trackers keep the ones they received."""
+        """Drop the events after the run's state, since their steps run again. Trackers keep those they received."""
         if self.main:
             state = self.run.state
-            # of the state's own step its training is before it, and its evaluation may be after it
+            # The training event of the state's own step is kept; its evaluation only if the state contains it.
             trained = state.step + 1
             evaluated = trained if state.evaluated_step == state.step else state.step
             self.events = [
@@ -67,16 +68,16 @@ class Tracking:
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Do not count what happened since the last report (an evaluation, a checkpoint) as training time."""
+        """Leave the time since the last report (an evaluation, a checkpoint) out of the training speed."""
         self._clock, self._clock_tokens = time.perf_counter(), self.run.state.tokens
         self._clock_waited = self.run.batches.seconds_waited
 
     def _write(self, values: dict[str, float]) -> None:
-        # JSON has no NaN: what is not finite is null
-        self._keep({name: value if math.isfinite(value) else None for name, value in values.items()})
+        # JSON has no NaN: values that are not finite become null
+        self._append({name: value if math.isfinite(value) else None for name, value in values.items()})
         self.accelerator.log(values, step=self.run.state.step)
 
-    def _keep(self, values: dict[str, Any]) -> None:
+    def _append(self, values: dict[str, Any]) -> None:
         state = self.run.state
         event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
         self.events.append(event)
@@ -84,22 +85,22 @@ class Tracking:
             try:
                 with self.folder.metrics.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(event) + "\n")
-            except OSError as error:  # a line that was cut short goes when the run is resumed
+            except OSError as error:  # a resume removes an incomplete line
                 raise RunFolderError(f"{self.folder.metrics}: cannot be written: {error.strerror}") from None
 
     def samples(self, samples: list[dict[str, str]]) -> None:
-        """Keep what was written after the prompts of `eval.samples`, in metrics.jsonl only."""
+        """Write the samples of `eval.samples` to metrics.jsonl."""
         if samples:
-            self._keep({"samples": samples})
+            self._append({"samples": samples})
 
     def step_done(self) -> None:
         if self.bar:
-            self.bar.update(self.run.state.step - self.bar.n)  # below 0 after going back
+            self.bar.update(self.run.state.step - self.bar.n)  # negative after a rollback
 
-    def train(self, loss: float, learning_rate: float, facts: dict[str, float]) -> None:
-        """Report the step just done, with other facts of it by their names.
+    def train(self, loss: float, learning_rate: float, metrics: dict[str, float]) -> None:
+        """Log the last step, with further metrics by name.
 
-        Call it after the loss was read from the device, so that time is real.
+        Call it after the loss was read from the device, so that the speed is that of finished steps.
         """
         now, tokens = time.perf_counter(), self.run.state.tokens
         elapsed = max(now - self._clock, 1e-9)
@@ -110,57 +111,57 @@ class Tracking:
             "train/learning_rate": learning_rate,
             "train/tokens_per_second": round(rate, 1),
             "train/data_wait": round(waited / elapsed, 4),
-            **facts,
+            **metrics,
         }
         if self.peak:
             values["train/mfu"] = round(rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4)
         self._write(values)
-        said = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
+        speed = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            self._show(f"loss {format_number(loss, 4)}, {said}")
+            self._show(f"loss {format_number(loss, 4)}, {speed}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
-            self._say(f"{self._at()}: train loss {format_number(loss, 4)}, {said}, {format_duration(left)} left")
+            self._log(f"{self._progress()}: train loss {format_number(loss, 4)}, {speed}, {format_duration(left)} left")
 
-    def _show(self, facts: str) -> None:
-        """Write them beside the bar."""
+    def _show(self, metrics: str) -> None:
+        """Show metrics next to the progress bar, if there is one."""
         loss = self.run.state.best_loss
         best = "" if loss is None else f", best validation loss {format_number(loss, 4)}"
-        self.bar.set_postfix_str(f"{facts}{best}")
+        if self.bar:
+            self.bar.set_postfix_str(f"{metrics}{best}")
 
-    def _at(self) -> str:
+    def _progress(self) -> str:
         return f"step {self.run.state.step:,}/{self.config.train.max_steps:,}"
 
-    def _say(self, line: str) -> None:
+    def _log(self, line: str) -> None:
         if self.main:
             logger.info(line)
 
-    def evaluation(self, is_best: bool, facts: dict[str, float]) -> None:
-        """Report the last evaluation, with `facts` of tasks and layers by their names."""
-        result = self.run.state.evaluation
+    def evaluation(self, result: Evaluation, is_best: bool, metrics: dict[str, float]) -> None:
+        """Log the evaluation `result`, with further metrics by name."""
         self._write(
             {
                 "val/loss": result.loss,
                 "val/perplexity": result.perplexity,
                 "val/bits_per_byte": result.bits_per_byte,
-                **facts,
+                **metrics,
             },
         )
-        self._say(
-            f"{self._at()}: validation loss {format_number(result.loss, 4)} (perplexity "
+        self._log(
+            f"{self._progress()}: validation loss {format_number(result.loss, 4)} (perplexity "
             f"{format_number(result.perplexity, 2)}, "
-            f"{format_number(result.bits_per_byte, 3)} bits a byte){' -> best/' if is_best else ''}"
+            f"{format_number(result.bits_per_byte, 3)} bits per byte){' -> best/' if is_best else ''}"
         )
         if self.bar:
             self._show(f"validation loss {format_number(result.loss, 4)}")
-        tasks = {name.removeprefix("task/"): value for name, value in facts.items() if name.startswith("task/")}
+        tasks = {name.removeprefix("task/"): value for name, value in metrics.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
-            self._say(f"  {', '.join(shown)}")
+            self._log(f"  {', '.join(shown)}")
 
     def __enter__(self) -> "Tracking":
         train = self.config.train
-        self._say(
+        self._log(
             f"{self.config.name}: {count_parameters(self.run.model_config):,} parameters; {train.max_steps:,} steps of "
             f"{train.tokens_per_step:,} tokens = {train.micro_batch_size} sequences × {self.config.data.block_size} × "
             f"{self.run.mesh.dp_size} processes × {self.accelerator.gradient_accumulation_steps} accumulated; "

@@ -165,7 +165,7 @@ def test_fsdp_asked_for_on_a_cpu(capsys, monkeypatch, tmp_path):
     status, out = run(capsys)
     assert status == 1
     (fault,) = lines(out, "fault")
-    assert "the accelerate config asks for FSDP, but this machine gives NO on cpu" in fault
+    assert "the accelerate config sets FSDP, but this machine provides NO on cpu" in fault
 
 
 def test_a_recipe_that_does_not_divide_over_the_processes(capsys, monkeypatch, tmp_path, write_recipe):

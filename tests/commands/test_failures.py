@@ -191,7 +191,7 @@ def test_deep_json_beside_a_run_is_left_out(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n" + "[" * 100_000 + "\n")
     (tmp_path / "machine.json").write_text("[" * 100_000)
     assert main(["report", str(tmp_path)]) == 0
-    assert "metrics.jsonl: left out line 2: " in capsys.readouterr().err
+    assert "metrics.jsonl: skipped line 2: " in capsys.readouterr().err
     (tmp_path / "metrics.jsonl").unlink()
     (tmp_path / "metrics.jsonl").mkdir()
     (tmp_path / "recipe.yaml").write_text("")

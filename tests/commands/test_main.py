@@ -179,7 +179,7 @@ def test_a_run_folder_that_exists_is_refused_and_left_alone(capsys, tmp_path, wr
     assert len(before) > 10
     error = complaint(capsys, "pretrain", recipe, "--run-dir", folder)
     assert error == (
-        f"{folder}: holds a run; add --resume to go on, --overwrite to start anew, or choose another --run-dir"
+        f"{folder}: holds a run; add --resume to continue, --overwrite to start again, or choose another --run-dir"
     )
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
@@ -228,7 +228,7 @@ def test_what_is_asked_for_and_not_installed_is_one_line_before_anything_is_writ
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: None)
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
-    assert error.startswith("the accelerate config asks for DeepSpeed, which is not installed")
+    assert error.startswith("the accelerate config sets DeepSpeed, which is not installed")
     assert not (tmp_path / "run").exists()
 
 
@@ -237,7 +237,7 @@ def test_an_accumulation_that_the_accelerate_config_states_otherwise_is_refused(
 ):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
-    assert "states gradient_accumulation_steps 3, but train.tokens_per_step of the recipe asks for 2" in error
+    assert "sets gradient_accumulation_steps 3, but train.tokens_per_step of the recipe needs 2" in error
     assert not (tmp_path / "run").exists()
 
 

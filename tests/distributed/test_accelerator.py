@@ -14,7 +14,7 @@ from accelerate import Accelerator
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.accelerator import _hand_to_deepspeed, stop_on_signals
+from nanogpt_hf.distributed.accelerator import _configure_deepspeed, stop_on_signals
 from nanogpt_hf.distributed.full_state import reset_optimizer_state, scaler_state, set_scaler_state
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
 from nanogpt_hf.errors import LostProcess, UserError
@@ -29,7 +29,7 @@ def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
         assert not stop.on_any_process(accelerator)
         os.kill(os.getpid(), getattr(signal, name))
         assert stop.on_any_process(accelerator)
-        assert stop.reason == f"{name} came"
+        assert stop.reason == f"received {name}"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before
@@ -58,9 +58,9 @@ def test_times(time, seconds):
     [
         (
             RuntimeError("[/src/gloo/transport/tcp/pair.cc:547] Connection closed by peer [10.0.0.2]:9"),
-            "lost another process: Connection closed by peer [10.0.0.2]:9; --resume goes on from {}",
+            "lost another process: Connection closed by peer [10.0.0.2]:9; --resume continues from {}",
         ),
-        (torch.distributed.DistNetworkError("reset"), "lost another process: reset; --resume goes on from {}"),
+        (torch.distributed.DistNetworkError("reset"), "lost another process: reset; --resume continues from {}"),
         (torch.distributed.DistBackendError("NCCL error: invalid usage"), None),
         (RuntimeError("shapes do not fit"), None),
     ],
@@ -75,14 +75,14 @@ def test_only_a_lost_process_becomes_the_line_that_says_so(tmp_path, error, line
 
 
 ASKS = {  # of the accelerate config, by what its launcher tells the process
-    "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "asks for mixed_precision fp8, which is not supported"),
+    "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "sets mixed_precision fp8, which is not supported"),
     "fp16 on a CPU": (
         {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "True"},
-        "asks for mixed_precision fp16, which accelerate ignores on a CPU; write bf16 or 'no'",
+        "sets mixed_precision fp16, which accelerate ignores on a CPU; set bf16 or 'no'",
     ),
     "two processes by MULTI_CPU": (
         {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"},
-        "asks for several processes, but accelerate started one",
+        "sets several processes, but accelerate started one",
     ),
 }
 
@@ -127,7 +127,7 @@ def deepspeed_config(**changes) -> dict:
 
 def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
     config, told = Config(), deepspeed_config()
-    _hand_to_deepspeed(told, config, 5)
+    _configure_deepspeed(told, config, 5)
     assert told["gradient_accumulation_steps"] == 5
     assert told["gradient_clipping"] == config.optim.max_grad_norm
     assert told["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
@@ -138,19 +138,19 @@ def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
 @pytest.mark.parametrize(
     ("stated", "complaint"),
     [
-        ({"gradient_accumulation_steps": 4}, "states gradient_accumulation_steps 4, but train.tokens_per_step"),
+        ({"gradient_accumulation_steps": 4}, "sets gradient_accumulation_steps 4, but train.tokens_per_step"),
         (
             {"gradient_clipping": 0.5},
-            "states gradient_clipping 0.5, but optim.max_grad_norm of the recipe asks for 1.0",
+            "sets gradient_clipping 0.5, but optim.max_grad_norm of the recipe needs 1.0",
         ),
-        ({"train_micro_batch_size_per_gpu": 7}, "states train_micro_batch_size_per_gpu 7, but train.micro_batch_size"),
-        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1 is not supported: take 2 or 3"),
+        ({"train_micro_batch_size_per_gpu": 7}, "sets train_micro_batch_size_per_gpu 7, but train.micro_batch_size"),
+        ({"zero_optimization": {"stage": 1}}, "ZeRO stage 1 is not supported: use 2 or 3"),
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param to nvme"),
     ],
 )
 def test_a_deepspeed_config_that_says_otherwise_is_refused(stated, complaint):
     with pytest.raises(UserError, match=complaint):
-        _hand_to_deepspeed(deepspeed_config(**stated), Config(), 5)
+        _configure_deepspeed(deepspeed_config(**stated), Config(), 5)
 
 
 def test_deepspeeds_moments_start_anew_also_where_a_step_that_overflowed_made_none():

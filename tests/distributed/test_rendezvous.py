@@ -314,7 +314,7 @@ def test_sigterm_to_the_launcher_saves_on_all_processes_and_the_run_goes_on(reci
         time.sleep(0.1)
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
-    assert "saved (SIGTERM came); go on with --resume" in out
+    assert "saved (received SIGTERM); continue with --resume" in out
     saved = run.newest_checkpoint()
     state = json.loads((saved / "state.json").read_text())
     assert state["step"] >= 7
@@ -340,10 +340,10 @@ def refused(tmp_path: Path, machine: str, recipe: Path, *machine_options: str) -
 @pytest.mark.parametrize("machine", ["fsdp2", ZERO_2])
 def test_what_the_config_asks_for_and_the_machine_cannot_give_is_one_clear_line(recipe, tmp_path, machine):
     asked = "FSDP" if machine == "fsdp2" else "DEEPSPEED"
-    assert f"the accelerate config asks for {asked}, but this machine gives" in refused(tmp_path, machine, recipe)
+    assert f"the accelerate config sets {asked}, but this machine provides" in refused(tmp_path, machine, recipe)
 
 
 @needs_deepspeed
 def test_an_accelerate_config_that_states_another_accumulation_is_refused(recipe, tmp_path):
     said = refused(tmp_path, "deepspeed_zero2", recipe, "--gradient_accumulation_steps=3")
-    assert "states gradient_accumulation_steps 3, but train.tokens_per_step of the recipe asks for 2" in said
+    assert "sets gradient_accumulation_steps 3, but train.tokens_per_step of the recipe needs 2" in said

@@ -70,7 +70,7 @@ def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, writ
         process.send_signal(number)  # as Docker, Kubernetes and people do
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
-    assert "go on with --resume" in out
+    assert "continue with --resume" in out
     assert "Traceback" not in out
     assert "exitcode" not in out  # torch's table of failures
     saved = int(run.newest_checkpoint().name.removeprefix("step_"))

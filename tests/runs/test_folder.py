@@ -178,7 +178,7 @@ def test_a_link_to_a_folder_of_somebody_elses_is_refused(pretrain, run, tmp_path
     for flag in ("--resume", "--overwrite", "--auto-resume"):
         status, error = pretrain(flag, "--train.max_steps", 12)
         assert status == 2
-        assert "holds something else than a model; link a folder of its own" in error
+        assert "which is not a model folder; link an empty folder" in error
     assert (tmp_path / "home" / "thesis.tex").exists()
 
 

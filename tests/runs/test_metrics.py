@@ -61,7 +61,7 @@ def test_a_line_with_nonsense_in_it_is_left_out_and_named(tmp_path, caplog, dama
     run.metrics.write_text(f'{json.dumps(good[0])}\n{{"step": 2, {damage}}}\n{json.dumps(good[1])}\n')
     assert read_metrics(run) == good
     (record,) = caplog.records
-    assert record.getMessage().startswith(f"{run.metrics}: left out line 2: ")
+    assert record.getMessage().startswith(f"{run.metrics}: skipped line 2: ")
     assert len(record.getMessage()) < 500
 
 
@@ -70,4 +70,4 @@ def test_many_damaged_lines_are_one_warning_and_a_line_being_written_is_none(tmp
     run.metrics.write_text('{"step": 1}\nx\n{"step": -1}\n{"step": true}\n{"step": 2, "train/lo')
     assert read_metrics(run) == [{"step": 1}]
     (record,) = caplog.records
-    assert record.getMessage() == f"{run.metrics}: left out line 2: not JSON, and 2 more such lines"
+    assert record.getMessage() == f"{run.metrics}: skipped line 2: not JSON, and 2 more such lines"

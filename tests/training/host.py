@@ -31,7 +31,7 @@ for line in sys.stdin:
         os.environ |= order["environment"]
         os.chdir(order["folder"])
         rendezvous.PEER_TIMEOUT = timedelta(seconds=order["peer_timeout"])
-        rendezvous._SIGN_OF_LIFE = 0.5
+        rendezvous._HEARTBEAT = 0.5
         if order["busy"]:
             summary.prepare = lambda config, busy=order["busy"]: time.sleep(busy) or prepare(config)
         status = 1

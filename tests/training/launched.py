@@ -21,7 +21,7 @@ from nanogpt_hf.distributed import accelerator, full_state
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.training import loop
 
-save_checkpoint, hand_to_deepspeed = loop.save_checkpoint, accelerator._hand_to_deepspeed
+save_checkpoint, hand_to_deepspeed = loop.save_checkpoint, accelerator._configure_deepspeed
 
 
 def sharding_small_parameters(deepspeed_config, *rest):
@@ -45,7 +45,7 @@ def recording(accelerator, model, optimizer, state, run, keep):
     moments = [value for state in states.values() for key, value in state.items() if key != "step"]
     held = {
         "weights": {
-            name: [type(p).__name__, local_size(p), full_state.whole_shape(p).numel()]
+            name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()]
             for name, p in full_state.named_parameters(accelerator, model).items()
         },
         "moments": sum(getattr(value, "_local_tensor", value).numel() for value in moments),
@@ -60,7 +60,7 @@ def run(arguments: list[str]) -> None:
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
-    loop.save_checkpoint, accelerator._hand_to_deepspeed = recording, sharding_small_parameters
+    loop.save_checkpoint, accelerator._configure_deepspeed = recording, sharding_small_parameters
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
         status = main(arguments)

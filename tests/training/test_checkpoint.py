@@ -111,7 +111,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, da
     assert warned == "WARNING"
     assert second == f"resuming from {run.checkpoint(4)}"
     spoil(run.checkpoint(4) / file, damage)
-    with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+    with pytest.raises(RunFolderError, match="all checkpoints are damaged"):
         load_checkpoint(*parts, run)
 
 
@@ -216,7 +216,7 @@ def test_facts_of_wrong_types_are_one_line(run):
             wrong.append(facts | {"evaluation": facts["evaluation"] | {name: value}})
     for content in wrong:
         rewrite(run.checkpoint(4), "state.json", content)
-        with pytest.raises(RunFolderError, match="no checkpoint is whole"):
+        with pytest.raises(RunFolderError, match="all checkpoints are damaged"):
             load_checkpoint(*parts, run)
         with pytest.raises(RunFolderError, match="step_00000004: damaged checkpoint: ") as caught:
             read_checkpoint(run.checkpoint(4))

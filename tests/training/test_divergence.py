@@ -37,8 +37,8 @@ def test_after_a_divergence_the_named_checkpoint_is_sound_and_resumes(pretrain, 
     status, said = pretrain("--resume", "--optim.learning_rate", 1e20, **knobs)
     assert status == 2
     line = said.splitlines()[-1]
-    assert "no finite gradient in the last 10 steps, which were skipped; lower optim.learning_rate and go on" in line
-    assert f"go on with --resume from {run.newest_checkpoint()}" in line
+    assert "no finite gradient in the last 10 steps, which were skipped; lower optim.learning_rate and continue" in line
+    assert f"continue with --resume from {run.newest_checkpoint()}" in line
     weights, moments, _ = read_checkpoint(run.newest_checkpoint())
     assert max(tensor.abs().max() for tensor in (*weights.values(), *moments.values())) < 1e3
     status, said = pretrain("--resume", **knobs)
@@ -50,7 +50,7 @@ def test_after_a_divergence_the_named_checkpoint_is_sound_and_resumes(pretrain, 
 def test_a_divergence_before_the_first_checkpoint_says_so(pretrain):
     status, said = pretrain("--optim.learning_rate", 1e20, checkpoint__every=100)
     assert status == 2
-    assert said.splitlines()[-1].endswith("start again with --overwrite: no checkpoint is from before the divergence")
+    assert said.splitlines()[-1].endswith("start again with --overwrite: no checkpoint is older than the divergence")
 
 
 @pytest.mark.parametrize("what", ["model", "optimizer"])
@@ -66,7 +66,7 @@ def test_what_is_not_finite_is_never_saved_nor_gone_back_to(pretrain, tmp_path, 
     (newest.parent / "checksums.json").write_text(json.dumps(sums))
     status, said = pretrain("--resume", train__max_steps=4, checkpoint__keep=3)
     assert status == 0
-    assert f"{newest.parent}: damaged checkpoint: {name} is not finite: the run had diverged; trying the one" in said
+    assert f"{newest.parent}: damaged checkpoint: {name} is not finite: the run had diverged; trying an older" in said
     assert f"resuming from {run.checkpoint(2)}" in said
     read_checkpoint(run.newest_checkpoint())
 
@@ -83,7 +83,7 @@ def test_what_is_not_finite_is_never_saved_nor_gone_back_to(pretrain, tmp_path, 
     assert status == 2
     line = said.splitlines()[-1]
     assert line.startswith(f"step 6: {name} is not finite, so no checkpoint was written; lower optim.learning_rate")
-    assert line.endswith(f"go on with --resume from {run.checkpoint(4)}")
+    assert line.endswith(f"continue with --resume from {run.checkpoint(4)}")
 
 
 def test_samples_of_logits_that_are_not_finite_do_not_end_a_run(pretrain, tmp_path):

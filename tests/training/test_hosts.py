@@ -171,7 +171,7 @@ def test_hosts_that_share_nothing_stop_and_go_on(hosts, alone, recipe):
     wait_for_step(run, 6)
     os.kill(hosts[1].process, signal.SIGTERM)
     assert [host.status() for host in hosts] == [75, 75]
-    assert "saved (another process asked for it); go on with --resume" in hosts[0].log.read_text()
+    assert "saved (another process asked for it); continue with --resume" in hosts[0].log.read_text()
     assert sorted(path.name for path in hosts[1].folder.iterdir() if path.name[0] != ".") == ["data"]
     for folder in run.checkpoint_folders():
         if folder != run.checkpoint(5):
@@ -224,7 +224,7 @@ def test_a_host_may_take_long_to_get_ready_as_long_as_it_lives(hosts, recipe, tm
         os.kill(second.process, signal.SIGKILL)
     assert first.status() == (1 if killed else 0), first.log.read_text()
     assert second.status() == (-signal.SIGKILL if killed else 0)
-    lost = "lost another process: process 1 has given no sign of life for 0:00:04\n"
+    lost = "lost another process: process 1 has sent no heartbeat for 0:00:04\n"
     assert (lost in first.log.read_text()) == killed
     assert (tmp_path / "run").exists() != killed
 
@@ -248,5 +248,5 @@ def test_a_host_that_disappears_ends_the_other_with_one_clear_line(hosts, recipe
     assert time.monotonic() - started < 60
     line = first.log.read_text().splitlines()[-1]
     assert line.startswith("lost another process: ")
-    assert line.endswith(f"--resume goes on from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}")
+    assert line.endswith(f"--resume continues from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}")
     assert "Traceback" not in first.log.read_text()

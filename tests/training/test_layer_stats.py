@@ -171,7 +171,7 @@ def hooks_of(model) -> list[list]:
 def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation(model, compiled):
     stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
     config = replace_knobs(Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True})
-    looks = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True))
+    looks = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size)
     tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64))
     hidden = model.eval()(tokens, output_hidden_states=True).hidden_states
     model.train()
@@ -179,7 +179,7 @@ def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation
         for block in model.transformer.h:
             block.compile(backend="eager")
     hooks = hooks_of(model)
-    found = looks.look(model)
+    found = looks.evaluation_report(model)
     assert model.training
     expected = {"embedding": hidden[0], "0": hidden[1], "head": hidden[-1]}
     for name, value in expected.items():
@@ -188,7 +188,7 @@ def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation
     assert found["layers/0/attention_logit_max"] == pytest.approx(
         attention_logit_max(model.transformer.h[0].attn, model.transformer.h[0].ln_1(hidden[0])).item(), rel=1e-5
     )
-    assert looks.look(model) == found
+    assert looks.evaluation_report(model) == found
     assert hooks_of(model) == hooks
     for block in model.transformer.h:
         block._compiled_call_impl = None
@@ -207,14 +207,14 @@ def test_under_autocast_logits_are_not_rounded_to_bf16(model):
 
 
 def test_off_it_looks_at_nothing():
-    off = LayerStats(SimpleNamespace(), Config(), None)
-    with off.watched(None, None, 10):
+    off = LayerStats(SimpleNamespace(), Config(), None, 1)
+    with off.measured_step(None, None, 10):
         pass
-    assert off.report(1.0) == off.look(None) == {}
+    assert off.step_report(1.0) == off.evaluation_report(None) == {}
 
 
 def test_deepspeed_is_refused_in_one_line(monkeypatch, write_recipe):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: True)
-    with pytest.raises(UserError, match=r"tracking\.layers: DeepSpeed keeps gradients and weights to itself; leave"):
+    with pytest.raises(UserError, match=r"tracking\.layers: DeepSpeed gives no access to gradients and weights; leave"):
         check_launch(load_config(write_recipe(tracking__layers=True)))

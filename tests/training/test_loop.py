@@ -339,7 +339,9 @@ def test_max_time_saves_and_stops(start, monkeypatch):
     clock = itertools.count()  # a second a look
     with monkeypatch.context() as patch:
         patch.setattr(accelerator.time, "monotonic", lambda: next(clock))
-        with pytest.raises(Stopped, match=r"stopped at step \d, saved \(train.max_time is up\); go on with --resume"):
+        with pytest.raises(
+            Stopped, match=r"stopped at step \d, saved \(train.max_time is up\); continue with --resume"
+        ):
             start("timed", train__max_steps=8, train__max_time="5s")
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))
 
@@ -349,7 +351,7 @@ def test_a_signal_during_an_evaluation_saves_without_its_result_which_the_resume
     whole = start("whole", train__max_steps=6)
     with monkeypatch.context() as patch:
         stop_in_the_evaluation_at_step_3(patch, name)
-        with pytest.raises(Stopped, match=f"stopped at step 3, saved .{name} came"):
+        with pytest.raises(Stopped, match=f"stopped at step 3, saved .received {name}"):
             start("stopped", train__max_steps=6)
     stopped = start("stopped", resume=True, train__max_steps=6)
     assert column(stopped, "val/loss") == column(whole, "val/loss")
@@ -381,7 +383,7 @@ def test_bf16_of_the_accelerate_config_keeps_float32_weights_and_learns(start, m
 def test_a_run_that_is_past_its_steps_is_refused_and_left_alone(start):
     run = start(train__max_steps=6)
     before = weights(run)
-    with pytest.raises(UserError, match=r"is at step 6, past train.max_steps 4"):
+    with pytest.raises(UserError, match=r"its step 6 is past train.max_steps 4"):
         start(resume=True, train__max_steps=4)
     assert before.keys() == weights(run).keys()
     assert max(column(run, "train/loss")) == 6

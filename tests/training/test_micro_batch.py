@@ -42,8 +42,8 @@ class Machine:
 
     def __init__(self, monkeypatch, room: int, most: int | None = None):
         self.tried, self.most = [], most
-        monkeypatch.setattr(micro_batch, "_room", lambda accelerator: room)
-        monkeypatch.setattr(micro_batch, "_forget_peak", lambda accelerator: None)
+        monkeypatch.setattr(micro_batch, "_available", lambda accelerator: room)
+        monkeypatch.setattr(micro_batch, "_reset_peak", lambda accelerator: None)
         monkeypatch.setattr(micro_batch, "_peak", lambda accelerator: 100 + 10 * self.tried[-1])
 
     def rehearse(self, size: int) -> None:
@@ -86,7 +86,7 @@ def test_an_error_that_is_not_about_memory_comes_through(monkeypatch):
 
 def test_a_machine_that_does_not_tell_is_one_line(monkeypatch):
     monkeypatch.setattr(micro_batch.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
-    with pytest.raises(UserError, match="auto cannot measure memory on this machine's cpu; state a number"):
+    with pytest.raises(UserError, match="auto cannot measure memory on this machine's cpu; set a number"):
         largest_micro_batch(Accelerator(), 8, lambda size: None)
 
 
@@ -95,15 +95,15 @@ import torch
 from accelerate import Accelerator
 from nanogpt_hf.training import micro_batch
 accelerator, size = Accelerator(), 64 * 2**20
-micro_batch._forget_peak(accelerator)
+micro_batch._reset_peak(accelerator)
 before = micro_batch._peak(accelerator)
 held = torch.ones(size // 4)
 assert 0.9 * size < micro_batch._peak(accelerator) - before < 1.1 * size
 del held
 assert micro_batch._peak(accelerator) - before > 0.9 * size
-micro_batch._forget_peak(accelerator)
+micro_batch._reset_peak(accelerator)
 assert micro_batch._peak(accelerator) - before < 0.5 * size
-assert before < micro_batch._room(accelerator)
+assert before < micro_batch._available(accelerator)
 """
 
 

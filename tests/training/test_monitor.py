@@ -65,7 +65,10 @@ def test_a_spike_goes_back_to_the_newest_checkpoint_and_past_its_data(pretrain, 
     # step 8 saw data 7 and spiked; from step 6 on a step sees what is two further
     assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     said = capsys.readouterr().err
-    assert "step 8: the loss is above 2 times its running average; going back to step 6 and past the data of 2" in said
+    assert (
+        "step 8: the loss is above 2 times its running average; rolling back to step 6 and skipping the data of 2"
+        in said
+    )
     steps = [event["step"] for event in read_metrics(run) if "train/loss" in event]
     assert steps == list(range(1, 13))
     assert max(event.get("train/loss", 0) for event in read_metrics(run)) < 5
@@ -93,7 +96,7 @@ def test_spikes_that_go_on_end_the_run_with_one_line(pretrain, data_seen, capsys
     spikes.update(range(7, 100))
     status, run = pretrain("run")
     assert status == 2
-    assert "again after going back to step 6 3 times; lower optim.learning_rate" in capsys.readouterr().err
+    assert "again after 3 rollbacks to step 6; lower optim.learning_rate" in capsys.readouterr().err
     assert run.newest_checkpoint() == run.checkpoint(6)
 
 

@@ -197,7 +197,7 @@ def test_a_tracker_that_does_not_start_is_one_clear_line(pretrain, notebook, mon
     assert main(["pretrain", str(write_recipe(tracking__trackers=["notebook"])), "--run-dir", "other"]) == 2
     said = capsys.readouterr().err
     assert said.count("\n") == 1
-    assert "notebook did not start (ConnectionError: no network at all); see to that, or leave it out" in said
+    assert "notebook did not start (ConnectionError: no network at all); repair that, or leave it out" in said
     assert not Path("other").exists()  # so that the next try needs no --overwrite
 
 
