@@ -14,6 +14,7 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import tiktoken
@@ -45,6 +46,10 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         return len(self.hf)
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        return cast("int | None", self.hf.eos_token_id)  # transformers' type has lists and strings too
 
 
 def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:

@@ -38,6 +38,8 @@ def export_gguf(
     config = model.config
     if config.activation_function not in ("gelu", "gelu_new"):
         raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
+    if tokenizer is None:
+        raise UserError("--format gguf: a GGUF file contains the tokenizer, and this model has none")
     cast_weights(model, dtype)  # raises if a weight is too large
     writer = gguf.GGUFWriter(folder / FILE, "gpt2")
     _write_metadata(writer, config, _TYPES[dtype][1])
@@ -49,7 +51,9 @@ def export_gguf(
         small = array.ndim == 1 or name == "transformer.wpe.weight"
         kind = _TYPES[torch.float32 if small else dtype][0]
         stored = gguf.quants.quantize(array, kind)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), stored, raw_dtype=kind)
+        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert gguf_name, f"gguf has no name for {name}"
+        writer.add_tensor(gguf_name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -66,8 +70,8 @@ def export_gguf(
     difference = max_difference(logits_of(opened), original, exact=dtype == torch.float32)
     if config.activation_function == "gelu_new":
         return difference, None
-    for block in opened.transformer.h:
-        block.mlp.act = ACT2FN["gelu_new"]
+    for layer in range(config.n_layer):
+        opened.get_submodule(f"transformer.h.{layer}.mlp").act = ACT2FN["gelu_new"]
     return difference, max_difference(logits_of(opened), original, exact=False)
 
 
@@ -83,11 +87,9 @@ def _write_metadata(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.
 
 
 def _write_tokenizer(
-    writer: gguf.GGUFWriter, config: GPTConfig, tokenizer: transformers.PreTrainedTokenizerBase | None
+    writer: gguf.GGUFWriter, config: GPTConfig, tokenizer: transformers.PreTrainedTokenizerBase
 ) -> None:
     """Write GPT-2's tokens and merges, or characters. Raises UserError for any other tokenizer."""
-    if tokenizer is None:
-        raise UserError("--format gguf: a GGUF file contains the tokenizer, and this model has none")
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"--format gguf: {len(tokenizer)} tokens in the tokenizer, {config.vocab_size} in the model")
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
@@ -110,7 +112,7 @@ def _write_tokenizer(
     unused = config.vocab_size - len(names)
     writer.add_token_list([*names, *(f"[PAD{len(names) + i}]" for i in range(unused))])
     writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * unused])
-    if tokenizer.eos_token_id is not None:
+    if isinstance(tokenizer.eos_token_id, int):
         writer.add_bos_token_id(tokenizer.eos_token_id)
         writer.add_eos_token_id(tokenizer.eos_token_id)
     writer.add_add_bos_token(False)

@@ -82,7 +82,7 @@ def push(
                 repo_created = True
             if revision and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            before = api.repo_info(repo_id, revision=revision)
+            before = api.model_info(repo_id, revision=revision)
             sending = True
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")  # the Hub's remarks on a card's metadata

@@ -137,6 +137,6 @@ def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dic
 def check_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
     """Raises RuntimeError if the tokenizer loaded from `folder` differs from `tokenizer`."""
     opened = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    text = "".join(tokenizer.decode([i]) for i in range(min(50, len(tokenizer))))
+    text = "".join(str(tokenizer.decode([i])) for i in range(min(50, len(tokenizer))))
     if opened.get_vocab() != tokenizer.get_vocab() or opened(text)["input_ids"] != tokenizer(text)["input_ids"]:
         raise RuntimeError("the exported tokenizer differs after loading; nothing was written")

@@ -44,7 +44,7 @@ def load_nanogpt(path: Path, meta: Path | None = None, activation_function: str 
     sizes = _sizes(path, saved)
     tokenizer = _tokenizer(path, saved, sizes["vocab_size"], meta)
     dropout, bias = (saved["model_args"].get(name, default) for name, default in (("dropout", 0.0), ("bias", True)))
-    end_of_text_id = tokenizer.hf.eos_token_id
+    end_of_text_id = tokenizer.end_of_text_id
     state = _clean_state(path, saved["model"])
     head, embedding = (state.get(name) for name in ("lm_head.weight", "transformer.wte.weight"))
     tied = head is None or embedding is None or torch.equal(head, embedding)
@@ -199,6 +199,7 @@ def load_meta(path: Path) -> Tokenizer:
     except Exception as error:  # damaged pickles raise almost anything
         reason = str(error) if "plain container" in str(error) else "damaged, or no pickle"
         raise DataError(f"{path}: not a meta.pkl of nanoGPT: {reason}") from None
+    characters = []
     try:
         characters = [meta["itos"][i] for i in range(len(meta["itos"]))]
         ids = {character: i for i, character in enumerate(characters)}

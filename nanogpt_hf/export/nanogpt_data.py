@@ -32,7 +32,7 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     if meta is None and (source / "meta.pkl").is_file():
         meta = source / "meta.pkl"
     tokenizer = load_meta(meta) if meta else gpt2_tokenizer()
-    end_of_text_id = tokenizer.hf.eos_token_id
+    end_of_text_id = tokenizer.end_of_text_id
     counts, digest = {}, hashlib.sha256()
     for split, tokens in bins.items():  # check everything before anything is written
         counts[split] = _count(tokens, source / BINS[split], tokenizer, digest)
