@@ -80,6 +80,7 @@ def pair(tmp_path_factory, make_recipe):
     return folder, done.stdout, found
 
 
+@pytest.mark.long
 def test_two_processes_agree_and_their_talk_is_measured(pair):
     folder, out, found = pair
     assert "2 processes, device cpu, distributed type MULTI_CPU" in out
@@ -185,6 +186,7 @@ def test_data_that_does_not_fit_the_recipe(capsys, monkeypatch, tmp_path, write_
     assert "prepared with data.tokenizer 'char', the recipe says 'gpt2'" in lines(out, "fault")[0]
 
 
+@pytest.mark.long
 def test_processes_that_never_answer_end_in_a_fault_that_says_what_to_try(tmp_path):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

@@ -107,6 +107,7 @@ for folder, (ids, logits, text_ids) in expected.items():
 """
 
 
+@pytest.mark.long
 def test_every_kind_of_model_folder_opens_in_a_process_without_this_package(capsys, tmp_path, write_recipe):
     run = tmp_path / "run"
     assert main(["pretrain", str(write_recipe()), "--run-dir", str(run)]) == 0
@@ -184,6 +185,7 @@ def test_gguf(capsys, tmp_path):
     assert "cannot be loaded as a GPT-2 model" in capsys.readouterr().err
 
 
+@pytest.mark.long
 def test_onnx(capsys, tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason=f"the package {package} is not installed")

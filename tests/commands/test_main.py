@@ -55,6 +55,7 @@ def test_help_and_mistakes_wait_for_no_heavy_import(root, arguments):
     assert done.returncode == 0, done.stderr
 
 
+@pytest.mark.long
 def test_the_collector_does_not_go_through_the_libraries_over_and_over(root):
     code = """
 import atexit, gc, sys

@@ -98,6 +98,7 @@ sys.exit(main(["finetune", "--from", "tester/tiny", "--data", sys.argv[2], "--ru
 """
 
 
+@pytest.mark.long
 def test_a_pushed_model_loads_by_its_repo_id(capsys, hub, trained, text_file, tmp_path):
     hub.lfs = True
     push(capsys, trained, "tester/tiny", "--private")
