@@ -57,12 +57,12 @@ def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) 
 
 
 def in_8_bits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether this is the optimizer above, not torch's own."""
+    """Whether the optimizer has 8-bit state."""
     return hasattr(optimizer, "_new_buffer")
 
 
 def as_float32(moment: torch.Tensor) -> torch.Tensor:
-    """A moment of either kind in float32, sharded as it was."""
+    """A state tensor of either kind in float32, with the same sharding."""
     local = moment.to_local() if isinstance(moment, DTensor) else moment
     if not hasattr(local, "codes"):
         return moment
@@ -75,7 +75,7 @@ def as_float32(moment: torch.Tensor) -> torch.Tensor:
 def held_by(
     optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """AdamW's state of a parameter as `optimizer` holds it, from float32 moments that are sharded as the parameter."""
+    """Convert float32 AdamW state of a parameter, sharded like the parameter, to the kind that `optimizer` has."""
     if not in_8_bits(optimizer):
         return state
     held = {"step": state["step"].cpu()}
@@ -91,12 +91,12 @@ def held_by(
 
 @torch.no_grad()
 def _quantize(moment: torch.Tensor, values: torch.Tensor) -> None:
-    """Put float32 values into an 8-bit moment, so that those of one come out again bit for bit.
+    """Copy float32 values into an 8-bit state tensor; values that were decoded from one are restored bit for bit.
 
-    torchao takes a block's largest magnitude for its scale. If that one is negative it comes out a little smaller, as
-    the lowest share, -0.993 of the scale: taken for the scale again, the block would shrink with every resume. So there
-    the scale is the one of which it is the lowest share, to the last bit the one that gives back the most values. (Of
-    a block of zeros but for one, two or three values it may be a neighbour that gives back all of them as well.)
+    torchao's scale is the largest magnitude of a block. If that value is negative it decodes to the lowest share,
+    -0.993 of the scale, so the block would shrink with every resume. For such blocks the scale is computed from the
+    lowest share, and of it and its two neighbours the one is chosen that restores most values. (If all but one to three
+    values of a block are zero, a neighbour may restore all of them too.)
     """
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
 
