@@ -64,9 +64,7 @@ def render(run: RunFolder, events: list[Event]) -> str:
         verdict=sections.verdict_section(verdict),
         missing=f'<p class="note">Missing: {sections.escape("; ".join(missing))}.</p>' if missing else "",
         summary=sections.summary_section(events),
-        averaging=f"Each point of training is the mean of {reports_per_point} reports."
-        if reports_per_point > 1
-        else "",
+        averaging=f"Each point is the mean of {reports_per_point} training reports." if reports_per_point > 1 else "",
         plot=_plot_image(run),
         samples=sections.samples_section(events),
         evaluations=sections.evaluations_section(events),

@@ -105,10 +105,8 @@ def table(head: list[str], rows: list[list[str]], classes: list[str] | None = No
         f'<tr class="{name}">{cells("td", row)}</tr>'
         for row, name in zip(rows, classes or [""] * len(rows), strict=True)
     )
-    return (
-        f'<div class="scroll" tabindex="0"><table><thead><tr>{cells("th", head)}</tr></thead><tbody>{body}</tbody>'
-        "</table></div>"
-    )
+    header = f"<thead><tr>{cells('th', head)}</tr></thead>" if head else ""
+    return f'<div class="scroll" tabindex="0"><table>{header}<tbody>{body}</tbody></table></div>'
 
 
 def evaluations_section(events: list[Event]) -> str:
@@ -153,7 +151,7 @@ def machine_section(starts: list[dict[str, Any]] | None) -> str:
         facts = [(name, str(start.get(name))) for name in names_of if start.get(name) is not None]
         rows += [["start", f"from step {start.get('step')}, {start.get('time')}"], *map(list, facts)]
         rows.append(["versions", versions])
-    return table(["", ""], rows, first_number=2)
+    return table([], rows, first_number=2)
 
 
 def loading_section(run: RunFolder, config: Config | None) -> str:
