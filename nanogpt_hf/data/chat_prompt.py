@@ -1,4 +1,4 @@
-"""Render the prompt that asks a model for an answer, by a chat template that may come from anybody."""
+"""Render a chat prompt with a model's chat template, which may be hostile."""
 
 import contextlib
 import signal
@@ -9,7 +9,7 @@ import transformers
 
 from nanogpt_hf.errors import DataError, one_line
 
-# Templates render in milliseconds, and no context holds as many characters.
+# Templates render in milliseconds, and no context is as long.
 _SECONDS, _CHARACTERS = 2.0, 10_000_000
 
 
@@ -37,15 +37,14 @@ def _time_limit(seconds: float) -> Iterator[None]:
 
 
 def render_prompt(tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]]) -> str:
-    """The text that asks for the answer to the last of `messages`.
+    """The prompt for the answer to the last of `messages`.
 
-    transformers runs templates in Jinja's sandbox, which keeps them from the system, but neither from failing nor from
-    looping. Raises DataError, in one line, for a template that fails in any way, takes 2 seconds, or writes more than
-    10 million characters.
+    transformers renders templates in Jinja's sandbox, which protects the system, but does not stop endless loops.
+    Raises DataError in one line for a template that fails, takes 2 seconds, or writes more than 10 million characters.
     """
     try:
         with _time_limit(_SECONDS):
-            text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+            text = str(tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False))
     except _TimeUp:
         raise DataError(
             f"the model's chat template takes more than {_SECONDS:g} seconds; choose another model"

@@ -1,12 +1,13 @@
-"""Rows -> conversations, and the chat template that turns a conversation into tokens, answers marked.
+"""Rows -> conversations, and the chat template that turns a conversation into tokens with an assistant mask.
 
-The template is saved with the tokenizer, and what it renders is what is trained on: ids come from the tokenizer's own
-`apply_chat_template`, so whoever opens the model elsewhere asks it in the words that it has learned.
+The template is saved with the tokenizer. Training uses the tokenizer's `apply_chat_template`, so other tools prompt the
+model exactly as it was trained.
 """
 
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -19,7 +20,7 @@ _SHAPES = "messages, prompt and completion, or instruction and output (input may
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
-    """The conversations of one file of rows. Raises DataError, naming file and line, for a row that is none."""
+    """The conversations of a file. Raises DataError with file and line for a row that is not a conversation."""
     for where, row in read_rows(path):
         try:
             yield conversation_of(row)
@@ -28,9 +29,9 @@ def read_conversations(path: Path) -> Iterator[Conversation]:
 
 
 def conversation_of(row: object) -> Conversation:
-    """A row as messages. Raises ValueError, saying what was expected, where it is no conversation.
+    """A row as messages. Raises ValueError if it is not a conversation.
 
-    One is: perhaps a system message, then user and assistant in turn; the assistant has the last word.
+    A conversation may start with a system message; then user and assistant alternate, and the assistant is last.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected an object with {_SHAPES}, got {row!r:.40}")
@@ -44,7 +45,7 @@ def conversation_of(row: object) -> Conversation:
         more = row.get("input") or ""
         if not isinstance(more, str):
             raise ValueError(f"input holds {more!r:.40}, not text")
-        question = f"{row['instruction'].strip()}\n\n{more.strip()}".strip()
+        question = f"{str(row['instruction']).strip()}\n\n{more.strip()}".strip()
         return _checked([("instruction", "user", question), ("output", "assistant", row["output"])])
     raise ValueError(f"expected {_SHAPES}; it has: {', '.join(map(str, row)) or 'nothing'}")
 
@@ -80,14 +81,14 @@ def _checked(named: list[tuple[str, object, object]]) -> Conversation:
         _require_text(name, content)
     if named[-1][1] != "assistant":
         raise ValueError(f"the last message is the {named[-1][1]}'s: expected an answer of the assistant")
-    return [{"role": role, "content": content} for _, role, content in named]
+    return [{"role": str(role), "content": str(content)} for _, role, content in named]
 
 
 def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
-    """Our template for this tokenizer: roles as plain headings, answers ended by its end-of-text token.
+    """Our chat template for this tokenizer: roles as headings, answers end with its end-of-text token.
 
-    Special tokens that are spelled out in a message are broken by a space: no text can end an answer or begin another.
-    `generation` marks the answers, for us and for whoever trains on.
+    Special tokens in the text of a message are broken by a space, so that no text can end an answer or start another.
+    `generation` marks the answers for the assistant mask.
     """
     special = {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(hf.all_special_tokens)
 
@@ -111,26 +112,26 @@ def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
 def encode_conversations(
     hf: transformers.PreTrainedTokenizerBase, conversations: list[Conversation]
 ) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids of each conversation by the tokenizer's template, and for each id 1 where it is part of an answer, else 0."""
-    out = hf.apply_chat_template(
+    """Ids of each conversation by the tokenizer's template, and its assistant mask: 1 for ids of answers, else 0."""
+    out: Any = hf.apply_chat_template(
         conversations, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
     )
     return out["input_ids"], out["assistant_masks"]
 
 
 def set_chat_template(hf: transformers.PreTrainedTokenizerBase, name: str) -> None:
-    """Give a tokenizer our template, in place of one that it may have.
+    """Replace a tokenizer's chat template by ours.
 
-    Raises DataError for one that has no token to end an answer with, or whose tokens reach across an answer's start.
+    Raises DataError if it has no end-of-text token, or its tokens cross the start of an answer.
     """
     if hf.eos_token_id is None:
-        raise DataError(f"data.tokenizer: {name} has no end-of-text token to end an answer with; take gpt2")
+        raise DataError(f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2")
     if not hf.is_fast:
-        raise DataError(f"data.tokenizer: {name} does not tell where its tokens begin in the text; take gpt2")
+        raise DataError(f"data.tokenizer: {name} does not report the positions of its tokens; use gpt2")
     hf.chat_template = chat_template(hf)
     question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
     prompt = hf.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
     (ids,), (answered,) = encode_conversations(hf, [[question, answer]])
     apart = [0] * len(prompt) + [1] * (len(ids) - len(prompt))
     if ids[: len(prompt)] != prompt or answered != apart or ids[-1] != hf.eos_token_id:
-        raise DataError(f"data.tokenizer: {name} does not keep an answer's tokens apart from its question's; take gpt2")
+        raise DataError(f"data.tokenizer: {name} has tokens that cross the start of an answer; use gpt2")

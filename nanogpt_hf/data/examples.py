@@ -1,4 +1,4 @@
-"""Blocks of conversations: several examples packed into each block, or one and padding."""
+"""Blocks of conversations: several examples packed into each block, or one with padding."""
 
 import hashlib
 from bisect import bisect_left, insort
@@ -13,21 +13,23 @@ from nanogpt_hf.errors import DataError
 
 
 class Examples:
-    """Examples laid into blocks: several a block, blind to each other (packed), or one (padded).
+    """Examples in blocks: several per block that do not attend to each other (packed), or one (padded).
 
-    An example of n tokens takes n - 1 positions: its last token is only predicted. One that is longer than a block is
-    cut at its end; one that has no answer left then is left out. Which examples share a block follows from their
-    lengths alone, so an epoch has the same blocks every time, and only their order is drawn.
+    An example of n tokens takes n - 1 positions: its last token is only predicted. One longer than a block is cut at
+    its end, and skipped if it has no answer then. Which examples share a block depends only on their lengths, so every
+    epoch has the same blocks, and only their order is random.
     """
 
-    def __init__(self, ids: TokenStream, answered: TokenStream, lengths: np.ndarray, *, block_size: int, packing: str):
+    def __init__(
+        self, ids: TokenStream, assistant_mask: TokenStream, lengths: np.ndarray, *, block_size: int, packing: str
+    ):
         self.block_size, self.packing = block_size, packing
-        self._ids, self._answered = ids, answered
+        self._ids, self._assistant_mask = ids, assistant_mask
         self._starts = np.cumsum(lengths) - lengths
         self._positions = np.minimum(lengths - 1, block_size)
         long = np.flatnonzero(lengths - 1 > block_size)
         without = [number for number in long.tolist() if not self._targets_of(number)[1].any()]
-        self.cut, self.left_out = len(long) - len(without), len(without)
+        self.cut, self.skipped = len(long) - len(without), len(without)
         chosen = np.setdiff1d(np.arange(len(lengths)), without)
         if packing == "packed":
             self.blocks = [chosen[block].tolist() for block in pack(self._positions[chosen], block_size)]
@@ -37,16 +39,16 @@ class Examples:
 
     @classmethod
     def open(cls, folder: Path, *, block_size: int, packing: str, vocab_size: int | None = None) -> "Examples":
-        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
+        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError if it cannot be read."""
         return cls(*_read(folder, vocab_size), block_size=block_size, packing=packing)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of an example, those that a block has room for, and whether each after the first is a target."""
+        """The tokens of an example that fit into a block, and whether each after the first is a target."""
         start, length = self._starts[number : number + 1], int(self._positions[number]) + 1
-        return self._ids.windows(start, length)[0], self._answered.windows(start, length)[0, 1:] == 1
+        return self._ids.windows(start, length)[0], self._assistant_mask.windows(start, length)[0, 1:] == 1
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices), block_size).
@@ -79,30 +81,30 @@ class Examples:
 
 
 def _read(folder: Path, vocab_size: int | None = None) -> tuple[TokenStream, TokenStream, np.ndarray]:
-    """Ids, whether each is part of an answer, and the length of each example."""
-    chunks, answered = read_column(folder, "input_ids"), read_column(folder, "answered")
+    """Ids, 1 for each that is part of an answer, and the length of each example."""
+    chunks, mask = read_column(folder, "input_ids"), read_column(folder, "assistant_mask", "answered")
     try:
         lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
-        ids, is_answer = ([c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, answered))
+        ids, mask = ([c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, mask))
     except (ValueError, AttributeError) as error:  # a column of something else
         raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again") from None
-    streams = TokenStream(ids, vocab_size), TokenStream(is_answer)
+    streams = TokenStream(ids, vocab_size), TokenStream(mask)
     if len(streams[0]) != len(streams[1]):
         raise DataError(f"{folder}: cannot be read as prepared tokens: its columns differ; prepare the data again")
     return *streams, lengths
 
 
 def examples_sha256(folder: Path) -> str:
-    """The sha256 of a split of conversations: of its ids, of which are in answers, and of the examples' lengths."""
-    ids, answered, lengths = _read(folder)
-    parts = ids.sha256(), answered.sha256(), TokenStream([lengths]).sha256()
+    """The sha256 of a split of conversations: of its ids, its assistant mask and the examples' lengths."""
+    ids, mask, lengths = _read(folder)
+    parts = ids.sha256(), mask.sha256(), TokenStream([lengths]).sha256()
     return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:
-    """Which of `lengths`, by number, share blocks of `size`: the longest first, each into the fullest it fits into."""
+    """Best-fit decreasing: which of `lengths`, by index, share a block of `size`."""
     blocks: list[list[int]] = []
-    with_space: dict[int, list[int]] = defaultdict(list)  # free positions -> blocks that have as many
+    with_space: dict[int, list[int]] = defaultdict(list)  # free positions -> blocks
     spaces: list[int] = []  # the keys of those that are not empty, sorted
     for number in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[number])

@@ -1,4 +1,7 @@
-"""One file -> its documents: text, JSON lines, JSON, CSV or Parquet, compressed or not."""
+"""Read documents from a file: text, JSON lines, JSON, CSV or Parquet, compressed or not.
+
+datasets' own readers are faster, but do not name the bad line of a file: see docs/log.md.
+"""
 
 import csv
 import gzip
@@ -10,7 +13,7 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, cast
 
 from nanogpt_hf.errors import DataError
 
@@ -28,7 +31,7 @@ def file_format(path: Path) -> str:
 def _open(path: Path) -> IO[bytes]:
     match path.suffix.lower():
         case ".gz":
-            return gzip.open(path)
+            return cast(IO[bytes], gzip.open(path))
         case ".xz":
             return lzma.open(path)
         case ".zst":
@@ -45,7 +48,7 @@ def _read_text(path: Path) -> io.TextIOWrapper:
 
 
 def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]:
-    """(where, row) for each row of a file of rows. Where `column` is there, Parquet's others are not read."""
+    """(position, row) for each row of a file. Of Parquet only `column` is read, if it exists."""
     match file_format(path):
         case ".jsonl":
             with _read_text(path) as file:
@@ -73,7 +76,7 @@ def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]
         case ".parquet":
             import pyarrow.parquet
 
-            with _open(path) as file:  # Parquet is read from its end: what is compressed around it, from memory
+            with _open(path) as file:  # Parquet is read from its end, so a compressed file is unpacked in memory
                 table = pyarrow.parquet.ParquetFile(file if path.suffix == ".parquet" else io.BytesIO(file.read()))
                 columns = [column] if column in table.schema_arrow.names else None
                 number = 0
@@ -84,10 +87,10 @@ def _rows(path: Path, column: str | None = None) -> Iterator[tuple[str, object]]
 
 
 def _csv_rows(path: Path, file: IO[str]) -> Iterator[tuple[str, dict[str, str | None]]]:
-    """(where, row) for each row below the header. Raises DataError for a row longer than the header."""
-    csv.field_size_limit(2**31 - 1)  # the largest value that every platform's C long holds
-    reader = csv.reader(file, strict=True)  # not strict, an open quote would swallow the rest of the file
-    header, line = None, 1  # of the row that is read next: a quoted field may span several lines
+    """(position, row) for each row below the header. Raises DataError for a row longer than the header."""
+    csv.field_size_limit(2**31 - 1)  # the largest C long of all platforms
+    reader = csv.reader(file, strict=True)  # else an open quote would include the rest of the file
+    header, line = None, 1  # of the next row: a quoted field may span several lines
     try:
         for values in reader:
             if not values:  # a blank line is no row
@@ -112,7 +115,7 @@ def _csv_rows(path: Path, file: IO[str]) -> Iterator[tuple[str, dict[str, str | 
 
 
 def _text_of(row: object, text_column: str) -> str:
-    """The text of a row: its text column, or itself where it is no more than text. Raises ValueError for no text."""
+    """The text of a row: its text column, or the row if it is text. Raises ValueError if there is none."""
     if isinstance(row, dict) and text_column not in row:
         raise ValueError(
             f"no column {text_column!r} (it has: {', '.join(map(str, row))}); "
@@ -127,7 +130,7 @@ def _text_of(row: object, text_column: str) -> str:
 
 
 def check_text(text: str) -> None:
-    """Raises ValueError for binary data, and for what Python holds as text and UTF-8 cannot."""
+    """Raises ValueError for binary data, and for text that UTF-8 cannot encode."""
     if "\0" in text:
         raise ValueError(_BINARY)
     try:
@@ -150,9 +153,9 @@ def _one_line_errors(path: Path) -> Iterator[None]:
 
 
 def read_file(path: Path, text_column: str) -> Iterator[str]:
-    """The documents of one file: a text file is one, a row is one elsewhere. Empty documents are left out.
+    """The documents of a file: a text file is one, of other formats each row is one. Empty ones are skipped.
 
-    Raises DataError, naming file and line, for what is not text or lacks the text column.
+    Raises DataError with file and line if the text is missing or is not text.
     """
     with _one_line_errors(path):
         if file_format(path) not in ROW_FORMATS:
@@ -173,7 +176,7 @@ def read_file(path: Path, text_column: str) -> Iterator[str]:
 
 
 def read_rows(path: Path) -> Iterator[tuple[str, object]]:
-    """(where, row) for each row of a file. Raises DataError, naming file and line, where it holds none."""
+    """(position, row) for each row of a file. Raises DataError with file and line if it cannot be read."""
     if file_format(path) not in ROW_FORMATS:
         raise DataError(f"{path}: expected rows ({', '.join(ROW_FORMATS)}), got a file of plain text")
     with _one_line_errors(path):

@@ -1,4 +1,4 @@
-"""Signals that end a process, as an exception: so that what is half written can be removed first."""
+"""Raise an exception at signals that end the process, so that partial files can be removed first."""
 
 import os
 import signal
@@ -12,12 +12,12 @@ _local = threading.local()
 
 
 class Interrupted(BaseException):
-    """A signal to end. Not an Exception: no library may take it for an error of its own and go on."""
+    """A signal to end the process. Not an Exception, so that no library catches it."""
 
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Raise Interrupted for a signal that would end this process at once. In other threads it does nothing."""
+    """Raise Interrupted at a signal that would end this process. Does nothing outside the main thread."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -36,9 +36,9 @@ def _raise(number: int, frame: object) -> None:
     raise Interrupted(signal.Signals(number).name)
 
 
-# Processes that are forked meanwhile must end at these signals: a pool ends its processes by SIGTERM, and would wait
-# for ever for one in which Python noted the signal just before it began to wait for work. So they lose the handler
-# right after the fork, and a signal that comes earlier is blocked until then.
+# Forked processes must end at these signals: a pool ends its processes by SIGTERM, and would wait for ever for one in
+# which Python's handler ran just before it waited for work. So the handlers are removed directly after the fork, and
+# signals are blocked until then.
 
 
 def _before_fork() -> None:

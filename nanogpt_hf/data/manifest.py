@@ -1,4 +1,4 @@
-"""manifest.json: what prepared data is, and whether it is what a recipe asks for."""
+"""manifest.json: the source, tokenizer and sizes of prepared data, and whether they fit a recipe."""
 
 import dataclasses
 import json
@@ -16,9 +16,9 @@ from nanogpt_hf.errors import DataError
 
 MANIFEST = "manifest.json"
 FORMAT = 1
-_COUNTS = ("documents", "tokens", "bytes", "answered", "vocab_size")  # none of them is ever 0
+_COUNTS = ("documents", "tokens", "bytes", "assistant_tokens", "vocab_size")  # none of them is ever 0
 
-# The knobs that decide which tokens come out. Prepared data is reused only where all of them agree.
+# The knobs that decide the tokens. Prepared data is reused only if all of them are equal.
 DECIDING_KNOBS = (
     "source",
     "format",
@@ -39,33 +39,33 @@ class SplitFacts:
     documents: int
     tokens: int
     bytes: int  # of UTF-8 text; of conversations, of their answers only
-    answered: int | None = None  # tokens of conversations that are part of an answer
-    sha256: str | None = None  # of the tokens, however they are stored; older versions recorded neither this
-    shards: dict[str, ShardFacts] | None = None  # nor the files
+    assistant_tokens: int | None = None  # of conversations: tokens that are part of an answer
+    sha256: str | None = None  # of the tokens; older versions did not record it
+    shards: dict[str, ShardFacts] | None = None  # by file name; older versions did not record them
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes of text a token that counts in the loss."""
-        return self.bytes / (self.answered or self.tokens)
+        """Bytes of text per token that counts in the loss."""
+        return self.bytes / (self.assistant_tokens or self.tokens)
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What prepared data is: where from, by which tokenizer, how much."""
+    """Source, tokenizer and sizes of prepared data."""
 
     format: int
-    recipe: dict[str, Any]  # the deciding knobs; of tokens made elsewhere, those that mean something for them
+    recipe: dict[str, Any]  # the deciding knobs; of imported tokens, those that apply
     revision: str
     file_state: str | None  # of local files, to notice that they changed
     tokenizer_hash: str
     vocab_size: int
-    end_of_text_id: int | None  # the token that ends each document, where the source has several
+    end_of_text_id: int | None  # the token that ends each document; None for a single document
     train: SplitFacts
     validation: SplitFacts
     versions: dict[str, str]
 
     def content(self) -> dict[str, Any]:
-        """What the tokens are: equal for the same text and tokenizer, wherever and whenever they were prepared."""
+        """What identifies the tokens: equal for the same text and tokenizer."""
         facts = {name: getattr(self, name) for name in ("revision", "tokenizer_hash", "vocab_size")}
         for name in ("train", "validation"):
             split = getattr(self, name)
@@ -74,29 +74,31 @@ class Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest in `folder`, None where there is none. Raises DataError for one that is not ours."""
+    """The manifest in `folder`, or None. Raises DataError if it is not ours."""
     try:
         if not (folder / MANIFEST).is_file():
             return None
         raw = json.loads((folder / MANIFEST).read_text(encoding="utf-8"))
         if raw["format"] != FORMAT:
-            raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare it anew")
-        raw["recipe"].setdefault("format", "text")  # the only one there was, before there were two
+            raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare again")
+        raw["recipe"].setdefault("format", "text")  # older versions had only this one
         manifest = Manifest(**raw | {name: _split_facts(raw[name]) for name in ("train", "validation")})
         _check_types(manifest)
         for knob, value in manifest.recipe.items():
             _check_type(f"recipe: {knob}", value, KNOBS[f"data.{knob}"].kind)
         for split in (manifest.train, manifest.validation):
-            if (split.answered is None) != (manifest.recipe["format"] == "text"):
-                raise ValueError(f"answered is {split.answered} of format {manifest.recipe['format']}")
+            if (split.assistant_tokens is None) != (manifest.recipe["format"] == "text"):
+                raise ValueError(f"assistant_tokens is {split.assistant_tokens} of format {manifest.recipe['format']}")
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise DataError(
-            f"{folder / MANIFEST}: not a manifest of prepared data: {error}; remove the folder to prepare it anew"
+            f"{folder / MANIFEST}: not a manifest of prepared data: {error}; remove the folder to prepare it again"
         ) from None
 
 
 def _split_facts(raw: dict[str, Any]) -> SplitFacts:
+    if "answered" in raw:  # its name in older versions
+        raw = {"assistant_tokens" if name == "answered" else name: value for name, value in raw.items()}
     if raw.get("shards") is not None:
         raw = raw | {"shards": {name: ShardFacts(**facts) for name, facts in raw["shards"].items()}}
     facts = SplitFacts(**raw)
@@ -127,7 +129,7 @@ def _same(knob: str, prepared: Any, wanted: Any) -> bool:
 
 
 def check_fits(manifest: Manifest, data: DataSection) -> None:
-    """Raises DataError where prepared data is not what the recipe asks for."""
+    """Raises DataError if prepared data does not fit the recipe."""
     for knob in (knob for knob in DECIDING_KNOBS if knob in manifest.recipe):
         prepared, wanted = manifest.recipe[knob], getattr(data, knob)
         if not _same(knob, prepared, wanted):
@@ -135,7 +137,7 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
                 prepared, wanted = without_login(prepared or ""), without_login(wanted)
             raise DataError(
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
-                "choose another --data.dir, or remove the folder to prepare it anew"
+                "choose another --data.dir, or remove the folder to prepare it again"
             )
     if is_url(data.source) and data.sha256 and manifest.revision != f"sha256:{data.sha256.lower()}":
         raise DataError(f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's {data.sha256}")
@@ -143,23 +145,23 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
         try:
             files = find_files(data.source)
         except DataError:
-            return  # the text stayed behind on the machine that prepared it; the tokens are what counts
+            return  # the text is on the machine that prepared it
         if files and file_state(files) != manifest.file_state and file_digest(files) != manifest.revision:
             raise DataError(
                 f"{data.dir}: {data.source} has changed since it was prepared; "
-                "choose another --data.dir, or remove the folder to prepare it anew"
+                "choose another --data.dir, or remove the folder to prepare it again"
             )
 
 
 def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
-    """What has to be the same on all machines of a run: every knob but places and reports, and what the tokens are."""
+    """What must be equal on all machines of a run: every knob except paths and reports, and the tokens."""
     local = ("data.source", "data.dir", "data.num_proc", "tracking.", "hub.")
     facts = {key: get_value(config, key) for key in KNOBS if not key.startswith(local)}
     return facts | {f"the data's {name}": value for name, value in manifest.content().items()}
 
 
 def tool_versions() -> dict[str, str]:
-    """What had a hand in the tokens, for the manifest."""
+    """Versions of the libraries that make tokens."""
     tools = {name: version(name) for name in ("datasets", "tokenizers", "tiktoken")}
     return tools | {"python": sys.version.split()[0]}
 

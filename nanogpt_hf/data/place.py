@@ -1,8 +1,7 @@
-"""Where a folder is written before it is whole: beside its place, or inside the empty one that is there already.
+"""Write a folder completely or not at all: in a hidden folder first, which is then renamed.
 
-A mounted volume can only be written inside: nothing can be renamed over a mount point, and the folder above it may
-belong to somebody else. A folder that was not there is whole or absent; one that was is filled by a few renames at the
-end.
+Nothing can be renamed over a mount point, and its parent may not be writable. So an empty folder that exists already
+is filled by a few renames at the end.
 """
 
 import os
@@ -13,7 +12,7 @@ _NO_CONTENT = {_PARTIAL, _LOCK, "lost+found"}  # the last is what ext4 makes
 
 
 def is_vacant(folder: Path) -> bool:
-    """Whether nothing lies in the place of `folder`, or an empty folder."""
+    """Whether `folder` does not exist, or is empty."""
     if not os.path.lexists(folder):
         return True
     return folder.is_dir() and all(path.name in _NO_CONTENT for path in folder.iterdir())
@@ -25,12 +24,12 @@ def partial_of(folder: Path) -> Path:
 
 
 def lock_of(folder: Path) -> Path:
-    """The file that says who may write there."""
+    """The lock file for writing `folder`."""
     return folder / _LOCK if folder.is_dir() else folder.with_name(f".{folder.name}{_LOCK}")
 
 
 def put_in_place(partial: Path, folder: Path, last: str | None = None) -> None:
-    """Move what `partial_of` gave to its place; inside a folder the file `last`, which says that all is there, last."""
+    """Move the folder of `partial_of` to its place. In an existing folder the file `last` is moved at the end."""
     if partial.parent != folder:
         partial.rename(folder)
         return

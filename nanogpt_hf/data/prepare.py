@@ -1,6 +1,6 @@
-"""Text or conversations -> arrow shards of token ids and a manifest that says what they are.
+"""Prepare data: text or conversations -> arrow shards of token ids and a manifest.
 
-Whole or absent, whoever else is at it.
+The folder is complete or absent, also if several processes prepare it.
 """
 
 import itertools
@@ -9,6 +9,7 @@ import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import filelock
@@ -38,7 +39,14 @@ from nanogpt_hf.data.place import is_vacant, lock_of, partial_of, put_in_place
 from nanogpt_hf.data.progress import shows_bars
 from nanogpt_hf.data.shards import check_bytes, check_sizes, describe_shards
 from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents, without_login
-from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer, save_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokenizer import (
+    Tokenizer,
+    build_tokenizer,
+    end_of_text_id_of,
+    load_tokenizer,
+    save_tokenizer,
+    vocabulary_hash,
+)
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError, Stopped
 
@@ -62,15 +70,15 @@ class PreparedData:
 
     @property
     def end_of_text_id(self) -> int | None:
-        return self.tokenizer.eos_token_id
+        return end_of_text_id_of(self.tokenizer)
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
     """Prepare `config.data` in its folder; return the manifest and whether anything had to be done.
 
-    Safe to call from several processes at once: one prepares, the others wait for it. An interruption leaves nothing
-    behind, SIGKILL nothing that looks finished. Raises DataError where the text cannot be read or the folder holds
-    something else, and Stopped at a signal.
+    Safe to call from several processes at once: one prepares, the others wait for it. An interruption leaves nothing,
+    SIGKILL nothing that looks complete. Raises DataError if the text cannot be read or the folder contains something
+    else, and Stopped at a signal.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
@@ -86,7 +94,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
         _check_source(config.data, folder)  # before any folder is made
         folder.parent.mkdir(parents=True, exist_ok=True)
         lock = lock_of(folder)
-        lock.touch()  # filelock would retry for ever if no file can be made, as in /proc
+        lock.touch()  # if no file can be made, as in /proc, filelock would retry for ever
         with raise_on_signals(), filelock.FileLock(lock):
             if manifest := read_manifest(folder):  # another process was faster
                 check_fits(manifest, config.data)
@@ -94,7 +102,7 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
             if not is_vacant(folder):
                 raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
             partial = partial_of(folder)
-            shutil.rmtree(partial, ignore_errors=True)  # what a killed process left: nobody else is at it now
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
             partial.mkdir()
             try:
                 manifest = _prepare_in(partial, config.data)
@@ -112,19 +120,17 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
 
 
 def _check_source(data: DataSection, folder: Path) -> None:
-    """Raises DataError where a local source is not there, or would read the prepared data in `folder` as text."""
+    """Raises DataError if a local source is missing, or contains `folder`, which would be read as text."""
     find_files(data.source)
     source = Path(os.path.expanduser(data.source))
     if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
-        raise DataError(f"{folder}: lies in data.source {data.source}, and would be read as text; choose another")
+        raise DataError(f"{folder}: is inside data.source {data.source}, and would be read as text; choose another")
 
 
 def load_prepared(config: Config) -> PreparedData:
-    """Open prepared data. Raises DataError where it is missing, unfit for the recipe, or too short for a block."""
+    """Open prepared data. Raises DataError if it is missing, does not fit the recipe, or is too short for a block."""
     folder = Path(config.data.dir)
-    manifest = read_manifest(folder)
-    if manifest is None:
-        raise DataError(f"{folder}: no prepared data; run `prepare` first")
+    manifest = require_manifest(folder)
     check_fits(manifest, config.data)
     tokenizer = open_tokenizer(folder, manifest)
     tokens = [open_tokens(folder, split, manifest) for split in ("train", "validation")]
@@ -151,18 +157,26 @@ def load_prepared(config: Config) -> PreparedData:
     return PreparedData(blocks, TokenBlocks(validation, block_size, partial=True), tokenizer, manifest)
 
 
+def require_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`. Raises DataError if there is none."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise DataError(f"{folder}: no prepared data; run `prepare` first")
+    return manifest
+
+
 def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer of prepared data. Raises DataError where it is not the manifest's."""
+    """The tokenizer of prepared data. Raises DataError if it is not the manifest's."""
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if (vocabulary_hash(tokenizer), len(tokenizer)) != (manifest.tokenizer_hash, manifest.vocab_size):
-        raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data anew")
+        raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data again")
     return tokenizer
 
 
 def open_tokens(folder: Path, split: str, manifest: Manifest) -> TokenStream:
-    """The tokens of a split. Raises DataError where they cannot be read, or are more or fewer than the manifest says.
+    """The tokens of a split. Raises DataError if they cannot be read or their number is not the manifest's.
 
-    Their values are checked as they are read (the vocabulary), and all bytes by `check_prepared`.
+    Ids are checked against the vocabulary when they are read, and all bytes by `check_prepared`.
     """
     facts = getattr(manifest, split)
     if facts.shards is not None:
@@ -171,17 +185,17 @@ def open_tokens(folder: Path, split: str, manifest: Manifest) -> TokenStream:
     if len(stream) != facts.tokens:
         raise DataError(
             f"{folder / split}: holds {len(stream):,} tokens, but {MANIFEST} says {facts.tokens:,}; "
-            "copy the prepared data again, or remove it to prepare it anew"
+            "copy the prepared data again, or remove it to prepare it again"
         )
     return stream
 
 
 def check_prepared(folder: Path) -> bool:
-    """Read all of the prepared data; whether there are checksums to compare with (older versions recorded none).
+    """Verify all prepared data; false if there are no checksums (older versions recorded none).
 
-    Raises DataError for a byte that has changed since it was prepared, and for a token beyond the vocabulary.
+    Raises DataError for a byte that changed since it was prepared, and for a token beyond the vocabulary.
     """
-    manifest = read_manifest(folder)
+    manifest = require_manifest(folder)
     open_tokenizer(folder, manifest)
     for split in ("train", "validation"):
         stream, shards = open_tokens(folder, split, manifest), getattr(manifest, split).shards
@@ -193,21 +207,22 @@ def check_prepared(folder: Path) -> bool:
 
 
 def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset, datasets.Dataset]:
-    """Train and validation text: a lone document is cut near its end, otherwise whole documents are drawn by seed."""
+    """Split into train and validation: a single document is cut near its end, of several some are drawn by seed."""
     if documents.validation is not None:
         return documents.train, documents.validation
     count = len(documents.train)
     if count == 1 and data.format == "chat":
-        raise DataError(f"data.source: {data.source}: one conversation leaves none to validate on; give at least two")
+        raise DataError(f"data.source: {data.source}: one conversation is too few to validate on another; give two")
     if count == 1:
         text = documents.train[0]["text"] or ""
         cut = int(len(text) * (1 - data.validation_fraction))
         kind = documents.train.features.arrow_schema.field("text").type
-        # With a fingerprint of ours: for one of its own, datasets would pickle the whole text.
-        return tuple(
-            datasets.Dataset(pyarrow.table({"text": pyarrow.array([part], kind)}), fingerprint=name)
-            for name, part in (("train", text[:cut]), ("validation", text[cut:]))
-        )
+
+        def lone(part: str, name: str) -> datasets.Dataset:
+            # With a given fingerprint, since datasets would pickle the whole text to compute one.
+            return datasets.Dataset(pyarrow.table({"text": pyarrow.array([part], kind)}), fingerprint=name)
+
+        return lone(text[:cut], "train"), lone(text[cut:], "validation")
     held_out = max(1, round(count * data.validation_fraction))
     # argsort of raw bits: a permutation that no version of NumPy changes
     bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
@@ -218,9 +233,9 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
 def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
     """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough for that to pay.
 
-    At most four per core: a larger number has no use, and each process takes memory of its own.
+    At most four per core: more are of no use, and each takes memory.
     """
-    size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection of rows has the data of all
+    size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection has the data of all rows
     cores = allowed_cores()
     return min(text.num_rows, 4 * cores, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
 
@@ -228,8 +243,8 @@ def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
 def _tokenize(
     text: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int, target: Path
 ) -> datasets.Dataset:
-    """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`. Rows with no text go."""
-    # Not `tokenizer` itself: what `encode` holds is sent to every process, and tokenizer.hf takes a second each.
+    """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`; without empty rows."""
+    # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
     name, encode_batch, vocab_size = tokenizer.name, tokenizer.encode_batch, tokenizer.vocab_size
     kind = np.uint16 if vocab_size <= 2**16 else np.uint32
     ending = [] if end_of_text_id is None else [end_of_text_id]
@@ -240,7 +255,9 @@ def _tokenize(
         for ids in encode_batch(texts) if texts else []:
             if len(ids) and ids.max() >= vocab_size:
                 raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
-            rows.append(np.concatenate((ids, ending), dtype=kind, casting="unsafe"))  # checked: larger ids would wrap
+            rows.append(
+                np.concatenate((ids, ending), dtype=kind, casting="unsafe")
+            )  # checked above: larger ids would wrap
         return {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
 
     features = datasets.Features(
@@ -252,9 +269,9 @@ def _tokenize(
         remove_columns=text.column_names,
         features=features,
         num_proc=num_proc if num_proc > 1 else None,
-        cache_file_name=str(target),  # left out, a Hub data set's tokens would lie in its cache for good
+        cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
         load_from_cache_file=False,
-        new_fingerprint=target.stem,  # left out, seconds go into a hash of the tokenizer that names a cache's entry
+        new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
         desc="tokenizing",
     )
 
@@ -262,25 +279,25 @@ def _tokenize(
 def _tokenize_conversations(
     conversations: datasets.Dataset, hf: transformers.PreTrainedTokenizerBase, num_proc: int, target: Path
 ) -> datasets.Dataset:
-    """Rows of messages -> rows of `input_ids`, `answered` (1 where a token is part of an answer) and answers' `bytes`.
+    """Rows of messages -> rows of `input_ids`, `assistant_mask` (1 for tokens of answers) and the answers' `bytes`.
 
-    They lie in the file `target`.
+    They are written to the file `target`.
     """
     kind = np.uint16 if len(hf) <= 2**16 else np.uint32
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        ids, answered = encode_conversations(hf, batch["messages"])
+        ids, masks = encode_conversations(hf, batch["messages"])
         answers = (
             "".join(message["content"].strip() for message in messages if message["role"] == "assistant")
             for messages in batch["messages"]
         )
         return {
             "input_ids": [np.asarray(row, dtype=np.uint32).astype(kind) for row in ids],
-            "answered": [np.asarray(row, dtype=np.uint8) for row in answered],
+            "assistant_mask": [np.asarray(row, dtype=np.uint8) for row in masks],
             "bytes": [len(text.encode()) for text in answers],
         }
 
-    columns = {"input_ids": np.dtype(kind).name, "answered": "uint8"}
+    columns = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
     features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in columns.items()}
     return conversations.map(
         encode,
@@ -300,12 +317,13 @@ def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> Split
     itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
     shards = -(-facts.tokens * itemsize // _SHARD_BYTES)
     rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
-    sha256 = TokenStream.open(folder).sha256() if facts.answered is None else examples_sha256(folder)
+    sha256 = TokenStream.open(folder).sha256() if facts.assistant_tokens is None else examples_sha256(folder)
     return replace(facts, sha256=sha256, shards=describe_shards(folder))
 
 
-def _answered_tokens(rows: datasets.Dataset) -> int:
-    return sum(int(chunk.flatten().to_numpy().sum(dtype=np.int64)) for chunk in rows.data.column("answered").chunks)
+def _assistant_tokens(rows: datasets.Dataset) -> int:
+    chunks = rows.data.column("assistant_mask").chunks
+    return sum(int(chunk.flatten().to_numpy().sum(dtype=np.int64)) for chunk in chunks)
 
 
 def _texts(splits: Collection[datasets.Dataset]) -> Iterator[str]:
@@ -329,9 +347,9 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size)
     if chat:
         set_chat_template(tokenizer.hf, data.tokenizer)
-    # A lone document has no neighbour to be told apart from, so nothing marks its end (nor the cut through it).
+    # A single document needs no end-of-text token (nor does the cut through it).
     several = documents.validation is not None or len(documents.train) > 1
-    end_of_text_id = tokenizer.hf.eos_token_id if several else None
+    end_of_text_id = end_of_text_id_of(tokenizer.hf) if several else None
     facts = {}
     for name, split in splits.items():
         num_proc = _processes(split, data.num_proc)
@@ -342,10 +360,10 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
             rows = _tokenize(split, tokenizer, end_of_text_id, num_proc, target)
         lengths = [len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks]
         facts[name] = SplitFacts(
-            rows.num_rows, sum(lengths), sum(rows["bytes"]), answered=_answered_tokens(rows) if chat else None
+            rows.num_rows, sum(lengths), sum(rows["bytes"]), assistant_tokens=_assistant_tokens(rows) if chat else None
         )
         if not facts[name].tokens:
-            raise DataError(f"data.source: {data.source}: too little text: there is none left for {name}")
+            raise DataError(f"data.source: {data.source}: too little text: none is left for {name}")
         facts[name] = save_split(rows.remove_columns("bytes"), facts[name], folder / name)
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
     local = find_files(data.source)

@@ -1,4 +1,4 @@
-"""The arrow files of a split: their sizes and checksums as they were written, and whether they still hold."""
+"""Sizes and checksums of the arrow files of a split, and their verification."""
 
 import hashlib
 from dataclasses import dataclass
@@ -7,7 +7,7 @@ from pathlib import Path
 from nanogpt_hf.errors import DataError
 
 NO_CHECKSUMS = "prepared by an older version, which recorded no checksums: no token is beyond the vocabulary"
-_REMEDY = "copy the prepared data again, or remove it to prepare it anew"
+_REMEDY = "copy the prepared data again, or remove it to prepare it again"
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ def describe_shards(folder: Path) -> dict[str, ShardFacts]:
 
 
 def check_sizes(folder: Path, shards: dict[str, ShardFacts]) -> None:
-    """Raises DataError where the folder does not hold exactly these arrow files, each of its size."""
+    """Raises DataError if the folder has not exactly these arrow files with these sizes."""
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.arrow")}
     for name in sorted(sizes.keys() | shards.keys()):
         if name not in sizes:
@@ -42,7 +42,7 @@ def check_sizes(folder: Path, shards: dict[str, ShardFacts]) -> None:
 
 
 def check_bytes(folder: Path, shards: dict[str, ShardFacts]) -> None:
-    """Raises DataError for an arrow file with other bytes than it was written with. Reads them all."""
+    """Raises DataError for an arrow file whose bytes have changed. Reads all of them."""
     check_sizes(folder, shards)
     for name, facts in shards.items():
         if _file_sha256(folder / name) != facts.sha256:

@@ -1,4 +1,4 @@
-"""Where text comes from: files, folders, URLs, Hub data sets, or Python's own documentation -> documents."""
+"""Load documents from files, folders, URLs, Hub data sets, or Python's documentation."""
 
 import glob
 import hashlib
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+from datasets.exceptions import DatasetGenerationError
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.conversations import conversation_of, read_conversations
@@ -23,16 +24,16 @@ from nanogpt_hf.data.files import KNOWN_FORMATS, ROW_FORMATS, file_format, read_
 from nanogpt_hf.errors import DataError
 
 PYTHON_DOCS = "python-docs"
-_TEXT = datasets.Features({"text": datasets.Value("large_string")})  # a lone document may pass 2 GiB
+_TEXT = datasets.Features({"text": datasets.Value("large_string")})  # a single document may exceed 2 GiB
 _MESSAGE = {"role": datasets.Value("string"), "content": datasets.Value("string")}
 _CHAT = datasets.Features({"messages": datasets.List(_MESSAGE)})
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as a data set with one column, `text`, or `messages` where they are conversations.
+    """Documents as a data set with one column, `text`, or `messages` for conversations.
 
-    `validation` is None where it must be held out of `train`.
+    `validation` is None if it has to be held out of `train`.
     """
 
     train: datasets.Dataset
@@ -50,14 +51,14 @@ def without_login(source: str) -> str:
 
 
 def find_files(source: str) -> list[Path]:
-    """The files that a local source names, sorted; [] where it names a URL, python-docs or perhaps a Hub data set.
+    """The files of a local source, sorted; [] for a URL, python-docs or a name that may be a Hub data set.
 
-    In a folder, what is hidden is left out. Raises DataError where a path is meant and nothing is there.
+    Hidden files in folders are skipped. Raises DataError for a path without files.
     """
     if source == PYTHON_DOCS or is_url(source):
         return []
-    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, leaves an unknown user's ~ as it is
-    if os.path.isfile(path):  # unlike Path.is_file, says no to a name that is too long for a file
+    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, accepts an unknown user's ~
+    if os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
         return [path]
     if os.path.isdir(path):
         files = sorted(
@@ -83,7 +84,7 @@ def find_files(source: str) -> list[Path]:
 
 
 def file_state(files: list[Path]) -> str:
-    """A fingerprint of names, sizes and times: equal means surely unchanged, at no cost."""
+    """A fingerprint of names, sizes and times: equal only if the files are unchanged."""
     states = [(path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
     return hashlib.sha256(json.dumps(states).encode()).hexdigest()
 
@@ -128,26 +129,26 @@ def _collect(generator: Callable, features: datasets.Features, cache_dir: Path, 
         return datasets.Dataset.from_generator(
             generator, features=features, cache_dir=str(cache_dir), gen_kwargs=arguments or None
         )
-    except datasets.exceptions.DatasetGenerationError as error:
+    except DatasetGenerationError as error:
         if isinstance(error.__cause__, DataError | MemoryError):
             raise error.__cause__ from None
         raise
 
 
 def _quoted(part: str) -> str:
-    """A part of a URL in ASCII; what is encoded already stays as it is."""
+    """A part of a URL in ASCII; existing escapes are kept."""
     return urllib.parse.quote(part, safe="/%:@!$&'()*+,;=~?")
 
 
 def _opener(url: str) -> tuple[str, urllib.request.OpenerDirector]:
-    """The URL in ASCII and without its login, and an opener that sends the login to that host only.
+    """The URL in ASCII without its login, and an opener that sends the login only to that host.
 
-    Raises ValueError for what is no URL.
+    Raises ValueError if it is not a URL.
     """
     parts = urllib.parse.urlsplit(url)
     login, _, address = parts.netloc.rpartition("@")
     host = urllib.parse.urlsplit(f"//{address}")
-    if not host.hostname or host.port == 0:  # reading the port raises ValueError for what is none
+    if not host.hostname or host.port == 0:  # reading an invalid port raises ValueError
         raise ValueError("no host")
     address = address if address.isascii() else address.encode("idna").decode()
     passwords = urllib.request.HTTPPasswordMgrWithPriorAuth()
@@ -165,7 +166,7 @@ def _download(url: str, sha256: str | None, folder: Path) -> Path:
     digest = hashlib.sha256()
     try:
         plain, opener = _opener(url)
-    except ValueError:  # which part is wrong is not said, for it may be of a password
+    except ValueError:  # the error might quote a part of a password
         raise DataError(
             "data.source: cannot be downloaded: not a URL; in a user name or password write / as %2F, : as %3A, "
             "@ as %40, ? as %3F and # as %23"
@@ -177,7 +178,7 @@ def _download(url: str, sha256: str | None, folder: Path) -> Path:
             while block := response.read(1 << 20):
                 digest.update(block)
                 file.write(block)
-            if response.length:  # read() with a size takes a lost connection for the end
+            if response.length:  # read() with a size does not report a lost connection
                 raise OSError(f"the connection ended {response.length:,} bytes early")
     except (OSError, ValueError, http.client.HTTPException) as error:
         if isinstance(error, urllib.error.HTTPError):
@@ -217,17 +218,19 @@ def _from_hub(data: DataSection, scratch: Path) -> Documents:
     revision = commit[1] if commit else data.revision or "unknown"
     validation = load(data.validation_split) if data.validation_split else None
     if data.format == "chat":
-        train, validation = (
-            rows and _collect(_read_chat_rows, _CHAT, scratch, rows=rows, where=f"{data.source}: split {name}")
-            for rows, name in ((train, data.split), (validation, data.validation_split))
-        )
+
+        def conversations(rows: datasets.Dataset, split: str | None) -> datasets.Dataset:
+            return _collect(_read_chat_rows, _CHAT, scratch, rows=rows, where=f"{data.source}: split {split}")
+
+        train = conversations(train, data.split)
+        validation = validation and conversations(validation, data.validation_split)
     return Documents(train, validation, revision)
 
 
 def load_documents(data: DataSection, scratch: Path) -> Documents:
-    """The documents of `data.source`. `scratch` is a folder for what has to lie on disk meanwhile.
+    """The documents of `data.source`. `scratch` is a folder for temporary files.
 
-    Raises DataError where there is no such source, it holds no text, or it cannot be read as `data.format` says.
+    Raises DataError if the source does not exist, has no text, or cannot be read as `data.format`.
     """
     files = find_files(data.source)
     if not files and data.source != PYTHON_DOCS and not is_url(data.source):
@@ -239,7 +242,7 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
     downloaded = not files
     files = files or [_download(data.source, data.sha256, scratch)]
     chat, chosen = data.format == "chat", [str(path) for path in files]
-    if chat and os.path.isdir(os.path.expanduser(data.source)):  # a README beside the data is none of it
+    if chat and os.path.isdir(os.path.expanduser(data.source)):  # without a README in the folder
         chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
     arguments = {"chat": chat, "text_column": data.text_column, "source": without_login(data.source)}
     try:
@@ -247,5 +250,5 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
     except DataError as error:
         if not downloaded:
             raise
-        raise DataError(str(error).replace(chosen[0], arguments["source"])) from None  # the file is deleted again
+        raise DataError(str(error).replace(chosen[0], arguments["source"])) from None  # the file is temporary
     return Documents(documents, None, file_digest(files))

@@ -26,12 +26,12 @@ def prepare_with_summary(config: Config) -> tuple[bool, list[str]]:
 def chat_line(facts: Any, examples: Any) -> str:
     """A split of conversations: tokens, how full its blocks are, and conversations that are cut or left out."""
     line = (
-        f"{facts.documents:,} conversations, {facts.tokens:,} tokens, {facts.answered:,} of them in answers; "
+        f"{facts.documents:,} conversations, {facts.tokens:,} tokens, {facts.assistant_tokens:,} of them in answers; "
         f"{len(examples):,} blocks of {examples.block_size} ({examples.packing}), "
         f"{examples.filled / (len(examples) * examples.block_size):.0%} full"
     )
     if examples.cut:
         line += f"; {examples.cut:,} conversations are longer than a block and are cut at their end"
-    if examples.left_out:
-        line += f"; {examples.left_out:,} have no answer within a block and are left out"
+    if examples.skipped:
+        line += f"; {examples.skipped:,} have no answer within a block and are left out"
     return line

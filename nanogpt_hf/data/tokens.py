@@ -2,53 +2,57 @@
 
 import hashlib
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
-import pyarrow
 
 from nanogpt_hf.errors import DataError
 
 
-def read_column(folder: Path, name: str) -> list[pyarrow.Array]:
-    """A column of a split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where there is none."""
+def read_column(folder: Path, name: str, older_name: str | None = None) -> list[Any]:
+    """The arrow chunks of a column that `datasets.save_to_disk` wrote, memory-mapped. Raises DataError without one.
+
+    `older_name` is what older versions called it.
+    """
     try:
-        return datasets.load_from_disk(str(folder)).data.column(name).chunks
+        split = datasets.Dataset.load_from_disk(str(folder))
+        return split.data.column(older_name if older_name in split.column_names else name).chunks
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
+        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again") from None
 
 
 class TokenStream:
-    """The tokens of all documents one after another, over any number of arrow chunks and shards."""
+    """The tokens of all documents, concatenated over any number of arrow chunks and shards."""
 
     def __init__(self, chunks: list[np.ndarray], vocab_size: int | None = None):
-        self.vocab_size = vocab_size  # no id read may reach it; None allows any
+        self.vocab_size = vocab_size  # upper bound of the ids; None allows any
         self.chunks = [chunk for chunk in chunks if len(chunk)]
         self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
 
     @classmethod
     def open(cls, folder: Path, vocab_size: int | None = None) -> "TokenStream":
-        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError where it cannot be read."""
+        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError if it cannot be read."""
         chunks = read_column(folder, "input_ids")
         try:
             return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks], vocab_size)
         except (ValueError, AttributeError) as error:  # a column of something else
-            raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data anew") from None
+            raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again") from None
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     def sha256(self) -> str:
-        """Of the ids as 32-bit numbers: equal for the same text under the same tokenizer, however it is stored."""
+        """The sha256 of the ids as 32-bit numbers: independent of chunks and dtype."""
         digest = hashlib.sha256()
         for chunk in self.chunks:
-            digest.update(np.ascontiguousarray(chunk, dtype="<u4"))
+            digest.update(np.ascontiguousarray(chunk, dtype="<u4").data)
         return digest.hexdigest()
 
     def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
         """The `length` tokens from each offset in `starts`, as int64 of shape (len(starts), length).
 
-        Raises IndexError where a window leaves the stream, DataError for an id beyond the vocabulary.
+        Raises IndexError if a window leaves the stream, DataError for an id beyond the vocabulary.
         """
         if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
             raise IndexError(f"a window of {length} from {starts.max()} leaves the stream of {len(self)} tokens")
@@ -73,5 +77,5 @@ class TokenStream:
         if self.vocab_size is not None and ids.size and (largest := ids.max()) >= self.vocab_size:
             raise DataError(
                 f"the prepared data holds token {largest}, beyond its vocabulary of {self.vocab_size:,} tokens: it is "
-                "damaged; remove it to prepare it anew"
+                "damaged; remove it to prepare it again"
             )

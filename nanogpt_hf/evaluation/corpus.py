@@ -1,4 +1,4 @@
-"""Text to measure a model on -> one stream of the model's own tokens, and how much text that is."""
+"""Read text to evaluate a model on: one stream of the model's tokens, and the size of the text."""
 
 import os
 from collections.abc import Sequence
@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.manifest import MANIFEST, read_manifest
-from nanogpt_hf.data.prepare import open_tokens
+from nanogpt_hf.data.manifest import MANIFEST
+from nanogpt_hf.data.prepare import open_tokens, require_manifest
 from nanogpt_hf.data.source import PYTHON_DOCS, find_files, is_url, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
@@ -20,7 +20,7 @@ _TEXTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents one after another, as in training: each ended by the end-of-text token where there are several."""
+    """Concatenated documents as in training: if there are several, each ends with the end-of-text token."""
 
     name: str
     stream: TokenStream
@@ -32,8 +32,8 @@ class Corpus:
 def read_corpus(data: DataSection, split: str | None, tokenizer: Tokenizer, scratch: Path) -> Corpus:
     """All the text of `data.source`: a file, folder, glob, URL, python-docs, a Hub data set, or prepared data.
 
-    `split` is one of a Hub data set, which must be named, or of prepared data (left out: validation). Raises DataError
-    where there is no such text, or the model's tokenizer cannot express it.
+    `split` is required for a Hub data set; for prepared data it is validation by default. Raises DataError if there is
+    no such text, or the model's tokenizer cannot encode it.
     """
     try:
         folder = Path(os.path.expanduser(data.source))
@@ -44,19 +44,19 @@ def read_corpus(data: DataSection, split: str | None, tokenizer: Tokenizer, scra
     except DataError as error:
         raise DataError(str(error).replace("data.source:", "--data:").replace("data.text", "--data.text")) from None
     if len(corpus.stream) < 2:
-        raise DataError(f"--data: {corpus.name}: {len(corpus.stream)} tokens of text; two are the least to predict one")
+        raise DataError(f"--data: {corpus.name}: {len(corpus.stream)} tokens of text; at least two are needed")
     return corpus
 
 
 def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
-    manifest = read_manifest(folder)
+    manifest = require_manifest(folder)
     if split not in ("train", "validation"):
         raise DataError(f"--data.split: prepared data has the splits train and validation, not {split!r}")
     if vocabulary_hash(tokenizer.hf) != manifest.tokenizer_hash:
-        raise DataError(f"--data: {folder}: made by another tokenizer than the model's; give the text itself")
+        raise DataError(f"--data: {folder}: prepared with another tokenizer than the model's; give the text itself")
     facts = getattr(manifest, split)
-    if facts.answered is not None:
-        raise DataError(f"--data: {folder}: conversations, whose answers a run measures as it trains; give a text")
+    if facts.assistant_tokens is not None:
+        raise DataError(f"--data: {folder}: conversations, which only a run evaluates; give a text")
     stream = open_tokens(folder, split, manifest)
     return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
 
@@ -64,7 +64,7 @@ def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
 def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scratch: Path) -> Corpus:
     if not find_files(data.source) and data.source != PYTHON_DOCS and not is_url(data.source):
         if split is None:
-            raise DataError(f"--data: {data.source}: no file here; of a data set on the Hub, say --data.split test")
+            raise DataError(f"--data: {data.source}: no file here; for a data set on the Hub give --data.split test")
         data = replace(data, split=split)
     elif split is not None:
         raise DataError("--data.split: only a Hub data set and prepared data have splits")
@@ -74,13 +74,13 @@ def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scrat
 
 
 def corpus_of(texts: Sequence[str | None], tokenizer: Tokenizer, name: str, revision: str) -> Corpus:
-    """Texts, each a document, as one stream. Raises DataError where the tokenizer has no token for a character."""
-    end_of_text_id = tokenizer.hf.eos_token_id if len(texts) > 1 else None  # a lone document has no neighbour
+    """One stream of texts, each a document. Raises DataError if the tokenizer has no token for a character."""
+    end_of_text_id = tokenizer.hf.eos_token_id if len(texts) > 1 else None
     ending = [] if end_of_text_id is None else [end_of_text_id]
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     chunks, count, size = [], 0, 0
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
-        batch = [text for text in texts[first : first + _TEXTS_AT_ONCE] if text]  # a Hub data set has empty rows
+        batch = [text for text in texts[first : first + _TEXTS_AT_ONCE] if text]  # Hub data sets have empty rows
         for ids in tokenizer.encode_batch(batch) if batch else []:
             chunks.append(np.concatenate((ids, ending), dtype=kind, casting="unsafe"))
         count += len(batch)

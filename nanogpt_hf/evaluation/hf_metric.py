@@ -1,9 +1,8 @@
-"""Perplexity as a metric of the `evaluate` library. This file can be loaded by its path, offline, where the package is.
+"""Perplexity as a metric of the `evaluate` library, loaded by the path of this file.
 
     evaluate.load("nanogpt_hf/evaluation/hf_metric.py").compute(predictions=texts, model="runs/quickstart/best")
 
-It measures as `cli.py evaluate` does: over tokens, not over the texts' own perplexities, which weigh a short text as
-much as a long one.
+It averages over tokens as `cli.py evaluate` does, not over texts, which would give short texts the weight of long ones.
 """
 
 import datasets
@@ -35,24 +34,24 @@ class Perplexity(evaluate.Metric):
             features=datasets.Features({"predictions": datasets.Value("string")}),
         )
 
-    def _compute(
+    def _compute(  # pyright: ignore[reportIncompatibleMethodOverride]
         self,
         predictions: list[str],
         model: str,
         block_size: int | None = None,
         stride: int | None = None,
         batch_size: int = 8,
-    ) -> dict[str, float | int]:
+    ) -> dict[str, float | int | None]:
         accelerator = Accelerator()
         gpt = load_model(model).to(accelerator.device)
-        block_size = block_size or gpt.config.max_position_embeddings
+        size: int = block_size or gpt.config.max_position_embeddings
         result = evaluate_text(
             accelerator,
             Mesh.from_environment(),
             gpt,
             corpus_of(predictions, build_tokenizer(model, ()), "predictions", "given"),
-            block_size=block_size,
-            stride=stride or block_size,
+            block_size=size,
+            stride=stride or size,
             batch_size=batch_size,
         )
         return result.figures()

@@ -44,18 +44,18 @@ def load_evaluation(
     check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
     facts: dict[str, Any] = {"model": {"name": folder, "sha256": weights_sha256(folder)}}
     positions = model.config.max_position_embeddings
-    block_size = block_size or positions
-    stride = stride or block_size
-    if block_size > positions:
-        raise UserError(f"--block-size: {block_size} is more than the model's {positions} positions")
-    if stride > block_size:
-        raise UserError(f"--stride: {stride} is more than the block size {block_size}; tokens would be skipped")
+    length: int = block_size or positions
+    step = stride or length
+    if length > positions:
+        raise UserError(f"--block-size: {length} is more than the model's {positions} positions")
+    if step > length:
+        raise UserError(f"--stride: {step} is more than the block size {length}; tokens would be skipped")
     corpus = None
     if text:
         with tempfile.TemporaryDirectory() as scratch:
             corpus = read_corpus(text, split, tokenizer, Path(scratch))
         facts["tokens_sha256"] = corpus.stream.sha256()
-    return Evaluation(model, tokenizer, corpus, loaded_tasks, block_size, stride), facts
+    return Evaluation(model, tokenizer, corpus, loaded_tasks, length, step), facts
 
 
 def weights_sha256(folder: str) -> str | None:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -62,7 +63,7 @@ def evaluate_blocks(
     blocks: Blocks,
     *,
     micro_batch_size: int,
-    tokens: int | str,
+    tokens: int | Literal["all"],
     bytes_per_token: float,
     stopping: Callable[[], bool] = lambda: False,
 ) -> Evaluation | None:
@@ -81,8 +82,8 @@ def evaluate_blocks(
             num_targets += (batch["shift_labels"] != -100).sum()
             if stopping():
                 return None
-    total, num_targets = (sum_over_ranks(accelerator, part).item() for part in (total, num_targets))
-    return Evaluation(total / num_targets, num_targets, bytes_per_token)
+    loss, count = (sum_over_ranks(accelerator, part).item() for part in (total, num_targets))
+    return Evaluation(loss / count, int(count), bytes_per_token)
 
 
 @torch.no_grad()
@@ -128,7 +129,7 @@ def evaluate_text(
     return TextEvaluation(nats.sum().item() / total, total, corpus.bytes / len(corpus.stream), error, len(windows))
 
 
-def evaluation_indices(blocks: Blocks, tokens: int | str) -> np.ndarray:
+def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarray:
     """Indices of the blocks that an evaluation on `tokens` tokens, or "all", reads: spread evenly, at least one."""
     count = len(blocks) if tokens == "all" else min(len(blocks), max(1, tokens // blocks.block_size))
     return np.linspace(0, len(blocks) - 1, count).round().astype(np.int64)

@@ -1,6 +1,7 @@
-"""What a model writes as it learns: the recipe's `eval.samples`, continued at every evaluation."""
+"""Samples during training: the recipe's `eval.samples`, continued at every evaluation."""
 
 import logging
+from typing import Any
 
 import torch
 import transformers
@@ -19,10 +20,10 @@ _TEMPERATURE = 0.8
 
 
 class TrainingSamples:
-    """The prompts of `eval.samples` as token ids, read before the first step, so that a mistake stops the run there.
+    """The prompts of `eval.samples` as token ids, encoded before the first step to report mistakes early.
 
-    One that the tokenizer cannot express is left out and said: a recipe is run on texts that its author did not know.
-    Raises UserError where a prompt is empty.
+    A prompt that the tokenizer cannot encode is skipped with a message, since a recipe may be used with other text.
+    Raises UserError if a prompt is empty.
     """
 
     def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
@@ -34,35 +35,36 @@ class TrainingSamples:
             try:
                 ids = encode_ordinary(tokenizer, text)
             except DataError as error:
-                logger.info(f"eval.samples: {prompt!r:.80} is left out: {str(error).partition('; ')[0]}")
+                logger.info(f"eval.samples: {prompt!r:.80} is skipped: {str(error).partition('; ')[0]}")
                 continue
             if not ids:
-                raise UserError("eval.samples: a prompt must not be empty: give the model a text to go on from")
+                raise UserError("eval.samples: a prompt must not be empty; give a text to continue")
             self.prompts.append((prompt, ids))
 
     def write(self, accelerator: Accelerator, model: torch.nn.Module, step: int) -> list[dict[str, str]]:
-        """[{"prompt": ..., "text": what the model wrote after it}, ...], at temperature 0.8; all processes call it.
+        """[{"prompt": ..., "text": its continuation}, ...] at temperature 0.8. All processes call it.
 
-        What is drawn depends on the recipe's seed and on `step` only, and training's own randomness is left alone. All
-        processes write all of it, each the same: where the model is sharded, none could alone.
+        The samples depend only on the recipe's seed and `step`; the random state of training is not touched. All
+        processes generate the same text, as a sharded model requires.
         """
         if not self.prompts:
             return []
-        whole, was_training = accelerator.unwrap_model(model), model.training
+        was_training = model.training
+        unwrapped: Any = accelerator.unwrap_model(model)
         model.eval()
         written = []
         try:
-            self._write(whole, accelerator, step, written)
+            self._write(unwrapped, accelerator, step, written)
         except DivergedError as error:
             if accelerator.is_main_process:
-                logger.warning(f"step {step:,}: eval.samples: no sample is written: {str(error).partition(';')[0]}")
+                logger.warning(f"step {step:,}: eval.samples: no sample is generated: {str(error).partition(';')[0]}")
         model.train(was_training)
         return written
 
     def _write(
-        self, model: torch.nn.Module, accelerator: Accelerator, step: int, written: list[dict[str, str]]
+        self, model: transformers.PreTrainedModel, accelerator: Accelerator, step: int, written: list[dict[str, str]]
     ) -> None:
-        # Compiled blocks would be compiled anew for every length of a text.
+        # Compiled blocks would be recompiled for every length.
         with accelerator.autocast(), torch.compiler.set_stance("force_eager"):
             for number, (prompt, ids) in enumerate(self.prompts):
                 text = continue_text(

@@ -1,4 +1,4 @@
-"""lm-eval's tasks with our own model object: any that lm-eval knows by name, or a YAML file with its data beside it."""
+"""Run lm-eval tasks on a model: tasks of lm-eval by name, or a YAML file with its data beside it."""
 
 import contextlib
 import copy
@@ -13,9 +13,8 @@ import urllib.request
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import datasets
 import huggingface_hub
 import numpy as np
 import torch
@@ -23,6 +22,7 @@ import transformers
 import yaml
 from accelerate import Accelerator
 from accelerate.utils import DistributedType, broadcast_object_list
+from datasets import config as datasets_config
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.mesh import Mesh
@@ -30,15 +30,15 @@ from nanogpt_hf.errors import UserError, did_you_mean
 
 _SECONDS_FOR_THE_HUB = 5
 _RESAMPLES = 1000  # for a standard error that has no formula; lm-eval's 100,000 take minutes
-_PYTHON_SEED, _OTHER_SEED = 0, 1234  # lm-eval's own, so that its published numbers are those of the same questions
+_PYTHON_SEED, _OTHER_SEED = 0, 1234  # lm-eval's defaults, to ask the same questions
 
-Results = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr where lm-eval knows it
+Results = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr if lm-eval computes it
 
 
 def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
     """lm-eval's task objects, with their data, by `tasks`, `groups` and `group_map`. A name may be a pattern.
 
-    Raises UserError where lm-eval is missing, a task is unknown, or its data cannot be had.
+    Raises UserError if lm-eval is missing, a task is unknown, or its data cannot be loaded.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(f"{where}: needs lm-eval; run `pip install 'nanogpt_hf[lm-eval]'`")
@@ -47,10 +47,10 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
     with _quietly(), _go_offline_if_unreachable(len(files) < len(names)) as offline:
         from lm_eval.tasks import TaskManager
 
-        random.seed(_PYTHON_SEED)  # what a task draws while it is loaded
+        random.seed(_PYTHON_SEED)  # for tasks that draw while they are loaded
         np.random.seed(_OTHER_SEED)
         manager = TaskManager(include_defaults=len(files) < len(names))  # reading its 14,000 names takes seconds
-        loaded = {"tasks": {}, "groups": {}, "group_map": {}}
+        loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in names:
             found = [specs[name]] if name in specs else manager.match_tasks([name])
             if not found:
@@ -73,7 +73,7 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
 
 
 def _read_local_task(path: Path, where: str) -> dict[str, Any]:
-    """A task's YAML, its data files found beside it. Data only: `!function` would run code, and is refused."""
+    """A task's YAML with the paths of its data files. `!function`, which would run code, is refused."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -114,29 +114,29 @@ def run_tasks(
     limit: int | None = None,
     show_progress: bool = False,
 ) -> Results:
-    """Run loaded tasks on `model`, at most `limit` questions of each. All processes call it and get the same answer.
+    """Run loaded tasks on `model`, at most `limit` questions of each. All processes call it and get the same results.
 
-    Processes that hold the whole model share the questions; where it is sharded, all of them answer all together.
-    Raises UserError where the tokenizer cannot express a question.
+    Processes with a whole model share the questions; with a sharded one, all processes run all questions.
+    Raises UserError if the tokenizer cannot encode a question.
     """
     with _quietly(show_progress and accelerator.is_main_process):
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
-        whole = accelerator.unwrap_model(model)
+        unwrapped: Any = accelerator.unwrap_model(model)
         was_training = model.training
-        own = copy.deepcopy(tokenizer)  # lm-eval gives it a padding token, which a saved model must not get
-        own.model_max_length = sys.maxsize  # lm-eval cuts what is too long; transformers would only warn of it
+        own = copy.deepcopy(tokenizer)  # lm-eval adds a padding token, which must not be saved
+        own.model_max_length = sys.maxsize  # lm-eval truncates; transformers would only warn
         prefix = own.bos_token_id if own.bos_token_id is not None else own.eos_token_id
-        lm = HFLM(
-            pretrained=whole,
+        lm: Any = cast(Any, HFLM)(
+            pretrained=unwrapped,
             tokenizer=own,
             batch_size=batch_size,
-            max_length=whole.config.max_position_embeddings,
+            max_length=unwrapped.config.max_position_embeddings,
             prefix_token_id=prefix if prefix is not None else own.get_vocab().get("\n", 0),
             trust_remote_code=False,
         )
-        lm._device = accelerator.device  # a sharded model's own may be another
+        lm._device = accelerator.device  # a sharded model may report another
         fewest = min(min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values())
         sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         mesh = Mesh.from_environment()
@@ -145,14 +145,14 @@ def run_tasks(
         try:
             model.eval()
             with torch.no_grad(), accelerator.autocast():
-                answer = evaluate(lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES)
+                answer: Any = evaluate(lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES)
         except Exception as error:
-            if "UNK" not in str(error):  # what the Rust library says of a character it does not know
+            if "UNK" not in str(error):  # the Rust library's message for an unknown character
                 raise
             raise UserError("the model's tokenizer has no token for some character of the tasks' text") from None
         finally:
             model.train(was_training)
-    results = [None if answer is None else _plain(answer["results"])]
+    results: list[Any] = [None if answer is None else _plain(answer["results"])]
     if Mesh.from_environment().world_size > 1:
         broadcast_object_list(results, from_process=0)
     return results[0]
@@ -178,21 +178,21 @@ class TrainingTasks:
         self.loaded = load_tasks(config.eval.tasks, "eval.tasks") if config.eval.tasks else None
 
     def run(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
-        """`task/<name>/<metric>` -> value; {} where the recipe names no task."""
+        """`task/<name>/<metric>` -> value; {} if the recipe has no tasks."""
         if self.loaded is None:
             return {}
-        size, limit = self.config.train.micro_batch_size, self.config.eval.tasks_limit
+        size, limit = self.config.train.min_micro_batch_size, self.config.eval.tasks_limit
         results = run_tasks(accelerator, model, self.tokenizer, self.loaded, batch_size=size, limit=limit)
         return {f"task/{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
 
 
 @contextlib.contextmanager
 def _quietly(show_progress: bool = False) -> Iterator[None]:
-    """Without lm-eval's log and warnings, which are about its own code, and its bars where nobody would see them."""
+    """Context without lm-eval's log and warnings, and without its progress bars if there is no terminal."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
-    os.environ["DISABLE_MULTIPROC"] = "1"  # it would fork a process that has threads, to resample
+    os.environ["DISABLE_MULTIPROC"] = "1"  # its resampling would fork a process with threads
     shown = sys.stderr if show_progress and sys.stderr.isatty() else io.StringIO()
     try:
         with (
@@ -208,8 +208,8 @@ def _quietly(show_progress: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _go_offline_if_unreachable(wanted: bool) -> Iterator[bool]:
-    """Whether there is no Hub. Then nobody asks it meanwhile: `datasets` would try for half a minute a task."""
-    settings = (huggingface_hub.constants, datasets.config)
+    """Context that is true if the Hub cannot be reached; then `datasets` does not try for half a minute per task."""
+    settings: list[Any] = [huggingface_hub.constants, datasets_config]
     before = [setting.HF_HUB_OFFLINE for setting in settings]
     offline = any(before) or (wanted and not _hub_answers())
     try:
@@ -225,7 +225,7 @@ def _hub_answers() -> bool:
     endpoint = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
     try:
         urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_SECONDS_FOR_THE_HUB).close()
-    except urllib.error.HTTPError as error:  # an answer all the same
+    except urllib.error.HTTPError as error:  # an error is an answer
         error.close()
     except (OSError, ValueError):
         return False

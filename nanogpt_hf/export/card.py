@@ -103,7 +103,7 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
     if data.format == "chat":
         split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, "
-        split += f"{manifest.train.answered:,} in answers"
+        split += f"{manifest.train.assistant_tokens:,} in answers"
         seen = f"{state.tokens:,} positions ({data.packing}), padding included"
     else:
         split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
@@ -165,8 +165,9 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
     if config.data.format == "chat":
         return f"""{table}
 
-Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.answered:,} tokens in
-answers of the validation split. Conversations are cut at {config.data.block_size:,} tokens and do not see each other.
+Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.assistant_tokens:,} tokens
+in answers of the validation split. Conversations are cut at {config.data.block_size:,} tokens and do not see each
+other.
 The loss is the mean cross-entropy of the answers' tokens and perplexity its exponential; bits per byte divide by the
 answers' bytes.
 

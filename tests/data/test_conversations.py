@@ -63,7 +63,7 @@ def prepare_rows(tmp_path, write_recipe, byte_tokenizer):
 
 def trained_rows(config, split="train") -> list[tuple[list[int], list[int]]]:
     rows = datasets.load_from_disk(f"{config.data.dir}/{split}")
-    return list(zip(rows["input_ids"], rows["answered"], strict=True))
+    return list(zip(rows["input_ids"], rows["assistant_mask"], strict=True))
 
 
 @pytest.mark.parametrize(
@@ -194,13 +194,14 @@ def test_manifest_and_report_count_answers(prepare_rows, chat_file, capsys):
         rows, facts = trained_rows(config, name), getattr(manifest, name)
         assert facts.documents == len(rows)
         assert facts.tokens == sum(len(ids) for ids, _ in rows)
-        assert facts.answered == sum(sum(answered) for _, answered in rows)
+        assert facts.assistant_tokens == sum(sum(answered) for _, answered in rows)
         ends = sum(ids.count(256) for ids, _ in rows)
-        assert facts.bytes == facts.answered - ends  # a token is a byte here
-        assert facts.bytes_per_token == facts.bytes / facts.answered
+        assert facts.bytes == facts.assistant_tokens - ends  # a token is a byte here
+        assert facts.bytes_per_token == facts.bytes / facts.assistant_tokens
     assert main(["prepare", str(folder.parent / "tiny.yaml")]) == 0
     out = capsys.readouterr().out
-    assert f"54 conversations, {manifest.train.tokens:,} tokens, {manifest.train.answered:,} of them in answers" in out
+    train = manifest.train
+    assert f"54 conversations, {train.tokens:,} tokens, {train.assistant_tokens:,} of them in answers" in out
     assert "conversations are longer than a block and are cut at their end" in out
 
 
@@ -222,7 +223,7 @@ def test_text_prepared_before_there_were_formats_is_text(write_recipe, tmp_path)
     prepare(config)
     path = tmp_path / "data" / "manifest.json"
     raw = json.loads(path.read_text())
-    del raw["recipe"]["format"], raw["train"]["answered"], raw["validation"]["answered"]
+    del raw["recipe"]["format"], raw["train"]["assistant_tokens"], raw["validation"]["assistant_tokens"]
     path.write_text(json.dumps(raw))
     assert prepare(config)[1] is False
     with pytest.raises(DataError, match="'text'"):

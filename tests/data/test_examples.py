@@ -9,13 +9,13 @@ from nanogpt_hf.data.examples import Examples, pack
 from nanogpt_hf.data.tokens import TokenStream
 
 
-def examples(lengths, block_size=16, packing="packed", answered=None, chunk=7) -> Examples:
+def examples(lengths, block_size=16, packing="packed", mask=None, chunk=7) -> Examples:
     """Examples whose tokens count up through all of them, in small chunks; the second half of each is the answer."""
     total = sum(lengths)
     ids = np.arange(total, dtype=np.uint16)
-    if answered is None:
-        answered = np.concatenate([np.arange(n) >= n / 2 for n in lengths]).astype(np.uint8)
-    streams = (TokenStream([a[i : i + chunk] for i in range(0, total, chunk)]) for a in (ids, answered))
+    if mask is None:
+        mask = np.concatenate([np.arange(n) >= n / 2 for n in lengths]).astype(np.uint8)
+    streams = (TokenStream([a[i : i + chunk] for i in range(0, total, chunk)]) for a in (ids, mask))
     return Examples(*streams, np.array(lengths), block_size=block_size, packing=packing)
 
 
@@ -41,7 +41,7 @@ def test_every_target_is_there_exactly_once(packing):
     wanted = [i for end, n in zip(ends, LENGTHS, strict=True) for i in range(end - n, end) if i - (end - n) >= n / 2]
     assert sorted(targets.tolist()) == wanted
     assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)  # the stream counts up
-    assert (some.cut, some.left_out) == (0, 0)
+    assert (some.cut, some.skipped) == (0, 0)
     assert len(some) == len(some.blocks)
 
 
@@ -58,13 +58,13 @@ def test_positions_begin_anew_with_each_example_and_padding_needs_none():
 
 
 def test_what_is_longer_than_a_block_is_cut_and_what_has_no_answer_left_goes():
-    answered = np.concatenate([[0] * 16 + [1] * 4, [0] * 17 + [1] * 3, [0, 1]]).astype(np.uint8)
-    some = examples([20, 20, 2], answered=answered)
-    assert (some.cut, some.left_out) == (1, 1)
+    mask = np.concatenate([[0] * 16 + [1] * 4, [0] * 17 + [1] * 3, [0, 1]]).astype(np.uint8)
+    some = examples([20, 20, 2], mask=mask)
+    assert (some.cut, some.skipped) == (1, 1)
     assert sorted(number for block in some.blocks for number in block) == [0, 2]
     batch = some.batch(np.arange(len(some)))
     assert batch["shift_labels"][batch["shift_labels"] != -100].tolist() == [16, 41]  # the 17th token, and the last
-    assert len(examples([20], answered=answered[20:40])) == 0
+    assert len(examples([20], mask=mask[20:40])) == 0
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])

@@ -107,7 +107,7 @@ def test_answers_and_ends_of_conversations_are_part_of_the_identity(tmp_path):
         ([[1, 2, 3], [4, 5]], [[0, 0, 1], [0, 1]]),
         ([[1, 2], [3, 4, 5]], [[0, 1], [1, 0, 1]]),
     ):
-        rows = {"input_ids": ids, "answered": answered}
+        rows = {"input_ids": ids, "assistant_mask": answered}
         features = datasets.Features({name: datasets.List(datasets.Value("uint16")) for name in rows})
         datasets.Dataset.from_dict(rows, features).save_to_disk(tmp_path / "split")
         digests.add(examples_sha256(tmp_path / "split"))
@@ -195,8 +195,8 @@ def test_a_token_beyond_the_vocabulary_is_one_clear_line_where_it_is_read(prepar
 
 # --- the manifest ----------------------------------------------------------------------------------------------------
 
-OPTIONAL = {"file_state", "end_of_text_id", "answered", "sha256", "shards"}
-COUNTS = {"vocab_size", "documents", "tokens", "bytes", "answered"}
+OPTIONAL = {"file_state", "end_of_text_id", "assistant_tokens", "sha256", "shards"}
+COUNTS = {"vocab_size", "documents", "tokens", "bytes", "assistant_tokens"}
 
 
 def fields_of(tree, above=()):

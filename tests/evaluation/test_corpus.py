@@ -50,7 +50,7 @@ def test_prepared_data_gives_the_split_that_training_evaluates_on(read, write_re
     text = prepared.tokenizer.decode(tokens(corpus))
     (path := write_recipe().parent / "text.txt").write_text(text)
     assert read(path, tokenizer).stream.sha256() == corpus.stream.sha256()
-    with pytest.raises(DataError, match="made by another tokenizer"):
+    with pytest.raises(DataError, match="prepared with another tokenizer"):
         read(config.data.dir, build_tokenizer("gpt2", ()))
     with pytest.raises(DataError, match="the splits train and validation, not 'test'"):
         read(config.data.dir, tokenizer, "test")

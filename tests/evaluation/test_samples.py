@@ -99,7 +99,7 @@ def test_an_end_of_text_ends_what_is_kept_but_not_the_work(letter_model):
 def test_a_prompt_of_characters_that_the_text_lacks_is_left_out(write_recipe, tmp_path, capsys):
     recipe = write_recipe(eval__samples=["é", "cat"], eval__sample_tokens=2)
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
-    assert "eval.samples: 'é' is left out: the tokenizer knows no 'é'" in capsys.readouterr().out
+    assert "eval.samples: 'é' is skipped: the tokenizer knows no 'é'" in capsys.readouterr().out
     kept = [event["samples"] for event in read_metrics(RunFolder(tmp_path / "run")) if "samples" in event]
     assert [[sample["prompt"] for sample in samples] for samples in kept] == [["cat"]] * len(kept)
     assert kept

@@ -53,7 +53,7 @@ def column(run: RunFolder, name: str) -> dict[int, float]:
 def losses_alone(model, config, split: str) -> list[tuple[float, int]]:
     """For each example by itself, by transformers' means: the sum of its answers' losses, and their tokens."""
     rows, losses = datasets.load_from_disk(f"{config.data.dir}/{split}"), []
-    for ids, answered in zip(rows["input_ids"], rows["answered"], strict=True):
+    for ids, answered in zip(rows["input_ids"], rows["assistant_mask"], strict=True):
         ids, answered = torch.tensor(ids[: config.data.block_size + 1]), torch.tensor(answered)
         targets = ids[1:].masked_fill(answered[1 : len(ids)] == 0, -100)
         if (targets != -100).any():
@@ -116,7 +116,7 @@ def test_a_run_learns_and_its_validation_loss_is_that_of_the_answers(start, writ
     count = sum(tokens for _, tokens in alone)
     assert losses[30] == pytest.approx(sum(loss for loss, _ in alone) / count, abs=1e-5)
     manifest = load_prepared(config).manifest
-    per_token = manifest.validation.bytes / manifest.validation.answered
+    per_token = manifest.validation.bytes / manifest.validation.assistant_tokens
     assert column(run, "val/bits_per_byte")[30] == pytest.approx(losses[30] / 0.6931471805599453 / per_token)
     for folder in (run.best, run.final):  # the template goes where the model goes
         assert "in 54 conversations" in (card := (folder / "README.md").read_text())

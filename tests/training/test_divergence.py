@@ -90,7 +90,7 @@ def test_samples_of_logits_that_are_not_finite_do_not_end_a_run(pretrain, tmp_pa
     knobs = {"eval__every": 2, "eval__samples": ["The"], "eval__sample_tokens": 5, "checkpoint__every": 100}
     status, said = pretrain("--optim.learning_rate", 1e20, train__max_steps=5, **knobs)
     assert status == 0, said
-    assert "step 2: eval.samples: no sample is written: the model's logits are not finite" in said
+    assert "step 2: eval.samples: no sample is generated: the model's logits are not finite" in said
     assert max(len(line) for line in said.splitlines() if "perplexity" in line) < 200
     kept = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert [event["step"] for event in kept if "samples" in event] == [0]
