@@ -9,7 +9,6 @@ import shutil
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import datasets
 import filelock

@@ -222,7 +222,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
         )
     vocabulary = {name: number for number, name in enumerate(names)}
     encode = byte_level_encoder(vocabulary, merges)
-    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)
+    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
     return Tokenizer("bpe", hf, lambda texts: [encode(text) for text in texts])
 
 

@@ -147,7 +147,7 @@ def test_knobs_that_make_no_sense_for_conversations(write_recipe, overrides, mes
 def test_plain_text_and_a_lone_conversation_are_refused(prepare_rows, text_file):
     with pytest.raises(DataError, match=r"expected rows \(\.jsonl, .*\), got a file of plain text"):
         prepare_rows([], data__source=str(text_file))
-    with pytest.raises(DataError, match="one conversation leaves none to validate on; give at least two"):
+    with pytest.raises(DataError, match="one conversation is too few to validate on another; give two"):
         prepare_rows([{"messages": EXCHANGE}])
 
 
@@ -209,7 +209,7 @@ def test_data_of_the_other_format_is_refused(prepare_rows, chat_file, write_reci
     config = prepare_rows([], data__source=str(chat_file))
     with pytest.raises(DataError, match=r"prepared with data\.format 'chat', the recipe says 'text'"):
         prepare(replace_knobs(config, {"data.format": "text"}))
-    with pytest.raises(DataError, match="conversations, whose answers a run measures as it trains; give a text"):
+    with pytest.raises(DataError, match="conversations, which only a run evaluates; give a text"):
         read_corpus(
             dataclasses.replace(config.data, source=config.data.dir),
             None,

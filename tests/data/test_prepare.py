@@ -589,7 +589,7 @@ def test_a_tokenizer_that_lacks_characters_of_the_text_leaves_nothing_behind(tex
 def test_too_little_text_for_two_splits_is_an_error_or_works(text, tmp_path, content):
     config = make(text(content), tmp_path / "data", validation_fraction=0.5)
     if len(content) == 1:
-        with pytest.raises(DataError, match="too little text: there is none left for train"):
+        with pytest.raises(DataError, match="too little text: none is left for train"):
             prepare(config)
         assert nothing_left(tmp_path / "data")
     else:
@@ -598,7 +598,7 @@ def test_too_little_text_for_two_splits_is_an_error_or_works(text, tmp_path, con
 
 
 def test_a_fraction_that_rounds_to_nothing_is_an_error(text, tmp_path):
-    with pytest.raises(DataError, match="too little text: there is none left for validation"):
+    with pytest.raises(DataError, match="too little text: none is left for validation"):
         prepare(make(text(), tmp_path / "data", validation_fraction=1e-30))
     assert nothing_left(tmp_path / "data")
 

@@ -81,7 +81,7 @@ def build_tokenizer_of_folder(folder):
     ("source", "split", "message"),
     [
         ("nowhere.txt", None, "^--data: nowhere.txt: no such file"),
-        ("wikitext", None, "say --data.split test"),
+        ("wikitext", None, "give --data.split test"),
         ("python-docs", "test", "only a Hub data set and prepared data have splits"),
     ],
 )
