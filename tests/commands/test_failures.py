@@ -116,14 +116,14 @@ def test_what_to_do_next_can_be_pasted_and_names_no_file_that_is_not_there(capsy
 
 
 def test_a_run_folder_that_goes_away_ends_the_run_in_one_line(capsys, tmp_path, monkeypatch, write_recipe):
-    keep = Tracking._keep
+    keep = Tracking._append
 
     def keep_and_move(self, values: Event) -> None:
         if self.run.state.step == 2:
             shutil.move(self.folder.path, tmp_path / "elsewhere")
         keep(self, values)
 
-    monkeypatch.setattr(Tracking, "_keep", keep_and_move)
+    monkeypatch.setattr(Tracking, "_append", keep_and_move)
     recipe = write_recipe(eval__every=100, checkpoint__every=100)
     said = complaint(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
     assert said == f"{tmp_path / 'run' / 'metrics.jsonl'}: cannot be written: No such file or directory"
