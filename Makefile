@@ -13,7 +13,7 @@ PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
 
-quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and let it write (2 minutes)
+quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and let it write (a minute of training)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
 	@echo
 	@echo "A sample from the model:"
