@@ -1,4 +1,7 @@
-"""Build the Accelerator from the accelerate config, compile blocks, stop on signals. Only here ACCELERATE_* is read."""
+"""Build the Accelerator from the accelerate config, compile blocks, stop on signals.
+
+The values of ACCELERATE_* are read only here.
+"""
 
 import contextlib
 import os

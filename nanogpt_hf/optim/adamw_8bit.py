@@ -11,6 +11,7 @@ import shutil
 import sys
 import warnings
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -72,9 +73,7 @@ def as_float32(moment: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local.dequantize(), moment.device_mesh, moment.placements, run_check=False, **shape)
 
 
-def held_by(
-    optimizer: torch.optim.Optimizer, parameter: torch.Tensor, state: dict[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
+def held_by(optimizer: Any, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Convert float32 AdamW state of a parameter, sharded like the parameter, to the kind that `optimizer` has."""
     if not in_8_bits(optimizer):
         return state
@@ -90,7 +89,7 @@ def held_by(
 
 
 @torch.no_grad()
-def _quantize(moment: torch.Tensor, values: torch.Tensor) -> None:
+def _quantize(moment: Any, values: torch.Tensor) -> None:
     """Copy float32 values into an 8-bit state tensor; values that were decoded from one are restored bit for bit.
 
     torchao's scale is the largest magnitude of a block. If that value is negative it decodes to the lowest share,

@@ -68,7 +68,7 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float],
         replicas: DeviceMesh | None = None,
     ):
-        self._adamw = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
+        self._adamw: Any = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
         muon = {"muon": True, "lr": lr, "momentum": momentum}
         groups = [{**muon, **group} for group in matrices]
         super().__init__([*groups, *({"muon": False, **group} for group in self._adamw.param_groups)], {})
@@ -83,8 +83,8 @@ class Muon(torch.optim.Optimizer):
         self._orthogonalize = torch.compile(orthogonalize, dynamic=False, **options)
 
     @torch.no_grad()
-    def step(self, closure: None = None) -> None:
-        """Update all parameters that have a gradient. Gradients must be unscaled."""
+    def step(self, closure: Any = None) -> Any:
+        """Update all parameters that have a gradient. Gradients must be unscaled; there is no closure."""
         found_inf = getattr(self, "found_inf", None)  # fp16's scaler deletes it
         stacks: dict[Any, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
@@ -106,7 +106,7 @@ class Muon(torch.optim.Optimizer):
         """Update matrices of one shape and one layout."""
         first, group = stack[0]
         applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0: the step is skipped
-        gradients = torch.stack([_local(p.grad) for p, _ in stack])
+        gradients = torch.stack([_local(p.grad) for p, _ in stack if p.grad is not None])
         if found_inf is not None:
             gradients = gradients.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         for (p, _), gradient in zip(stack, gradients.unbind(), strict=True):
@@ -119,7 +119,8 @@ class Muon(torch.optim.Optimizer):
         del gradients
         if found_inf is not None:
             updates.mul_(applied)
-        scale = update_scale(*first.shape, self._update_scale)
+        rows, columns = first.shape
+        scale = update_scale(rows, columns, self._update_scale)
         for (p, group), update in zip(stack, updates.unbind(), strict=True):
             weight = _local(p)
             weight.mul_(1 - group["lr"] * group["weight_decay"] * applied)

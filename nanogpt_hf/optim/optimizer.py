@@ -4,12 +4,15 @@ Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updat
 """
 
 import math
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import architecture_of
@@ -24,7 +27,7 @@ NO_MUON_UNDER_ZERO = (
 
 
 def build_optimizer(
-    model: torch.nn.Module, optim: OptimSection, layer_decay: float = 1.0, accelerator: Accelerator | None = None
+    model: PreTrainedModel, optim: OptimSection, layer_decay: float = 1.0, accelerator: Accelerator | None = None
 ) -> torch.optim.Optimizer:
     """The optimizer of the trainable parameters: torch's fused AdamW, torchao's with 8-bit state, or Muon with AdamW.
 
@@ -44,6 +47,7 @@ def build_optimizer(
                 key = (id(parameter) in matrices, decays, scale)
                 groups.setdefault(key, group)["params"].append(parameter)
     rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
+    optimizer: Any
     if optim.name == "muon":
         optimizer = Muon(
             [g | {"scale": g["scale"] * optim.muon_learning_rate / rate} for key, g in groups.items() if key[0]],
@@ -62,7 +66,7 @@ def build_optimizer(
     return optimizer
 
 
-def muon_matrices(model: torch.nn.Module) -> list[torch.nn.Parameter]:
+def muon_matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
     """The trainable parameters that Muon updates: matrices inside the blocks."""
     inside = architecture_of(model).blocks(model).parameters()
     return [p for p in inside if p.requires_grad and p.dim() == 2]
@@ -104,28 +108,33 @@ def clip_gradients(
     if sharded or accelerator.scaler is not None:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     else:  # accelerate would look through all gradients for shards first
-        norm = torch.nn.utils.clip_grad_norm_(optimizer.optimizer.in_model_order, max_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(_unwrap(optimizer).in_model_order, max_norm or math.inf)
     if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and tells a number
         return torch.tensor(norm, device=accelerator.device)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if accelerator.scaler is None:
-        skip_step_unless_finite(optimizer.optimizer, norm)
+        skip_step_unless_finite(_unwrap(optimizer), norm)
     return norm
 
 
 def update(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
     """Step, and clear the gradients.
 
-    Where accelerate's wrapper would only call the optimizer it is passed by: at each call it searches Python's path
-    twice for a package (LOMO).
+    Accelerate's wrapper is bypassed if it would only forward the call: at each it searches Python's path twice for a
+    package (LOMO).
     """
     if accelerator.scaler is None and accelerator.distributed_type != DistributedType.DEEPSPEED:
-        optimizer = optimizer.optimizer
+        optimizer = _unwrap(optimizer)
     optimizer.step()
     optimizer.zero_grad()
 
 
-def skip_step_unless_finite(optimizer: torch.optim.Optimizer, grad_norm: torch.Tensor) -> None:
+def _unwrap(optimizer: torch.optim.Optimizer) -> Any:
+    """The optimizer in accelerate's wrapper."""
+    return cast(AcceleratedOptimizer, optimizer).optimizer
+
+
+def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:
     """Make the next step leave weights and state unchanged if the gradient's norm is not finite.
 
     The fused kernels of CPU and CUDA, and Muon, read `found_inf` on the device, so the host need not wait for the norm.
