@@ -95,7 +95,8 @@ class Architecture:
 
     def standard_model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """The standard transformers model of `config`, with new weights."""
-        return AutoModelForCausalLM.from_config(self.standard_config(config), attn_implementation="sdpa")
+        standard = self.standard_config(config)
+        return AutoModelForCausalLM.from_config(standard, attn_implementation="sdpa", trust_remote_code=False)
 
     def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
         """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).

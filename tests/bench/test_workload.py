@@ -25,7 +25,7 @@ def test_workload_step_is_the_loops_step(work, monkeypatch):
 
 def test_workload_names_synthetic_tokens(work, tmp_path):
     assert work.token_source == f"synthetic tokens ({tmp_path / 'none'} is not prepared yet)"
-    assert work.run.model_config.vocab_size == vocab_size_by_name("char")[0]
+    assert work.run.model_config.vocab_size == vocab_size_by_name("char", None)[0]
 
 
 def config(tokens: int, micro: int | str) -> Config:

@@ -192,11 +192,11 @@ def test_in_a_terminal_ctrl_c_says_how_to_leave_and_ctrl_d_leaves(folder, root):
         seen = seen[seen.index(text) + len(text) :]
 
     try:
-        wait_for(b"/quit leaves; Ctrl-C ends an answer")
+        wait_for(b"/quit exits; Ctrl-C ends an answer")
         wait_for(b"> ")
         time.sleep(1)  # a signal in the moment between prompt and waiting is only seen at the next key
         process.send_signal(signal.SIGINT)  # what a terminal makes of Ctrl-C
-        wait_for(b"(Ctrl-D or /quit leaves)")
+        wait_for(b"(Ctrl-D or /quit exits)")
         wait_for(b"> ")
         os.write(leader, b"\x04")
         assert process.wait(timeout=60) == 0

@@ -235,7 +235,8 @@ def test_a_run_needs_no_reader_and_no_room_for_its_log(root, tmp_path, write_rec
 
 
 IN_A_TERMINAL = """
-import os, sys
+import os, signal, sys
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests were started by nohup
 os.setsid()
 terminal = os.open(sys.argv[1], os.O_RDWR)  # the first that a session opens is its own
 for descriptor in range(3):
@@ -261,7 +262,10 @@ def test_a_terminal_that_is_closed_makes_a_run_save(root, tmp_path, write_recipe
             os.read(ours, 100_000)
         os.close(theirs)
         os.close(ours)
-        assert process.wait(timeout=60) == 75
+        try:
+            assert process.wait(timeout=60) == 75
+        finally:
+            process.kill()
     assert int(run.newest_checkpoint().name.removeprefix("step_")) >= 5
     assert run.report.exists()
 

@@ -14,7 +14,7 @@ import torch
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import loss
-from nanogpt_hf.export import model_folder
+from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.runs import replace
 from nanogpt_hf.training import checkpoint, loop
 
@@ -28,7 +28,7 @@ PLACES = {
     "writing a checkpoint": (checkpoint, "save_file", 3),
     "flushing a checkpoint": (replace, "flush", 8),
     "dropping an old checkpoint": (replace.shutil, "rmtree", 1),
-    "writing best": (model_folder.GPTForCausalLM, "save_pretrained", 1),
+    "writing best": (GPTForCausalLM, "save_pretrained", 1),
     "replacing best": (replace, "old_of", 6),
 }
 

@@ -120,7 +120,7 @@ def test_a_run_learns_and_its_validation_loss_is_that_of_the_answers(start, writ
     assert column(run, "val/bits_per_byte")[30] == pytest.approx(losses[30] / 0.6931471805599453 / per_token)
     for folder in (run.best, run.final):  # the template goes where the model goes
         assert "in 54 conversations" in (card := (folder / "README.md").read_text())
-        assert "tokens in\nanswers of the validation split" in card
+        assert "tokens\nin answers of the validation split" in card
         tokenizer = AutoTokenizer.from_pretrained(folder)
         asked = tokenizer.apply_chat_template(
             [{"role": "user", "content": "red"}], add_generation_prompt=True, tokenize=False
