@@ -26,16 +26,17 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
-test: $(VENV)/installed-test ## run every test (under 10 minutes on two cores)
-	$(PYTEST)
+test: $(VENV)/installed-test ## run the tests (under 10 minutes on two cores)
+	$(PYTEST) -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
-	$(PYTEST) -m 'not long'
+	$(PYTEST) -m 'not long and not slow'
 
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
 
-test-all: lint types test ## run all that has to pass before a change lands
+test-all: lint types $(VENV)/installed-test ## run lint, types and every test: all that has to pass before a change lands
+	$(PYTEST)
 
 lint: $(VENV)/installed-test-quick ## check style and format
 	$(BIN)/ruff check .

@@ -45,7 +45,7 @@ def test_the_two_commands_are_the_makefiles():
     assert re.search(r"^test: ", makefile, re.MULTILINE)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_commands_run_as_written(clone):
     # one test, in their order: later ones go on from what earlier ones wrote
     ours = commands("sh")[2:]

@@ -128,7 +128,7 @@ def start(words, **options):
     return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *words], env=environment, **pipes, **options)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", [[], ["launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]]
 )

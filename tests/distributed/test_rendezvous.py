@@ -208,6 +208,7 @@ def test_three_processes_resume_bit_for_bit(recipe, launch_warm, tmp_path, machi
     assert column(again, "train/grad_norm") == column(whole, "train/grad_norm")
 
 
+@pytest.mark.slow
 @needs_torchao
 def test_moments_in_8_bits_resume_bit_for_bit_and_move(recipe, launch_warm, tmp_path):
     options = ["--optim.state=8bit", "--optim.learning_rate=1e-3", "--train.max_steps=4", "--model.n_embd=128"]
