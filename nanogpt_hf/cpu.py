@@ -85,7 +85,7 @@ def stated_threads(local_world_size: int = 1) -> int | None:
 def free_threads(busy_cores: float, default: int, local_world_size: int = 1) -> int:
     """Threads for a process whose machine has `busy_cores` in use by other programs, at most `default`.
 
-    With several processes on the machine only the allowed cores count: each would take the others for strangers.
+    With several processes of a launch only the allowed cores count: each would measure the others as other programs.
     """
     if local_world_size > 1:
         return max(1, min(default, allowed_cores() // local_world_size))

@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import subprocess
+from collections import Counter
 from pathlib import Path
 
 # Before any Hugging Face library is imported: a test never waits for a network.
@@ -266,3 +267,25 @@ def volume(tmp_path):
         pytest.skip("no file system can be mounted here: that needs root on Linux")
     yield place
     subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@pytest.fixture
+def counted():
+    """A function work -> Counter of what torch dispatches in it: aten's operations and, as `c10d.*`, collectives."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Operations(TorchDispatchMode):
+        def __init__(self):
+            super().__init__()
+            self.count = Counter()
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count[str(function.overloadpacket).removeprefix("aten.")] += 1
+            return function(*args, **(kwargs or {}))
+
+    def count(work) -> Counter:
+        with Operations() as operations:
+            work()
+        return operations.count
+
+    return count

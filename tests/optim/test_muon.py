@@ -1,7 +1,6 @@
 """Muon: equal to torch's, skips steps without a finite gradient, and costs what is counted."""
 
 import copy
-from collections import Counter
 
 import pytest
 import torch
@@ -11,7 +10,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.debug import CommDebugMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanogpt_hf.config.checks import find_conflicts
@@ -217,27 +215,13 @@ def test_muon_under_deepspeeds_zero_is_refused_in_one_line(monkeypatch):
         accelerator.check_launch(Config(optim=OptimSection(name="muon")))
 
 
-class Operations(TorchDispatchMode):
-    """Counts the operations that torch dispatches."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count[str(function.overloadpacket).removeprefix("aten.")] += 1
-        return function(*args, **(kwargs or {}))
-
-
-def test_a_step_of_muon_reads_no_number_and_multiplies_matrices_of_one_shape_at_once():
+def test_a_step_of_muon_reads_no_number_and_multiplies_matrices_of_one_shape_at_once(counted):
     for layers in (2, 5):
         model = tiny_model(n_layer=layers)
         optimizer = build_optimizer(model, OptimSection(name="muon"))
         backward(model, 0)
         skip_step_unless_finite(optimizer, torch.ones(()))
-        with Operations() as operations:
-            optimizer.step()
-        count = operations.count
+        count = counted(optimizer.step)
         assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
         assert (count["bmm"], count["baddbmm"]) == (5 * 3, 2 * 5 * 3)  # three shapes
         assert count["_fused_adamw_"] == 2

@@ -1,4 +1,4 @@
-"""What is frozen stays bit for bit, what thaws joins in, and a stop anywhere changes nothing."""
+"""Frozen parameters stay bit for bit, unfrozen ones train, and a stop at any step changes nothing."""
 
 import json
 import os
@@ -46,7 +46,7 @@ KNOBS = {
     "tracking.every": 1,
 }
 FREEZING = {"finetune.freeze_layers": 2}
-THAWING = FREEZING | {"finetune.unfreeze_every": 2}
+UNFREEZING = FREEZING | {"finetune.unfreeze_every": 2}
 LORA = {"lora.rank": 2, "lora.dropout": 0.1}
 
 
@@ -110,14 +110,14 @@ def test_only_what_is_not_frozen_changes(start, tiny_base):
 
 
 @pytest.mark.parametrize(("steps", "untouched"), [(3, (".h.0.", ".wte.", ".wpe.")), (7, ())])
-def test_blocks_thaw_from_the_top_and_the_embeddings_last(start, tiny_base, steps, untouched):
-    names = changed(start("thawing", THAWING | {"train.max_steps": steps}), tiny_base)
+def test_blocks_unfreeze_from_the_top_and_the_embeddings_last(start, tiny_base, steps, untouched):
+    names = changed(start("unfreezing", UNFREEZING | {"train.max_steps": steps}), tiny_base)
     every = set(load_file(tiny_base / "model.safetensors"))
     assert names == {name for name in every if not any(part in name for part in untouched)}
 
 
-def test_what_thaws_has_a_count_of_steps_of_its_own(start):
-    run = start("thawing", THAWING | {"train.max_steps": 5})
+def test_unfrozen_parameters_have_their_own_step_count(start):
+    run = start("unfreezing", UNFREEZING | {"train.max_steps": 5})
     counts = {}
     for name, moment in read_checkpoint(run.newest_checkpoint())[1].items():
         if name.endswith(".step"):
@@ -127,13 +127,13 @@ def test_what_thaws_has_a_count_of_steps_of_its_own(start):
 
 @pytest.mark.parametrize(
     ("knobs", "steps"),
-    [(THAWING, (2, 3)), (THAWING | {"optim.name": "muon"}, (2, 3)), (LORA, (3,))],
-    ids=["thawing", "thawing with muon", "lora"],
+    [(UNFREEZING, (2, 3)), (UNFREEZING | {"optim.name": "muon"}, (2, 3)), (LORA, (3,))],
+    ids=["unfreezing", "unfreezing with muon", "lora"],
 )
 def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
     whole = start("whole", knobs)
     torn = start("torn", knobs | {"checkpoint.every": 1})
-    for step in steps:  # of the thawing run on a thaw, and between two
+    for step in steps:  # of the unfreezing run: when it unfreezes, and between
         shutil.rmtree(torn.path.with_name("goes-on"), ignore_errors=True)
         shutil.copytree(torn.path, torn.path.with_name("goes-on"))
         run = RunFolder(torn.path.with_name("goes-on"))
@@ -145,24 +145,24 @@ def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
 
 
 @pytest.mark.parametrize("step", [4, 6])
-def test_a_checkpoint_at_a_thaw_is_not_written_again(start, step):
-    whole, torn = start("whole", THAWING), start("torn", THAWING | {"checkpoint.every": 1})
+def test_a_checkpoint_at_an_unfreezing_is_not_written_again(start, step):
+    whole, torn = start("whole", UNFREEZING), start("torn", UNFREEZING | {"checkpoint.every": 1})
     for folder in torn.checkpoint_folders():
         if folder > torn.checkpoint(step):
             shutil.rmtree(folder)
     before = {path: path.stat().st_ino for path in torn.checkpoint(step).iterdir()}
-    start("torn", THAWING | {"checkpoint.every": 1}, resume=True)
+    start("torn", UNFREEZING | {"checkpoint.every": 1}, resume=True)
     assert {path: path.stat().st_ino for path in torn.checkpoint(step).iterdir()} == before
     assert_same(whole, torn)
 
 
-def test_a_damaged_checkpoint_after_a_thaw_gives_way_to_the_one_before_it(start):
-    whole = start("whole", THAWING)
-    torn = start("torn", THAWING | {"checkpoint.every": 1})
+def test_a_damaged_checkpoint_after_unfreezing_gives_way_to_the_one_before_it(start):
+    whole = start("whole", UNFREEZING)
+    torn = start("torn", UNFREEZING | {"checkpoint.every": 1})
     for folder in torn.checkpoint_folders():
-        if folder >= torn.checkpoint(4):  # that is a thaw
+        if folder >= torn.checkpoint(4):  # the run unfreezes here
             (folder / "optimizer.safetensors").write_bytes(b"")
-    start("torn", THAWING, resume=True)
+    start("torn", UNFREEZING, resume=True)
     assert_same(whole, torn)
 
 
@@ -242,11 +242,11 @@ def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
     ]
 
 
-def test_thawing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
+def test_unfreezing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(accelerator, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"finetune\.unfreeze_every: DeepSpeed has one step count"):
-        start("run", THAWING)
+        start("run", UNFREEZING)
 
 
 @pytest.mark.parametrize(
@@ -254,10 +254,10 @@ def test_thawing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
     [("cpu_ddp", False), ("fsdp2", True)],
     ids=["ddp", "fsdp2-resumed"],
 )
-def test_two_processes_thaw_as_one_does(start, tiny_base, text_file, tmp_path, machine, resumed):
-    reference = start("one", THAWING)
-    if resumed:  # it begins alone and goes on in two, in the middle between two thaws
-        torn = start("two", THAWING | {"checkpoint.every": 1})
+def test_two_processes_unfreeze_as_one_does(start, tiny_base, text_file, tmp_path, machine, resumed):
+    reference = start("one", UNFREEZING)
+    if resumed:  # it starts with one process and resumes with two, between two steps that unfreeze
+        torn = start("two", UNFREEZING | {"checkpoint.every": 1})
         for folder in torn.checkpoint_folders():
             if folder > torn.checkpoint(3):
                 shutil.rmtree(folder)
@@ -266,7 +266,9 @@ def test_two_processes_thaw_as_one_does(start, tiny_base, text_file, tmp_path, m
     config += ["--main_process_port=0", "--num_cpu_threads_per_process=1"]
     if machine == "fsdp2":
         config += ["--mixed_precision=no", "--dynamo_backend=no"]
-    words = [word for key, value in overrides(tiny_base, text_file, tmp_path, THAWING) for word in (f"--{key}", value)]
+    words = [
+        word for key, value in overrides(tiny_base, text_file, tmp_path, UNFREEZING) for word in (f"--{key}", value)
+    ]
     going_on = ["--resume"] * resumed
     words += ["--run-dir", str(tmp_path / "two"), *going_on]
     done = subprocess.run(

@@ -2,7 +2,6 @@
 
 import gc
 import platform
-from collections import Counter
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,7 +12,6 @@ from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_hf.config.schema import Config, DataSection, OptimSection
 from nanogpt_hf.data.blocks import TokenBlocks
@@ -32,18 +30,6 @@ from nanogpt_hf.training.step import seed_dropout, train_step
 
 LAYERS, ACCUMULATION = 2, 3
 STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
-
-
-class Operations(TorchDispatchMode):
-    """Counts what torch dispatches: aten's operations and, as `c10d.*`, collectives."""
-
-    def __init__(self):
-        super().__init__()
-        self.count = Counter()
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.count[str(function.overloadpacket).removeprefix("aten.")] += 1
-        return function(*args, **(kwargs or {}))
 
 
 class Steps:
@@ -107,20 +93,14 @@ def _hooked(init):
     return build
 
 
-def counted(work) -> Counter:
-    with Operations() as operations:
-        work()
-    return operations.count
-
-
-def test_the_host_never_waits_for_a_number_inside_a_step(build_steps):
+def test_the_host_never_waits_for_a_number_inside_a_step(build_steps, counted):
     steps = build_steps()
     count = counted(lambda: steps.take(1))
     assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
     assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1  # it would be seen
 
 
-def test_a_step_dispatches_no_more_than_it_did(build_steps):
+def test_a_step_dispatches_no_more_than_it_did(build_steps, counted):
     steps = build_steps()
     count = counted(lambda: steps.take(1))
     assert count == counted(lambda: steps.take(7))  # and the same at every step
@@ -163,7 +143,7 @@ def test_compiled_graphs_serve_all_blocks_chunks_steps_and_learning_rates(build_
     torch.compiler.reset()
 
 
-def test_processes_talk_once_a_step_however_many_micro_batches_it_has(build_steps, monkeypatch):
+def test_processes_talk_once_a_step_however_many_micro_batches_it_has(build_steps, monkeypatch, counted):
     # one process that believes to be of two: what it would ask the other is counted, not sent
     for name, value in {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
