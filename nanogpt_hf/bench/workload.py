@@ -7,7 +7,7 @@ from typing import cast
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.schedule import learning_rate_at

@@ -43,7 +43,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         return
 
     def check_tokenizer_of_data() -> None:
-        from nanogpt_hf.data.prepare import load_prepared
+        from nanogpt_hf.data.prepared import load_prepared
 
         if load_prepared(config).manifest.tokenizer_hash != vocabulary:
             raise DataError(

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     config = load_config(arguments.recipe, overrides)
 
-    from nanogpt_hf.data.prepare import check_prepared
+    from nanogpt_hf.data.prepared import check_prepared
     from nanogpt_hf.data.shards import NO_CHECKSUMS
     from nanogpt_hf.data.summary import prepare_with_summary
 

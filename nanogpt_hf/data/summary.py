@@ -3,7 +3,8 @@
 from typing import Any
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 
 
 def prepare_with_summary(config: Config) -> tuple[bool, list[str]]:

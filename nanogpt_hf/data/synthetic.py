@@ -10,7 +10,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import PreparedData, load_prepared
+from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError

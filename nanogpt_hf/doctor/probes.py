@@ -18,7 +18,7 @@ from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.prepare import check_prepared
+from nanogpt_hf.data.prepared import check_prepared
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.interconnect import Link, gpu_link, network_link
 from nanogpt_hf.doctor.machine import Process

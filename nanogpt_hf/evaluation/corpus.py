@@ -9,7 +9,7 @@ import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.manifest import MANIFEST
-from nanogpt_hf.data.prepare import open_tokens, require_manifest
+from nanogpt_hf.data.prepared import open_tokens, require_manifest
 from nanogpt_hf.data.source import PYTHON_DOCS, find_files, is_url, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream

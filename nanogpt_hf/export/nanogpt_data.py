@@ -10,8 +10,9 @@ import pyarrow as pa
 from datasets.arrow_writer import ArrowWriter
 from tqdm import tqdm
 
+from nanogpt_hf.data.encode import save_split
 from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions, write_manifest
-from nanogpt_hf.data.prepare import TOKENIZER, save_split
+from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.tokenizer import Tokenizer, gpt2_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.export.nanogpt import load_meta

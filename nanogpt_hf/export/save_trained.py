@@ -6,7 +6,7 @@ import torch
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.export.card import model_card
 from nanogpt_hf.export.model_folder import save_model_folder, write_model_folder

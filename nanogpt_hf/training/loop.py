@@ -17,7 +17,7 @@ from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed.accelerator import (
     StopRequest,
     build_accelerator,

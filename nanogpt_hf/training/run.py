@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.objective import Objective

@@ -7,7 +7,7 @@ import sys
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepare import PreparedData
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError

@@ -42,7 +42,7 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.manifest import identity
-    from nanogpt_hf.data.prepare import load_prepared
+    from nanogpt_hf.data.prepared import load_prepared
     from nanogpt_hf.data.summary import prepare_with_summary
     from nanogpt_hf.distributed.accelerator import check_launch
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks

@@ -15,7 +15,8 @@ import transformers
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data import bpe, tokenizer
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer, train_bpe_tokenizer
 from nanogpt_hf.errors import ConfigError, DataError
 

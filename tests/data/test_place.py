@@ -8,7 +8,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import place
 from nanogpt_hf.data.place import is_vacant, lock_of, partial_of, put_in_place
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.errors import DataError
 
 

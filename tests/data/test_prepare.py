@@ -14,11 +14,13 @@ import numpy as np
 import pytest
 
 from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
+from nanogpt_hf.data import encode
 from nanogpt_hf.data import manifest as manifest_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import source as source_module
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, encode_ordinary
 from nanogpt_hf.errors import DataError
 
@@ -323,16 +325,16 @@ def test_more_processes_than_documents_are_fine(rows, tmp_path):
 
 def test_large_text_is_tokenized_by_all_cores_and_small_text_by_one(monkeypatch, rows):
     text = datasets.Dataset.from_dict({"text": ["x" * 1000] * 100})
-    monkeypatch.setattr(module, "allowed_cores", lambda: 7)
-    assert module._processes(text, None) == 1
-    assert module._processes(text, 3) == 3
-    monkeypatch.setattr(module, "_PARALLEL_FROM_BYTES", 50_000)
-    assert module._processes(text, None) == 7
-    assert module._processes(text.select(range(0, 20, 2)), None) == 1, "a small part of a large text is small"
+    monkeypatch.setattr(encode, "allowed_cores", lambda: 7)
+    assert encode._processes(text, None) == 1
+    assert encode._processes(text, 3) == 3
+    monkeypatch.setattr(encode, "_PARALLEL_FROM_BYTES", 50_000)
+    assert encode._processes(text, None) == 7
+    assert encode._processes(text.select(range(0, 20, 2)), None) == 1, "a small part of a large text is small"
 
 
 def test_many_tokens_are_written_in_several_shards(monkeypatch, rows, tmp_path):
-    monkeypatch.setattr(module, "_SHARD_BYTES", 300)
+    monkeypatch.setattr(encode, "_SHARD_BYTES", 300)
     config = make(rows([f"document {i}" for i in range(100)]), tmp_path / "data")
     manifest, _ = prepare(config)
     shards = sorted(path.name for path in (tmp_path / "data" / "train").glob("*.arrow"))
@@ -684,7 +686,7 @@ def test_prepared_data_may_not_lie_in_the_text_it_is_made_from(text, tmp_path, m
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="forking this process is safe on Linux only")
-MOMENTS = ("load_documents", "build_tokenizer", "_tokenize", "file_state")  # in the order in which they come
+MOMENTS = ("load_documents", "build_tokenizer", "encode_split", "file_state")  # in the order in which they come
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -15,11 +15,13 @@ import pytest
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data import encode
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data.examples import examples_sha256
 from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
 from nanogpt_hf.data.manifest import read_manifest
-from nanogpt_hf.data.prepare import check_prepared, load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.errors import DataError, Stopped
 
 SPLITS = ("train", "validation")
@@ -80,7 +82,7 @@ def test_the_same_text_has_one_identity_whenever_and_however_it_is_prepared(prep
     moved = shutil.copy(prepared.data.source, tmp_path / f"moved{Path(prepared.data.source).suffix}")
     os.utime(moved, ns=(1, 1))
     assert content(prepared, source=str(moved)) == first
-    monkeypatch.setattr(module, "_SHARD_BYTES", 1000)
+    monkeypatch.setattr(encode, "_SHARD_BYTES", 1000)
     assert content(prepared, num_proc=2) == first
     if prepared.data.format == "chat":
         assert len(list(Path(f"{prepared.data.dir}_again/train").glob("*.arrow"))) > 1

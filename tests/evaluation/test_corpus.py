@@ -7,7 +7,8 @@ import pytest
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, char_tokenizer
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.corpus import read_corpus

@@ -7,7 +7,8 @@ import numpy as np
 import pytest
 
 from nanogpt_hf.config.schema import Config, DataSection
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import gpt2_tokenizer
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.export import nanogpt_data as module

@@ -11,7 +11,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.prepare import load_prepared
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import start_model

@@ -14,7 +14,8 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.accelerator import check_launch
 from nanogpt_hf.errors import UserError

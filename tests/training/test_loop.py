@@ -16,7 +16,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.prepare import load_prepared, prepare
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM

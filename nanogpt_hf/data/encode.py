@@ -1,0 +1,135 @@
+"""Encode documents or conversations as token ids, in several processes, and write them as arrow shards."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import datasets
+import numpy as np
+import transformers
+
+from nanogpt_hf.cpu import allowed_cores
+from nanogpt_hf.data.conversations import encode_conversations
+from nanogpt_hf.data.examples import examples_sha256
+from nanogpt_hf.data.manifest import SplitFacts
+from nanogpt_hf.data.shards import describe_shards
+from nanogpt_hf.data.tokenizer import Tokenizer
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.errors import DataError
+
+_SHARD_BYTES = 500_000_000
+_PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than they save
+
+
+def encode_split(
+    documents: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int | None, target: Path
+) -> tuple[datasets.Dataset, SplitFacts]:
+    """Encode texts or conversations; return rows of token ids in the file `target`, and their counts.
+
+    Each text gets `end_of_text_id` at its end if that is not None. Texts that are empty are left out.
+    """
+    chat = "messages" in documents.column_names
+    processes = _processes(documents, num_proc)
+    if chat:
+        rows = _encode_conversations(documents, tokenizer.hf, processes, target)
+    else:
+        rows = _encode_texts(documents, tokenizer, end_of_text_id, processes, target)
+    tokens = sum(len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks)
+    assistant_tokens = _assistant_tokens(rows) if chat else None
+    facts = SplitFacts(rows.num_rows, tokens, sum(rows["bytes"]), assistant_tokens=assistant_tokens)
+    return rows.remove_columns("bytes"), facts
+
+
+def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> SplitFacts:
+    """Write rows of `input_ids` as arrow shards; return their facts with the checksums."""
+    itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
+    shards = -(-facts.tokens * itemsize // _SHARD_BYTES)
+    rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
+    sha256 = TokenStream.open(folder).sha256() if facts.assistant_tokens is None else examples_sha256(folder)
+    return replace(facts, sha256=sha256, shards=describe_shards(folder))
+
+
+def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
+    """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough for that to pay.
+
+    At most four per core: more are of no use, and each takes memory.
+    """
+    size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection has the data of all rows
+    cores = allowed_cores()
+    return min(text.num_rows, 4 * cores, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
+
+
+def _encode_texts(
+    text: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int, target: Path
+) -> datasets.Dataset:
+    """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`; without empty rows."""
+    # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
+    name, encode_batch, vocab_size = tokenizer.name, tokenizer.encode_batch, tokenizer.vocab_size
+    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
+    ending = [] if end_of_text_id is None else [end_of_text_id]
+
+    def encode(batch: dict[str, list[str]]) -> dict[str, list]:
+        texts = [text for text in batch["text"] if text]  # rows of a Hub data set may be empty or null
+        rows = []
+        for ids in encode_batch(texts) if texts else []:
+            if len(ids) and ids.max() >= vocab_size:
+                raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
+            rows.append(
+                np.concatenate((ids, ending), dtype=kind, casting="unsafe")
+            )  # checked above: larger ids would wrap
+        return {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
+
+    features = datasets.Features(
+        {"input_ids": datasets.List(datasets.Value(np.dtype(kind).name)), "bytes": datasets.Value("int64")}
+    )
+    return text.map(
+        encode,
+        batched=True,
+        remove_columns=text.column_names,
+        features=features,
+        num_proc=num_proc if num_proc > 1 else None,
+        cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
+        load_from_cache_file=False,
+        new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
+        desc="tokenizing",
+    )
+
+
+def _encode_conversations(
+    conversations: datasets.Dataset, hf: transformers.PreTrainedTokenizerBase, num_proc: int, target: Path
+) -> datasets.Dataset:
+    """Rows of messages -> rows of `input_ids`, `assistant_mask` (1 for tokens of answers) and the answers' `bytes`.
+
+    They are written to the file `target`.
+    """
+    kind = np.uint16 if len(hf) <= 2**16 else np.uint32
+
+    def encode(batch: dict[str, list]) -> dict[str, list]:
+        ids, masks = encode_conversations(hf, batch["messages"])
+        answers = (
+            "".join(message["content"].strip() for message in messages if message["role"] == "assistant")
+            for messages in batch["messages"]
+        )
+        return {
+            "input_ids": [np.asarray(row, dtype=np.uint32).astype(kind) for row in ids],
+            "assistant_mask": [np.asarray(row, dtype=np.uint8) for row in masks],
+            "bytes": [len(text.encode()) for text in answers],
+        }
+
+    columns = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
+    features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in columns.items()}
+    return conversations.map(
+        encode,
+        batched=True,
+        remove_columns=conversations.column_names,
+        features=datasets.Features(features | {"bytes": datasets.Value("int64")}),
+        num_proc=num_proc if num_proc > 1 else None,
+        cache_file_name=str(target),
+        load_from_cache_file=False,
+        new_fingerprint=target.stem,
+        desc="tokenizing",
+    )
+
+
+def _assistant_tokens(rows: datasets.Dataset) -> int:
+    chunks = rows.data.column("assistant_mask").chunks
+    return sum(int(chunk.flatten().to_numpy().sum(dtype=np.int64)) for chunk in chunks)

@@ -1,0 +1,114 @@
+"""Open prepared data: its manifest, tokenizer and tokens, and blocks to train on; verify its checksums."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import transformers
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.manifest import MANIFEST, Manifest, check_fits, read_manifest
+from nanogpt_hf.data.shards import check_bytes, check_sizes
+from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.errors import DataError
+
+TOKENIZER = "tokenizer"
+
+
+@dataclass(frozen=True)
+class PreparedData:
+    """Prepared tokens, ready to train on."""
+
+    train: TokenBlocks | Examples
+    validation: TokenBlocks | Examples
+    tokenizer: transformers.PreTrainedTokenizerBase
+    manifest: Manifest
+
+    @property
+    def vocab_size(self) -> int:
+        return self.manifest.vocab_size
+
+    @property
+    def end_of_text_id(self) -> int | None:
+        return end_of_text_id_of(self.tokenizer)
+
+
+def load_prepared(config: Config) -> PreparedData:
+    """Open prepared data. Raises DataError if it is missing, does not fit the recipe, or is too short for a block."""
+    folder = Path(config.data.dir)
+    manifest = require_manifest(folder)
+    check_fits(manifest, config.data)
+    tokenizer = open_tokenizer(folder, manifest)
+    tokens = [open_tokens(folder, split, manifest) for split in ("train", "validation")]
+    block_size, packing = config.data.block_size, config.data.packing
+    if config.data.format == "chat":
+        sizes = {"block_size": block_size, "packing": packing, "vocab_size": manifest.vocab_size}
+        train, validation = (Examples.open(folder / split, **sizes) for split in ("train", "validation"))
+        for split, examples in (("train", train), ("validation", validation)):
+            if not len(examples):
+                raise DataError(
+                    f"data.block_size: {block_size} tokens are too few for every conversation of {folder / split}: "
+                    "none has an answer within them"
+                )
+        return PreparedData(train, validation, tokenizer, manifest)
+    train, validation = tokens
+    if len(train) <= block_size:
+        raise DataError(
+            f"data.block_size: {block_size} tokens and a next one are more than "
+            f"the {len(train):,} training tokens in {folder}"
+        )
+    if len(validation) < 2:
+        raise DataError(f"{folder}: {len(validation)} validation tokens; raise data.validation_fraction")
+    blocks = TokenBlocks(train, block_size, stride=1 if config.data.order == "random" else None)
+    return PreparedData(blocks, TokenBlocks(validation, block_size, partial=True), tokenizer, manifest)
+
+
+def require_manifest(folder: Path) -> Manifest:
+    """The manifest in `folder`. Raises DataError if there is none."""
+    manifest = read_manifest(folder)
+    if manifest is None:
+        raise DataError(f"{folder}: no prepared data; run `prepare` first")
+    return manifest
+
+
+def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedTokenizerBase:
+    """The tokenizer of prepared data. Raises DataError if it is not the manifest's."""
+    tokenizer = load_tokenizer(folder / TOKENIZER)
+    if (vocabulary_hash(tokenizer), len(tokenizer)) != (manifest.tokenizer_hash, manifest.vocab_size):
+        raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data again")
+    return tokenizer
+
+
+def open_tokens(folder: Path, split: str, manifest: Manifest) -> TokenStream:
+    """The tokens of a split. Raises DataError if they cannot be read or their number is not the manifest's.
+
+    Ids are checked against the vocabulary when they are read, and all bytes by `check_prepared`.
+    """
+    facts = getattr(manifest, split)
+    if facts.shards is not None:
+        check_sizes(folder / split, facts.shards)
+    stream = TokenStream.open(folder / split, manifest.vocab_size)
+    if len(stream) != facts.tokens:
+        raise DataError(
+            f"{folder / split}: holds {len(stream):,} tokens, but {MANIFEST} says {facts.tokens:,}; "
+            "copy the prepared data again, or remove it to prepare it again"
+        )
+    return stream
+
+
+def check_prepared(folder: Path) -> bool:
+    """Verify all prepared data; false if there are no checksums (older versions recorded none).
+
+    Raises DataError for a byte that changed since it was prepared, and for a token beyond the vocabulary.
+    """
+    manifest = require_manifest(folder)
+    open_tokenizer(folder, manifest)
+    for split in ("train", "validation"):
+        stream, shards = open_tokens(folder, split, manifest), getattr(manifest, split).shards
+        if shards is None:
+            stream.check_vocabulary()
+        else:
+            check_bytes(folder / split, shards)
+    return manifest.train.shards is not None
