@@ -31,7 +31,8 @@ class GridRun:
 def build_grid(recipe: str, overrides: Sequence[tuple[str, str]]) -> list[GridRun]:
     """The runs of all combinations of the values in `overrides`, the last knob varying fastest.
 
-    Raises UserError if no knob has several values, and ConfigError with the problems of all runs.
+    Raises UserError if no knob has several values, or runs would start from a model or push to the Hub, and ConfigError
+    with the problems of all runs.
     """
     axes = {key: _values(key, text) for key, text in dict(overrides).items()}
     swept = [key for key, texts in axes.items() if len(texts) > 1]
@@ -50,6 +51,11 @@ def build_grid(recipe: str, overrides: Sequence[tuple[str, str]]) -> list[GridRu
             problems |= dict.fromkeys(error.problems)  # most are the same in all runs
     if problems:
         raise ConfigError(problems)
+    for run in runs:
+        if start := run.config.finetune.model:
+            raise UserError(f"{recipe}: starts from {start}; the runs of a sweep are trained from scratch")
+        if run.config.hub.push:
+            raise UserError("hub.push: the runs of a sweep would push to one repository; set it to null")
     names = [run.name for run in runs]
     if repeated := {name for name in names if names.count(name) > 1}:
         raise UserError(f"cli.py sweep: several runs would be named {min(repeated)}; give different values")

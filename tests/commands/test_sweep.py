@@ -11,8 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from nanogpt_hf.commands import main, sweep
+from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import sweep
 
 ROOT = Path(__file__).parents[2]
 RATES = ["--optim.learning_rate", "1e-2,2e-2"]
