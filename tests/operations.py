@@ -1,7 +1,7 @@
 """Kill a process before, or in the middle of, the nth of its changes to the files of a folder.
 
-The changes are found by Python's audit events, not listed: every rename, removal, new folder, and opening of a file to
-write. A file that is opened to be written counts twice, since a kill may come when it is empty.
+Python's audit events report the changes: every rename, removal, new folder, and opening of a file for writing. Opening
+counts twice, before and after, since a kill may leave the file empty.
 """
 
 import os
@@ -15,24 +15,24 @@ _EVENTS = {f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
-def die_at(root: Path, point: int) -> None:
-    """Let this process be killed at the `point`th change to what is in `root`; 1 is the first."""
-    root, seen, opening = os.path.realpath(root), 0, False
+def kill_at(root: Path, point: int) -> None:
+    """Kill this process at its `point`th change below `root`; 1 is the first."""
+    root, changes, opening = os.path.realpath(root), 0, False
 
     def count() -> None:
-        nonlocal seen
-        seen += 1
-        if seen == point:
+        nonlocal changes
+        changes += 1
+        if changes == point:
             os.kill(os.getpid(), signal.SIGKILL)
 
     def is_inside(path: object) -> bool:
         if isinstance(path, int):
             return False
         path = os.fsdecode(path)
-        # what shutil.rmtree removes it names without the folder
+        # shutil.rmtree names its entries without the folder
         return not os.path.isabs(path) or os.path.realpath(os.path.dirname(path)).startswith(root)
 
-    def look(event: str, arguments: tuple) -> None:
+    def watch(event: str, arguments: tuple) -> None:
         nonlocal opening
         if opening:
             return
@@ -40,25 +40,25 @@ def die_at(root: Path, point: int) -> None:
             count()
         elif event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES and is_inside(arguments[0]):
             count()
-            if seen + 1 == point:
+            if changes + 1 == point:
                 opening = True
                 try:
                     os.close(os.open(arguments[0], arguments[2], 0o644))
-                except OSError:  # nor could it be opened by who asked
+                except OSError:  # the caller's open will fail as well
                     return
                 finally:
                     opening = False
             count()
 
-    sys.addaudithook(look)
+    sys.addaudithook(watch)
 
 
 def killed(root: Path, point: int, action: Callable[[], object]) -> bool:
-    """Do `action` in a child that is killed at the `point`th change in `root`; False if it ended before."""
+    """Do `action` in a child that is killed at its `point`th change below `root`; False if it ended before."""
     child = os.fork()
     if child == 0:
         try:
-            die_at(root, point)
+            kill_at(root, point)
             action()
             os._exit(0)
         except BaseException:

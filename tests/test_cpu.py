@@ -1,4 +1,4 @@
-"""CPU cores and threads: cgroup quotas, what counts as stated by the user, fewer threads on a busy machine."""
+"""CPU cores and threads: cgroup quotas, settings of the user, fewer threads on a busy machine."""
 
 import os
 import subprocess
@@ -77,7 +77,7 @@ def test_spin_limit_is_set_before_torch_is_imported():
     [
         ({}, None),
         ({"OMP_NUM_THREADS": "3"}, 3),
-        ({"OMP_NUM_THREADS": "3,2"}, 3),  # the second is of nested regions
+        ({"OMP_NUM_THREADS": "3,2"}, 3),  # the second limits nested regions
         ({"OMP_NUM_THREADS": "4", "ACCELERATE_MIXED_PRECISION": "no"}, None),  # accelerate's own default
         ({"OMP_NUM_THREADS": "3", "ACCELERATE_MIXED_PRECISION": "no"}, 3),
         ({"OMP_NUM_THREADS": "4", "ACCELERATE_MIXED_PRECISION": "no", "OMP_DYNAMIC": "FALSE"}, 4),
@@ -92,21 +92,21 @@ def test_stated_threads(monkeypatch, environment, stated):
     assert stated_threads() == stated
 
 
-def test_cores_of_others_leave_out_this_process():
+def test_cores_of_others_exclude_this_process():
     start = CpuTimes(clock=10.0, everyone=100.0, this_process=3.0)
     assert start.cores_of_others(CpuTimes(clock=12.0, everyone=105.0, this_process=6.0)) == 1.0
     assert start.cores_of_others(CpuTimes(clock=12.0, everyone=102.0, this_process=6.0)) == 0.0
-    assert start.cores_of_others(CpuTimes(clock=10.1, everyone=110.0, this_process=3.0)) == 0.0  # too short to tell
+    assert start.cores_of_others(CpuTimes(clock=10.1, everyone=110.0, this_process=3.0)) == 0.0  # too short to measure
 
 
-def test_cores_of_others_see_a_busy_program():
+def test_cores_of_others_include_a_busy_program():
     before = CpuTimes.now()
     program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     time.sleep(1.5)
     after = CpuTimes.now()
     program.kill()
     program.wait()
-    assert before.cores_of_others(after) > 0.2  # whatever else runs here
+    assert before.cores_of_others(after) > 0.2  # other programs may run as well
 
 
 @pytest.mark.parametrize(
@@ -119,7 +119,7 @@ def test_cores_of_others_see_a_busy_program():
         (20.0, 8, 1, 1),
         (0.0, 4, 1, 4),  # physical cores
         (0.0, 64, 1, 8),  # a container's share of a machine
-        (5.0, 64, 2, 4),  # the other process is not a stranger
+        (5.0, 64, 2, 4),  # the other process belongs to this run
     ],
 )
 def test_free_threads(monkeypatch, busy, default, local_world_size, threads):
@@ -139,7 +139,7 @@ def run(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_a_resumed_run_keeps_its_number_of_threads(run, caplog):
+def test_resume_keeps_number_of_threads(run, caplog):
     restore_threads(run, local_world_size=1)
     assert torch.get_num_threads() == 1
     assert not caplog.records

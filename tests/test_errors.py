@@ -1,4 +1,4 @@
-"""Which failures are explained in one line, and which are bugs that keep their traceback."""
+"""Errors that become one line, and bugs that keep their traceback."""
 
 import errno
 
@@ -11,12 +11,12 @@ from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
 
 
 def raised(action) -> Exception:
-    with pytest.raises(Exception) as caught:  # noqa: PT011  (of which kind is what the tests are about)
+    with pytest.raises(Exception) as caught:  # noqa: PT011  (the tests are about its type)
         action()
     return caught.value
 
 
-def test_failures_of_the_system_name_the_file_and_the_reason(tmp_path):
+def test_os_errors_name_file_and_reason(tmp_path):
     assert explain(raised((tmp_path / "none").read_text)) == f"{tmp_path}/none: No such file or directory"
     assert explain(raised((tmp_path / ("a" * 300)).read_text)).endswith(": File name too long")
     assert explain(raised(lambda: (tmp_path / "none").rename(tmp_path / "b"))).startswith(f"{tmp_path}/b: No such")
@@ -27,7 +27,7 @@ def test_failures_of_the_system_name_the_file_and_the_reason(tmp_path):
     assert explain(httpx.ConnectError("no route")) == "the network: no route"
 
 
-def test_a_damaged_file_of_weights_is_explained(tmp_path):
+def test_damaged_weights_are_explained(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"x" * 100)
     error = raised(lambda: safe_open(tmp_path / "w.safetensors", "pt").__enter__())
     assert explain(error).startswith("a safetensors file cannot be read or written: ")
@@ -44,7 +44,7 @@ def test_a_damaged_file_of_weights_is_explained(tmp_path):
     ],
     ids=["torch", "numpy", "python", "cuda", "system"],
 )
-def test_a_lack_of_memory_is_one_whoever_says_so(allocate):
+def test_out_of_memory_errors_are_recognized(allocate):
     error = raised(allocate)
     assert is_out_of_memory(error)
     assert explain(error).startswith("out of memory")
@@ -55,19 +55,19 @@ def test_a_lack_of_memory_is_one_whoever_says_so(allocate):
     [TypeError("x"), AssertionError(), KeyError("x"), ZeroDivisionError(), RuntimeError("shape"), RecursionError("x")],
     ids=lambda bug: type(bug).__name__,
 )
-def test_a_bug_is_not_explained(bug):
+def test_bugs_are_not_explained(bug):
     assert explain(bug) is None
     assert not is_out_of_memory(bug)
 
 
-def test_a_library_that_wraps_a_failure_is_seen_through():
+def test_wrapped_error_is_explained():
     error = RuntimeError("generation failed")
     error.__cause__ = FileNotFoundError(errno.ENOENT, "No such file or directory", "/gone")
     assert explain(error) == "/gone: No such file or directory"
     assert explain(UserError("ours, as it is")) == "ours, as it is"
-    assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None  # nobody reads the line
+    assert explain(BrokenPipeError(errno.EPIPE, "Broken pipe")) is None  # the connection is closed
 
 
-def test_pages_of_a_library_become_a_line():
+def test_long_library_message_becomes_one_line():
     assert one_line("a\n  b\t c") == "a b c"
     assert one_line("x" * 1000, limit=10) == "xxxxxxxx …"

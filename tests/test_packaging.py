@@ -1,4 +1,4 @@
-"""The wheel holds what a user needs outside a checkout; pyproject.toml declares what the package imports."""
+"""The wheel works outside a checkout; pyproject.toml declares every import."""
 
 import ast
 import os
@@ -20,31 +20,31 @@ import nanogpt_hf
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("recipes", "accelerate_configs")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # where an import has another name than its package
+PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # imports with another name than their package
 TEST_EXTRAS = ("test-quick", "test", "types")
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory) -> Path:
-    """The wheel of a copy of the repository, unpacked into a folder of its own."""
+    """The wheel of a copy of the repository, unpacked into a folder."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("installed")
     for name in ("pyproject.toml", "setup.py", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     for name in ("nanogpt_hf", *SHIPPED):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
-    done = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    with zipfile.ZipFile(source / "dist" / done.stdout.split()[-1]) as wheel:
+    completed = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
+    assert completed.returncode == 0, completed.stderr
+    assert "Warning" not in completed.stderr
+    with zipfile.ZipFile(source / "dist" / completed.stdout.split()[-1]) as wheel:
         wheel.extractall(target)
     return target
 
 
 def run(installed: Path, folder: Path, command: str) -> str:
-    """What a shell command prints in `folder`, where python and accelerate know the unpacked wheel and no checkout."""
+    """Run a shell command in `folder` with the unpacked wheel and no checkout on the path; return its output."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", "-c", command],
         cwd=folder,
         env=os.environ | {"PATH": path, "PYTHONPATH": str(installed)},
@@ -52,23 +52,23 @@ def run(installed: Path, folder: Path, command: str) -> str:
         text=True,
         timeout=120,
     )
-    assert done.returncode == 0, f"{command}\n{done.stderr}"
-    return done.stdout
+    assert completed.returncode == 0, f"{command}\n{completed.stderr}"
+    return completed.stdout
 
 
 @pytest.mark.long
-def test_the_wheel_holds_every_file_that_ships(installed):
+def test_wheel_holds_every_shipped_file(installed):
     for folder in ("nanogpt_hf", *SHIPPED):
         files = {path.relative_to(ROOT) for path in (ROOT / folder).rglob("*") if path.is_file()}
         files = {path for path in files if "__pycache__" not in path.parts}
         assert len(files) > 10
-        home = installed if folder == "nanogpt_hf" else installed / "nanogpt_hf"
-        assert all((home / path).read_bytes() == (ROOT / path).read_bytes() for path in files)
+        user_folder = installed if folder == "nanogpt_hf" else installed / "nanogpt_hf"
+        assert all((user_folder / path).read_bytes() == (ROOT / path).read_bytes() for path in files)
     assert not (installed / "tests").exists()
 
 
 @pytest.mark.long
-def test_the_wheel_works_outside_a_checkout(installed, tmp_path):
+def test_wheel_works_outside_a_checkout(installed, tmp_path):
     where = "import nanogpt_hf; print(nanogpt_hf.__file__)"
     assert Path(run(installed, tmp_path, f'python -c "{where}"').strip()).is_relative_to(installed)
     script = (
@@ -86,7 +86,7 @@ def test_the_wheel_works_outside_a_checkout(installed, tmp_path):
 
 
 @pytest.mark.long
-def test_the_readmes_commands_for_an_installed_package_are_right_as_far_as_a_dry_run_tells(installed, tmp_path):
+def test_readme_commands_for_installed_package_pass_a_dry_run(installed, tmp_path):
     (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
     commands = block.splitlines()
     assert len(commands) >= 3
@@ -101,7 +101,7 @@ def test_the_readmes_commands_for_an_installed_package_are_right_as_far_as_a_dry
 
 
 def imported(*files: Path) -> set[str]:
-    """The packages outside the standard library that files import, anywhere in them."""
+    """The packages outside the standard library that files import, also inside functions."""
     names = set()
     for path in files:
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -114,7 +114,7 @@ def imported(*files: Path) -> set[str]:
 
 
 def declared(*extras: str) -> dict[str, Requirement]:
-    """What the package asks for, or these extras and the extras that they include."""
+    """The requirements of the package, or of these extras and the extras that they include."""
     lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
     found = {}
     for need in map(Requirement, lines if extras else PROJECT["dependencies"]):
@@ -125,7 +125,7 @@ def declared(*extras: str) -> dict[str, Requirement]:
     return found
 
 
-def test_every_import_is_a_declared_dependency_and_every_dependency_is_imported():
+def test_imports_and_declared_dependencies_match():
     features = [extra for extra in PROJECT["optional-dependencies"] if extra not in TEST_EXTRAS]
     package = imported(*(ROOT / "nanogpt_hf").rglob("*.py"))
     assert package <= declared().keys() | declared(*features).keys()
@@ -135,7 +135,7 @@ def test_every_import_is_a_declared_dependency_and_every_dependency_is_imported(
     assert imported(*tests) - ours <= declared().keys() | declared("test").keys()
 
 
-def test_constraints_pin_a_version_in_its_range_for_all_that_the_tests_install():
+def test_constraints_pin_all_test_dependencies_within_range():
     lines = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
     pins = {canonicalize_name(name): version for name, version in lines}
     needs = declared() | declared("types")
@@ -146,15 +146,15 @@ def test_constraints_pin_a_version_in_its_range_for_all_that_the_tests_install()
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
-def test_make_clean_leaves_what_a_user_made(tmp_path):
+def test_make_clean_keeps_user_files(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    kept, removed = ("runs/a/best", "data/a/train"), (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests")
-    for folder in kept + removed:
+    remaining, removed = ("runs/a/best", "data/a/train"), (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests")
+    for folder in remaining + removed:
         (tmp_path / folder).mkdir(parents=True)
-    # make hands its own options and variables (VENV=.ci/venv) to what it starts: not to this make
+    # make passes its options and variables (VENV=.ci/venv) to child processes: not to this make
     environment = {
         name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "VENV")
     }
     subprocess.run(["make", "clean"], cwd=tmp_path, env=environment, check=True, capture_output=True)
-    assert all((tmp_path / folder).is_dir() for folder in kept)
+    assert all((tmp_path / folder).is_dir() for folder in remaining)
     assert not any((tmp_path / folder).exists() for folder in removed[:-1])

@@ -1,4 +1,4 @@
-"""The README's commands, run as they are written there, in a folder where the quickstart has been."""
+"""The README's commands and examples, run as they are written."""
 
 import os
 import re
@@ -19,7 +19,7 @@ def commands(language: str) -> list[str]:
 
 
 def run(command: str, folder: Path) -> subprocess.CompletedProcess:
-    """`command` in a shell whose python and accelerate are those of this environment."""
+    """Run `command` in a shell with this environment's python and accelerate on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
         command, shell=True, capture_output=True, text=True, cwd=folder, env=os.environ | {"PATH": path}, timeout=240
@@ -28,17 +28,17 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
 
 @pytest.fixture(scope="module")
 def clone(tmp_path_factory, text_file) -> Path:
-    """The files of a clone, with a short quickstart run in it and a text of one's own."""
+    """The files of a clone with a short quickstart run and a user's text."""
     folder = tmp_path_factory.mktemp("clone")
     for name in ("cli.py", "recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(text_file, folder / "my.txt")
-    done = run("python cli.py pretrain recipes/quickstart.yaml --train.max_steps 100 --eval.every 50", folder)
-    assert done.returncode == 0, done.stderr
+    completed = run("python cli.py pretrain recipes/quickstart.yaml --train.max_steps 100 --eval.every 50", folder)
+    assert completed.returncode == 0, completed.stderr
     return folder
 
 
-def test_the_two_commands_are_the_makefiles():
+def test_make_targets_of_the_readme_exist():
     makefile = (ROOT / "Makefile").read_text()
     assert commands("sh")[:2] == ["make quickstart", "make test"]
     assert re.search(r"^quickstart: ", makefile, re.MULTILINE)
@@ -47,24 +47,24 @@ def test_the_two_commands_are_the_makefiles():
 
 @pytest.mark.slow
 def test_commands_run_as_written(clone):
-    # one test, in their order: later ones go on from what earlier ones wrote
+    # one test in their order: later commands use the files of earlier ones
     ours = commands("sh")[2:]
     assert len(ours) >= 6
     for command in ours:
-        done = run(command, clone)
-        assert done.returncode == 0, f"{command}\n{done.stderr}"
-        assert done.stdout
+        completed = run(command, clone)
+        assert completed.returncode == 0, f"{command}\n{completed.stderr}"
+        assert completed.stdout
     metrics = (clone / "runs" / "mine" / "metrics.jsonl").read_text()
     assert '"step": 300' in metrics
 
 
-def test_commands_for_other_machines_are_right_as_far_as_a_dry_run_tells(clone):
+def test_commands_for_other_machines_pass_a_dry_run(clone):
     others = commands("shell")
     assert others
     for command in others:
         ours = command[command.index("cli.py") :]
-        done = run(f"python {ours} --dry-run", clone)
-        assert done.returncode == 0, done.stderr
+        completed = run(f"python {ours} --dry-run", clone)
+        assert completed.returncode == 0, completed.stderr
         config = command.split("--config_file ")[1].split()[0]
         assert (ROOT / config).is_file()
 
@@ -72,9 +72,9 @@ def test_commands_for_other_machines_are_right_as_far_as_a_dry_run_tells(clone):
 def test_python_examples_run_as_written(clone):
     blocks = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)
     assert len(blocks) == 2
-    done = run(f"python -c '{blocks[0]}'", clone)
-    assert done.returncode == 0, done.stderr
-    local = blocks[1].replace('"gpt2"', '"runs/quickstart/best"')  # the Hub is not asked in a test
+    completed = run(f"python -c '{blocks[0]}'", clone)
+    assert completed.returncode == 0, completed.stderr
+    local = blocks[1].replace('"gpt2"', '"runs/quickstart/best"')  # tests do not use the Hub
     assert run(f"python -c '{local}'", clone).returncode == 0
 
 

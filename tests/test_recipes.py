@@ -1,4 +1,4 @@
-"""Every recipe and every accelerate config that ships: loads, says what it means, and trains two real steps."""
+"""Shipped recipes and accelerate configs: they load, state only differences, and train two steps."""
 
 import dataclasses
 import os
@@ -23,7 +23,7 @@ RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
 FROM_SCRATCH = [path for path in RECIPES if not path.stem.startswith("finetune_")]  # tests/commands/test_finetune.py
 MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
-# The same experiment, small enough for a test: only sizes change, and the source where it would be downloaded.
+# The same experiment, small enough for a test: only sizes change, and a source that would be downloaded.
 SHRINK = {
     "model.n_layer": 2,
     "model.n_head": 2,
@@ -40,7 +40,7 @@ SHRINK = {
 }
 
 
-def test_all_recipes_and_configs_are_here():
+def test_all_recipes_and_configs_are_tested():
     assert {path.stem for path in RECIPES} >= {
         "quickstart",
         "shakespeare_char",
@@ -66,7 +66,7 @@ def test_all_recipes_and_configs_are_here():
 
 
 @pytest.mark.parametrize("recipe", FROM_SCRATCH, ids=lambda path: path.stem)
-def test_recipe_trains_two_real_steps(recipe, tmp_path, text_file, chat_file, monkeypatch):
+def test_recipe_trains_two_steps(recipe, tmp_path, text_file, chat_file, monkeypatch):
     monkeypatch.chdir(tmp_path)
     overrides = dict(SHRINK)
     data = load_config(recipe).data
@@ -80,8 +80,8 @@ def test_recipe_trains_two_real_steps(recipe, tmp_path, text_file, chat_file, mo
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
-def test_recipe_states_only_what_differs_from_the_defaults_or_defines_it(recipe):
-    # What a reader looks for in a recipe may be said though it is the default; anything else would be noise.
+def test_recipe_states_only_differences_and_definitions(recipe):
+    # Knobs that readers look for in a recipe may be stated although they are defaults.
     defining = {
         "data.tokenizer",
         "data.block_size",
@@ -117,7 +117,7 @@ def test_recipe_states_only_what_differs_from_the_defaults_or_defines_it(recipe)
         ("gpt2_1558m", 1_557_611_200),
     ],
 )
-def test_gpt2_recipes_have_gpt2s_shapes_and_nanogpts_tokens(name, with_biases):
+def test_gpt2_recipes_have_gpt2_shapes_and_nanogpt_tokens(name, with_biases):
     config = load_config(ROOT / "recipes" / f"{name}.yaml")
     model = build_config(dataclasses.replace(config.model, bias=True), 50257)
     assert count_parameters(model) == with_biases
@@ -126,7 +126,7 @@ def test_gpt2_recipes_have_gpt2s_shapes_and_nanogpts_tokens(name, with_biases):
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda path: path.stem)
-def test_accelerate_reads_the_config_and_it_says_when_to_choose_it(machine):
+def test_accelerate_config_loads_and_states_its_use(machine):
     from accelerate.commands.config.config_args import load_config_from_file
 
     config = load_config_from_file(str(machine))
@@ -134,12 +134,12 @@ def test_accelerate_reads_the_config_and_it_says_when_to_choose_it(machine):
     assert machine.read_text().startswith("# ")
 
 
-def test_accelerate_launch_with_the_cpu_config_trains(tmp_path, text_file):
+def test_accelerate_launch_with_cpu_config_trains(tmp_path, text_file):
     overrides = SHRINK | {"data.source": text_file, "data.tokenizer": "char"}
     arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
     command = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
     command += [str(ROOT / "accelerate_configs" / "cpu.yaml"), str(ROOT / "cli.py"), "pretrain"]
-    done = subprocess.run(
+    completed = subprocess.run(
         [*command, str(ROOT / "recipes" / "quickstart.yaml"), *arguments],
         capture_output=True,
         text=True,
@@ -147,12 +147,12 @@ def test_accelerate_launch_with_the_cpu_config_trains(tmp_path, text_file):
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         timeout=120,
     )
-    assert done.returncode == 0, done.stderr[-2000:]
-    assert "done: 2 steps, 256 tokens" in done.stdout
-    assert "best validation loss" in done.stdout
+    assert completed.returncode == 0, completed.stderr[-2000:]
+    assert "done: 2 steps, 256 tokens" in completed.stdout
+    assert "best validation loss" in completed.stdout
 
 
-def test_the_recipes_with_muon_differ_from_their_originals_in_optimizer_and_steps_only():
+def test_muon_recipes_differ_only_in_optimizer_and_steps():
     for name in ("shakespeare_char_cpu", "gpt2_124m"):
         original, muon = (load_config(ROOT / "recipes" / f"{stem}.yaml") for stem in (name, f"{name}_muon"))
         assert (muon.model, muon.data) == (original.model, original.data)

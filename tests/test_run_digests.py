@@ -1,4 +1,4 @@
-"""The tool that compares reference runs finds what changed, however little, and nothing else."""
+"""The digests tool: it finds every difference between reference runs, and no others."""
 
 import importlib.util
 import json
@@ -33,7 +33,7 @@ def tool(root):
         ({"step 2: train/loss": [2.5]}, "step 2: train/loss"),
     ],
 )
-def test_a_changed_value_is_found_and_changes_the_digest(tool, change, fact):
+def test_changed_value_is_found_and_changes_the_digest(tool, change, fact):
     changed = FACTS | change
     assert [found for found, _, _ in tool.differences(FACTS, changed)] == [fact]
     assert tool.differences(FACTS, changed) == [(fact, FACTS.get(fact, tool.ABSENT), changed[fact])]
@@ -41,13 +41,13 @@ def test_a_changed_value_is_found_and_changes_the_digest(tool, change, fact):
     assert tool.digest(changed) != tool.digest(FACTS)
 
 
-def test_equal_values_are_equal_in_any_order_and_after_json(tool):
-    again = json.loads(json.dumps(dict(reversed(FACTS.items()))))
-    assert tool.differences(FACTS, again) == []
-    assert tool.digest(again) == tool.digest(FACTS)
+def test_equal_values_have_equal_digests_in_any_order(tool):
+    repeated = json.loads(json.dumps(dict(reversed(FACTS.items()))))
+    assert tool.differences(FACTS, repeated) == []
+    assert tool.digest(repeated) == tool.digest(FACTS)
 
 
-def test_facts_of_metrics_leave_out_times_and_follow_renamed_keys(tool, monkeypatch):
+def test_metrics_facts_exclude_times_and_follow_renamed_keys(tool, monkeypatch):
     facts = {
         "step 0: tokens": [0],
         "step 0: val/loss": [4.1],
@@ -62,22 +62,28 @@ def test_facts_of_metrics_leave_out_times_and_follow_renamed_keys(tool, monkeypa
     assert tool.metrics_facts(renamed) == tool.metrics_facts(LINES) == facts
 
 
-def test_facts_of_a_model_are_its_names_dtypes_shapes_and_bytes(tool, tmp_path):
+def test_model_facts_are_names_dtypes_shapes_and_bytes(tool, tmp_path):
     import numpy as np
 
     def facts(**tensors) -> list[str]:
         save_file(tensors, tmp_path / "model.safetensors")
         return list(tool.model_facts(tmp_path).values())
 
-    ones = np.ones((2, 2), dtype=np.float32)
-    tiny = ones.copy()
-    tiny[0, 0] = np.nextafter(ones[0, 0], np.float32(2))
-    variants = [{"a": ones}, {"a": tiny}, {"a": ones.reshape(4)}, {"a": ones.view(np.int32)}, {"a": ones, "b": ones}]
-    assert facts(a=ones) == facts(b=ones)
+    names = np.ones((2, 2), dtype=np.float32)
+    tiny = names.copy()
+    tiny[0, 0] = np.nextafter(names[0, 0], np.float32(2))
+    variants = [
+        {"a": names},
+        {"a": tiny},
+        {"a": names.reshape(4)},
+        {"a": names.view(np.int32)},
+        {"a": names, "b": names},
+    ]
+    assert facts(a=names) == facts(b=names)
     assert len({tuple(facts(**tensors)) for tensors in variants}) == len(variants)
 
 
-def test_a_renamed_knob_is_set_by_the_name_that_the_checkout_has(tool, monkeypatch):
+def test_renamed_knob_is_set_by_its_name_in_the_checkout(tool, monkeypatch):
     before, after = "  --optim.old  meaning (--optim.older)\n", "  --optim.new_one  meaning\n"
     monkeypatch.setitem(tool.KNOBS, "optim.old", ("optim.new_one", "optim.old"))
     monkeypatch.setitem(tool.KNOBS, "optim.dropped", ("optim.dropped", None))
@@ -87,7 +93,7 @@ def test_a_renamed_knob_is_set_by_the_name_that_the_checkout_has(tool, monkeypat
         tool.knob_name("optim.new", after)
 
 
-def test_the_exit_status_tells_whether_anything_differs(tool, monkeypatch, tmp_path, capsys):
+def test_exit_status_is_1_if_anything_differs(tool, monkeypatch, tmp_path, capsys):
     before = str(tmp_path / "before.json")
     only = ["--only", "pretrain", "resumed"]
     monkeypatch.setitem(tool.RUNS, "pretrain", lambda bench: FACTS)
@@ -110,14 +116,14 @@ def test_the_exit_status_tells_whether_anything_differs(tool, monkeypatch, tmp_p
     assert "FAILED: it needs the run pretrain, which failed" in printed
 
 
-def test_a_run_that_the_machine_cannot_do_is_skipped_with_the_reason(tool, monkeypatch, capsys):
+def test_run_without_its_package_is_skipped_with_reason(tool, monkeypatch, capsys):
     monkeypatch.setitem(tool.RUNS, "zero3", lambda bench: tool.needs("no_such_package"))
     assert tool.main(["--only", "zero3"]) == 0
     assert "zero3        skipped: no_such_package is not installed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[]", "not JSON"])
-def test_a_file_that_cannot_be_compared_is_refused_before_anything_runs(tool, tmp_path, content):
+def test_invalid_file_to_compare_is_refused_first(tool, tmp_path, content):
     file = tmp_path / "before.json"
     if content is not None:
         file.write_text(content)

@@ -52,7 +52,7 @@ def test_check_comparable_refuses_finetuning(work):
         check_comparable(work, ["bare"])
 
 
-def test_the_trainer_is_refused_as_a_baseline_of_muon(work):
+def test_trainer_is_refused_as_baseline_of_muon(work):
     work.run.config = replace_knobs(work.run.config, {"optim.name": "muon"})
     with pytest.raises(UserError, match="Trainer has no Muon"):
         check_comparable(work, ["trainer"])

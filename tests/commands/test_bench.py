@@ -1,4 +1,4 @@
-"""The command as a user types it, on a tiny recipe."""
+"""The `bench` command on a tiny recipe."""
 
 import json
 from pathlib import Path
@@ -20,8 +20,8 @@ def bench(tmp_path_factory, make_recipe):
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.chdir(folder)
         patch.setattr("nanogpt_hf.commands.bench.show", lines.append)
-        words = [recipe, "--windows", 3, "--against", "bare", "--json", "found.json", "--profile", "trace.json"]
-        status = main(["bench", *map(str, words)])
+        arguments = [recipe, "--windows", 3, "--against", "bare", "--json", "figures.json", "--profile", "trace.json"]
+        status = main(["bench", *map(str, arguments)])
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     return status, lines, folder
@@ -39,7 +39,7 @@ def test_bench_prints_each_measurement(bench):
 
 def test_bench_json_has_the_measurements(bench):
     _, _, folder = bench
-    figures = json.loads((folder / "found.json").read_text())
+    figures = json.loads((folder / "figures.json").read_text())
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
@@ -48,11 +48,11 @@ def test_bench_json_has_the_measurements(bench):
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 
-def test_the_trace_is_of_our_step_and_nothing_else_was_written(bench):
+def test_bench_trace_is_of_our_step_and_no_other_file_is_written(bench):
     _, _, folder = bench
     names = {event.get("name") for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
     assert "aten::_fused_adamw_" in names
-    assert sorted(path.name for path in folder.iterdir()) == ["found.json", "tiny.yaml", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "tiny.yaml", "trace.json"]
 
 
 @pytest.mark.parametrize(
@@ -68,22 +68,22 @@ def test_the_trace_is_of_our_step_and_nothing_else_was_written(bench):
         (["no.yaml"], "no.yaml"),
     ],
 )
-def test_mistakes_are_one_line_each(capsys, monkeypatch, tmp_path, arguments, message):
+def test_bench_mistakes_are_one_line(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main(["bench", *arguments]) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert "Traceback" not in said
+    stderr = capsys.readouterr().err
+    assert message in stderr
+    assert "Traceback" not in stderr
     assert not list(Path().iterdir())
 
 
-def test_scaling_launches_a_bench_for_each_number_of_processes(capsys, monkeypatch, tmp_path, make_recipe):
+def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_path, make_recipe):
     from nanogpt_hf.bench import scaling
 
-    asked = {}
+    arguments_by_count = {}
 
     def measure(counts, arguments, say):
-        asked.update({count: arguments(count) for count in counts})
+        arguments_by_count.update({count: arguments(count) for count in counts})
         return [scaling.Point(count, 100.0, 0.1, 1.0) for count in counts]
 
     monkeypatch.setattr(scaling, "measure", measure)
@@ -91,7 +91,7 @@ def test_scaling_launches_a_bench_for_each_number_of_processes(capsys, monkeypat
     recipe = str(make_recipe(tmp_path / "tiny.yaml"))
     assert main(["bench", recipe, "--scaling", "strong", "--processes", "2", "--optim.beta1", "0.8"]) == 0
     knobs = ["--optim.beta1", "0.8", "--train.tokens_per_step", "128", "--train.micro_batch_size", "4"]
-    assert asked[2] == [recipe, *knobs, "--windows", "10"]
-    assert sorted(asked) == [1, 2]
+    assert arguments_by_count[2] == [recipe, *knobs, "--windows", "10"]
+    assert sorted(arguments_by_count) == [1, 2]
     assert Path("scaling_strong.png").is_file()
     assert "plot: scaling_strong.png" in capsys.readouterr().out

@@ -1,4 +1,4 @@
-"""A model with a tokenizer trained on its own text, through every command that reads it."""
+"""A model with `data.tokenizer: bpe` in every command that reads it."""
 
 import json
 import subprocess
@@ -39,11 +39,11 @@ tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
 ids = tokenizer(sys.argv[2], split_special_tokens=True)["input_ids"]
 print(json.dumps([len(tokenizer), tokenizer.eos_token, tokenizer.eos_token_id, ids, tokenizer.decode(ids)]))
 """
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code, str(run.final), text], capture_output=True, text=True, check=True
     )
     ids = encode_ordinary(load_tokenizer(run.path.parent / "data" / "tokenizer"), text)
-    assert json.loads(done.stdout.splitlines()[-1]) == [SIZE, "<|endoftext|>", SIZE - 1, ids, text]
+    assert json.loads(completed.stdout.splitlines()[-1]) == [SIZE, "<|endoftext|>", SIZE - 1, ids, text]
     assert load_model(str(run.final)).config.vocab_size == SIZE
 
 
@@ -68,8 +68,8 @@ def test_bpe_model_is_exported_to_gguf(run, tmp_path, capsys):
 def test_bpe_model_is_fine_tuned_with_its_own_tokenizer(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("Zebras graze at night. " * 100)
-    few = ["--train.max_steps", "2", "--eval.every", "1", "--run-dir", "tuned"]
-    command = ["finetune", "--from", str(run.path), "--data", "my.txt", *few]
+    options = ["--train.max_steps", "2", "--eval.every", "1", "--run-dir", "tuned"]
+    command = ["finetune", "--from", str(run.path), "--data", "my.txt", *options]
     assert main([*command, "--data.tokenizer", "bpe", "--data.vocab_size", "280"]) == 2
     assert "bpe would build a vocabulary from the new text that does not match the model's" in capsys.readouterr().err
     assert main(command) == 0
@@ -88,7 +88,7 @@ def test_compare_of_bpe_and_characters_is_by_bits_per_byte(run, tmp_path, make_r
     recipe = make_recipe(tmp_path / "char.yaml")
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "char")]) == 0
     capsys.readouterr()
-    assert main(["compare", str(run.path), str(tmp_path / "char"), "--output", str(tmp_path / "picture.png")]) == 0
+    assert main(["compare", str(run.path), str(tmp_path / "char"), "--output", str(tmp_path / "plot.png")]) == 0
     printed = capsys.readouterr().out
     assert "best val/bits_per_byte" in printed
     assert "compared by bits per byte" in printed

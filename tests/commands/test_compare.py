@@ -1,4 +1,4 @@
-"""Runs side by side, as a user asks for it: the table, the recipes, the verdict, the picture, a reference made."""
+"""The `compare` command: table, differences of recipes, plot, verdict, references."""
 
 import json
 import shutil
@@ -13,10 +13,10 @@ from nanogpt_hf.runs.folder import RunFolder
 
 
 @pytest.fixture
-def run_of(tmp_path, make_recipe):
-    """Write a run folder without training: losses that fall by the step to `level`, and a little by the seed."""
+def write_run(tmp_path, make_recipe):
+    """Write a run folder without training: losses that fall to `level`, with noise by the seed."""
 
-    def run_of(name: str, level: float = 1.0, steps: int = 60, **overrides) -> str:
+    def write_run(name: str, level: float = 1.0, steps: int = 60, **overrides) -> str:
         overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
         config = load_config(make_recipe(tmp_path / "tiny.yaml", **overrides))
         run = RunFolder(tmp_path / name)
@@ -26,15 +26,15 @@ def run_of(tmp_path, make_recipe):
         with run.metrics.open("w") as file:
             for step in range(steps + 1):
                 loss = level + 3 / (1 + step / 10) + 0.01 * draw.normal()
-                where = {"step": step, "tokens": 128 * step, "seconds": 2 * step}
+                position = {"step": step, "tokens": 128 * step, "seconds": 2 * step}
                 if step % 20 == 0:
-                    file.write(json.dumps(where | {"val/loss": loss, "val/bits_per_byte": loss / 0.6931}) + "\n")
+                    file.write(json.dumps(position | {"val/loss": loss, "val/bits_per_byte": loss / 0.6931}) + "\n")
                 if step:
                     rate = {"train/tokens_per_second": 64.0, "train/loss": loss, "train/learning_rate": 1e-3}
-                    file.write(json.dumps(where | rate) + "\n")
+                    file.write(json.dumps(position | rate) + "\n")
         return str(run.path)
 
-    return run_of
+    return write_run
 
 
 @pytest.fixture
@@ -47,8 +47,8 @@ def compare(capsys, tmp_path):
     return compare
 
 
-def test_two_runs_in_table_recipes_and_picture(run_of, compare, tmp_path):
-    out = compare(run_of("one"), run_of("other", level=1.2, steps=40, optim__learning_rate=5e-3))
+def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_path):
+    out = compare(write_run("one"), write_run("other", level=1.2, steps=40, optim__learning_rate=5e-3))
     head, one, other = (line.split() for line in out.splitlines()[:3])
     assert head == ["run", "steps", "tokens", "time", "tokens/s", "best", "val/loss", "at", "step", "last"]
     assert one[:6] == ["one", "60", "7,680", "2", "min", "0"]
@@ -66,48 +66,48 @@ def test_two_runs_in_table_recipes_and_picture(run_of, compare, tmp_path):
 
 
 @pytest.mark.parametrize("by", ["tokens", "time"])
-def test_by_tokens_or_time(run_of, compare, tmp_path, by):
-    one, other = run_of("one"), run_of("other", level=1.2)
+def test_by_tokens_or_time(write_run, compare, tmp_path, by):
+    one, other = write_run("one"), write_run("other", level=1.2)
     compare(one, other)
     by_step = (tmp_path / "compare.png").read_bytes()
     assert "the recipes are equal" in compare(one, other, "--by", by)
     assert (tmp_path / "compare.png").read_bytes() != by_step
 
 
-def test_other_tokens_are_compared_by_bits_per_byte_and_it_says_so(run_of, compare, text_file, tmp_path):
+def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text_file, tmp_path):
     text = tmp_path / "upper.txt"
     text.write_text(text_file.read_text().upper())
-    out = compare(run_of("one"), run_of("other", data__source=str(text)))
+    out = compare(write_run("one"), write_run("other", data__source=str(text)))
     assert "best val/bits_per_byte" in out
     assert "the tokenizers differ, so the runs are compared by bits per byte" in out
 
 
-def test_a_reference_is_made_and_judges(run_of, compare, tmp_path, capsys):
+def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
     path = tmp_path / "tiny.json"
-    seeds = [run_of(f"seed_{seed}", train__seed=seed) for seed in range(4)]
+    seeds = [write_run(f"seed_{seed}", train__seed=seed) for seed in range(4)]
     assert main(["compare", *seeds, "--make-reference", str(path)]) == 0
     assert "4 seeds; at step 60 the validation loss is" in capsys.readouterr().out
     assert not (tmp_path / "compare.png").exists()
-    out = compare(run_of("fifth", train__seed=9), "--reference", str(path))
+    out = compare(write_run("fifth", train__seed=9), "--reference", str(path))
     assert "fifth: normal: validation loss 1.4" in out
     assert "of 4 reference runs of tiny" in out
-    out = compare(run_of("bad", level=1.5, optim__learning_rate=0.5), "--reference", str(path))
+    out = compare(write_run("bad", level=1.5, optim__learning_rate=0.5), "--reference", str(path))
     assert "bad: above the band of 4 reference runs of tiny from step 0 on" in out
     assert "check 1: optim.learning_rate is 0.5 here, 0.01 in the reference" in out
     assert out.count("check ") == 3
-    out = compare(run_of("deeper", model__n_layer=3), "--reference", str(path))
+    out = compare(write_run("deeper", model__n_layer=3), "--reference", str(path))
     assert "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 in the reference" in out
 
 
-def test_a_run_that_is_still_writing_is_read(run_of, compare):
-    run = run_of("one", steps=5)
+def test_unfinished_run_is_compared(write_run, compare):
+    run = write_run("one", steps=5)
     with open(f"{run}/metrics.jsonl", "a") as file:
         file.write('{"step": 6, "train/lo')
     assert compare(run).splitlines()[1].split()[:2] == ["one", "5"]
 
 
-def test_runs_of_the_same_name_are_told_apart(run_of, compare, tmp_path):
-    first = run_of("one")
+def test_runs_of_the_same_name_are_shown_by_path(write_run, compare, tmp_path):
+    first = write_run("one")
     (tmp_path / "b").mkdir()
     second = RunFolder(tmp_path / "b" / "one")
     second.path.mkdir()
@@ -118,12 +118,12 @@ def test_runs_of_the_same_name_are_told_apart(run_of, compare, tmp_path):
     assert out.splitlines()[2].startswith(str(second.path))
 
 
-def test_mistakes_are_one_line_each(run_of, tmp_path, capsys):
-    run, silent = run_of("one"), run_of("silent")
-    open(f"{silent}/metrics.jsonl", "w").close()
-    for arguments, said in (
+def test_compare_mistakes_are_one_line(write_run, tmp_path, capsys):
+    run, empty = write_run("one"), write_run("silent")
+    open(f"{empty}/metrics.jsonl", "w").close()
+    for arguments, message in (
         ([run, str(tmp_path / "onne")], f"no such run folder; did you mean {run}?"),
-        ([silent], "holds no event yet"),
+        ([empty], "holds no event yet"),
         ([run, "--by", "day"], "invalid choice: 'day'"),
         ([run, "--output", str(tmp_path / "no" / "x.png")], "there is no folder"),
         ([run, "--reference", str(tmp_path / "no.json")], "no such reference"),
@@ -133,6 +133,6 @@ def test_mistakes_are_one_line_each(run_of, tmp_path, capsys):
     ):
         assert main(["compare", *arguments]) == 2
         err = capsys.readouterr().err
-        assert said in err
+        assert message in err
         assert err.count("\n") == 1
     assert not list(tmp_path.glob("*.png"))

@@ -1,4 +1,4 @@
-"""What is printed: by level, by process, above a bar, and nothing of it left behind."""
+"""Console output: log levels, ranks, progress bars, closed pipes, full disks, warnings of libraries."""
 
 import argparse
 import io
@@ -16,12 +16,12 @@ from tqdm import tqdm
 from nanogpt_hf.commands import COMMANDS, console, main
 from nanogpt_hf.runs.folder import RunFolder
 
-OURS = logging.getLogger("nanogpt_hf.training.somewhere")
+LOGGER = logging.getLogger("nanogpt_hf.training.somewhere")
 
 
-def say_everything() -> None:
+def log_everything() -> None:
     for level in ("debug", "info", "warning", "error"):
-        getattr(OURS, level)(f"our {level}, 100 % of it")
+        getattr(LOGGER, level)(f"our {level}, 100 % of it")
     warnings.warn("something is old", FutureWarning, stacklevel=1)
 
 
@@ -36,39 +36,39 @@ def say_everything() -> None:
         ("error", [], ["error"]),
     ],
 )
-def test_each_level_prints_itself_and_what_is_above_it(capsys, log_level, out, err):
+def test_log_level_filters_messages(capsys, log_level, out, err):
     with console.configure_logging(log_level):
-        say_everything()
-    said = capsys.readouterr()
-    assert said.out.splitlines() == [f"our {level}, 100 % of it" for level in out]
-    lines = said.err.splitlines()
+        log_everything()
+    captured = capsys.readouterr()
+    assert captured.out.splitlines() == [f"our {level}, 100 % of it" for level in out]
+    lines = captured.err.splitlines()
     ours = [f"our {level}, 100 % of it" for level in err if level != "old"]
     assert lines[: len(ours)] == ours
-    assert ("FutureWarning: something is old" in said.err) == ("old" in err)
-    assert "[rank" not in said.out + said.err
+    assert ("FutureWarning: something is old" in captured.err) == ("old" in err)
+    assert "[rank" not in captured.out + captured.err
 
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize("log_level", [None, "debug"])
-def test_other_processes_only_warn_and_give_their_rank(capsys, monkeypatch, log_level):
+def test_other_ranks_print_only_warnings_with_their_rank(capsys, monkeypatch, log_level):
     monkeypatch.setenv("RANK", "3")
     library = logging.getLogger("a_library")
     handler = logging.StreamHandler(sys.stderr)
     library.addHandler(handler)
     with console.configure_logging(log_level):
-        say_everything()
+        log_everything()
         library.warning("theirs: %s", "slow")
     library.removeHandler(handler)
-    said = capsys.readouterr()
-    assert said.out == ""
+    captured = capsys.readouterr()
+    assert captured.out == ""
     for line in ("our warning, 100 % of it", "our error, 100 % of it", "theirs: slow"):
-        assert f"[rank 3] {line}" in said.err.splitlines()
-    assert any(line.startswith("[rank 3] ") and "something is old" in line for line in said.err.splitlines())
-    assert not any(level in said.err for level in ("debug", "info"))
+        assert f"[rank 3] {line}" in captured.err.splitlines()
+    assert any(line.startswith("[rank 3] ") and "something is old" in line for line in captured.err.splitlines())
+    assert not any(level in captured.err for level in ("debug", "info"))
 
 
-def test_the_libraries_get_the_level_only_when_it_is_given(monkeypatch):
-    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "critical")  # what a user has set
+def test_libraries_get_the_level_only_if_given(monkeypatch):
+    monkeypatch.setenv("TRANSFORMERS_VERBOSITY", "critical")  # set by a user
     library = logging.getLogger("datasets")
     before = library.level
     with console.configure_logging(None):
@@ -76,21 +76,21 @@ def test_the_libraries_get_the_level_only_when_it_is_given(monkeypatch):
         assert console.os.environ["TRANSFORMERS_VERBOSITY"] == "critical"
     with console.configure_logging("debug"):
         assert library.level == logging.getLogger("transformers").level == logging.DEBUG
-        assert console.os.environ["TRANSFORMERS_VERBOSITY"] == "debug"  # for those that are imported later
+        assert console.os.environ["TRANSFORMERS_VERBOSITY"] == "debug"  # for libraries that are imported later
     assert library.level == before
     assert console.os.environ["TRANSFORMERS_VERBOSITY"] == "critical"
 
 
-@pytest.mark.parametrize(("log_level", "said"), [(None, False), ("warning", False), ("debug", True)])
-def test_kernels_of_torchao_that_cannot_be_loaded_are_debugging(log_level, said):
+@pytest.mark.parametrize(("log_level", "enabled"), [(None, False), ("warning", False), ("debug", True)])
+def test_torchao_warnings_need_log_level_debug(log_level, enabled):
     torchao = logging.getLogger("torchao")
     before = torchao.isEnabledFor(logging.WARNING)
     with console.configure_logging(log_level):
-        assert torchao.isEnabledFor(logging.WARNING) == said
+        assert torchao.isEnabledFor(logging.WARNING) == enabled
     assert torchao.isEnabledFor(logging.WARNING) == before
 
 
-def test_logging_is_left_as_it_was(capsys, monkeypatch):
+def test_configure_logging_restores_the_state(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "1")
     ours, factory, show = logging.getLogger("nanogpt_hf"), logging.getLogRecordFactory(), warnings.showwarning
     before = ours.level, list(ours.handlers)
@@ -100,20 +100,20 @@ def test_logging_is_left_as_it_was(capsys, monkeypatch):
     assert (logging.getLogRecordFactory(), warnings.showwarning) == (factory, show)
 
 
-def test_a_line_stands_above_a_live_bar(capsys):
+def test_log_line_is_printed_above_a_progress_bar(capsys):
     with console.configure_logging(None), tqdm(total=3, file=sys.stderr, ncols=40) as bar:
         bar.update()
-        OURS.info("a line")
+        LOGGER.info("a line")
         bar.update()
-    said = capsys.readouterr()
-    assert said.out == "a line\n"
-    # the bar was wiped from its line before, and drawn again after
-    assert "\r" + " " * 30 in said.err
-    assert said.err.count("2/3") == 1
+    captured = capsys.readouterr()
+    assert captured.out == "a line\n"
+    # the bar was erased before the line and drawn again after it
+    assert "\r" + " " * 30 in captured.err
+    assert captured.err.count("2/3") == 1
 
 
-def test_every_command_takes_the_options(capsys):
-    for name in COMMANDS.keys() - {"launch"}:  # which hands them to the command
+def test_every_command_has_log_options(capsys):
+    for name in COMMANDS.keys() - {"launch"}:  # launch passes them to the command
         with pytest.raises(SystemExit):
             main([name, "--help"])
         out = capsys.readouterr().out
@@ -128,25 +128,25 @@ def test_every_command_takes_the_options(capsys):
         (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
     ],
 )
-def test_what_cannot_be_is_one_line(capsys, options, complaint):
+def test_invalid_log_options_are_one_line(capsys, options, complaint):
     assert main(["prepare", "recipe.yaml", *options]) == 2
-    said = capsys.readouterr().err
-    assert complaint in said
-    assert said.count("\n") == 1
+    captured = capsys.readouterr().err
+    assert complaint in captured
+    assert captured.count("\n") == 1
 
 
-def test_quiet_is_the_level_warning():
+def test_quiet_is_log_level_warning():
     parser = argparse.ArgumentParser()
     console.add_arguments(parser)
     assert parser.parse_args(["-q"]) == parser.parse_args(["--log-level", "warning"])
 
 
-# --- a reader that leaves, a disk that is full -----------------------------------------------------------------------
+# --- closed pipes, full disks ----------------------------------------------------------------------------------------
 
 
 @contextmanager
-def nobody_reads(monkeypatch):
-    """sys.stdout and sys.stderr as pipes without a reader, after `survive_closed_pipes`."""
+def closed_pipes(monkeypatch):
+    """Make sys.stdout and sys.stderr pipes without a reader and call `survive_closed_pipes`."""
     streams = {}
     for name in ("stdout", "stderr"):
         reading, writing = os.pipe()
@@ -165,64 +165,64 @@ def nobody_reads(monkeypatch):
         stream.close()
 
 
-def test_nobody_needs_to_read_the_log_the_warnings_and_the_bars(monkeypatch):
-    with nobody_reads(monkeypatch), console.configure_logging("info"):
+def test_closed_pipe_does_not_end_logging_and_progress_bars(monkeypatch):
+    with closed_pipes(monkeypatch), console.configure_logging("info"):
         for _ in range(3):
-            OURS.info("a line")
-            OURS.warning("a warning")
+            LOGGER.info("a line")
+            LOGGER.warning("a warning")
             tqdm.write("above the bar", file=sys.stderr)
-        print("what comes after it goes nowhere", flush=True)
+        print("lost", flush=True)
 
 
-def test_a_library_that_logs_by_itself_prints_no_traceback(monkeypatch):
-    with nobody_reads(monkeypatch):
-        logging.StreamHandler(sys.stdout).handle(OURS.makeRecord("library", 30, "", 0, "a line", (), None))
+def test_closed_pipe_gives_no_traceback_from_library_logging(monkeypatch):
+    with closed_pipes(monkeypatch):
+        logging.StreamHandler(sys.stdout).handle(LOGGER.makeRecord("library", 30, "", 0, "a line", (), None))
         assert not logging.raiseExceptions
 
 
-def test_an_answer_that_nobody_reads_ends_the_command_once(monkeypatch):
-    with nobody_reads(monkeypatch):
+def test_closed_pipe_ends_an_answer_with_141(monkeypatch):
+    with closed_pipes(monkeypatch):
         with pytest.raises(console.OutputLost) as lost:
             print("an answer", flush=True)
         assert console.status_of(lost.value) == 141
-        print("and what cleans up may still say so", flush=True)
+        print("printed during cleanup", flush=True)
         assert console.flush() == 0
 
 
-def test_why_a_command_ended_needs_no_reader(monkeypatch):
-    with nobody_reads(monkeypatch):
+def test_error_line_needs_no_reader(monkeypatch):
+    with closed_pipes(monkeypatch):
         assert main(["pretain"]) == 2
         console.show_end("stopped")
 
 
-def command(root, *words: object, out, **options) -> subprocess.Popen:
-    arguments = [sys.executable, "cli.py", *map(str, words)]
+def command(root, *arguments: object, out, **options) -> subprocess.Popen:
+    arguments = [sys.executable, "cli.py", *map(str, arguments)]
     return subprocess.Popen(arguments, stdout=out, stderr=subprocess.PIPE, text=True, cwd=root, **options)
 
 
-needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="there is no /dev/full here")
+needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
 
 
-@pytest.mark.parametrize("words", [["--help"], ["prepare", "--help"]])
-def test_an_answer_without_a_reader_is_141_and_no_word(root, words):
+@pytest.mark.parametrize("arguments", [["--help"], ["prepare", "--help"]])
+def test_help_into_closed_pipe_is_141_without_message(root, arguments):
     reading, writing = os.pipe()
     os.close(reading)
-    process = command(root, *words, out=writing)
+    process = command(root, *arguments, out=writing)
     os.close(writing)
     assert (process.communicate(timeout=60)[1], process.returncode) == ("", 141)
 
 
 @needs_full
-def test_an_answer_on_a_full_disk_is_one_line(root):
-    with open("/dev/full", "w") as full:
-        process = command(root, "--help", out=full)
+def test_help_onto_full_disk_is_one_line(root):
+    with open("/dev/full", "w") as full_device:
+        process = command(root, "--help", out=full_device)
     assert process.communicate(timeout=60)[1] == "stdout: cannot be written: No space left on device\n"
     assert process.returncode == 2
 
 
 @needs_full
 @pytest.mark.long
-def test_a_run_needs_no_reader_and_no_room_for_its_log(root, tmp_path, write_recipe):
+def test_run_survives_closed_stdout_and_full_disk_for_its_log(root, tmp_path, write_recipe):
     recipe = write_recipe(train__max_steps=2)
     reading, writing = os.pipe()
     os.close(reading)
@@ -238,23 +238,23 @@ IN_A_TERMINAL = """
 import os, signal, sys
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests were started by nohup
 os.setsid()
-terminal = os.open(sys.argv[1], os.O_RDWR)  # the first that a session opens is its own
+terminal = os.open(sys.argv[1], os.O_RDWR)  # the first terminal that a session opens becomes its controlling one
 for descriptor in range(3):
     os.dup2(terminal, descriptor)
 os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
 """
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="a session's terminal is taken as Linux does it")
+@pytest.mark.skipif(sys.platform != "linux", reason="controlling terminals are set up as on Linux")
 @pytest.mark.long
-def test_a_terminal_that_is_closed_makes_a_run_save(root, tmp_path, write_recipe):
+def test_closed_terminal_saves_the_run(root, tmp_path, write_recipe):
     import pty
 
     run = RunFolder(tmp_path / "run")
     recipe = write_recipe(train__max_steps=1_000_000, checkpoint__every=1_000_000)
     ours, theirs = pty.openpty()
-    words = [os.ttyname(theirs), "cli.py", "pretrain", str(recipe), "--run-dir", str(run.path)]
-    with subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, *words], cwd=root) as process:
+    arguments = [os.ttyname(theirs), "cli.py", "pretrain", str(recipe), "--run-dir", str(run.path)]
+    with subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, *arguments], cwd=root) as process:
         end = time.monotonic() + 120
         while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
             assert process.poll() is None
@@ -278,18 +278,18 @@ USELESS = {
 
 
 @pytest.mark.parametrize("name", USELESS)
-@pytest.mark.parametrize(("log_level", "useless"), [(None, False), ("warning", False), ("debug", True)])
-def test_a_useless_warning_of_a_library_is_debugging_and_its_other_ones_are_not(name, log_level, useless):
-    library, heard = logging.getLogger(name), []
+@pytest.mark.parametrize(("log_level", "shown"), [(None, False), ("warning", False), ("debug", True)])
+def test_useless_library_warnings_need_log_level_debug(name, log_level, shown):
+    library, messages = logging.getLogger(name), []
     handler = logging.Handler()
-    handler.emit = lambda record: heard.append(record.getMessage())
+    handler.emit = lambda record: messages.append(record.getMessage())
     with console.configure_logging(log_level):
         library.addHandler(handler)
-        before, library.level = library.level, logging.WARNING  # as DeepSpeed sets it when it is imported
+        before, library.level = library.level, logging.WARNING  # as set by DeepSpeed's import
         library.warning(USELESS[name])
         library.warning("another")
         library.error(USELESS[name])
         library.removeHandler(handler)
         library.level = before
-    assert heard == [USELESS[name]] * useless + ["another", USELESS[name]]
+    assert messages == [USELESS[name]] * shown + ["another", USELESS[name]]
     assert not library.filters

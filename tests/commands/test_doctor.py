@@ -1,4 +1,4 @@
-"""What `doctor` finds: nothing where all is well, and each fault where it is made to happen."""
+"""The `doctor` command: no finding on a sound machine, and each fault when it is provoked."""
 
 import dataclasses
 import json
@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(autouse=True)
 def sound_machine(monkeypatch, tmp_path):
-    """A CPU, room on the disk and caches that may be written to, whatever the machine of the tests has."""
+    """A CPU, free disk space and writable caches, on any test machine."""
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(machine, "HF_HOME", str(tmp_path))
@@ -43,9 +43,9 @@ def lines(out: str, level: str) -> list[str]:
     return [line for line in out.splitlines() if line.startswith(level)]
 
 
-def test_one_process_on_a_sound_machine(capsys, tmp_path, monkeypatch):
+def test_doctor_on_a_sound_machine(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    status, out = run(capsys, "--json", "found.json")
+    status, out = run(capsys, "--json", "findings.json")
     assert status == 0
     assert lines(out, "fault") == []
     topics = ["versions", "machine", "disk", "launch", "processes", "parameters", "data", "all-reduce", "step"]
@@ -54,38 +54,38 @@ def test_one_process_on_a_sound_machine(capsys, tmp_path, monkeypatch):
     assert f"rank 0  {socket.gethostname()}  pid {os.getpid()}  cpu" in out
     assert out.count("n/a with one process") == 2
     assert out.endswith("12 ok, 0 warnings, 0 faults\n")
-    assert [finding["level"] for finding in json.loads(Path("found.json").read_text())] == ["ok"] * 12
-    assert [path.name for path in tmp_path.iterdir()] == ["found.json"]  # and nothing else was written
+    assert [finding["level"] for finding in json.loads(Path("findings.json").read_text())] == ["ok"] * 12
+    assert [path.name for path in tmp_path.iterdir()] == ["findings.json"]  # nothing else was written
 
 
 @pytest.fixture(scope="module")
 def pair(tmp_path_factory, make_recipe):
-    """A report of two processes on a recipe whose data is prepared, and the same in JSON."""
+    """The report of two processes on a recipe with prepared data, as text and JSON."""
     folder = tmp_path_factory.mktemp("pair")
     recipe = make_recipe(folder / "tiny.yaml", train__tokens_per_step=512)
     assert main(["prepare", str(recipe)]) == 0
     config = ROOT / "accelerate_configs" / "cpu_ddp.yaml"
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    done = subprocess.run(
-        [*launch, str(ROOT / "cli.py"), "doctor", str(recipe), "--json", str(folder / "found.json")],
+    completed = subprocess.run(
+        [*launch, str(ROOT / "cli.py"), "doctor", str(recipe), "--json", str(folder / "findings.json")],
         capture_output=True,
         text=True,
         env=os.environ
         | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder), "TORCH_HOME": str(folder)},
         timeout=200,
     )
-    assert done.returncode == 0, done.stdout + done.stderr[-3000:]
-    findings = json.loads((folder / "found.json").read_text())
-    found = {finding["topic"]: finding for finding in findings if finding["figures"]}
-    return folder, done.stdout, found
+    assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
+    findings = json.loads((folder / "findings.json").read_text())
+    by_topic = {finding["topic"]: finding for finding in findings if finding["figures"]}
+    return folder, completed.stdout, by_topic
 
 
 @pytest.mark.long
-def test_two_processes_agree_and_their_talk_is_measured(pair):
-    folder, out, found = pair
+def test_doctor_of_two_processes(pair):
+    folder, out, by_topic = pair
     assert "2 processes, device cpu, distributed type MULTI_CPU" in out
-    assert [p["rank"] for p in found["processes"]["figures"]["ranks"]] == [0, 1]
-    assert len({p["pid"] for p in found["processes"]["figures"]["ranks"]}) == 2
+    assert [p["rank"] for p in by_topic["processes"]["figures"]["ranks"]] == [0, 1]
+    assert len({p["pid"] for p in by_topic["processes"]["figures"]["ranks"]}) == 2
     assert "as built: " in out
     assert "after 2 steps: " in out
     assert out.count("equal on all 2 processes") == 2
@@ -93,19 +93,19 @@ def test_two_processes_agree_and_their_talk_is_measured(pair):
     assert lines(out, "fault") == []
 
 
-def test_the_figures_of_two_processes_add_up(pair):
-    _, out, found = pair
-    rows = found["all-reduce"]["figures"]["rows"]
+def test_doctor_figures_of_two_processes_are_consistent(pair):
+    _, out, by_topic = pair
+    rows = by_topic["all-reduce"]["figures"]["rows"]
     assert [size for size, _, _ in rows][:3] == [2**12, 2**16, 2**20]
     for size, seconds, speed in rows:
-        assert speed == pytest.approx(size / seconds / 1e9)  # 2(n - 1)/n is 1 for two
-    step = found["step"]["figures"]
+        assert speed == pytest.approx(size / seconds / 1e9)  # 2(n - 1)/n is 1 for two processes
+    step = by_topic["step"]["figures"]
     assert step["data"] + step["compute"] + step["communication"] >= 0.999 * step["seconds"]
     assert "communication takes " in out
-    assert "of the recipe's (computed)" in out  # 4 micro-batches a step
+    assert "of the recipe's (computed)" in out  # 4 micro-batches per step
 
 
-def test_parameters_that_differ_on_a_rank(capsys, monkeypatch, tmp_path):
+def test_doctor_finds_different_parameters(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def differ():
@@ -121,7 +121,7 @@ def test_parameters_that_differ_on_a_rank(capsys, monkeypatch, tmp_path):
     assert out.endswith("11 ok, 0 warnings, 1 fault\n")
 
 
-def test_a_disk_that_is_full(capsys, monkeypatch, tmp_path, write_recipe):
+def test_doctor_finds_full_disk(capsys, monkeypatch, tmp_path, write_recipe):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(machine.shutil, "disk_usage", lambda path: SimpleNamespace(free=200_000))
     status, out = run(capsys, write_recipe())
@@ -136,7 +136,7 @@ def test_a_disk_that_is_full(capsys, monkeypatch, tmp_path, write_recipe):
     assert len(lines(out, "warning")) == 4
 
 
-def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
+def test_doctor_finds_unwritable_folder(monkeypatch, tmp_path):
     def refuse(**options):
         raise PermissionError(13, "Permission denied")
 
@@ -148,7 +148,7 @@ def test_a_folder_that_cannot_be_written_to(monkeypatch, tmp_path):
     assert "not writable" in finding.text
 
 
-def test_processes_that_would_each_train_alone(capsys, monkeypatch, tmp_path):
+def test_doctor_finds_processes_without_group(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("ACCELERATE_USE_CPU")
     monkeypatch.setenv("WORLD_SIZE", "2")
@@ -159,7 +159,7 @@ def test_processes_that_would_each_train_alone(capsys, monkeypatch, tmp_path):
     assert "the launcher started 2 processes, but accelerate sees 1" in fault
 
 
-def test_fsdp_asked_for_on_a_cpu(capsys, monkeypatch, tmp_path):
+def test_doctor_finds_fsdp_on_cpu(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     for name, value in {"ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}.items():
         monkeypatch.setenv(name, value)
@@ -169,7 +169,7 @@ def test_fsdp_asked_for_on_a_cpu(capsys, monkeypatch, tmp_path):
     assert "the accelerate config sets FSDP, but this machine provides NO on cpu" in fault
 
 
-def test_a_recipe_that_does_not_divide_over_the_processes(capsys, monkeypatch, tmp_path, write_recipe):
+def test_doctor_finds_tokens_per_step_that_do_not_divide(capsys, monkeypatch, tmp_path, write_recipe):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("WORLD_SIZE", "3")
     status, out = run(capsys, write_recipe())
@@ -177,7 +177,7 @@ def test_a_recipe_that_does_not_divide_over_the_processes(capsys, monkeypatch, t
     assert "is not a multiple of" in lines(out, "fault")[0]
 
 
-def test_data_that_does_not_fit_the_recipe(capsys, monkeypatch, tmp_path, write_recipe):
+def test_doctor_finds_data_of_another_tokenizer(capsys, monkeypatch, tmp_path, write_recipe):
     monkeypatch.chdir(tmp_path)
     assert main(["prepare", str(write_recipe())]) == 0
     capsys.readouterr()
@@ -187,30 +187,30 @@ def test_data_that_does_not_fit_the_recipe(capsys, monkeypatch, tmp_path, write_
 
 
 @pytest.mark.long
-def test_processes_that_never_answer_end_in_a_fault_that_says_what_to_try(tmp_path):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+def test_doctor_reports_processes_that_do_not_respond(tmp_path):
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = str(probe.getsockname()[1])
     script = "import sys; from nanogpt_hf.commands import doctor, main; doctor.PATIENCE = 2; sys.exit(main(['doctor']))"
-    meeting = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    done = subprocess.run(
+    rendezvous = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    completed = subprocess.run(
         [sys.executable, "-c", script],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env=os.environ
-        | meeting
+        | rendezvous
         | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path), "TORCH_HOME": str(tmp_path)},
         timeout=90,
     )
-    assert done.returncode == 1
-    assert "fault    launch      no response from the other processes within 2 s" in done.stdout
-    assert "GLOO_SOCKET_IFNAME" in done.stdout
-    assert done.stdout.endswith(" 1 fault\n")
-    assert "Traceback" not in done.stderr
+    assert completed.returncode == 1
+    assert "fault    launch      no response from the other processes within 2 s" in completed.stdout
+    assert "GLOO_SOCKET_IFNAME" in completed.stdout
+    assert completed.stdout.endswith(" 1 fault\n")
+    assert "Traceback" not in completed.stderr
 
 
-def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceback(capsys, monkeypatch, tmp_path):
+def test_doctor_reports_out_of_memory_and_raises_other_errors(capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(os, "_exit", sys.exit)
 
@@ -219,9 +219,9 @@ def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceba
 
     monkeypatch.setattr(probes, "warm_up", fail)
     error = torch.OutOfMemoryError("CUDA out of memory")
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises(SystemExit) as caught:
         main(["doctor"])
-    assert ended.value.code == 1
+    assert caught.value.code == 1
     assert "out of memory: halve train.micro_batch_size" in lines(capsys.readouterr().out, "fault")[0]
     error = RuntimeError("something else")
     with pytest.raises(RuntimeError, match="something else"):
@@ -236,7 +236,7 @@ def test_out_of_memory_is_a_fault_and_a_failure_of_one_process_keeps_its_traceba
         (["--json", "no/where.json"], "cli.py doctor: argument --json: no/where.json: there is no folder no"),
     ],
 )
-def test_mistakes_of_the_command_line_are_no_faults(capsys, monkeypatch, tmp_path, arguments, message):
+def test_doctor_mistakes_are_one_line(capsys, monkeypatch, tmp_path, arguments, message):
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", *arguments]) == 2
     out, err = capsys.readouterr()
@@ -244,7 +244,7 @@ def test_mistakes_of_the_command_line_are_no_faults(capsys, monkeypatch, tmp_pat
     assert err.startswith(message)
 
 
-def test_help_waits_for_no_heavy_import():
+def test_doctor_help_imports_nothing_heavy():
     script = (
         "import sys\nfrom nanogpt_hf.commands import main\n"
         "try: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
@@ -262,10 +262,10 @@ def faults(findings: list) -> list[str]:
     return [finding.text for finding in findings if finding.level != "ok"]
 
 
-def test_two_processes_on_one_gpu_and_versions_that_differ():
+def test_judge_processes_finds_shared_gpu_versions_and_threads():
     assert faults(findings.judge_processes([process(0), process(1)])) == []
-    (same,) = faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
-    assert same == "2 processes share one GPU of a (one): start one per GPU"
+    (shared,) = faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
+    assert shared == "2 processes share one GPU of a (one): start one per GPU"
     assert faults(findings.judge_processes([process(0, gpu="one"), process(1, gpu="one", host="b")])) == []
     (versions,) = faults(findings.judge_processes([process(0), process(1, versions={"torch": "2.11.0"})]))
     assert versions.startswith("rank 1 on the same host a has torch 2.11.0, rank 0 has torch 2.13.0")
@@ -273,16 +273,16 @@ def test_two_processes_on_one_gpu_and_versions_that_differ():
     assert threads == "a: 4 threads on 2 cores: set OMP_NUM_THREADS=1"
 
 
-def test_versions_outside_the_ranges(monkeypatch):
-    asked = ["torch>=2.11", "peft>=0.19", 'ruff>=99; extra == "test"']
-    have = {"torch": "2.4.0+cpu"}
+def test_outside_ranges_names_the_pip_command(monkeypatch):
+    requirements = ["torch>=2.11", "peft>=0.19", 'ruff>=99; extra == "test"']
+    installed = {"torch": "2.4.0+cpu"}
 
     def version(name):
-        if name not in have:
+        if name not in installed:
             raise machine.metadata.PackageNotFoundError(name)
-        return have[name]
+        return installed[name]
 
-    monkeypatch.setattr(machine.metadata, "requires", lambda name: asked)
+    monkeypatch.setattr(machine.metadata, "requires", lambda name: requirements)
     monkeypatch.setattr(machine.metadata, "version", version)
     assert machine.outside_ranges() == [
         "torch 2.4.0+cpu is outside >=2.11: pip install 'torch>=2.11'",
@@ -290,10 +290,10 @@ def test_versions_outside_the_ranges(monkeypatch):
     ]
 
 
-def test_accelerate_gave_something_else_or_left_gpus_alone():
+def test_judge_launch_finds_other_precision_and_unused_gpus():
     obtained = {"device": "cuda", "precision": "no", "dynamo": "no"}
-    found = faults(findings.judge_launch({"precision": "bf16", "dynamo": "NO"}, obtained, 2, 2, 8))
-    assert found == [
+    texts = faults(findings.judge_launch({"precision": "bf16", "dynamo": "NO"}, obtained, 2, 2, 8))
+    assert texts == [
         "the accelerate config requests precision bf16, the launch has no",
         "this host has 8 GPUs and uses 2: set num_processes in the accelerate config",
     ]
@@ -306,15 +306,15 @@ def batches(rank: int, tokens=None, order="shuffled") -> Batches:
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_data_drawn_twice_or_from_elsewhere_is_a_fault(order):
+def test_judge_data_finds_repeated_and_foreign_windows(order):
     ours, theirs = (probes.windows_read(batches(rank, order=order), 3) for rank in (0, 1))
     expected = probes.windows_of_step(batches(0, order=order), 3)
-    assert findings.judge_data([ours, theirs], expected, "made up").level == "ok"
-    twice = findings.judge_data([ours, ours], expected, "made up")
-    assert twice.level == "fault"
-    assert "of the 12 windows of a step 6 are read by no process, and 6 twice or from other data" in twice.text
+    assert findings.judge_data([ours, theirs], expected, "synthetic").level == "ok"
+    repeated = findings.judge_data([ours, ours], expected, "synthetic")
+    assert repeated.level == "fault"
+    assert "of the 12 windows of a step 6 are read by no process, and 6 twice or from other data" in repeated.text
     other = batches(1, tokens=TokenStream([np.arange(4096, dtype=np.uint16)]), order=order)
-    assert findings.judge_data([ours, probes.windows_read(other, 3)], expected, "made up").level == "fault"
+    assert findings.judge_data([ours, probes.windows_read(other, 3)], expected, "synthetic").level == "fault"
 
 
 TOPOLOGY = (
@@ -323,22 +323,26 @@ TOPOLOGY = (
 
 
 @pytest.mark.parametrize(
-    ("way", "capability", "name", "most"),
+    ("connection", "capability", "name", "peak"),
     [("NV18", 9, "NVLink", 450), ("NV12", 8, "NVLink", 300), ("NV18", 10, "NVLink", 900), ("SYS", 9, "PCIe", 63.0)],
 )
-def test_links_are_recognised_by_nvidia_smi(monkeypatch, way, capability, name, most):
+def test_gpu_link_from_nvidia_smi(monkeypatch, connection, capability, name, peak):
     def smi(command, **options):
-        out = TOPOLOGY.format(way) if "topo" in command else "GPU-aa, 0, 5, 16\nGPU-bb, 1, 5, 16\nGPU-cc, 2, 3, 8\n"
+        out = (
+            TOPOLOGY.format(connection)
+            if "topo" in command
+            else "GPU-aa, 0, 5, 16\nGPU-bb, 1, 5, 16\nGPU-cc, 2, 3, 8\n"
+        )
         return SimpleNamespace(returncode=0, stdout=out)
 
     monkeypatch.setattr(interconnect.subprocess, "run", smi)
     link = interconnect.gpu_link(["aa", "bb"], capability)
-    assert (link.name, link.detected_by) == (name, f"nvidia-smi topo -m shows {way}")
-    assert link.peak == pytest.approx(most, abs=0.1)
+    assert (link.name, link.detected_by) == (name, f"nvidia-smi topo -m shows {connection}")
+    assert link.peak == pytest.approx(peak, abs=0.1)
     assert interconnect.gpu_link(["aa", "zz"], capability).peak is None
 
 
-def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
+def test_gpu_link_is_unknown_without_nvidia_smi(monkeypatch):
     def missing(*arguments, **options):
         raise FileNotFoundError
 
@@ -355,7 +359,7 @@ def test_links_that_cannot_be_known_are_not_guessed(monkeypatch):
     assert probes.find_link(pair, "nccl").peak == 1.25
 
 
-def test_slow_communication_names_the_settings_to_try():
+def test_slow_communication_names_settings():
     assert probes.bus_bandwidth(10**9, 1.0, 4) == 1.5
     rows = [(2**20, 0.001, 1.0), (2**26, 0.7, 100.0)]
     fast = findings.judge_all_reduce(rows, Link("NVLink", "seen", 300, "12 links × 25 GB/s per direction"), "nccl")

@@ -1,4 +1,4 @@
-"""`estimate`: what it prints is what its parts say, and what cannot be estimated is one line."""
+"""The `estimate` command: memory, time and disk of a recipe, and mistakes in one line."""
 
 import dataclasses
 import json
@@ -17,36 +17,39 @@ from nanogpt_hf.runs.folder import RunFolder
 ROOT = Path(__file__).parents[2]
 
 
-def test_gpt2_on_8_gpus(capsys, tmp_path):
-    figures = tmp_path / "figures.json"
+def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
+    file = tmp_path / "figures.json"
     recipe, machine = ROOT / "recipes" / "gpt2_124m.yaml", ROOT / "accelerate_configs" / "ddp.yaml"
     options = ["--data.dir", str(tmp_path / "none"), "--config_file", str(machine), "--memory", "16GiB"]
-    assert main(["estimate", str(recipe), *options, "--mfu", "0.5", "--json", str(figures)]) == 0
-    said, found = capsys.readouterr().out, json.loads(figures.read_text())
+    assert main(["estimate", str(recipe), *options, "--mfu", "0.5", "--json", str(file)]) == 0
+    captured, figures = capsys.readouterr().out, json.loads(file.read_text())
     assert (
-        "8 processes, DDP, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 tokens, 5 per step" in said
+        "8 processes, DDP, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 tokens, 5 per step"
+        in captured
     )
-    assert "vocabulary 50,257, GPT-2's" in said
-    assert "time at 0.5 of the peak" in said
-    # the same numbers as metrics.jsonl's train/mfu is made of: 6 · (N - positions) + 12 · layers · width · tokens
-    per_token = 6 * (found["parameters"] - 1024 * 768) + 12 * 12 * 768 * 1024
-    assert found["flops_per_token"] == per_token
-    h100 = next(device for device in found["devices"] if device["name"] == "H100")
+    assert "vocabulary 50,257, GPT-2's" in captured
+    assert "time at 0.5 of the peak" in captured
+    # as for train/mfu of metrics.jsonl: 6 · (N - positions) + 12 · layers · width · tokens
+    per_token = 6 * (figures["parameters"] - 1024 * 768) + 12 * 12 * 768 * 1024
+    assert figures["flops_per_token"] == per_token
+    h100 = next(device for device in figures["devices"] if device["name"] == "H100")
     assert h100["seconds"] == pytest.approx(600_000 * 491_520 * per_token / (8 * 0.5 * 989e12))
-    assert found["tokens"] / found["chinchilla_tokens"] == pytest.approx(600_000 * 491_520 / 20 / found["parameters"])
-    assert sum(found["by_part"].values()) == found["parameters"]
-    asked = found["devices"][0]
-    assert (asked["memory"], asked["seconds"]) == (16 * 2**30, None)
-    assert 60 % asked["micro_batch_size"] == 0  # 480 sequences over 8 processes
-    assert found["memory"]["peak"] == pytest.approx(
-        sum(found["memory"]["phases"][found["memory"]["peak_phase"]].values())
+    assert figures["tokens"] / figures["chinchilla_tokens"] == pytest.approx(
+        600_000 * 491_520 / 20 / figures["parameters"]
     )
-    assert found["data_bytes"] is None
-    assert "these are estimates" in said
-    assert list(tmp_path.iterdir()) == [figures]
+    assert sum(figures["by_part"].values()) == figures["parameters"]
+    device = figures["devices"][0]
+    assert (device["memory"], device["seconds"]) == (16 * 2**30, None)
+    assert 60 % device["micro_batch_size"] == 0  # 480 sequences over 8 processes
+    assert figures["memory"]["peak"] == pytest.approx(
+        sum(figures["memory"]["phases"][figures["memory"]["peak_phase"]].values())
+    )
+    assert figures["data_bytes"] is None
+    assert "these are estimates" in captured
+    assert list(tmp_path.iterdir()) == [file]
 
 
-def test_the_largest_micro_batch_is_the_largest_divisor_that_fits(tmp_path, write_recipe):
+def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
     config = load_config(write_recipe(train__tokens_per_step=12 * 16))
     peak = {}
     for size in (1, 2, 3, 4, 6, 12):
@@ -62,21 +65,21 @@ def test_the_largest_micro_batch_is_the_largest_divisor_that_fits(tmp_path, writ
     assert largest(peak[1] / 0.9 * 0.9999) is None
 
 
-def test_moments_in_8_bits_take_a_quarter(write_recipe):
-    # of each of two processes under FSDP2: matrices of 64 rows of 256 have blocks, those of 16 positions do not
+def test_8bit_optimizer_state_is_a_quarter(write_recipe):
+    # per process of two under FSDP2: matrices of 64 rows of 256 are quantized in blocks, those of 16 positions are not
     sizes = {"model__n_layer": 1, "model__n_embd": 256, "model__pad_vocab_to_multiple_of": 64}
     place = Placement(kind="FSDP2", processes=2, shards=2)
 
-    def moments(kind):
+    def optimizer_bytes(kind):
         config = load_config(write_recipe(**sizes, optim__state=kind))
         return estimate(config, place).memory.phases["the loss"]["optimizer"]
 
     halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [64 * 256]  # attention, MLP, 128 characters' embedding
-    assert moments("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (8 * 256 + 3 * 128)
-    assert moments("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
+    assert optimizer_bytes("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (8 * 256 + 3 * 128)
+    assert optimizer_bytes("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
 
 
-def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
+def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     recipe = write_recipe(checkpoint__keep=1, model__n_embd=128, train__max_steps=2, eval__every=2)
     run = RunFolder(tmp_path / "run")
     config = load_config(recipe)
@@ -85,27 +88,27 @@ def test_the_run_folder_is_as_large_as_was_said(tmp_path, write_recipe):
     text = Path(config.data.source)
     assert (before.data_is_prepared, before.data_bytes) == (False, 2 * text.stat().st_size)
     assert main(["pretrain", str(recipe), "--run-dir", str(run.path)]) == 0
-    found = estimate(config, Placement())
-    weights = run_bytes(found.parameters, 8 * found.trainable, keep=1)
+    figures = estimate(config, Placement())
+    weights = run_bytes(figures.parameters, 8 * figures.trainable, keep=1)
     on_disk = sum(path.stat().st_size for path in run.path.rglob("*.safetensors"))
     # one of three checkpoints, best/ and final/: 12 + 4 + 4 of 48 bytes per parameter
     assert on_disk == pytest.approx(weights * 20 / 48, rel=0.05)
     prepared = sum(path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file())
-    assert (found.data_is_prepared, found.data_bytes) == (True, prepared)
-    assert found.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
-    assert found.epochs == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
-    assert "of the prepared data" in found.vocabulary
+    assert (figures.data_is_prepared, figures.data_bytes) == (True, prepared)
+    assert figures.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
+    assert figures.epochs == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
+    assert "of the prepared data" in figures.vocabulary
 
 
-def test_muon_halves_the_state_of_its_matrices_and_counts_its_flops(write_recipe, capsys):
+def test_estimate_of_muon_state_and_flops(write_recipe, capsys):
     recipe = write_recipe(model__n_embd=128, model__n_head=4, optim__name="muon")
-    found = estimate(load_config(recipe), Placement(on_cpu=True))
+    figures = estimate(load_config(recipe), Placement(on_cpu=True))
     matrices = 2 * 12 * 128**2
-    assert found.memory.phases["the loss"]["optimizer"] == 8 * found.parameters - 4 * matrices
-    assert found.run_bytes == (4 * 3 + 4 * 3 + 8 * 3) * found.parameters - 4 * 3 * matrices
-    assert found.muon_flops_per_step == 2 * 5 * (4 * 6 * 128**3 + 2 * (4 * 4 + 2) * 128**3)
+    assert figures.memory.phases["the loss"]["optimizer"] == 8 * figures.parameters - 4 * matrices
+    assert figures.run_bytes == (4 * 3 + 4 * 3 + 8 * 3) * figures.parameters - 4 * 3 * matrices
+    assert figures.muon_flops_per_step == 2 * 5 * (4 * 6 * 128**3 + 2 * (4 * 4 + 2) * 128**3)
     assert main(["estimate", str(recipe)]) == 0
-    share = found.muon_flops_per_step / (found.muon_flops_per_step + 128 * found.flops_per_token)
+    share = figures.muon_flops_per_step / (figures.muon_flops_per_step + 128 * figures.flops_per_token)
     assert f"{share:.2%} of them orthogonalise Muon's updates" in capsys.readouterr().out
 
 
@@ -114,31 +117,31 @@ def test_muon_under_zero_is_refused(write_recipe):
         estimate(load_config(write_recipe(optim__name="muon")), Placement(kind="ZeRO-2", processes=2, shards=2))
 
 
-def test_lora_has_gradients_and_moments_of_its_adapters_only(capsys, tiny_base, text_file, tmp_path):
-    recipe, figures = tmp_path / "lora.yaml", tmp_path / "figures.json"
+def test_estimate_of_lora_counts_only_adapters_as_trainable(capsys, tiny_base, text_file, tmp_path):
+    recipe, file = tmp_path / "lora.yaml", tmp_path / "figures.json"
     recipe.write_text(f"finetune: {{model: {tiny_base}}}\ndata: {{source: {text_file}}}\nlora: {{rank: 2}}\n")
-    assert main(["estimate", str(recipe), "--json", str(figures)]) == 0
-    found = json.loads(figures.read_text())
+    assert main(["estimate", str(recipe), "--json", str(file)]) == 0
+    figures = json.loads(file.read_text())
     adapters = 4 * 2 * (4 * (16 + 16) + 2 * (16 + 64))  # blocks, rank, (in + out) of each target
-    assert found["trainable"] == found["by_part"]["adapters"] == adapters
-    moments = found["memory"]["phases"].values()
-    assert {parts["optimizer"] for parts in moments} == {8 * adapters}
-    assert {parts["weights"] for parts in moments} == {4 * found["parameters"]}
+    assert figures["trainable"] == figures["by_part"]["adapters"] == adapters
+    phases = figures["memory"]["phases"].values()
+    assert {parts["optimizer"] for parts in phases} == {8 * adapters}
+    assert {parts["weights"] for parts in phases} == {4 * figures["parameters"]}
     assert f"{adapters:,} trainable" in capsys.readouterr().out
 
 
-def test_what_thaws_is_counted(tiny_base, text_file, tmp_path):
-    def trained(*options):
-        figures = tmp_path / "figures.json"
+def test_estimate_counts_unfrozen_parameters(tiny_base, text_file, tmp_path):
+    def trainable(*options):
+        file = tmp_path / "figures.json"
         knobs = ["--finetune.model", str(tiny_base), "--data.source", str(text_file), *options]
         recipe = tmp_path / "empty.yaml"
         recipe.write_text("")
-        assert main(["estimate", str(recipe), *knobs, "--json", str(figures)]) == 0
-        return json.loads(figures.read_text())["trainable"]
+        assert main(["estimate", str(recipe), *knobs, "--json", str(file)]) == 0
+        return json.loads(file.read_text())["trainable"]
 
-    frozen = trained("--finetune.freeze_layers", "3")
-    half = trained("--finetune.freeze_layers", "3", "--finetune.unfreeze_every", "300")  # of 500 steps
-    assert frozen < half < trained()
+    frozen = trainable("--finetune.freeze_layers", "3")
+    half = trainable("--finetune.freeze_layers", "3", "--finetune.unfreeze_every", "300")  # of 500 steps
+    assert frozen < half < trainable()
 
 
 @pytest.mark.parametrize(
@@ -160,23 +163,23 @@ def test_what_thaws_is_counted(tiny_base, text_file, tmp_path):
         (["RECIPE", "--config_file", "CPU_DDP", "--train.tokens_per_step", "64"], "× 2 processes = 128; nearest: 128"),
     ],
 )
-def test_mistakes_are_one_line(capsys, write_recipe, options, complaint):
+def test_estimate_mistakes_are_one_line(capsys, write_recipe, options, complaint):
     configs = {"CPU_DDP": "cpu_ddp", "ZERO": "deepspeed_zero2"}
     names = {name: str(ROOT / "accelerate_configs" / f"{config}.yaml") for name, config in configs.items()}
     names["RECIPE"] = str(write_recipe())
     assert main(["estimate", *(names.get(option, option) for option in options)]) == 2
-    said = capsys.readouterr()
-    assert complaint in said.err
-    assert said.err.removesuffix("1 problem; nothing was started.\n").count("\n") == 1
-    assert not said.out
+    captured = capsys.readouterr()
+    assert complaint in captured.err
+    assert captured.err.removesuffix("1 problem; nothing was started.\n").count("\n") == 1
+    assert not captured.out
 
 
-def test_it_needs_no_launch(capsys, monkeypatch, write_recipe):
+def test_estimate_refuses_a_launcher(capsys, monkeypatch, write_recipe):
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["estimate", str(write_recipe())]) == 2
     assert "needs no launch" in capsys.readouterr().err
 
 
-def test_an_estimate_is_plain_figures(write_recipe):
-    found = estimate(load_config(write_recipe()), Placement())
-    assert json.loads(json.dumps(dataclasses.asdict(found)))["recipe"] == "tiny"
+def test_estimate_is_json_serializable(write_recipe):
+    figures = estimate(load_config(write_recipe()), Placement())
+    assert json.loads(json.dumps(dataclasses.asdict(figures)))["recipe"] == "tiny"

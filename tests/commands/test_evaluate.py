@@ -1,4 +1,4 @@
-"""`evaluate` as a user runs it: what it prints and writes, on one process and on two, and what it refuses."""
+"""The `evaluate` command: output, JSON, two processes, mistakes."""
 
 import hashlib
 import json
@@ -28,24 +28,24 @@ def measure(capsys, *arguments: object) -> str:
     return out
 
 
-def test_text_is_measured_and_written_down(capsys, letter_model, text, tmp_path):
+def test_evaluate_text_prints_and_writes_figures(capsys, letter_model, text, tmp_path):
     output = tmp_path / "results.json"
     out = measure(capsys, letter_model, "--data", text, "--stride", 8, "--output", output)
-    written = json.loads(output.read_text())
-    figures = written["text"]
+    results = json.loads(output.read_text())
+    figures = results["text"]
     assert f"loss           {figures['loss']:.4f} ± {figures['loss_standard_error']:.4f} nats per token" in out
     assert f"perplexity     {figures['perplexity']:.2f} ± " in out
     assert f"bits per byte  {figures['bits_per_byte']:.4f} ± " in out
     assert "1 document, 1,480 tokens, 1,480 bytes" in out
     assert f"written: {output}" in out
-    assert written["model"]["sha256"] == hashlib.sha256((letter_model / "model.safetensors").read_bytes()).hexdigest()
+    assert results["model"]["sha256"] == hashlib.sha256((letter_model / "model.safetensors").read_bytes()).hexdigest()
     assert figures["data_revision"] == f"sha256:{hashlib.sha256(text.read_bytes()).hexdigest()}"
     assert (figures["block_size"], figures["stride"]) == (32, 8)
-    assert {"torch", "transformers", "nanogpt_hf"} <= written["versions"].keys()
+    assert {"torch", "transformers", "nanogpt_hf"} <= results["versions"].keys()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_a_run_on_its_prepared_data_has_the_loss_that_training_saw(capsys, write_recipe, tmp_path, forget_accelerate):
+def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp_path, forget_accelerate):
     config = load_config(write_recipe(eval__tokens="all"))
     prepare(config)
     state = loop.train(config, RunFolder(tmp_path / "run"))
@@ -58,16 +58,16 @@ def test_a_run_on_its_prepared_data_has_the_loss_that_training_saw(capsys, write
 
 
 @pytest.mark.long
-def test_two_processes_give_the_answer_of_one(capsys, letter_model, letter_tasks, text, tmp_path, root):
-    given = [letter_model, "--data", text, "--stride", 5, "--tasks", ",".join(letter_tasks), "--batch-size", 3]
-    out = measure(capsys, *given, "--output", tmp_path / "one.json")
+def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, tmp_path, root):
+    arguments = [letter_model, "--data", text, "--stride", 5, "--tasks", ",".join(letter_tasks), "--batch-size", 3]
+    out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
     config = root / "accelerate_configs" / "cpu_ddp.yaml"
     launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-    command = [*launcher, root / "cli.py", "evaluate", *given, "--output", tmp_path / "two.json"]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("on task letters") == 1
+    command = [*launcher, root / "cli.py", "evaluate", *arguments, "--output", tmp_path / "two.json"]
+    completed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.count("on task letters") == 1
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["machine"].startswith("2 × ")
     numbers = [name for name, value in one["text"].items() if isinstance(value, float)]
@@ -94,22 +94,22 @@ def test_two_processes_give_the_answer_of_one(capsys, letter_model, letter_tasks
         (["--tasks", "x", "--data.split", "test"], "--data.split: describes a text"),
     ],
 )
-def test_mistakes_are_one_clear_line(capsys, letter_model, text, arguments, message):
-    given = [str(text) if word == "TEXT" else word for word in arguments]
-    assert main(["evaluate", str(letter_model), *given]) == 2
+def test_evaluate_mistakes_are_one_line(capsys, letter_model, text, arguments, message):
+    arguments = [str(text) if word == "TEXT" else word for word in arguments]
+    assert main(["evaluate", str(letter_model), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_nanogpts_own_model_has_its_known_loss(capsys, shared, tmp_path):
+def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
     checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
     assert (
         main(["import-nanogpt", str(checkpoint / "ckpt.pt"), str(model), "--meta", str(checkpoint / "meta.pkl")]) == 0
     )
-    whole = (shared / "data" / "tinyshakespeare.txt").read_text()
-    (tmp_path / "validation.txt").write_text(whole[int(len(whole) * 0.9) :])
+    text = (shared / "data" / "tinyshakespeare.txt").read_text()
+    (tmp_path / "validation.txt").write_text(text[int(len(text) * 0.9) :])
     capsys.readouterr()
     measure(capsys, model, "--data", tmp_path / "validation.txt", "--batch-size", 64, "--output", tmp_path / "out.json")
     figures = json.loads((tmp_path / "out.json").read_text())["text"]

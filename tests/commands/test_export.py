@@ -1,4 +1,4 @@
-"""export as a user types it; what it writes opens where this package is not installed."""
+"""The `export` command; the folders open without this package."""
 
 import importlib.util
 import json
@@ -39,33 +39,33 @@ def save(folder, tokenizer=True, config=CONFIG) -> GPTForCausalLM:
 
 def export(capsys, *arguments: object) -> list[str]:
     assert main(["export", *map(str, arguments)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    return [line for line in said if not line.startswith("[")]  # deepspeed's, where it is installed
+    lines = capsys.readouterr().out.splitlines()
+    return [line for line in lines if not line.startswith("[")]  # printed by DeepSpeed if it is installed
 
 
-def test_a_model_is_written_anew_and_the_difference_said(capsys, tmp_path):
+def test_export_prints_difference_of_logits(capsys, tmp_path):
     model = save(tmp_path / "model")
-    said = export(capsys, tmp_path / "model", tmp_path / "out")
-    assert said[0] == f"{tmp_path / 'out'}: {tmp_path / 'model'} as plain GPT-2, float32"
-    assert said[1] == "  model.safetensors, 0.0 MB"
-    assert said[2].startswith("  opened again with transformers: logits up to ")
-    assert float(said[2].rpartition(" ")[2]) < 1e-5
+    lines = export(capsys, tmp_path / "model", tmp_path / "out")
+    assert lines[0] == f"{tmp_path / 'out'}: {tmp_path / 'model'} as plain GPT-2, float32"
+    assert lines[1] == "  model.safetensors, 0.0 MB"
+    assert lines[2].startswith("  opened again with transformers: logits up to ")
+    assert float(lines[2].rpartition(" ")[2]) < 1e-5
     assert (tmp_path / "out" / "README.md").read_text() == "the card"
-    opened = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    torch.testing.assert_close(logits_of(opened), logits_of(model), atol=1e-5, rtol=0)
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    torch.testing.assert_close(logits_of(exported), logits_of(model), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize(("option", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
-def test_half_precision_in_several_files(capsys, tmp_path, option, dtype):
+def test_export_half_precision_in_shards(capsys, tmp_path, option, dtype):
     save(tmp_path / "model")
-    said = export(capsys, tmp_path / "model", tmp_path / "out", "--dtype", option, "--max-shard-size", "5KB")
-    assert 0 < float(said[2].rpartition(" ")[2]) < 0.5
+    lines = export(capsys, tmp_path / "model", tmp_path / "out", "--dtype", option, "--max-shard-size", "5KB")
+    assert 0 < float(lines[2].rpartition(" ")[2]) < 0.5
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
     assert {weight.dtype for weight in AutoModelForCausalLM.from_pretrained(tmp_path / "out").parameters()} == {dtype}
 
 
-def test_a_weight_too_large_for_half_precision_is_said(capsys, tmp_path):
+def test_export_refuses_weight_too_large_for_fp16(capsys, tmp_path):
     model = save(tmp_path / "model")
     model.transformer.wpe.weight.data[0, 0] = 1e6
     write_model_folder(tmp_path / "model", CONFIG, model.state_dict(), None, None)
@@ -74,7 +74,7 @@ def test_a_weight_too_large_for_half_precision_is_said(capsys, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_an_export_that_computes_something_else_is_not_left_behind(tmp_path, monkeypatch):
+def test_export_with_other_logits_is_removed(tmp_path, monkeypatch):
     save(tmp_path / "model")
     wrong = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     wrong.transformer.ln_f.weight.data += 0.01
@@ -84,10 +84,10 @@ def test_an_export_that_computes_something_else_is_not_left_behind(tmp_path, mon
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
-def test_a_model_without_a_tokenizer_is_exported_without_one(capsys, tmp_path):
+def test_export_without_tokenizer(capsys, tmp_path):
     save(tmp_path / "model", tokenizer=False)
-    said = export(capsys, tmp_path / "model", tmp_path / "out")
-    assert said[-1] == f"  no tokenizer: {tmp_path / 'model'} has none"
+    lines = export(capsys, tmp_path / "model", tmp_path / "out")
+    assert lines[-1] == f"  no tokenizer: {tmp_path / 'model'} has none"
     assert not list((tmp_path / "out").glob("tokenizer*"))
 
 
@@ -108,7 +108,7 @@ for folder, (ids, logits, text_ids) in expected.items():
 
 
 @pytest.mark.long
-def test_every_kind_of_model_folder_opens_in_a_process_without_this_package(capsys, tmp_path, write_recipe):
+def test_model_folders_open_without_this_package(capsys, tmp_path, write_recipe):
     run = tmp_path / "run"
     assert main(["pretrain", str(write_recipe()), "--run-dir", str(run)]) == 0
     folders = [run / "best", run / "final"]
@@ -116,7 +116,7 @@ def test_every_kind_of_model_folder_opens_in_a_process_without_this_package(caps
         folders.append(tmp_path / f"exported{len(options)}")
         export(capsys, run, folders[-1], *options)
     gpt2 = GPTConfig(**CONFIG.to_diff_dict() | {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256})
-    folders.append(tmp_path / "gpt2")  # what import-nanogpt writes of a model with GPT-2's vocabulary
+    folders.append(tmp_path / "gpt2")  # as written by import-nanogpt with GPT-2's vocabulary
     write_model_folder(folders[-1], gpt2, GPTForCausalLM(gpt2).state_dict(), gpt2_tokenizer().hf, "")
     expected = {}
     for folder in folders:
@@ -124,11 +124,11 @@ def test_every_kind_of_model_folder_opens_in_a_process_without_this_package(caps
         ids = encode_ordinary(load_tokenizer(folder), "a cat")
         expected[str(folder)] = fixed_input(model.config), logits_of(model), ids
     torch.save(expected, tmp_path / "expected.pt")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", OPEN, str(tmp_path / "expected.pt")], capture_output=True, text=True, cwd=tmp_path
     )
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    assert completed.returncode == 0, completed.stderr
+    lines = [line.split() for line in completed.stdout.splitlines()]
     assert len(lines) == 5
     for kind, difference in lines:
         assert kind == "GPT2LMHeadModel"
@@ -143,18 +143,18 @@ def test_every_kind_of_model_folder_opens_in_a_process_without_this_package(caps
         (["--train.seed", "3"], "--train.seed: this command reads no recipe and has no knobs"),
     ],
 )
-def test_mistakes_on_the_command_line_are_one_clear_line(capsys, tmp_path, options, message):
+def test_export_mistakes_are_one_line(capsys, tmp_path, options, message):
     assert main(["export", str(tmp_path), str(tmp_path / "out"), *options]) == 2
     err = capsys.readouterr().err
     assert message in err
     assert err.count("\n") == 1
 
 
-def test_a_folder_that_is_full_or_no_model_is_one_clear_line(capsys, tmp_path):
+def test_export_refuses_existing_output_and_folder_without_model(capsys, tmp_path):
     save(tmp_path / "model")
     for model, out, message in (
         ("model", "model", "model: exists already; choose another OUT, or remove it first"),
-        ("nothing", "out", "nothing: no such folder; a path is not looked up on the Hub"),
+        ("missing", "out", "missing: no such folder; a path is not looked up on the Hub"),
         (".", "out", "not a model folder"),
     ):
         assert main(["export", str(tmp_path / model), str(tmp_path / out)]) == 2
@@ -163,36 +163,36 @@ def test_a_folder_that_is_full_or_no_model_is_one_clear_line(capsys, tmp_path):
 
 
 @pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnxscript")])
-def test_a_format_whose_package_is_missing_says_how_to_get_it(capsys, tmp_path, monkeypatch, kind, package):
-    find = importlib.util.find_spec
-    gone = ("gguf", "onnx", "onnxscript", "onnxruntime")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in gone else find(name, *a))
+def test_export_format_without_package_names_the_extra(capsys, tmp_path, monkeypatch, kind, package):
+    find_spec = importlib.util.find_spec
+    missing = ("gguf", "onnx", "onnxscript", "onnxruntime")
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in missing else find_spec(name, *a))
     assert main(["export", str(tmp_path), str(tmp_path / "out"), "--format", kind]) == 2
     err = capsys.readouterr().err
     assert package in err
     assert f"run `pip install 'nanogpt_hf[{kind}]'`" in err
 
 
-def test_gguf(capsys, tmp_path):
+def test_export_gguf(capsys, tmp_path):
     pytest.importorskip("gguf", reason="the package gguf is not installed")
     save(tmp_path / "model")
-    said = export(capsys, tmp_path / "model", tmp_path / "out", "--format", "gguf")
-    assert said[1].startswith("  model.gguf, ")
-    assert float(said[2].rpartition(" ")[2]) < 1e-5
-    assert said[3].startswith("  readers of GGUF compute the tanh form of GELU, this model has the exact one")
-    assert 0 < float(said[3].rpartition(" ")[2]) < 0.1
-    assert main(["sample", str(tmp_path / "out")]) == 2  # a folder for other programs: said, no traceback
+    lines = export(capsys, tmp_path / "model", tmp_path / "out", "--format", "gguf")
+    assert lines[1].startswith("  model.gguf, ")
+    assert float(lines[2].rpartition(" ")[2]) < 1e-5
+    assert lines[3].startswith("  readers of GGUF compute the tanh form of GELU, this model has the exact one")
+    assert 0 < float(lines[3].rpartition(" ")[2]) < 0.1
+    assert main(["sample", str(tmp_path / "out")]) == 2  # a folder for other programs: one line, no traceback
     assert "cannot be loaded as a GPT-2 model" in capsys.readouterr().err
 
 
 @pytest.mark.long
-def test_onnx(capsys, tmp_path):
+def test_export_onnx(capsys, tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
     save(tmp_path / "model")
     assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "onnx", "--dtype", "bf16"]) == 2
     assert "--dtype: an ONNX graph is written in float32 only" in capsys.readouterr().err
-    said = export(capsys, tmp_path / "model", tmp_path / "out", "--format", "onnx")
-    assert said[1].startswith("  model.onnx, ")
-    assert said[2].startswith("  opened again with onnxruntime: ")
-    assert float(said[2].rpartition(" ")[2]) < 1e-4
+    lines = export(capsys, tmp_path / "model", tmp_path / "out", "--format", "onnx")
+    assert lines[1].startswith("  model.onnx, ")
+    assert lines[2].startswith("  opened again with onnxruntime: ")
+    assert float(lines[2].rpartition(" ")[2]) < 1e-4

@@ -1,4 +1,4 @@
-"""What becomes of failures that no command expects: one line and status 2, or the traceback of a bug."""
+"""Errors outside a command's own checks: one line and status 2, or the traceback of a bug."""
 
 import io
 import json
@@ -32,7 +32,7 @@ def complaint(capsys, *arguments) -> str:
     return err.rstrip("\n")
 
 
-def test_a_failure_of_the_system_is_one_line_and_its_traceback_is_for_debugging(capsys, monkeypatch):
+def test_os_error_is_one_line_and_traceback_with_log_level_debug(capsys, monkeypatch):
     fail_with(monkeypatch, FileNotFoundError(2, "No such file or directory", "/gone"))
     assert complaint(capsys, "prepare", "r.yaml") == "/gone: No such file or directory"
     assert main(["prepare", "r.yaml", "--log-level", "debug"]) == 2
@@ -41,27 +41,27 @@ def test_a_failure_of_the_system_is_one_line_and_its_traceback_is_for_debugging(
     assert err.endswith("\n/gone: No such file or directory\n")
 
 
-def test_a_bug_keeps_its_traceback(monkeypatch):
+def test_bug_keeps_its_traceback(monkeypatch):
     fail_with(monkeypatch, TypeError("a bug"))
     with pytest.raises(TypeError, match="a bug"):
         main(["prepare", "r.yaml"])
 
 
-def test_a_failure_of_another_process_is_told_with_its_rank(capsys, monkeypatch):
+def test_error_of_another_process_names_its_rank(capsys, monkeypatch):
     monkeypatch.setenv("RANK", "3")
     monkeypatch.setenv("LOCAL_RANK", "3")
     fail_with(monkeypatch, OSError(28, "No space left on device", "/data/x"))
     assert complaint(capsys, "prepare", "r.yaml") == "[rank 3] /data/x: No space left on device"
 
 
-def test_an_endless_message_is_cut(capsys, monkeypatch):
+def test_long_message_is_truncated(capsys, monkeypatch):
     fail_with(monkeypatch, OSError("x" * 10**6))
     assert len(complaint(capsys, "prepare", "r.yaml")) < 3000
     assert len(complaint(capsys, "report", "x/" * 10**5)) < 3000
 
 
 @pytest.mark.parametrize(
-    "words",
+    "arguments",
     [
         ["pretrain", "R", "--run-dir", "X"],
         ["doctor", "--run-dir", "X"],
@@ -71,33 +71,33 @@ def test_an_endless_message_is_cut(capsys, monkeypatch):
         ["import-nanogpt", "X", "out"],
         ["push", "X", "me/model"],
     ],
-    ids=lambda words: words[0],
+    ids=lambda arguments: arguments[0],
 )
-def test_a_name_that_is_too_long_is_one_line_everywhere(capsys, tmp_path, monkeypatch, write_recipe, words):
+def test_too_long_path_is_one_line(capsys, tmp_path, monkeypatch, write_recipe, arguments):
     monkeypatch.chdir(tmp_path)
-    words = [{"X": "a" * 300, "R": str(write_recipe())}.get(word, word) for word in words]
-    assert "File name too long" in complaint(capsys, *words)
+    arguments = [{"X": "a" * 300, "R": str(write_recipe())}.get(argument, argument) for argument in arguments]
+    assert "File name too long" in complaint(capsys, *arguments)
     assert not [path for path in tmp_path.iterdir() if path.name not in ("tiny.yaml", "data")]
 
 
 @pytest.mark.parametrize(
-    "words", [["pretrain", "R", "--run-dir", ""], ["sample", ""], ["estimate", "R", "--json", ""], ["compare", ""]]
+    "arguments", [["pretrain", "R", "--run-dir", ""], ["sample", ""], ["estimate", "R", "--json", ""], ["compare", ""]]
 )
-def test_an_empty_path_is_no_default(capsys, write_recipe, words):
-    words = [str(write_recipe()) if word == "R" else word for word in words]
-    said = complaint(capsys, *words)
-    assert said.endswith(": expected a path or a name, got nothing") or ": is a folder; name a file" in said
+def test_empty_path_is_refused(capsys, write_recipe, arguments):
+    arguments = [str(write_recipe()) if argument == "R" else argument for argument in arguments]
+    error_line = complaint(capsys, *arguments)
+    assert error_line.endswith(": expected a path or a name, got nothing") or ": is a folder; name a file" in error_line
 
 
-def test_arguments_that_are_not_utf_8_are_refused(capsys):
+def test_arguments_must_be_utf8(capsys):
     assert "not UTF-8" in complaint(capsys, "report", b"run\xff".decode("utf-8", "surrogateescape"))
 
 
-def test_the_home_folder_is_found_in_every_path(capsys, tmp_path, monkeypatch, write_recipe):
+def test_tilde_is_expanded_in_every_path(capsys, tmp_path, monkeypatch, write_recipe):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    words = ["pretrain", str(write_recipe(train__max_steps=2, eval__every=1)), "--run-dir", "~/a run", "-q"]
-    assert main(words) == 0
+    arguments = ["pretrain", str(write_recipe(train__max_steps=2, eval__every=1)), "--run-dir", "~/a run", "-q"]
+    assert main(arguments) == 0
     assert (tmp_path / "a run" / "final").is_dir()
     assert main(["sample", "~/a run", "--max-new-tokens", "1"]) == 0
     assert main(["report", "~/a run", "--output", "~/page.html"]) == 0
@@ -105,7 +105,7 @@ def test_the_home_folder_is_found_in_every_path(capsys, tmp_path, monkeypatch, w
     assert not Path("~").exists()
 
 
-def test_what_to_do_next_can_be_pasted_and_names_no_file_that_is_not_there(capsys, tmp_path, monkeypatch, write_recipe):
+def test_next_command_is_quoted_and_files_exist(capsys, tmp_path, monkeypatch, write_recipe):
     monkeypatch.chdir(tmp_path)
     recipe = write_recipe(train__max_steps=2, eval__every=2, tracking__every=5)
     assert main(["pretrain", str(recipe), "--run-dir", "a run"]) == 0
@@ -115,7 +115,7 @@ def test_what_to_do_next_can_be_pasted_and_names_no_file_that_is_not_there(capsy
     assert f"report   {Path('a run', 'report.html')}" in out
 
 
-def test_a_run_folder_that_goes_away_ends_the_run_in_one_line(capsys, tmp_path, monkeypatch, write_recipe):
+def test_run_folder_moved_during_run_is_one_line(capsys, tmp_path, monkeypatch, write_recipe):
     keep = Tracking._append
 
     def keep_and_move(self, values: Event) -> None:
@@ -125,24 +125,22 @@ def test_a_run_folder_that_goes_away_ends_the_run_in_one_line(capsys, tmp_path, 
 
     monkeypatch.setattr(Tracking, "_append", keep_and_move)
     recipe = write_recipe(eval__every=100, checkpoint__every=100)
-    said = complaint(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
-    assert said == f"{tmp_path / 'run' / 'metrics.jsonl'}: cannot be written: No such file or directory"
+    error_line = complaint(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
+    assert error_line == f"{tmp_path / 'run' / 'metrics.jsonl'}: cannot be written: No such file or directory"
     assert not (tmp_path / "run").exists()
 
 
-def test_too_little_memory_of_the_machine_names_the_knobs_and_leaves_nothing(
-    capsys, monkeypatch, tmp_path, write_recipe
-):
-    def full(*arguments, **options):
+def test_out_of_cpu_memory_names_knobs_and_writes_nothing(capsys, monkeypatch, tmp_path, write_recipe):
+    def allocate(*arguments, **options):
         torch.empty(10**15)
 
-    monkeypatch.setattr("nanogpt_hf.training.micro_batch.train_step", full)
-    said = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
-    assert "activations of 4 sequences about 0.0 GB. train.micro_batch_size 2 saves" in said
+    monkeypatch.setattr("nanogpt_hf.training.micro_batch.train_step", allocate)
+    error_line = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
+    assert "activations of 4 sequences about 0.0 GB. train.micro_batch_size 2 saves" in error_line
     assert not (tmp_path / "run").exists()
 
 
-def test_a_live_run_is_seen_before_its_first_checkpoint_is_missed(capsys, tmp_path, write_recipe):
+def test_run_in_progress_is_refused_before_missing_checkpoint(capsys, tmp_path, write_recipe):
     (tmp_path / "run").mkdir()
     hold = (
         "import sys; from nanogpt_hf.runs.folder import RunFolder; run = RunFolder(sys.argv[1]);"
@@ -152,11 +150,11 @@ def test_a_live_run_is_seen_before_its_first_checkpoint_is_missed(capsys, tmp_pa
         [sys.executable, "-c", hold, tmp_path / "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         other.stdout.readline()
-        said = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run", "--resume")
+        error_line = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run", "--resume")
         other.communicate(b"\n")
-    assert "is training in it" in said
-    if "(pid" in said:  # where the kernel lists it
-        assert f"(pid {other.pid})" in said
+    assert "is training in it" in error_line
+    if "(pid" in error_line:  # where the kernel lists it
+        assert f"(pid {other.pid})" in error_line
     with filelock.FileLock(tmp_path / "run" / ".lock", timeout=0):
         pass  # asking has left no lock
 
@@ -171,23 +169,23 @@ def test_a_terminal_without_the_character_gets_an_escape(monkeypatch, encoding):
     assert "\\u2603" in raw.getvalue().decode(encoding)
 
 
-def test_samples_are_bounded_before_anything_is_allocated(capsys, letter_model):
-    said = complaint(capsys, "sample", letter_model, "--num-samples", 10**9)
-    assert "must be at least 1 and at most 10000" in said
+def test_number_of_samples_is_bounded(capsys, letter_model):
+    error_line = complaint(capsys, "sample", letter_model, "--num-samples", 10**9)
+    assert "must be at least 1 and at most 10000" in error_line
 
 
 def test_a_trace_that_cannot_be_written_is_not_called_written(capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    said = complaint(capsys, "bench", "--profile", tmp_path)
-    assert "is a folder" in said
+    error_line = complaint(capsys, "bench", "--profile", tmp_path)
+    assert "is a folder" in error_line
 
 
-def test_more_processes_than_a_machine_can_hold_are_not_started(capsys, write_recipe):
-    words = ["bench", write_recipe(), "--scaling", "weak", "--processes", "1,100000"]
-    assert "too many for this machine's" in complaint(capsys, *words)
+def test_bench_scaling_refuses_too_many_processes(capsys, write_recipe):
+    arguments = ["bench", write_recipe(), "--scaling", "weak", "--processes", "1,100000"]
+    assert "too many for this machine's" in complaint(capsys, *arguments)
 
 
-def test_deep_json_beside_a_run_is_left_out(capsys, tmp_path):
+def test_deeply_nested_json_is_skipped(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1}) + "\n" + "[" * 100_000 + "\n")
     (tmp_path / "machine.json").write_text("[" * 100_000)
     assert main(["report", str(tmp_path)]) == 0
@@ -198,11 +196,11 @@ def test_deep_json_beside_a_run_is_left_out(capsys, tmp_path):
     assert complaint(capsys, "report", tmp_path) == f"{tmp_path / 'metrics.jsonl'}: Is a directory"
 
 
-def test_a_reference_with_nonsense_in_it_is_refused(capsys, tmp_path):
+def test_invalid_reference_is_refused(capsys, tmp_path):
     (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "val/loss": 1.0}) + "\n")
     rows = {"step": [1], "mean": [1], "low": [1], "high": [1]}
     for damage in ({"step": ["a"]}, {"mean": []}, {"low": [None]}, {"high": 3}):
         tree = {"name": "x", "experiment": {}, "curves": {"val/loss": rows | damage}}
         (tmp_path / "reference.json").write_text(json.dumps(tree))
-        said = complaint(capsys, "compare", tmp_path, "--reference", tmp_path / "reference.json")
-        assert "not a reference curve" in said
+        error_line = complaint(capsys, "compare", tmp_path, "--reference", tmp_path / "reference.json")
+        assert "not a reference curve" in error_line

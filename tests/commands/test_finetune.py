@@ -1,4 +1,4 @@
-"""finetune as a user types it: with no recipe, with one, and with mistakes that end before anything is written."""
+"""The `finetune` command: without a recipe, with one, and mistakes that write nothing."""
 
 import json
 import math
@@ -36,7 +36,7 @@ SHORT = {
 
 
 @pytest.fixture(autouse=True)
-def here(tmp_path, monkeypatch, text_file):
+def working_folder(tmp_path, monkeypatch, text_file):
     monkeypatch.chdir(tmp_path)
     shutil.copy(text_file, "my.txt")
     return tmp_path
@@ -48,9 +48,11 @@ def run(tiny_base, tmp_path, forget_accelerate):
 
     def run(*arguments: object, name: str = "run", **overrides) -> RunFolder:
         knobs = SHORT | {key.replace("__", "."): value for key, value in overrides.items()}
-        words = [word for key, value in knobs.items() for word in (f"--{key}", str(value))]
+        options = [option for key, value in knobs.items() for option in (f"--{key}", str(value))]
         forget_accelerate()
-        status = main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", name, *words, *arguments])
+        status = main(
+            ["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", name, *options, *arguments]
+        )
         assert status == 0
         return RunFolder(tmp_path / name)
 
@@ -58,15 +60,24 @@ def run(tiny_base, tmp_path, forget_accelerate):
 
 
 def losses(run: RunFolder) -> dict[int, float]:
-    found = {event["step"]: event["val/loss"] for event in read_metrics(run) if "val/loss" in event}
-    assert len(found) > 1
-    return found
+    losses_by_step = {event["step"]: event["val/loss"] for event in read_metrics(run) if "val/loss" in event}
+    assert len(losses_by_step) > 1
+    return losses_by_step
 
 
 def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     arguments = ["--from", str(tiny_base), "--data", "my.txt", "--freeze-layers", "2"]
-    few = ["--train.max_steps", "10", "--eval.every", "5", "--eval.samples", "[The cat]", "--eval.sample_tokens", "12"]
-    assert main(["finetune", *arguments, *few]) == 0
+    options = [
+        "--train.max_steps",
+        "10",
+        "--eval.every",
+        "5",
+        "--eval.samples",
+        "[The cat]",
+        "--eval.sample_tokens",
+        "12",
+    ]
+    assert main(["finetune", *arguments, *options]) == 0
     run = RunFolder(tmp_path / "runs" / "tiny-gpt2-my")
     config = load_config(run.recipe)
     assert (config.optim.learning_rate, config.optim.min_learning_rate) == (6e-5, 6e-6)
@@ -83,30 +94,30 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     assert samples[0] != samples[10]
     assert losses(run)[10] < losses(run)[0]
 
-    # the run folder's recipe is the same run
-    assert main(["finetune", str(run.recipe), "--run-dir", "again"]) == 0
-    again = RunFolder(tmp_path / "again")
-    assert (again.final / "model.safetensors").read_bytes() == (run.final / "model.safetensors").read_bytes()
-    assert samples == {event["step"]: event["samples"] for event in read_metrics(again) if "samples" in event}
+    # the run folder's recipe gives the same run
+    assert main(["finetune", str(run.recipe), "--run-dir", "repeated"]) == 0
+    repeated = RunFolder(tmp_path / "repeated")
+    assert (repeated.final / "model.safetensors").read_bytes() == (run.final / "model.safetensors").read_bytes()
+    assert samples == {event["step"]: event["samples"] for event in read_metrics(repeated) if "samples" in event}
 
 
 @pytest.mark.parametrize("extra", [("--lora", "2"), ("--freeze-layers", "4")], ids=["lora", "frozen"])
-def test_it_lowers_the_validation_loss(run, extra):
+def test_finetune_lowers_validation_loss(run, extra):
     result = losses(run(*extra))
     assert result[12] < result[0] - 0.005
 
 
-def test_a_shorter_block_crops_the_positions(run):
+def test_shorter_block_crops_positions(run):
     model = GPT2LMHeadModel.from_pretrained(run(data__block_size=8, train__tokens_per_step=256).final)
     assert model.config.n_positions == model.transformer.wpe.weight.shape[0] == 8
 
 
-def test_it_goes_on_from_a_run_folder_of_ours_and_that_keeps_its_form(run, tmp_path, make_recipe, forget_accelerate):
+def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe, forget_accelerate):
     recipe = make_recipe(tmp_path / "first.yaml", model__dropout=0.0)
     assert main(["pretrain", str(recipe)]) == 0
     forget_accelerate()
-    words = [word for key, value in (SHORT | {"train.max_steps": 2}).items() for word in (f"--{key}", str(value))]
-    assert main(["finetune", "--from", "runs/first", "--data", "my.txt", *words]) == 0
+    options = [option for key, value in (SHORT | {"train.max_steps": 2}).items() for option in (f"--{key}", str(value))]
+    assert main(["finetune", "--from", "runs/first", "--data", "my.txt", *options]) == 0
     second = RunFolder(tmp_path / "runs" / "first-my")
     config = load_config(second.recipe)
     assert config.finetune.model == "runs/first/best"
@@ -116,23 +127,23 @@ def test_it_goes_on_from_a_run_folder_of_ours_and_that_keeps_its_form(run, tmp_p
     assert len(AutoTokenizer.from_pretrained(second.final)) == model.config.vocab_size
 
 
-def test_a_run_that_gets_no_better_is_stopped_and_says_so(run, capsys):
+def test_patience_stops_the_run(run, capsys):
     early = run(optim__learning_rate=3.0, optim__min_learning_rate=3.0, eval__every=1, eval__patience=3)
-    found = losses(early)
-    best = min((loss, step) for step, loss in found.items() if step)[1]
-    assert max(found) == best + 3 < 12
+    losses_by_step = losses(early)
+    best = min((loss, step) for step, loss in losses_by_step.items() if step)[1]
+    assert max(losses_by_step) == best + 3 < 12
     assert "stopped early: no better in 3 evaluations" in capsys.readouterr().out
     assert json.loads((early.newest_checkpoint() / "state.json").read_text())["step"] == best + 3
-    assert all(math.isfinite(loss) for loss in found.values())
+    assert all(math.isfinite(loss) for loss in losses_by_step.values())
 
 
 def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    found = load_file(folder / "model.safetensors")
-    assert len(found) > 10
-    return found
+    weights = load_file(folder / "model.safetensors")
+    assert len(weights) > 10
+    return weights
 
 
-def test_a_recipe_may_say_it_all_and_pretrain_sends_it_here(tiny_base, tmp_path, make_recipe, capsys):
+def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_recipe, capsys):
     tree = yaml.safe_load(make_recipe(tmp_path / "r.yaml").read_text())
     tree |= {"model": {"dropout": 0.0}, "finetune": {"model": str(tiny_base), "freeze_layers": 0}}
     del tree["data"]["tokenizer"]
@@ -146,7 +157,7 @@ def test_a_recipe_may_say_it_all_and_pretrain_sends_it_here(tiny_base, tmp_path,
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "message"),
     [
         (["--data", "my.txt"], "say what to start from: --from gpt2"),
         (["--from", "BASE"], "say which text to train on: --data my.txt"),
@@ -167,23 +178,23 @@ def test_a_recipe_may_say_it_all_and_pretrain_sends_it_here(tiny_base, tmp_path,
         (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "gpt2"], "is not the tokenizer of"),
     ],
 )
-def test_mistakes_are_one_line_and_nothing_is_written(arguments, said, tiny_base, here, capsys):
-    words = [str(tiny_base) if word == "BASE" else word for word in arguments]
-    assert main(["finetune", *words]) == 2
+def test_finetune_mistakes_are_one_line_and_write_nothing(arguments, message, tiny_base, working_folder, capsys):
+    given = [str(tiny_base) if word == "BASE" else word for word in arguments]
+    assert main(["finetune", *given]) == 2
     error = capsys.readouterr().err
-    assert said.replace("BASE", str(tiny_base)) in error
-    assert len(error.strip().splitlines()) <= 2  # the second counts the problems
-    assert sorted(path.name for path in here.iterdir()) == ["my.txt"]
+    assert message.replace("BASE", str(tiny_base)) in error
+    assert len(error.strip().splitlines()) <= 2  # the second line counts the problems
+    assert sorted(path.name for path in working_folder.iterdir()) == ["my.txt"]
 
 
-def test_a_text_with_characters_that_the_model_lacks_is_refused(tiny_base, here, capsys):
+def test_text_with_unknown_characters_is_refused(tiny_base, working_folder, capsys):
     Path("my.txt").write_text("The cat says: ¿qué?\n" * 200)
     assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt"]) == 2
     assert "the tokenizer knows no" in capsys.readouterr().err
-    assert not (here / "runs").exists()
+    assert not (working_folder / "runs").exists()
 
 
-def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
+def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     shutil.copytree(tiny_base, "bare", ignore=shutil.ignore_patterns("tokenizer*"))
     assert main(["finetune", "--from", "bare", "--data", "my.txt"]) == 2
     assert "has no tokenizer beside it" in capsys.readouterr().err
@@ -196,37 +207,37 @@ def test_a_model_without_a_tokenizer_asks_for_one(tiny_base, here, capsys):
     assert check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base.vocab_size)
 
 
-def test_another_text_or_tokenizer_is_not_mixed_up_with_prepared_data(run, tiny_base, capsys):
+def test_changed_text_is_refused(run, tiny_base, capsys):
     run(train__max_steps=1)
     Path("my.txt").write_text("Two rats sat on a mat.\n" * 300)
     assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", "other"]) == 2
     assert "my.txt has changed since it was prepared" in capsys.readouterr().err
 
 
-def test_bitsandbytes_that_is_missing_is_one_line(tiny_base, monkeypatch, capsys):
-    find = accelerator.find_spec
-    monkeypatch.setattr(accelerator, "find_spec", lambda name: None if name == "bitsandbytes" else find(name))
-    words = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
-    assert main(["finetune", *words]) == 2
+def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
+    find_spec = accelerator.find_spec
+    monkeypatch.setattr(accelerator, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    arguments = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
+    assert main(["finetune", *arguments]) == 2
     assert "bitsandbytes is not installed; run `pip install bitsandbytes`" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
-def test_a_dry_run_says_what_would_train_and_writes_nothing(tiny_base, here, capsys):
+def test_finetune_dry_run_prints_trainable_parameters(tiny_base, working_folder, capsys):
     assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--dry-run"]) == 0
     printed = capsys.readouterr().out
     adapters = 4 * (4 * 2 * (16 + 16) + 2 * 2 * (16 + 64))
     assert f"trains {adapters:,} of " in printed
     assert "learning_rate: 0.0006" in printed
-    assert sorted(path.name for path in here.iterdir()) == ["my.txt"]
+    assert sorted(path.name for path in working_folder.iterdir()) == ["my.txt"]
 
 
-def test_a_hub_model_is_written_down_with_its_commit(tiny_base, tmp_path, monkeypatch):
+def test_hub_model_is_recorded_with_its_commit(tiny_base, tmp_path, monkeypatch):
     commit = "0123456789abcdef0123456789abcdef01234567"
-    home = tmp_path / "hub" / "models--someone--tiny"
-    shutil.copytree(tiny_base, home / "snapshots" / commit)
-    (home / "refs").mkdir()
-    (home / "refs" / "main").write_text(commit)
+    cache_folder = tmp_path / "hub" / "models--someone--tiny"
+    shutil.copytree(tiny_base, cache_folder / "snapshots" / commit)
+    (cache_folder / "refs").mkdir()
+    (cache_folder / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     config, _ = finetune_config(None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")])
     assert (config.finetune.model, config.finetune.revision) == ("someone/tiny", commit)
@@ -234,7 +245,7 @@ def test_a_hub_model_is_written_down_with_its_commit(tiny_base, tmp_path, monkey
     assert start_model(config, 7, None).config.n_layer == 4
 
 
-def test_the_shipped_recipes_say_what_nanogpt_says(tiny_base):
+def test_shipped_finetune_recipes_follow_nanogpt(tiny_base):
     config = load_config(ROOT / "recipes" / "finetune_shakespeare.yaml")
     assert config.finetune.model == "gpt2-xl"
     assert config.train.tokens_per_step == 32 * 1024
@@ -243,7 +254,7 @@ def test_the_shipped_recipes_say_what_nanogpt_says(tiny_base):
 
 
 @pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora"])
-def test_the_shipped_recipes_train(name, tiny_base, tmp_path):
+def test_shipped_finetune_recipes_train(name, tiny_base, tmp_path):
     small = {
         "finetune.model": tiny_base,
         "data.tokenizer": tiny_base,
@@ -256,12 +267,12 @@ def test_the_shipped_recipes_train(name, tiny_base, tmp_path):
         "eval.tokens": 256,
         "eval.sample_tokens": 5,
     }
-    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    assert main(["finetune", str(ROOT / "recipes" / f"{name}.yaml"), *words]) == 0
+    options = [option for key, value in small.items() for option in (f"--{key}", str(value))]
+    assert main(["finetune", str(ROOT / "recipes" / f"{name}.yaml"), *options]) == 0
     assert (tmp_path / "runs" / name / "final").is_dir()
 
 
-def test_needing_an_adapter_to_be_whole_is_said(run, tiny_base, capsys):
+def test_finetune_from_adapter_is_refused(run, tiny_base, capsys):
     run("--lora", "2", train__max_steps=1, name="adapter")
     with pytest.raises(UserError, match=r"is an adapter; merge it into a whole model first: python cli.py export"):
         finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])

@@ -1,4 +1,4 @@
-"""import-nanogpt as a user types it."""
+"""The `import-nanogpt` command."""
 
 import pickle
 
@@ -11,7 +11,7 @@ from nanogpt_hf.commands import main
 
 @pytest.fixture
 def nanogpt(tmp_path):
-    """What nanoGPT leaves behind: out/ckpt.pt and data/ with train.bin, val.bin and meta.pkl."""
+    """A folder as nanoGPT writes it: out/ckpt.pt and data/ with train.bin, val.bin and meta.pkl."""
     width, rows = 8, 4
     draw = torch.Generator().manual_seed(0)
     shapes = {"wte": (rows, width), "wpe": (16, width), "ln_f": (width,), "h.0.ln_1": (width,), "h.0.ln_2": (width,)}
@@ -35,22 +35,22 @@ def run(capsys, *arguments: object) -> tuple[int, str, str]:
     return status, *capsys.readouterr()
 
 
-def names_in(folder) -> list[str]:
+def file_names(folder) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_a_checkpoint_becomes_a_model_that_writes(capsys, nanogpt):
+def test_import_checkpoint_and_sample(capsys, nanogpt):
     out = nanogpt / "new" / "model"
     checkpoint = nanogpt / "out" / "ckpt.pt"
-    status, said, _ = run(capsys, "import-nanogpt", checkpoint, out, "--meta", nanogpt / "data" / "meta.pkl")
+    status, output, _ = run(capsys, "import-nanogpt", checkpoint, out, "--meta", nanogpt / "data" / "meta.pkl")
     assert status == 0
-    assert said.splitlines()[-4:] == [
+    assert output.splitlines()[-4:] == [
         f"{out}: a GPT-2 with 952 parameters (1 layers, 2 heads, 8 wide, 16 positions, 4 tokens)",
         "  trained with: nanoGPT",
         "  steps: 7",
         f"next: python cli.py sample {out}",
     ]
-    assert names_in(out.parent) == ["model"]
+    assert file_names(out.parent) == ["model"]
     assert "trained by nanoGPT" in (out / "README.md").read_text()
     status, text, _ = run(capsys, "sample", out, "--max-new-tokens", 20, "--prompt", "ab")
     assert status == 0
@@ -58,21 +58,21 @@ def test_a_checkpoint_becomes_a_model_that_writes(capsys, nanogpt):
     assert set(text) <= set("\nabc")
 
 
-def test_data_becomes_data_that_pretrain_takes_with_the_knobs_it_names(capsys, nanogpt, write_recipe):
+def test_import_data_and_pretrain_on_it(capsys, nanogpt, write_recipe):
     out = nanogpt / "prepared"
-    status, said, _ = run(capsys, "import-nanogpt", nanogpt / "data", out)
+    status, output, _ = run(capsys, "import-nanogpt", nanogpt / "data", out)
     assert status == 0
-    assert "  train      1 documents, 400 tokens, 1.00 bytes per token\n" in said
-    assert "  validation 1 documents, 100 tokens, 1.00 bytes per token\n" in said
-    options = said.splitlines()[-1].removeprefix("next: python cli.py pretrain RECIPE ").split()
+    assert "  train      1 documents, 400 tokens, 1.00 bytes per token\n" in output
+    assert "  validation 1 documents, 100 tokens, 1.00 bytes per token\n" in output
+    options = output.splitlines()[-1].removeprefix("next: python cli.py pretrain RECIPE ").split()
     assert options == ["--data.dir", str(out), "--data.source", str(nanogpt / "data"), "--data.tokenizer", "char"]
-    status, said, err = run(capsys, "pretrain", write_recipe(), *options, "--run-dir", nanogpt / "run")
+    status, output, err = run(capsys, "pretrain", write_recipe(), *options, "--run-dir", nanogpt / "run")
     assert status == 0, err
-    assert "is prepared already" in said
+    assert "is prepared already" in output
     assert (nanogpt / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_mistakes_are_one_clear_line_and_leave_nothing(capsys, nanogpt):
+def test_import_mistakes_are_one_line_and_write_nothing(capsys, nanogpt):
     (nanogpt / "full").mkdir()
     (nanogpt / "full" / "mine.txt").write_text("mine")
     checkpoint, data, meta = nanogpt / "out" / "ckpt.pt", nanogpt / "data", nanogpt / "data" / "meta.pkl"
@@ -98,7 +98,7 @@ def test_mistakes_are_one_clear_line_and_leave_nothing(capsys, nanogpt):
         assert sorted(nanogpt.rglob("*")) == before
 
 
-def test_an_interrupted_import_leaves_nothing(capsys, nanogpt, monkeypatch):
+def test_interrupted_import_writes_nothing(capsys, nanogpt, monkeypatch):
     def interrupted(folder, *arguments):
         (folder / "half").write_text("half")
         raise KeyboardInterrupt
@@ -107,4 +107,4 @@ def test_an_interrupted_import_leaves_nothing(capsys, nanogpt, monkeypatch):
     meta = nanogpt / "data" / "meta.pkl"
     with pytest.raises(KeyboardInterrupt):
         run(capsys, "import-nanogpt", nanogpt / "out" / "ckpt.pt", nanogpt / "new" / "model", "--meta", meta)
-    assert names_in(nanogpt) == ["data", "out"]
+    assert file_names(nanogpt) == ["data", "out"]

@@ -1,4 +1,4 @@
-"""The command line as a user meets it: help, mistakes, exit statuses."""
+"""The command line: help, mistakes in one line, exit statuses, run folders."""
 
 import shutil
 import subprocess
@@ -26,10 +26,10 @@ def test_help_lists_every_command(capsys):
 
 
 @pytest.mark.parametrize("command", ["prepare", "pretrain"])
-def test_help_of_a_command_lists_every_knob_with_default_and_meaning(capsys, command):
-    with pytest.raises(SystemExit) as ended:
+def test_command_help_lists_every_knob(capsys, command):
+    with pytest.raises(SystemExit) as caught:
         main([command, "--help"])
-    assert ended.value.code == 0
+    assert caught.value.code == 0
     out = capsys.readouterr().out
     assert len(KNOBS) > 40
     for key, knob in KNOBS.items():
@@ -42,7 +42,7 @@ def test_help_of_a_command_lists_every_knob_with_default_and_meaning(capsys, com
 @pytest.mark.parametrize(
     "arguments", [["--help"], ["pretrain", "--help"], ["sample", "--help"], ["pretrain", "no.yaml"]]
 )
-def test_help_and_mistakes_wait_for_no_heavy_import(root, arguments):
+def test_help_and_mistakes_import_nothing_heavy(root, arguments):
     script = (
         "import sys; sys.argv = ['cli.py', *sys.argv[1:]]\n"
         "from nanogpt_hf.commands import main\n"
@@ -51,30 +51,30 @@ def test_help_and_mistakes_wait_for_no_heavy_import(root, arguments):
         "heavy = {'torch', 'transformers', 'datasets', 'accelerate', 'numpy'} & sys.modules.keys()\n"
         "assert not heavy, heavy"
     )
-    done = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
+    completed = subprocess.run([sys.executable, "-c", script, *arguments], capture_output=True, text=True, cwd=root)
+    assert completed.returncode == 0, completed.stderr
 
 
 @pytest.mark.long
-def test_the_collector_does_not_go_through_the_libraries_over_and_over(root):
+def test_garbage_collector_skips_imported_libraries(root):
     code = """
 import atexit, gc, sys
 from nanogpt_hf.commands import entry_point
 
-atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count() > 10_000, file=sys.stderr))
+atexit.register(lambda: print("frozen at exit:", gc.get_freeze_count() > 10_000, file=sys.stderr))
 collected = []
 gc.callbacks.append(lambda phase, info: phase == "stop" and collected.append(info["generation"]))
-atexit.register(lambda: print("of everything:", collected.count(2), file=sys.stderr))
+atexit.register(lambda: print("full collections:", collected.count(2), file=sys.stderr))
 sys.argv = ["cli.py", "estimate", "recipes/quickstart.yaml"]
 entry_point()
 """
-    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
-    assert done.returncode == 0
-    assert "of everything: 0" in done.stderr
-    assert "frozen at the end: True" in done.stderr
+    completed = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True)
+    assert completed.returncode == 0
+    assert "full collections: 0" in completed.stderr
+    assert "frozen at exit: True" in completed.stderr
 
 
-def test_the_console_script_is_the_same_program(root):
+def test_console_script_equals_cli(root):
     expected = subprocess.run([sys.executable, "cli.py", "--help"], capture_output=True, text=True, cwd=root)
     script = (
         "from nanogpt_hf.commands import entry_point; import sys; sys.argv = ['nanogpt-hf', '--help']; entry_point()"
@@ -86,7 +86,7 @@ def test_the_console_script_is_the_same_program(root):
 
 
 def complaint(capsys, *arguments: str) -> str:
-    """Run something wrong: exit status 2, nothing on stdout, and the lines of the complaint."""
+    """Run a command that fails with status 2 and an empty stdout; return its stderr."""
     status, out, err = run(capsys, *arguments)
     assert status == 2
     assert out == ""
@@ -116,11 +116,11 @@ def complaint(capsys, *arguments: str) -> str:
         ),
     ],
 )
-def test_a_mistake_on_the_command_line_is_one_clear_line(capsys, arguments, line):
+def test_command_line_mistakes_are_one_line(capsys, arguments, line):
     assert complaint(capsys, *arguments) == line
 
 
-def test_all_mistakes_of_a_recipe_and_its_overrides_are_said_at_once(capsys, write_recipe):
+def test_all_mistakes_of_recipe_and_overrides_are_listed(capsys, write_recipe):
     recipe = write_recipe(optim__learnig_rate=1e-3, model__n_head=3)
     lines = complaint(capsys, "pretrain", recipe, "--train.max_steps", "ten").splitlines()
     assert lines == [
@@ -131,7 +131,7 @@ def test_all_mistakes_of_a_recipe_and_its_overrides_are_said_at_once(capsys, wri
     ]
 
 
-def test_overrides_may_stand_before_the_recipe(capsys, tmp_path, monkeypatch, write_recipe):
+def test_overrides_before_the_recipe(capsys, tmp_path, monkeypatch, write_recipe):
     monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, "pretrain", "--train.max_steps", "5", write_recipe(), "--dry-run", "--train.seed=3")
     assert status == 0
@@ -160,7 +160,7 @@ def bad_source(tmp_path, kind: str) -> str:
         ("jsonl", "rows.jsonl: line 2: no column 'text' (it has: body); set data.text_column"),
     ],
 )
-def test_text_that_is_none_is_one_clear_line_and_leaves_no_folder(
+def test_unusable_text_is_one_line_and_writes_nothing(
     capsys, tmp_path, monkeypatch, write_recipe, command, kind, message
 ):
     monkeypatch.chdir(tmp_path)
@@ -173,7 +173,7 @@ def test_text_that_is_none_is_one_clear_line_and_leaves_no_folder(
     assert not [path for path in tmp_path.rglob("*") if "partial" in path.name]
 
 
-def test_a_run_folder_that_exists_is_refused_and_left_alone(capsys, tmp_path, write_recipe):
+def test_existing_run_folder_is_refused(capsys, tmp_path, write_recipe):
     recipe, folder = write_recipe(train__max_steps=2), tmp_path / "run"
     assert run(capsys, "pretrain", recipe, "--run-dir", folder)[0] == 0
     before = {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
@@ -185,28 +185,30 @@ def test_a_run_folder_that_exists_is_refused_and_left_alone(capsys, tmp_path, wr
     assert before == {path: path.stat().st_mtime_ns for path in folder.rglob("*")}
 
 
-def test_auto_resume_starts_goes_on_and_throws_no_model_away(capsys, tmp_path, write_recipe):
-    words = ["pretrain", write_recipe(train__max_steps=2), "--run-dir", tmp_path / "run", "--auto-resume"]
-    assert complaint(capsys, *words, "--resume").startswith("--auto-resume chooses between")
-    assert run(capsys, *words)[0] == 0
-    status, out, _ = run(capsys, *words, "--train.max_steps", "4")
+def test_auto_resume_starts_resumes_and_keeps_models(capsys, tmp_path, write_recipe):
+    arguments = ["pretrain", write_recipe(train__max_steps=2), "--run-dir", tmp_path / "run", "--auto-resume"]
+    assert complaint(capsys, *arguments, "--resume").startswith("--auto-resume chooses between")
+    assert run(capsys, *arguments)[0] == 0
+    status, out, _ = run(capsys, *arguments, "--train.max_steps", "4")
     assert status == 0
     assert "resuming from" in out
-    for gone, held in (
+    for removed, contents in (
         ("checkpoints", "best/, final/, metrics up to step 4"),
         ("final", "best/, metrics up to step 4"),
         ("best", "metrics up to step 4"),
     ):
-        shutil.rmtree(tmp_path / "run" / gone)
+        shutil.rmtree(tmp_path / "run" / removed)
         before = {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-        for how in ("--auto-resume", "--resume"):
-            error = complaint(capsys, *words[:-1], how)
-            assert f"holds a run ({held}), but {tmp_path / 'run' / 'checkpoints'} has no checkpoint; if it is" in error
+        for flag in ("--auto-resume", "--resume"):
+            error = complaint(capsys, *arguments[:-1], flag)
+            assert (
+                f"holds a run ({contents}), but {tmp_path / 'run' / 'checkpoints'} has no checkpoint; if it is" in error
+            )
         assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "run").rglob("*")}
-    assert run(capsys, *words[:-1], "--overwrite")[0] == 0
+    assert run(capsys, *arguments[:-1], "--overwrite")[0] == 0
 
 
-def test_a_refused_run_leaves_the_lock_of_the_one_that_runs(capsys, tmp_path, write_recipe):
+def test_refused_run_keeps_the_lock_of_another(capsys, tmp_path, write_recipe):
     first = RunFolder(tmp_path / "run")
     first.lock()
     try:
@@ -217,15 +219,13 @@ def test_a_refused_run_leaves_the_lock_of_the_one_that_runs(capsys, tmp_path, wr
 
 
 @pytest.mark.parametrize("data", ["run", "run/data", "."])
-def test_a_run_and_its_data_do_not_lie_in_each_other(capsys, tmp_path, write_recipe, data):
+def test_run_folder_and_data_must_be_separate(capsys, tmp_path, write_recipe, data):
     error = complaint(capsys, "pretrain", write_recipe(data__dir=str(tmp_path / data)), "--run-dir", tmp_path / "run")
     assert "one is inside the other; choose two separate folders" in error
     assert not (tmp_path / "run").exists()
 
 
-def test_what_is_asked_for_and_not_installed_is_one_line_before_anything_is_written(
-    capsys, monkeypatch, tmp_path, write_recipe
-):
+def test_missing_package_is_one_line_and_writes_nothing(capsys, monkeypatch, tmp_path, write_recipe):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: None)
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
@@ -233,38 +233,36 @@ def test_what_is_asked_for_and_not_installed_is_one_line_before_anything_is_writ
     assert not (tmp_path / "run").exists()
 
 
-def test_an_accumulation_that_the_accelerate_config_states_otherwise_is_refused(
-    capsys, monkeypatch, tmp_path, write_recipe
-):
+def test_conflicting_accumulation_is_refused(capsys, monkeypatch, tmp_path, write_recipe):
     monkeypatch.setenv("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "3")
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
     assert "sets gradient_accumulation_steps 3, but train.tokens_per_step of the recipe needs 2" in error
     assert not (tmp_path / "run").exists()
 
 
-def test_out_of_memory_names_the_knobs_to_turn(capsys, monkeypatch, tmp_path, write_recipe):
-    def full(*arguments, **options):
+def test_out_of_memory_names_knobs(capsys, monkeypatch, tmp_path, write_recipe):
+    def run_out_of_memory(*arguments, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
 
-    monkeypatch.setattr("nanogpt_hf.training.loop.train", full)
+    monkeypatch.setattr("nanogpt_hf.training.loop.train", run_out_of_memory)
     status, _, err = run(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
     assert status == 2
     assert "activations of 4 sequences about 0.0 GB. train.micro_batch_size 2 saves" in err
     assert err.count("\n") == 1
 
 
-def test_a_dry_run_says_what_would_be_and_starts_nothing(capsys, tmp_path, monkeypatch, root):
+def test_dry_run_prints_sizes_and_writes_nothing(capsys, tmp_path, monkeypatch, root):
     monkeypatch.chdir(tmp_path)
     status, out, _ = run(capsys, "pretrain", root / "recipes" / "gpt2_124m.yaml", "--dry-run")
     assert status == 0
-    # 124,439,808 less the biases that nanoGPT leaves out: 12 · (3 + 1 + 4 + 1 + 1 + 1) · 768 + 768
+    # 124,439,808 without biases: 12 · (3 + 1 + 4 + 1 + 1 + 1) · 768 + 768
     assert "parameters: 124,337,664\n" in out
     assert "tokens per step: 491,520" in out
     assert "learning_rate: 0.0006" in out
     assert not list(tmp_path.iterdir())
 
 
-def test_a_broken_pipe_and_a_real_failure_are_not_swallowed(monkeypatch):
+def test_bug_is_raised(monkeypatch):
     monkeypatch.setattr("nanogpt_hf.commands.prepare.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["prepare", "recipe.yaml"])

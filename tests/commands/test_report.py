@@ -1,4 +1,4 @@
-"""The report of a run: made by training, and again on request."""
+"""report.html: written by training and by the `report` command."""
 
 import shutil
 
@@ -16,7 +16,7 @@ def trained(tmp_path_factory, make_recipe):
     return folder / "run"
 
 
-def test_a_run_ends_with_its_report_and_says_where_it_is(write_recipe, tmp_path, capsys):
+def test_training_writes_and_names_the_report(write_recipe, tmp_path, capsys):
     assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
     assert f"  report   {tmp_path / 'run' / 'report.html'}\n" in capsys.readouterr().out
     text = (tmp_path / "run" / "report.html").read_text()
@@ -24,7 +24,7 @@ def test_a_run_ends_with_its_report_and_says_where_it_is(write_recipe, tmp_path,
     assert "data:image/png;base64," in text
 
 
-def test_on_request_it_is_written_anew_there_or_elsewhere(trained, tmp_path, capsys):
+def test_report_command_writes_it_again_or_elsewhere(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "report.html").unlink()
     assert main(["report", str(run)]) == 0
@@ -34,7 +34,7 @@ def test_on_request_it_is_written_anew_there_or_elsewhere(trained, tmp_path, cap
     assert (tmp_path / "other.html").stat().st_size > 10_000
 
 
-def test_a_run_in_progress_and_one_that_lost_its_files(trained, tmp_path, capsys):
+def test_report_of_unfinished_and_damaged_run(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     for name in ("best", "final", "checkpoints"):
         shutil.rmtree(run / name)
@@ -48,7 +48,7 @@ def test_a_run_in_progress_and_one_that_lost_its_files(trained, tmp_path, capsys
     assert "n_layer: expected an integer" in (run / "report.html").read_text()
 
 
-def test_a_report_that_cannot_be_written_ends_no_run(write_recipe, tmp_path, capsys, monkeypatch):
+def test_report_error_does_not_end_the_run(write_recipe, tmp_path, capsys, monkeypatch):
     def fail(*arguments):
         raise OSError("the disk is full")
 
@@ -58,9 +58,9 @@ def test_a_report_that_cannot_be_written_ends_no_run(write_recipe, tmp_path, cap
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
 
 
-def test_mistakes_are_one_line_each(trained, tmp_path, capsys):
+def test_report_mistakes_are_one_line(trained, tmp_path, capsys):
     (tmp_path / "empty").mkdir()
-    for arguments, said in (
+    for arguments, message in (
         ([str(tmp_path / "empty")], "holds no run"),
         ([str(trained.parent / "runn")], f"no such run folder; did you mean {trained}?"),
         ([str(trained), "--train.max_steps", "3"], "this command reads no recipe and has no knobs"),
@@ -69,5 +69,5 @@ def test_mistakes_are_one_line_each(trained, tmp_path, capsys):
     ):
         assert main(["report", *arguments]) == 2
         err = capsys.readouterr().err
-        assert said in err
+        assert message in err
         assert err.count("\n") == 1

@@ -1,4 +1,4 @@
-"""Sampling as a user does it, and the generation underneath."""
+"""Generation (generate.py) and the `sample` command."""
 
 import pytest
 import torch
@@ -22,64 +22,64 @@ def model():
     return model.eval()
 
 
-def written(model, prompt=(1, 2, 3), **options) -> list[list[int]]:
-    """The new tokens, sample by sample."""
+def generate(model, prompt=(1, 2, 3), **options) -> list[list[int]]:
+    """The new tokens of each sample."""
     steps = list(generate_tokens(model, list(prompt), **{"max_new_tokens": 15, "seed": 5} | options))
     assert steps
     return [[t for t in sample if t is not None] for sample in zip(*steps, strict=True)]
 
 
-def test_greedy_tokens_are_those_of_transformers_generate(model):
-    (ours,) = written(model, temperature=0)
+def test_greedy_tokens_equal_transformers(model):
+    (ours,) = generate(model, temperature=0)
     theirs = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=15, do_sample=False, pad_token_id=0)
     assert ours == theirs[0, 3:].tolist()
 
 
-def test_the_same_seed_writes_the_same_and_another_something_else(model):
-    assert written(model) == written(model)
-    assert written(model) != written(model, seed=6)
+def test_seed_determines_the_sample(model):
+    assert generate(model) == generate(model)
+    assert generate(model) != generate(model, seed=6)
 
 
-def test_a_sample_is_the_same_however_many_are_drawn_beside_it(model):
-    four = written(model, num_samples=4)
+def test_sample_does_not_depend_on_num_samples(model):
+    four = generate(model, num_samples=4)
     assert len({tuple(sample) for sample in four}) > 1
     for i in range(4):
-        assert written(model, seed=5 + i) == [four[i]]
+        assert generate(model, seed=5 + i) == [four[i]]
 
 
-def test_top_k_and_top_p_leave_the_unlikely_out(model):
-    greedy = written(model, temperature=0)
-    assert written(model, top_k=1) == greedy
-    assert written(model, top_p=1e-6) == greedy
-    assert written(model, temperature=3.0) != greedy
+def test_top_k_and_top_p_restrict_tokens(model):
+    greedy = generate(model, temperature=0)
+    assert generate(model, top_k=1) == greedy
+    assert generate(model, top_p=1e-6) == greedy
+    assert generate(model, temperature=3.0) != greedy
 
 
-def test_writing_goes_on_past_the_models_positions(model):
-    (tokens,) = written(model, max_new_tokens=100, temperature=0)
+def test_generation_continues_beyond_n_positions(model):
+    (tokens,) = generate(model, max_new_tokens=100, temperature=0)
     assert len(tokens) == 100
-    inside, everything = written(model, max_new_tokens=21, temperature=0)[0], tokens
-    assert everything[:21] == inside
-    # each later token comes from a context of the model's own length at most
+    shorter, longer = generate(model, max_new_tokens=21, temperature=0)[0], tokens
+    assert longer[:21] == shorter
+    # each later token comes from a context of at most n_positions
     context = [1, 2, 3, *tokens[:22]][-12:]
     with torch.no_grad():
         assert model(torch.tensor([context])).logits[0, -1].argmax().item() == tokens[22]
 
 
-def test_a_prompt_longer_than_the_models_positions_keeps_its_end(model):
-    assert written(model, prompt=[9] * 50 + list(range(24)), max_new_tokens=1) == written(
+def test_long_prompt_keeps_its_end(model):
+    assert generate(model, prompt=[9] * 50 + list(range(24)), max_new_tokens=1) == generate(
         model, prompt=list(range(24)), max_new_tokens=1
     )
 
 
-def test_a_sample_ends_at_the_end_of_text_token(model):
-    (tokens,) = written(model, temperature=0)
+def test_sample_ends_at_end_of_text(model):
+    (tokens,) = generate(model, temperature=0)
     model.config.eos_token_id = tokens[4]
     first = tokens.index(tokens[4])
-    (ended,) = written(model, temperature=0)
+    (ended,) = generate(model, temperature=0)
     assert ended == tokens[:first]
 
 
-def test_characters_that_are_spread_over_tokens_come_out_whole():
+def test_text_stream_joins_characters_of_several_tokens():
     tokenizer = build_tokenizer("gpt2", ())
     text = "naïve 🙂 日本語 done"
     stream = TextStream(tokenizer.hf)
@@ -121,18 +121,18 @@ def sample(capsys, *arguments: object) -> str:
     return capsys.readouterr().out
 
 
-def test_the_command_writes_on_from_the_prompt(capsys, folder, tmp_path):
+def test_sample_continues_the_prompt(capsys, folder, tmp_path):
     out = sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30)
     assert out.startswith("abc")
     assert len(out) == 34
     assert out == sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30)
     assert out != sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30, "--seed", 1)
-    for mark in (b"", b"\xef\xbb\xbf"):  # a byte order mark is no text, as in data
-        (tmp_path / "prompt.txt").write_bytes(mark + b"abc")
+    for prefix in (b"", b"\xef\xbb\xbf"):  # a byte order mark is dropped, as in data
+        (tmp_path / "prompt.txt").write_bytes(prefix + b"abc")
         assert out == sample(capsys, folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 30)
 
 
-def test_several_samples_are_told_apart(capsys, folder):
+def test_several_samples_are_numbered(capsys, folder):
     out = sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 5, "--num-samples", 3)
     assert out.count("abc") == 3
     assert "--- sample 3 of 3 ---" in out
@@ -146,7 +146,7 @@ def test_several_samples_are_told_apart(capsys, folder):
         (["--prompt-file", "nowhere.txt"], "--prompt-file: nowhere.txt cannot be read"),
     ],
 )
-def test_mistakes_are_one_clear_line(capsys, folder, arguments, message):
+def test_sample_mistakes_are_one_line(capsys, folder, arguments, message):
     assert main(["sample", str(folder), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""
@@ -154,7 +154,7 @@ def test_mistakes_are_one_clear_line(capsys, folder, arguments, message):
     assert err.count("\n") == 1
 
 
-def test_a_run_without_a_model_yet_and_a_folder_without_any(capsys, tmp_path):
+def test_run_without_model_and_folder_without_model(capsys, tmp_path):
     assert main(["sample", str(tmp_path)]) == 2
     assert "not a model folder" in capsys.readouterr().err
     (tmp_path / "recipe.yaml").write_text("")

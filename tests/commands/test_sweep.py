@@ -1,4 +1,4 @@
-"""`sweep`: which runs it starts, skips, resumes and reports; how it ends; and on several processes."""
+"""The `sweep` command: runs that it starts, skips and resumes, its table, interruption, several processes."""
 
 import csv
 import json
@@ -25,65 +25,65 @@ def in_process(monkeypatch, forget_accelerate):
     started = []
 
     def run(self, command, environment):
-        words = command[command.index("pretrain") :]
-        started.append(Path(words[words.index("--run-dir") + 1]).name)
+        arguments = command[command.index("pretrain") :]
+        started.append(Path(arguments[arguments.index("--run-dir") + 1]).name)
         forget_accelerate()
-        return main(words)
+        return main(arguments)
 
     monkeypatch.setattr(sweep._CurrentRun, "run", run)
     return started
 
 
-def table(folder):
+def read_table(folder):
     with (folder / "sweep.csv").open(newline="") as file:
         return {row["run"]: row for row in csv.DictReader(file)}
 
 
-def test_a_sweep_trains_ordinary_runs_and_skips_them_later(write_recipe, tmp_path, in_process, capsys):
+def test_sweep_trains_runs_and_skips_finished_ones(write_recipe, tmp_path, in_process, capsys):
     recipe, folder = str(write_recipe(train__max_steps=4)), tmp_path / "sweep"
-    words = ["sweep", recipe, *RATES, "--train.seed", "1", "--sweep-dir", str(folder)]
-    assert main(words) == 0
+    arguments = ["sweep", recipe, *RATES, "--train.seed", "1", "--sweep-dir", str(folder)]
+    assert main(arguments) == 0
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02"]
     assert f"plot: {folder / 'sweep.png'}" in capsys.readouterr().out
-    rows = table(folder)
+    rows = read_table(folder)
     assert [row["status"] for row in rows.values()] == ["done", "done"]
     assert [float(row["optim.learning_rate"]) for row in rows.values()] == [0.01, 0.02]
     assert {row["steps"] for row in rows.values()} == {"4"}
     assert len({row["val_loss"] for row in rows.values()}) == 2
-    # each is what pretrain makes
-    alone = tmp_path / "alone"
-    words_alone = ["pretrain", recipe, "--optim.learning_rate", "2e-2", "--train.seed", "1", "--run-dir", str(alone)]
-    assert main(words_alone) == 0
-    weights = [(run / "final" / "model.safetensors").read_bytes() for run in (alone, folder / "learning_rate=0.02")]
+    # each run equals that of pretrain
+    single = tmp_path / "single"
+    pretrain = ["pretrain", recipe, "--optim.learning_rate", "2e-2", "--train.seed", "1", "--run-dir", str(single)]
+    assert main(pretrain) == 0
+    weights = [(run / "final" / "model.safetensors").read_bytes() for run in (single, folder / "learning_rate=0.02")]
     assert weights[0] == weights[1]
-    # again: nothing to do; with one value more: only that
-    assert main(words) == 0
+    # again: nothing to do; with another value: only its run
+    assert main(arguments) == 0
     assert len(in_process) == 2
-    assert main([*words, "--optim.learning_rate", "1e-2,2e-2,3e-2"]) == 0
+    assert main([*arguments, "--optim.learning_rate", "1e-2,2e-2,3e-2"]) == 0
     assert in_process[2:] == ["learning_rate=0.03"]
-    assert main([*words, "--overwrite"]) == 0
+    assert main([*arguments, "--overwrite"]) == 0
     assert in_process[3:] == ["learning_rate=0.01", "learning_rate=0.02"]
 
 
-def test_a_failed_run_does_not_stop_the_others(write_recipe, tmp_path, in_process, capsys):
+def test_failed_run_does_not_stop_the_sweep(write_recipe, tmp_path, in_process, capsys):
     recipe, folder = str(write_recipe(train__max_steps=3)), tmp_path / "sweep"
     blocked = folder / "learning_rate=0.01"
     blocked.mkdir(parents=True)
     (blocked / "notes.txt").write_text("not a run")
     assert main(["sweep", recipe, *RATES, "--sweep-dir", str(folder)]) == 1
     assert "is not empty and holds no run" in capsys.readouterr().err
-    assert [row["status"] for row in table(folder).values()] == ["failed (2)", "done"]
-    (blocked / "notes.txt").unlink()  # what failed is tried again
+    assert [row["status"] for row in read_table(folder).values()] == ["failed (2)", "done"]
+    (blocked / "notes.txt").unlink()  # the failed run is started again
     assert main(["sweep", recipe, *RATES, "--sweep-dir", str(folder)]) == 0
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02", "learning_rate=0.01"]
 
 
-def test_a_folder_of_another_recipe_is_refused_before_the_first_run(write_recipe, tmp_path, in_process, capsys):
+def test_sweep_folder_of_another_recipe_is_refused(write_recipe, tmp_path, in_process, capsys):
     recipe, folder = str(write_recipe(train__max_steps=2)), tmp_path / "sweep"
-    words = ["sweep", recipe, *RATES, "--sweep-dir", str(folder)]
-    assert main(words) == 0
+    arguments = ["sweep", recipe, *RATES, "--sweep-dir", str(folder)]
+    assert main(arguments) == 0
     for knob, change in (("--train.max_steps", "train.max_steps: 2 -> 3"), ("--train.seed", "train.seed: 1337 -> 3")):
-        assert main([*words, knob, "3"]) == 2
+        assert main([*arguments, knob, "3"]) == 2
         message = capsys.readouterr().err
         assert change in message
         assert message.count("\n") == 1
@@ -101,14 +101,14 @@ def test_a_folder_of_another_recipe_is_refused_before_the_first_run(write_recipe
         (["--hub.push", "best", "--hub.repo", "me/a,me/b"], "hub.push: the runs of a sweep would push"),
     ],
 )
-def test_bad_values_start_nothing(write_recipe, tmp_path, in_process, capsys, options, message):
+def test_invalid_sweep_starts_nothing(write_recipe, tmp_path, in_process, capsys, options, message):
     assert main(["sweep", str(write_recipe()), *options, "--sweep-dir", str(tmp_path / "sweep")]) == 2
     assert message in capsys.readouterr().err
     assert in_process == []
     assert not (tmp_path / "sweep").exists()
 
 
-def test_dry_run_lists_the_runs_with_their_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
+def test_sweep_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", str(write_recipe()), "--depth", "1,2", "--model.aspect_ratio", "8", "--dry-run"]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -123,21 +123,21 @@ def test_dry_run_lists_the_runs_with_their_sizes(write_recipe, tmp_path, monkeyp
     assert not (tmp_path / "runs").exists()
 
 
-def start(words, **options):
+def start(arguments, **options):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *words], env=environment, **pipes, **options)
+    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *arguments], env=environment, **pipes, **options)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "launcher", [[], ["launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]]
 )
-def test_an_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launcher):
+def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launcher):
     recipe, folder = str(write_recipe(train__max_steps=60, checkpoint__every=1000)), tmp_path / "sweep"
-    words = [*launcher, "sweep", recipe, *RATES, "--sweep-dir", str(folder)]
+    arguments = [*launcher, "sweep", recipe, *RATES, "--sweep-dir", str(folder)]
     first, second = (RunFolder(folder / f"learning_rate={rate}") for rate in (0.01, 0.02))
-    process = start([*words, "--train.max_steps", "100000"], start_new_session=True)
+    process = start([*arguments, "--train.max_steps", "100000"], start_new_session=True)
     deadline = time.monotonic() + 200
     while not (first.metrics.is_file() and '"step": 20,' in first.metrics.read_text()):
         assert time.monotonic() < deadline, process.kill()
@@ -154,7 +154,7 @@ def test_an_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launch
     # both runs to their ends: the first from its checkpoint
     for run in (first,):
         run.recipe.write_text(run.recipe.read_text().replace("max_steps: 100000", f"max_steps: {steps + 4}"))
-    process = start([*words, "--train.max_steps", str(steps + 4)])
+    process = start([*arguments, "--train.max_steps", str(steps + 4)])
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output
     rows = json.loads((folder / "sweep.json").read_text())["runs"]

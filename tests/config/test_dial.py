@@ -1,4 +1,4 @@
-"""Size dial: what `--depth` chooses, what overrides it, and that the resolved recipe holds plain numbers."""
+"""The size dial `--depth`: its choices, overrides, and a resolved recipe of plain numbers."""
 
 import itertools
 
@@ -37,14 +37,14 @@ def parameters(config):
 @pytest.mark.parametrize("tokenizer", ["char", "gpt2"])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("depth", "ratio"), [(1, 20), (2, 0.5), (5, 20), (12, 3)])
-def test_tokens_are_the_ratio_times_the_models_parameters(recipe, depth, ratio, tokenizer, bias):
+def test_dial_tokens_are_ratio_times_parameters(recipe, depth, ratio, tokenizer, bias):
     path = recipe({"tokenizer": tokenizer}, model={"bias": bias}, train={"tokens_per_parameter": ratio})
     config = load_config(path, [("model.depth", str(depth))])
     trained = config.train.max_steps * config.train.tokens_per_step
     assert abs(trained - ratio * parameters(config)) <= config.train.tokens_per_step / 2
 
 
-def test_a_larger_depth_is_larger_in_all_but_the_learning_rate(recipe):
+def test_larger_depth_is_larger_in_all_but_learning_rate(recipe):
     path = recipe()
     runs = [load_config(path, [("model.depth", str(depth))]) for depth in range(1, 40)]
     for small, large in itertools.pairwise(runs):
@@ -60,7 +60,7 @@ def test_a_larger_depth_is_larger_in_all_but_the_learning_rate(recipe):
 
 @pytest.mark.parametrize("block_size", [1, 50, 128, 1024])
 @pytest.mark.parametrize("width", [None, 36, 127])
-def test_choices_divide_as_a_run_needs_it(recipe, block_size, width):
+def test_dial_choices_are_divisible(recipe, block_size, width):
     stated = [("model.n_embd", str(width))] if width else []
     for depth in (1, 3, 8, 13):
         config = load_config(recipe({"block_size": block_size}), [("model.depth", str(depth)), *stated])
@@ -70,7 +70,7 @@ def test_choices_divide_as_a_run_needs_it(recipe, block_size, width):
         assert micro_batch <= max(8192, block_size)
 
 
-def test_depth_12_is_gpt2_small_on_its_compute_optimal_tokens(recipe):
+def test_depth_12_is_gpt2_small_with_compute_optimal_tokens(recipe):
     config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}), [("model.depth", "12")])
     assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == (12, 12, 768)
     assert config.train.max_steps * config.train.tokens_per_step == pytest.approx(2.5e9, rel=0.01)
@@ -94,9 +94,9 @@ CHOICES = {
 
 @pytest.mark.parametrize("key", CHOICES)
 @pytest.mark.parametrize("where", ["recipe", "command line"])
-def test_a_stated_knob_overrides_the_dial(recipe, key, where):
+def test_stated_knob_overrides_the_dial(recipe, key, where):
     section, name = key.split(".")
-    if where == "recipe":  # which then also has the depth
+    if where == "recipe":  # the place that also states the depth
         sections = {"model": {"depth": 2}}
         sections[section] = sections.get(section, {}) | {name: CHOICES[key]}
         config = load_config(recipe(**sections))
@@ -109,22 +109,22 @@ def test_a_stated_knob_overrides_the_dial(recipe, key, where):
     assert {choice.key for choice in config.dial} == set(CHOICES)
 
 
-def test_depth_on_the_command_line_replaces_a_recipe_of_one_size(recipe):
+def test_depth_option_replaces_sizes_of_a_recipe(recipe):
     path = recipe(model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3})
     config = load_config(path, [("model.depth", "2")])
     assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (2, 128, 2)
     assert config.train.max_steps > 3
-    assert config.model.n_positions == 64  # no choice of the dial
+    assert config.model.n_positions == 64  # not chosen by the dial
 
 
-def test_depth_on_the_command_line_keeps_the_overrides_of_a_recipe_with_a_depth(recipe):
+def test_depth_option_keeps_overrides_of_a_recipe_with_depth(recipe):
     path = recipe(model={"depth": 2}, optim={"learning_rate": 0.5})
     config = load_config(path, [("model.depth", "3")])
     assert (config.model.n_layer, config.optim.learning_rate) == (3, 0.5)
     assert config.optim.min_learning_rate == 0.05
 
 
-def test_a_stated_batch_moves_the_learning_rate_by_its_root(recipe):
+def test_learning_rate_scales_with_root_of_stated_batch(recipe):
     chosen = load_config(recipe(), [("model.depth", "4")])
     batch = chosen.train.tokens_per_step // 4
     stated = load_config(recipe(), [("model.depth", "4"), ("train.tokens_per_step", str(batch))])
@@ -132,26 +132,26 @@ def test_a_stated_batch_moves_the_learning_rate_by_its_root(recipe):
     assert stated.train.max_steps == pytest.approx(4 * chosen.train.max_steps, abs=2)
 
 
-def test_the_resolved_recipe_has_plain_numbers_and_can_be_turned_again(recipe, tmp_path):
+def test_resolved_recipe_has_plain_numbers_and_keeps_the_dial(recipe, tmp_path):
     config = load_config(recipe(), [("model.depth", "3"), ("train.tokens_per_parameter", "5")])
     assert config.model.depth is None
     resolved = tmp_path / "resolved.yaml"
     resolved.write_text(config_to_yaml(config))
-    again = load_config(resolved)
-    assert config_to_dict(again) == config_to_dict(config)
-    assert again.dial == ()
+    reloaded = load_config(resolved)
+    assert config_to_dict(reloaded) == config_to_dict(config)
+    assert reloaded.dial == ()
     larger = load_config(resolved, [("model.depth", "6")])
     assert (larger.model.n_layer, larger.model.n_embd) == (6, 384)
 
 
 @pytest.mark.parametrize(("scale", "rate"), [("original", 0.02), ("match_rms_adamw", 0.00311)])
-def test_muon_has_a_learning_rate_that_fits_its_scale(recipe, scale, rate):
+def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
     optim = {"name": "muon", "muon_scale": scale, "muon_learning_rate": 0.5}
     config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}, optim=optim), [("model.depth", "4")])
     assert config.optim.muon_learning_rate == rate
     assert config.optim.learning_rate == 0.00311
-    kept = load_config(recipe(optim=optim | {"name": "adamw"}), [("model.depth", "4")])
-    assert kept.optim.muon_learning_rate == 0.5
+    unchanged = load_config(recipe(optim=optim | {"name": "adamw"}), [("model.depth", "4")])
+    assert unchanged.optim.muon_learning_rate == 0.5
 
 
 @pytest.mark.parametrize(
@@ -165,30 +165,30 @@ def test_muon_has_a_learning_rate_that_fits_its_scale(recipe, scale, rate):
         ({"model.depth": "2", "finetune.model": "gpt2"}, "--model.depth: gpt2 has its size already; leave it out"),
     ],
 )
-def test_bad_values_are_one_line(recipe, overrides, line):
+def test_dial_mistakes_are_one_line(recipe, overrides, line):
     with pytest.raises(ConfigError) as raised:
         load_config(recipe(), list(overrides.items()))
     (problem,) = raised.value.problems
     assert line in problem
 
 
-def test_dry_run_and_estimate_show_the_choices_and_reasons(recipe, capsys, tmp_path, text_file):
+def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_file):
     path = recipe({"source": str(text_file), "dir": str(tmp_path / "data")})
     assert main(["pretrain", str(path), "--depth", "2", "--dry-run"]) == 0
-    shown = capsys.readouterr().out
+    printed_choices = capsys.readouterr().out
     assert main(["estimate", str(path), "--depth", "2"]) == 0
     estimated = capsys.readouterr().out
     for key in CHOICES:
-        row = next(line for line in shown.splitlines() if line.startswith(f"  {key} "))
+        row = next(line for line in printed_choices.splitlines() if line.startswith(f"  {key} "))
         assert row in estimated.splitlines()
-    assert "\n  depth: null\n" in shown
+    assert "\n  depth: null\n" in printed_choices
     config = load_config(path, [("model.depth", "2")])
     assert f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
     assert "size dial" not in (main(["pretrain", str(path), "--dry-run"]), capsys.readouterr().out)[1]
     assert not (tmp_path / "runs").exists()
 
 
-def test_a_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
+def test_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
     path, run = write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.2), tmp_path / "run"
     depth, where = ["--depth", "2"], ["--run-dir", str(run)]
     assert main(["pretrain", str(path), *depth, *where]) == 0

@@ -1,4 +1,4 @@
-"""Grid of a sweep: which values a command line gives, the names of the runs, and their data folders."""
+"""The grid of a sweep: values of the command line, names of runs, data folders."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def recipe(write_recipe):
     return str(write_recipe())
 
 
-def test_a_grid_has_every_combination_in_order(recipe):
+def test_grid_has_every_combination_in_order(recipe):
     overrides = [("train.seed", "1, 2"), ("optim.beta1", "0.5"), ("optim.learning_rate", "1e-2,2e-2,0.03")]
     runs = build_grid(recipe, overrides)
     found = [(run.config.train.seed, run.config.optim.learning_rate) for run in runs]
@@ -26,7 +26,7 @@ def test_a_grid_has_every_combination_in_order(recipe):
     assert sweep_name(runs) == "tiny-seed-learning_rate"
 
 
-def test_overrides_of_a_run_are_its_command_line(recipe):
+def test_overrides_of_a_run_are_its_arguments(recipe):
     for run in build_grid(recipe, [("eval.samples", '["Once upon", The], [], ["A"]'), ("lora.rank", "null")]):
         assert load_config(recipe, run.overrides) == run.config
         assert list(run.config.eval.samples) == list(run.values["eval.samples"])
@@ -44,14 +44,14 @@ def test_quoted_values_are_not_split(recipe):
     assert runs[0].name == "text_column=a-b"
 
 
-def test_depth_is_swept_through_the_size_dial(recipe):
+def test_depth_is_swept_by_the_size_dial(recipe):
     small, large = build_grid(recipe, [("model.depth", "1,3"), ("model.aspect_ratio", "8")])
     assert (small.config.model.n_embd, large.config.model.n_embd) == (8, 24)
     assert small.config.train.max_steps < large.config.train.max_steps
     assert (small.name, large.name) == ("depth=1", "depth=3")
 
 
-def test_runs_share_prepared_data_unless_their_tokens_differ(recipe):
+def test_runs_share_prepared_data_of_equal_tokens(recipe):
     same = build_grid(recipe, [("train.seed", "1,2"), ("data.block_size", "8,16")])
     assert {run.config.data.dir for run in same} == {load_config(recipe).data.dir}
     differ = build_grid(recipe, [("train.seed", "1,2"), ("data.validation_fraction", "0.1,0.2")])
@@ -62,7 +62,7 @@ def test_runs_share_prepared_data_unless_their_tokens_differ(recipe):
     assert {run.config.data.dir for run in stated} == {"d", "e"}
 
 
-def test_knobs_that_share_prepared_data_are_those_that_the_manifest_leaves_out():
+def test_knobs_that_share_data_are_not_in_the_manifest():
     data_knobs = {key for key in KNOBS if key.startswith("data.")}
     assert data_knobs - set(_SAME_TOKENS) - {"data.sha256"} == {f"data.{name}" for name in DECIDING_KNOBS}
 
@@ -83,7 +83,7 @@ def test_knobs_that_share_prepared_data_are_those_that_the_manifest_leaves_out()
         ),
     ],
 )
-def test_bad_grids_are_one_line(recipe, overrides, line):
+def test_grid_mistakes_are_one_line(recipe, overrides, line):
     with pytest.raises(UserError, match=line.replace("[", r"\[")) as raised:
         build_grid(recipe, list(overrides.items()))
     assert "\n" not in str(raised.value)
@@ -98,7 +98,7 @@ def test_problems_of_all_runs_are_reported_once(recipe):
     )
 
 
-def test_values_have_their_knobs_type(recipe):
+def test_grid_values_have_the_type_of_their_knob(recipe):
     runs = build_grid(recipe, [("model.bias", "true,false"), ("optim.learning_rate", "1e-2,0.011")])
     for run in runs:
         for key, value in run.values.items():

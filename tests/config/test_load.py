@@ -10,12 +10,12 @@ from nanogpt_hf.config.load import config_to_dict, config_to_yaml, knob_lines, l
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, get_value
 from nanogpt_hf.errors import ConfigError
 
-LEAST = "data: {source: python-docs}\n"  # the smallest recipe that is complete
+MINIMAL = "data: {source: python-docs}\n"  # the smallest complete recipe
 
 
 @pytest.fixture
 def recipe(tmp_path):
-    """Writes a recipe and gives its path."""
+    """Write a recipe; return its path."""
 
     def write(text, name="tiny.yaml"):
         path = tmp_path / name
@@ -26,7 +26,7 @@ def recipe(tmp_path):
 
 
 def problems(path, overrides=()):
-    """What is wrong, with the recipe's path cut off the lines."""
+    """The problems of a recipe, without its path at the start of each line."""
     with pytest.raises(ConfigError) as raised:
         load_config(path, list(overrides))
     found = raised.value.problems
@@ -38,17 +38,17 @@ def problems(path, overrides=()):
 
 
 def test_removed_knobs_of_older_recipes_are_ignored(recipe, caplog):
-    path = recipe(LEAST + "finetune: {prompts: [], sample_tokens: 100}\n")
+    path = recipe(MINIMAL + "finetune: {prompts: [], sample_tokens: 100}\n")
     assert load_config(path).finetune == Config().finetune
     assert not caplog.records
-    load_config(recipe(LEAST + "finetune: {prompts: [The]}\n"))
+    load_config(recipe(MINIMAL + "finetune: {prompts: [The]}\n"))
     assert caplog.messages == [f"{path}: finetune.prompts: no longer exists and is ignored; use eval.samples"]
     removed = [("finetune.prompts", "[]")]
     assert problems(path, removed) == ["--finetune.prompts: no longer exists; use eval.samples"]
 
 
 def test_command_line_beats_recipe_beats_defaults(recipe):
-    path = recipe(LEAST + "optim: {beta1: 0.5, beta2: 0.5}\n")
+    path = recipe(MINIMAL + "optim: {beta1: 0.5, beta2: 0.5}\n")
     config = load_config(path, [("optim.beta2", "0.25")])
     assert config.optim.beta1 == 0.5
     assert config.optim.beta2 == 0.25
@@ -56,18 +56,18 @@ def test_command_line_beats_recipe_beats_defaults(recipe):
 
 
 def test_the_last_override_of_a_knob_counts(recipe):
-    config = load_config(recipe(LEAST), [("train.seed", "1"), ("train.seed", "2")])
+    config = load_config(recipe(MINIMAL), [("train.seed", "1"), ("train.seed", "2")])
     assert config.train.seed == 2
 
 
 def test_recipe_changes_only_the_knobs_it_states(recipe):
-    config, defaults = load_config(recipe(LEAST + "train: {seed: 7}\n")), Config()
+    config, defaults = load_config(recipe(MINIMAL + "train: {seed: 7}\n")), Config()
     stated = {"data.source", "data.dir", "train.seed"}
     assert {key for key in KNOBS if get_value(config, key) != get_value(defaults, key)} == stated
 
 
 def test_configs_do_not_share_their_lists(recipe):
-    path = recipe(LEAST)
+    path = recipe(MINIMAL)
     load_config(path).tracking.trackers.append("wandb")
     assert load_config(path).tracking.trackers == []
     assert Config().tracking.trackers == []
@@ -75,10 +75,10 @@ def test_configs_do_not_share_their_lists(recipe):
 
 @pytest.mark.parametrize("text", ["6e-4", "6E-4", "0.0006", "'6e-4'"])
 def test_float_notations(recipe, text):
-    path = recipe(LEAST + f"optim: {{learning_rate: {text}, min_learning_rate: 0}}\n")
+    path = recipe(MINIMAL + f"optim: {{learning_rate: {text}, min_learning_rate: 0}}\n")
     assert load_config(path).optim.learning_rate == 6e-4
     override = [("optim.learning_rate", text.strip("'")), ("optim.min_learning_rate", "0")]
-    assert load_config(recipe(LEAST), override).optim.learning_rate == 6e-4
+    assert load_config(recipe(MINIMAL), override).optim.learning_rate == 6e-4
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_float_notations(recipe, text):
     [
         ("491520", 491_520),
         ("491_520", 491_520),
-        ("491,520", 491_520),  # as our own messages write it
+        ("491,520", 491_520),  # as printed in our messages
         ("1e6", 1_000_000),
         ("1.0", 1),
         ("010", 10),  # YAML 1.1 alone would read eight
@@ -94,8 +94,8 @@ def test_float_notations(recipe, text):
     ],
 )
 def test_integer_notations(recipe, text, value):
-    assert load_config(recipe(LEAST + f"train:\n  seed: {text}\n")).train.seed == value
-    assert load_config(recipe(LEAST), [("train.seed", text)]).train.seed == value
+    assert load_config(recipe(MINIMAL + f"train:\n  seed: {text}\n")).train.seed == value
+    assert load_config(recipe(MINIMAL), [("train.seed", text)]).train.seed == value
 
 
 @pytest.mark.parametrize("text", ["1.10", "0123456", "2024-01-01", "on", "1e5"])
@@ -112,32 +112,35 @@ def test_null_unsets_a_knob(recipe, text):
     assert load_config(path).data.revision is None
 
 
-def test_null_on_the_command_line_unsets_what_the_recipe_says(recipe):
+def test_null_on_the_command_line_unsets_a_knob(recipe):
     path = recipe("data: {source: x, sha256: abc}\n")
     assert load_config(path, [("data.sha256", "null")]).data.sha256 is None
 
 
 @pytest.mark.parametrize("text", ["[wandb, tensorboard]", "wandb,tensorboard", '["wandb", "tensorboard"]'])
-def test_a_list_of_names(recipe, text):
-    assert load_config(recipe(LEAST + f"tracking:\n  trackers: {text}\n")).tracking.trackers == ["wandb", "tensorboard"]
+def test_list_of_names(recipe, text):
+    assert load_config(recipe(MINIMAL + f"tracking:\n  trackers: {text}\n")).tracking.trackers == [
+        "wandb",
+        "tensorboard",
+    ]
 
 
-def test_a_list_of_names_on_the_command_line(recipe):
-    path = recipe(LEAST + "tracking: {trackers: [wandb]}\n")
+def test_list_of_names_on_the_command_line(recipe):
+    path = recipe(MINIMAL + "tracking: {trackers: [wandb]}\n")
     assert load_config(path, [("tracking.trackers", "[a, b]")]).tracking.trackers == ["a", "b"]
     assert load_config(path, [("tracking.trackers", "a")]).tracking.trackers == ["a"]
     assert load_config(path, [("tracking.trackers", "[]")]).tracking.trackers == []
 
 
-def test_all_or_a_number_of_tokens(recipe):
-    assert load_config(recipe(LEAST), [("eval.tokens", "all")]).eval.tokens == "all"
-    assert load_config(recipe(LEAST), [("eval.tokens", "1e6")]).eval.tokens == 1_000_000
+def test_tokens_all_or_a_number(recipe):
+    assert load_config(recipe(MINIMAL), [("eval.tokens", "all")]).eval.tokens == "all"
+    assert load_config(recipe(MINIMAL), [("eval.tokens", "1e6")]).eval.tokens == 1_000_000
 
 
 @pytest.mark.parametrize(("text", "value"), [("true", True), ("True", True), ("false", False), ("FALSE", False)])
-def test_true_and_false(recipe, text, value):
-    assert load_config(recipe(LEAST + f"model: {{bias: {text}}}\n")).model.bias is value
-    assert load_config(recipe(LEAST), [("model.bias", text)]).model.bias is value
+def test_boolean_notations(recipe, text, value):
+    assert load_config(recipe(MINIMAL + f"model: {{bias: {text}}}\n")).model.bias is value
+    assert load_config(recipe(MINIMAL), [("model.bias", text)]).model.bias is value
 
 
 @pytest.mark.parametrize(
@@ -160,10 +163,10 @@ def test_true_and_false(recipe, text, value):
 )
 def test_wrong_type_names_the_expected_one(recipe, key, text, complaint):
     section, name = key.split(".")
-    path = recipe(LEAST + f"{section}: {{{name}: {text if ',' not in text else repr(text)}}}\n")
+    path = recipe(MINIMAL + f"{section}: {{{name}: {text if ',' not in text else repr(text)}}}\n")
     (message,) = problems(path)
     assert message.startswith(f"{key}: {complaint}")
-    (message,) = problems(recipe(LEAST), [(key, text)])
+    (message,) = problems(recipe(MINIMAL), [(key, text)])
     assert message.startswith(f"--{key}: {complaint}")
 
 
@@ -182,51 +185,51 @@ def test_wrong_type_names_the_expected_one(recipe, key, text, complaint):
     ],
 )
 def test_wrong_structure_names_the_expected_one(recipe, text, complaint):
-    assert problems(recipe(LEAST + text + "\n")) == [complaint]
+    assert problems(recipe(MINIMAL + text + "\n")) == [complaint]
 
 
 def test_very_long_value_is_shortened(recipe):
-    (message,) = problems(recipe(LEAST), [("train.max_steps", "9" * 100_000)])
+    (message,) = problems(recipe(MINIMAL), [("train.max_steps", "9" * 100_000)])
     assert len(message) < 200
 
 
 @pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if knob.low is not None])
-def test_a_value_below_its_bound_is_refused(recipe, key):
+def test_value_below_its_bound_is_refused(recipe, key):
     low = KNOBS[key].low
-    (message,) = problems(recipe(LEAST), [(key, str(low - 1))])
+    (message,) = problems(recipe(MINIMAL), [(key, str(low - 1))])
     assert message.startswith(f"--{key}: must be at least {low:g}, got ")
 
 
 @pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if knob.high is not None])
-def test_a_value_above_its_bound_is_refused(recipe, key):
+def test_value_above_its_bound_is_refused(recipe, key):
     high = KNOBS[key].high
-    (message,) = problems(recipe(LEAST), [(key, str(high + 1))])
+    (message,) = problems(recipe(MINIMAL), [(key, str(high + 1))])
     assert message.startswith(f"--{key}: must be at most {f'{high:,}' if isinstance(high, int) else high}, got ")
 
 
-def test_an_unknown_key_shows_the_nearest(recipe):
-    path = recipe(LEAST + "optim: {learnig_rate: 1}\n")
+def test_unknown_key_suggests_the_nearest(recipe):
+    path = recipe(MINIMAL + "optim: {learnig_rate: 1}\n")
     assert problems(path) == ["optim.learnig_rate: unknown key; did you mean optim.learning_rate?"]
-    assert problems(recipe(LEAST), [("optim.learnig_rate", "1")]) == [
+    assert problems(recipe(MINIMAL), [("optim.learnig_rate", "1")]) == [
         "--optim.learnig_rate: unknown key; did you mean optim.learning_rate?"
     ]
 
 
-def test_a_key_in_the_wrong_section_shows_the_right_one(recipe):
-    assert problems(recipe(LEAST + "train: {weight_decay: 1}\n")) == [
+def test_key_in_wrong_section_names_the_right_one(recipe):
+    assert problems(recipe(MINIMAL + "train: {weight_decay: 1}\n")) == [
         "train.weight_decay: unknown key; did you mean optim.weight_decay?"
     ]
 
 
-def test_an_unknown_section_shows_the_nearest(recipe):
-    assert problems(recipe(LEAST + "modle: {n_layer: 1}\n")) == ["modle: unknown section; did you mean model?"]
+def test_unknown_section_suggests_the_nearest(recipe):
+    assert problems(recipe(MINIMAL + "modle: {n_layer: 1}\n")) == ["modle: unknown section; did you mean model?"]
 
 
-def test_an_unknown_key_that_is_like_no_other_gets_no_advice(recipe):
-    assert problems(recipe(LEAST), [("zzz.qqqqqq", "1")]) == ["--zzz.qqqqqq: unknown key"]
+def test_unknown_key_without_similar_one_has_no_suggestion(recipe):
+    assert problems(recipe(MINIMAL), [("zzz.qqqqqq", "1")]) == ["--zzz.qqqqqq: unknown key"]
 
 
-def test_every_mistake_is_reported_at_once(recipe):
+def test_all_mistakes_are_reported_at_once(recipe):
     path = recipe("modle: {n_layer: 1}\noptim: {learnig_rate: 1, beta1: fast}\ntrain: {max_steps: 0}\n")
     message = problems(path, [("train.seed", "x"), ("eval.evry", "3")])
     assert message == [
@@ -241,14 +244,14 @@ def test_every_mistake_is_reported_at_once(recipe):
 
 
 def test_rules_skip_knobs_with_a_wrong_value(recipe):
-    # n_head has no value, so nothing can be message about n_embd and n_head together.
-    assert problems(recipe(LEAST + "model: {n_head: many, n_embd: 7}\n")) == [
+    # n_head has no value, so no rule can compare n_embd and n_head
+    assert problems(recipe(MINIMAL + "model: {n_head: many, n_embd: 7}\n")) == [
         "model.n_head: expected an integer, got 'many'"
     ]
 
 
 def test_override_of_a_wrong_value_is_checked_by_the_rules(recipe):
-    path = recipe(LEAST + "model: {n_head: many}\n")
+    path = recipe(MINIMAL + "model: {n_head: many}\n")
     assert problems(path, [("model.n_head", "5")]) == [
         "model.n_head: expected an integer, got 'many'",
         "model.n_embd: 768 is not a multiple of model.n_head 5",
@@ -256,7 +259,7 @@ def test_override_of_a_wrong_value_is_checked_by_the_rules(recipe):
 
 
 def test_duplicate_key_is_an_error_with_its_line(recipe):
-    assert problems(recipe(LEAST + "model:\n  n_layer: 3\n  bias: true\n  n_layer: 4\n")) == [
+    assert problems(recipe(MINIMAL + "model:\n  n_layer: 3\n  bias: true\n  n_layer: 4\n")) == [
         "line 5: not valid YAML: n_layer occurs twice"
     ]
     assert problems(recipe("model: {n_layer: 3}\nmodel: {n_head: 3}\n")) == [
@@ -275,7 +278,7 @@ def test_duplicate_key_is_an_error_with_its_line(recipe):
         ("? [a]\n: b\n", 1),
     ],
 )
-def test_a_syntax_error_gives_its_line(recipe, text, line):
+def test_yaml_error_names_its_line(recipe, text, line):
     (message,) = problems(recipe(text))
     assert message.startswith(f"line {line}: not valid YAML: ")
 
@@ -296,38 +299,38 @@ def test_file_that_is_not_yaml_is_one_line(recipe, text):
         "!mine 3",
     ],
 )
-def test_tags_that_make_python_objects_are_refused(recipe, tmp_path, tagged):
+def test_yaml_tags_for_python_objects_are_refused(recipe, tmp_path, tagged):
     folder = tmp_path / "made"
-    (message,) = problems(recipe(LEAST + f"model:\n  n_layer: {tagged.format(folder=folder)}\n"))
+    (message,) = problems(recipe(MINIMAL + f"model:\n  n_layer: {tagged.format(folder=folder)}\n"))
     assert message.startswith("line 3: not valid YAML: could not determine a constructor for the tag")
     assert not folder.exists()
 
 
 @pytest.mark.parametrize("text", ["- model\n- data\n", "just text\n", "3\n"])
-def test_a_recipe_that_is_not_sections_says_what_they_are(recipe, text):
+def test_recipe_without_sections_names_them(recipe, text):
     (message,) = problems(recipe(text))
     assert message.startswith(f"expected sections ({', '.join(SECTIONS)}), got ")
 
 
 @pytest.mark.parametrize("text", ["", "# nothing here\n", "model:\n"])
-def test_an_empty_recipe_lacks_only_its_source(recipe, text):
+def test_empty_recipe_lacks_only_its_source(recipe, text):
     (message,) = problems(recipe(text))
     assert message.startswith("data.source: required")
     assert load_config(recipe(text), [("data.source", "python-docs")]).data.source == "python-docs"
 
 
-def test_windows_line_ends_and_byte_order_mark_do_not_matter(recipe):
-    path = recipe(b"\xef\xbb\xbf" + LEAST.encode().replace(b"\n", b"\r\n") + b"train:\r\n  seed: 3\r\n")
+def test_crlf_and_byte_order_mark_are_accepted(recipe):
+    path = recipe(b"\xef\xbb\xbf" + MINIMAL.encode().replace(b"\n", b"\r\n") + b"train:\r\n  seed: 3\r\n")
     assert load_config(path).train.seed == 3
 
 
-def test_a_missing_recipe_suggests_the_nearest(recipe, tmp_path):
-    recipe(LEAST, "gpt2_124m.yaml")
-    for wrong in ("gpt2_142m.yaml", "gpt2_124m"):
-        assert problems(tmp_path / wrong) == ["no such recipe; did you mean gpt2_124m.yaml?"]
+def test_missing_recipe_suggests_the_nearest(recipe, tmp_path):
+    recipe(MINIMAL, "gpt2_124m.yaml")
+    for mistakes in ("gpt2_142m.yaml", "gpt2_124m"):
+        assert problems(tmp_path / mistakes) == ["no such recipe; did you mean gpt2_124m.yaml?"]
 
 
-def test_a_recipe_in_a_missing_folder_or_that_is_a_folder_is_one_clear_line(tmp_path):
+def test_recipe_in_missing_folder_or_folder_as_recipe(tmp_path):
     assert problems(tmp_path / "none" / "x.yaml") == ["no such recipe"]
     (message,) = problems(tmp_path)
     assert message.startswith("cannot be read as a recipe")
@@ -360,17 +363,17 @@ def test_a_recipe_in_a_missing_folder_or_that_is_a_folder_is_one_clear_line(tmp_
     ],
 )
 def test_conflicting_values_are_refused(recipe, overrides, complaint):
-    message = problems(recipe(LEAST), [(key, str(value)) for key, value in overrides.items()])
+    message = problems(recipe(MINIMAL), [(key, str(value)) for key, value in overrides.items()])
     assert complaint in [line.removeprefix("--") for line in message]
     assert all(line.startswith("--") for line in message if complaint in line), "the origin of the value is named"
 
 
 def test_suggested_tokens_per_step_divide(recipe):
-    (message,) = problems(recipe(LEAST), [("train.tokens_per_step", "500000")])
+    (message,) = problems(recipe(MINIMAL), [("train.tokens_per_step", "500000")])
     nearest = re.findall(r"[\d,]{5,}", message.partition("nearest:")[2])
     assert len(nearest) == 2
-    for value in nearest:  # pasted as they are printed
-        assert load_config(recipe(LEAST), [("train.tokens_per_step", value)])
+    for value in nearest:  # copied as printed
+        assert load_config(recipe(MINIMAL), [("train.tokens_per_step", value)])
 
 
 def test_values_are_checked_after_all_overrides(recipe):
@@ -380,22 +383,22 @@ def test_values_are_checked_after_all_overrides(recipe):
         ("data.block_size", "2048"),
         ("model.n_positions", "2048"),
     ]
-    config = load_config(recipe(LEAST), overrides)
+    config = load_config(recipe(MINIMAL), overrides)
     assert (config.model.n_embd, config.model.n_head, config.data.block_size) == (64, 4, 2048)
 
 
-def test_no_validation_fraction_is_fine_where_a_split_is_given(recipe):
+def test_validation_fraction_is_optional_with_a_split(recipe):
     overrides = [("data.validation_fraction", "0"), ("data.validation_split", "validation")]
-    assert load_config(recipe(LEAST), overrides).data.validation_fraction == 0
+    assert load_config(recipe(MINIMAL), overrides).data.validation_fraction == 0
 
 
-def test_the_name_is_the_recipes_and_names_the_data_folder(recipe):
-    config = load_config(recipe(LEAST, "my_first.yaml"))
+def test_name_and_data_folder_follow_the_recipe(recipe):
+    config = load_config(recipe(MINIMAL, "my_first.yaml"))
     assert (config.name, config.data.dir) == ("my_first", "data/my_first")
-    assert load_config(recipe(LEAST), [("data.dir", "elsewhere")]).data.dir == "elsewhere"
+    assert load_config(recipe(MINIMAL), [("data.dir", "elsewhere")]).data.dir == "elsewhere"
 
 
-def test_tilde_in_data_dir_is_the_home_folder(recipe, monkeypatch, tmp_path):
+def test_tilde_in_data_dir_is_home(recipe, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert load_config(recipe("data: {source: x, dir: ~/tokens}\n")).data.dir == str(tmp_path / "tokens")
 
@@ -403,14 +406,14 @@ def test_tilde_in_data_dir_is_the_home_folder(recipe, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     "text",
     [
-        LEAST,
+        MINIMAL,
         "data: {source: 'a: b # c', text_column: 'null', revision: '1.10', dir: 'über/x y'}\n",
-        LEAST + "tracking: {trackers: [a, b]}\n",
-        LEAST + "optim: {learning_rate: 1e-5, min_learning_rate: 0.1e-5}\neval: {tokens: all}\nmodel: {bias: true}\n",
+        MINIMAL + "tracking: {trackers: [a, b]}\n",
+        MINIMAL + "optim: {learning_rate: 1e-5, min_learning_rate: 0.1e-5}\neval: {tokens: all}\nmodel: {bias: true}\n",
         "data: {source: 'true', config: '3', split: 'null', sha256: '00e1'}\ntracking: {project: '[x]'}\n",
     ],
 )
-def test_the_resolved_recipe_loads_back_as_the_same_config(recipe, tmp_path, text):
+def test_resolved_recipe_loads_as_the_same_config(recipe, tmp_path, text):
     config = load_config(recipe(text), [("train.seed", "12345678901234567890")])
     run = tmp_path / "tiny"  # a run folder's recipe is named after its folder
     run.mkdir()
@@ -418,7 +421,7 @@ def test_the_resolved_recipe_loads_back_as_the_same_config(recipe, tmp_path, tex
     assert load_config(run / "recipe.yaml") == config
 
 
-def test_the_resolved_recipe_states_every_knob():
+def test_resolved_recipe_states_every_knob():
     tree = config_to_dict(Config())
     assert {f"{section}.{name}" for section, body in tree.items() for name in body} == set(KNOBS)
 
@@ -444,14 +447,14 @@ def test_config_and_errors_import_nothing_heavy():
     assert done.stdout == "imported:\n"
 
 
-def test_a_shipped_recipe_is_found_by_its_bare_name_unless_there_is_such_a_file(tmp_path, monkeypatch):
+def test_shipped_recipe_is_found_by_bare_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     config = load_config("quickstart")
     assert config.name == "quickstart"
     assert config.data.source == "python-docs"
     assert problems("quickstrat") == ["no such recipe; did you mean quickstart?"]
     assert problems("recipes/quickstart.yaml") == ["no such recipe; did you mean quickstart?"]
-    Path("quickstart").write_text(LEAST + "train: {max_steps: 30_000}\n")
+    Path("quickstart").write_text(MINIMAL + "train: {max_steps: 30_000}\n")
     assert load_config("quickstart").train.max_steps == 30_000
 
 
@@ -461,10 +464,10 @@ def test_sizes_out_of_bounds_are_refused(recipe):
         ("model.pad_vocab_to_multiple_of", "1e12"),
         ("model.n_positions", "1e10"),
     ):
-        (message,) = problems(recipe(LEAST), [(key, value)])
+        (message,) = problems(recipe(MINIMAL), [(key, value)])
         assert message.startswith(f"--{key}: must be at most ")
         assert len(message) < 120
-    (message,) = problems(recipe(LEAST), [("eval.every", "9" * 4000)])  # an integer without a bound of its own
+    (message,) = problems(recipe(MINIMAL), [("eval.every", "9" * 4000)])  # an integer without a bound in the schema
     assert message == f"--eval.every: must be at most 1,000,000,000,000,000, got {'9' * 40}"
 
 
@@ -490,7 +493,7 @@ def test_yaml_alias_bombs_are_refused(recipe, text):
 def test_null_characters_and_surrogates_are_refused(recipe, value):
     (message,) = problems(recipe(f'data: {{source: "{value}"}}\n'))
     assert "data.source: has a character that a file cannot contain" in message
-    (message,) = problems(recipe(f'{LEAST}eval: {{samples: [fine, "{value}"]}}\n'))
+    (message,) = problems(recipe(f'{MINIMAL}eval: {{samples: [fine, "{value}"]}}\n'))
     assert "eval.samples: has a character that a file cannot contain" in message
 
 
@@ -501,14 +504,14 @@ def test_endless_file_is_not_a_recipe():
 
 @pytest.mark.parametrize("name", ["..yaml", "...yaml"])
 def test_recipe_without_a_name_is_refused(tmp_path, name):
-    (tmp_path / name).write_text(LEAST)
+    (tmp_path / name).write_text(MINIMAL)
     (message,) = problems(tmp_path / name)
     assert "would have no name" in message
 
 
 def test_only_100_problems_are_shown(recipe):
     with pytest.raises(ConfigError) as error:
-        load_config(recipe(LEAST + "model: {" + ", ".join(f"k{i}: 1" for i in range(150)) + "}\n"))
+        load_config(recipe(MINIMAL + "model: {" + ", ".join(f"k{i}: 1" for i in range(150)) + "}\n"))
     lines = str(error.value).splitlines()
     assert lines[-2:] == ["... and 50 more", "150 problems; nothing was started."]
 

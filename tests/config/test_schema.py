@@ -16,7 +16,7 @@ from nanogpt_hf.config.schema import (
 
 
 @pytest.mark.parametrize("key", KNOBS)
-def test_every_knob_has_a_line_of_meaning_and_a_default_of_its_own_type(key):
+def test_knob_has_meaning_and_default_of_its_type(key):
     knob = KNOBS[key]
     assert knob.meaning
     assert "\n" not in knob.meaning
@@ -28,17 +28,17 @@ def test_every_knob_has_a_line_of_meaning_and_a_default_of_its_own_type(key):
 
 
 @pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if not isinstance(knob.default, list)])
-def test_every_default_survives_being_written_and_read(key):
+def test_default_is_equal_after_write_and_read(key):
     knob = KNOBS[key]
     assert convert(knob, None if knob.default is None else str(knob.default)) == knob.default
 
 
-def test_sections_are_those_of_the_config():
+def test_sections_match_the_config():
     assert SECTIONS == ("model", "data", "optim", "train", "eval", "checkpoint", "tracking", "finetune", "lora", "hub")
     assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
 
 
-def test_get_value_and_replace_knobs_reach_every_knob():
+def test_get_value_and_replace_knobs_cover_every_knob():
     config = replace_knobs(Config(), {key: number for number, key in enumerate(KNOBS)})
     assert [get_value(config, key) for key in KNOBS] == list(range(len(KNOBS)))
 
@@ -70,7 +70,7 @@ FINETUNE = {"finetune.model": "gpt2"}
         ({"hub.license": "MIT License"}, "hub.license", "expected the Hub's name of a licence"),
     ],
 )
-def test_find_conflicts_blames_one_knob_of_each_broken_rule(values, key, message):
+def test_find_conflicts_names_one_knob_per_rule(values, key, message):
     (conflict,) = find_conflicts(replace_knobs(Config(), {"data.source": "python-docs", **values}))
     assert conflict.keys[0] == key
     assert set(conflict.keys) <= set(KNOBS)
@@ -83,12 +83,12 @@ def test_find_conflicts_blames_one_knob_of_each_broken_rule(values, key, message
         (int, (int,)),
         (list[str], (list[str],)),
         (int | None, (int, type(None))),
-        (typing.Optional[str], (str, type(None))),  # noqa: UP045  (what get_type_hints may give)
+        (typing.Optional[str], (str, type(None))),  # noqa: UP045  (as given by get_type_hints)
         (Literal["a", "b"], ("a", "b")),
         (int | Literal["all"], (int, "all")),
     ],
 )
-def test_an_annotation_opens_into_what_it_allows(kind, options):
+def test_annotation_gives_allowed_types(kind, options):
     assert kind_options(kind) == options
 
 
@@ -100,12 +100,12 @@ def config():
 
 
 @pytest.mark.parametrize(("processes", "steps"), [(1, 40), (2, 20), (5, 8), (8, 5), (40, 1)])
-def test_accumulation_times_everything_else_is_tokens_per_step(config, processes, steps):
+def test_accumulation_gives_tokens_per_step(config, processes, steps):
     assert accumulation_steps(config, processes) == steps
     assert steps * processes * 12 * 1024 == 491_520
 
 
-def test_accumulation_that_is_no_whole_number_shows_the_sum_and_the_nearest_values(config):
+def test_fractional_accumulation_shows_sum_and_nearest_values(config):
     with pytest.raises(ValueError, match="nearest") as raised:
         accumulation_steps(config, 3)
     assert str(raised.value) == (
@@ -117,16 +117,16 @@ def test_accumulation_that_is_no_whole_number_shows_the_sum_and_the_nearest_valu
         assert accumulation_steps(replace_knobs(config, {"train.tokens_per_step": nearest}), 3) == nearest // 36_864
 
 
-def test_more_processes_than_a_step_has_tokens_for_is_refused(config):
+def test_too_many_processes_for_tokens_per_step_are_refused(config):
     with pytest.raises(ValueError, match=r"nearest: 983,040, or train\.micro_batch_size 6$"):
         accumulation_steps(config, 80)
 
 
-def test_a_micro_batch_beyond_all_reason_is_refused_at_once(config):
+def test_huge_micro_batch_size_is_refused_quickly(config):
     with pytest.raises(ValueError, match=r"train\.micro_batch_size 480$"):
         accumulation_steps(replace_knobs(config, {"train.micro_batch_size": 10**15}), 1)
 
 
-def test_no_smaller_micro_batch_is_offered_where_none_divides(config):
+def test_no_micro_batch_size_is_suggested_if_none_divides(config):
     with pytest.raises(ValueError, match=r"nearest: 491,520 or 503,808$"):
         accumulation_steps(replace_knobs(config, {"train.tokens_per_step": 491_521}), 1)

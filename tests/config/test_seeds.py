@@ -8,7 +8,7 @@ STREAMS = ("weights", "order", "dropout", "validation")
 
 
 def test_seeds_are_pinned():
-    # A run that is resumed after an upgrade must draw what it drew before: these numbers may never change.
+    # A run resumed after an upgrade must draw the same numbers: these values may never change.
     assert derive_seed(1337, "weights") == 13582406009521608908
     assert derive_seed(1337, "order", 0) == 16623927000384563079
     assert derive_seed(1337, "dropout", 1000, 3) == 9533689851593490609
@@ -21,15 +21,15 @@ def test_seeds_differ_between_seeds_streams_and_counters():
     assert len(seeds) == len(cases) > 1000
 
 
-def test_the_order_of_counters_matters():
+def test_order_of_counters_matters():
     assert derive_seed(0, "dropout", 1, 2) != derive_seed(0, "dropout", 2, 1)
 
 
 @pytest.mark.parametrize("seed", [0, 1, 2**32 - 1, 2**32, 2**64, 2**100])
-def test_every_seed_gives_64_bits(seed):
+def test_seeds_have_64_bits(seed):
     assert 0 <= derive_seed(seed, "weights", 2**40) < 2**64
 
 
-def test_an_unknown_stream_is_an_error():
+def test_unknown_stream_is_an_error():
     with pytest.raises(KeyError):
         derive_seed(0, "no such stream")

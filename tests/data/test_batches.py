@@ -1,3 +1,5 @@
+"""Batches: shapes, orders of an epoch, the same tokens on any number of processes, random access."""
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,7 @@ from nanogpt_hf.data.tokens import TokenStream
 
 
 def batches(tokens=1001, block_size=8, order="shuffled", seed=0, micro_batch_size=2, accumulation=4, **machine):
-    """Batches over the stream 0, 1, 2, ...: every token says where it stands."""
+    """Batches over the stream 0, 1, 2, ...: each token equals its position."""
     stream = tokens if isinstance(tokens, TokenStream) else TokenStream([np.arange(tokens, dtype=np.uint16)])
     return Batches(
         TokenBlocks(stream, block_size, stride=1 if order == "random" else None),
@@ -25,7 +27,7 @@ def equal(one: dict, other: dict) -> bool:
 
 
 def whole_step(step, num_processes, sequences=16, micro_batch_size=2, **arguments):
-    """The input_ids of a step in the step's order, put together from all the processes that share it."""
+    """The input_ids of a step in its order, joined from all processes."""
     micro_batches = {}
     for rank in range(num_processes):
         accumulation = sequences // (micro_batch_size * num_processes)
@@ -43,24 +45,24 @@ def whole_step(step, num_processes, sequences=16, micro_batch_size=2, **argument
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_a_batch_has_the_asked_for_shape_and_type(order):
-    found = list(batches(order=order, micro_batch_size=3, accumulation=5).micro_batches(0))
-    assert len(found) == 5
-    for batch in found:
+def test_batch_shape_and_dtype(order):
+    actual = list(batches(order=order, micro_batch_size=3, accumulation=5).micro_batches(0))
+    assert len(actual) == 5
+    for batch in actual:
         assert list(batch) == ["input_ids", "shift_labels"]
         for tensor in batch.values():
             assert (tensor.shape, tensor.dtype, tensor.is_contiguous()) == ((3, 8), torch.int64, True)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_targets_are_the_tokens_that_follow(order):
+def test_targets_are_the_next_tokens(order):
     for step in range(20):
         for input_ids, targets in (batch.values() for batch in batches(order=order).micro_batches(step)):
             assert torch.equal(targets, input_ids + 1)  # the stream counts up
             assert torch.equal(input_ids[:, 1:], targets[:, :-1])
 
 
-def test_batches_run_across_chunks():
+def test_batches_cross_chunks():
     chunks = [np.arange(1001, dtype=np.uint16)[i : i + 5] for i in range(0, 1001, 5)]
     whole, pieces = batches(), batches(TokenStream(chunks))
     for one, other in zip(whole.micro_batches(3), pieces.micro_batches(3), strict=True):
@@ -71,7 +73,7 @@ def test_batches_run_across_chunks():
     ("tokens", "blocks"),
     [(1001, 125), (1000, 124), (1008, 125), (1009, 126), (9, 1), (16, 1), (17, 2)],  # a block needs the token after it
 )
-def test_an_epoch_is_every_block_that_has_a_next_token(tokens, blocks):
+def test_epoch_has_every_block_with_a_next_token(tokens, blocks):
     assert len(batches(tokens).blocks) == blocks
 
 
@@ -82,11 +84,11 @@ def test_an_epoch_is_every_block_that_has_a_next_token(tokens, blocks):
         (1001, 8),  # steps cross the epoch's end
         (1001, 125),  # a step is an epoch
         (57, 8),  # 7 blocks: a step is more than an epoch
-        (17, 16),  # 2 blocks: eight epochs a step
+        (17, 16),  # 2 blocks: eight epochs per step
         (9, 4),  # one block
     ],
 )
-def test_every_block_comes_once_an_epoch(tokens, sequences):
+def test_each_block_occurs_once_per_epoch(tokens, sequences):
     part = batches(tokens, micro_batch_size=1, accumulation=sequences)
     blocks, epochs = len(part.blocks), 6
     steps = -(-blocks * epochs // sequences)
@@ -96,7 +98,7 @@ def test_every_block_comes_once_an_epoch(tokens, sequences):
         np.testing.assert_array_equal(np.sort(epoch), np.arange(blocks))
 
 
-def test_every_epoch_has_an_order_of_its_own():
+def test_epochs_have_different_orders():
     part = batches(micro_batch_size=5, accumulation=25)  # a step is an epoch
     epochs = [tuple(part.indices(step)) for step in range(20)]
     assert len(set(epochs)) == 20
@@ -104,13 +106,13 @@ def test_every_epoch_has_an_order_of_its_own():
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_every_seed_has_an_order_of_its_own(order):
+def test_seeds_have_different_orders(order):
     assert len({tuple(batches(order=order, seed=seed).indices(0)) for seed in range(50)}) == 50
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_the_order_is_pinned(order):
-    # A run that is resumed after an upgrade must go on with the same data: these numbers may never change.
+def test_order_is_pinned(order):
+    # A run resumed after an upgrade must continue with the same data: these numbers may never change.
     pinned = {
         "shuffled": [[64, 520, 160, 248, 0, 872, 552, 456], [872, 456, 320, 176, 744, 832, 8, 448]],
         "random": [[437, 283, 400, 38, 305, 470, 244, 705], [67, 473, 633, 633, 393, 506, 331, 187]],
@@ -121,7 +123,7 @@ def test_the_order_is_pinned(order):
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 @pytest.mark.parametrize("step", [0, 1, 7, 8, 1000])
-def test_a_step_sees_the_same_tokens_in_the_same_order_on_any_number_of_processes(order, step):
+def test_step_has_same_tokens_on_any_number_of_processes(order, step):
     alone = whole_step(step, 1, order=order)
     assert alone.shape == (16, 8)
     for num_processes in (2, 4, 8):
@@ -129,13 +131,13 @@ def test_a_step_sees_the_same_tokens_in_the_same_order_on_any_number_of_processe
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_a_step_sees_the_same_tokens_whatever_the_micro_batch(order):
+def test_step_has_same_tokens_for_any_micro_batch_size(order):
     alone = whole_step(3, 1, order=order)
     for micro_batch_size in (1, 4, 8, 16):
         assert torch.equal(whole_step(3, 1, micro_batch_size=micro_batch_size, order=order), alone)
 
 
-def test_processes_take_turns_over_the_micro_batches_of_a_step():
+def test_micro_batches_alternate_between_processes():
     numbers = [
         batches(accumulation=3, dp_rank=rank, dp_size=4).micro_batch_number(index)
         for index in range(3)
@@ -144,43 +146,43 @@ def test_processes_take_turns_over_the_micro_batches_of_a_step():
     assert numbers == list(range(12))
 
 
-def test_processes_share_no_block_of_an_epoch():
+def test_processes_have_disjoint_blocks():
     seen = [
         tuple(batch["input_ids"][:, 0].tolist())
         for rank in range(4)
         for step in range(7)  # 7 steps of 16 sequences are less than an epoch of 125
         for batch in batches(accumulation=2, dp_rank=rank, dp_size=4).micro_batches(step)
     ]
-    starts = [start for some in seen for start in some]
+    starts = [start for positions in seen for start in positions]
     assert len(starts) == len(set(starts)) == 7 * 16
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_a_step_is_the_same_whatever_was_asked_before(order):
+def test_step_does_not_depend_on_earlier_steps(order):
     used = batches(order=order)
-    walked = {step: list(used.micro_batches(step)) for step in (0, 1, 2, 40, 3, 999, 15, 16, 17)}
+    consecutive = {step: list(used.micro_batches(step)) for step in (0, 1, 2, 40, 3, 999, 15, 16, 17)}
     before = {name: value for name, value in vars(used).items() if name != "seconds_waited"}
-    for step in reversed(walked):
+    for step in reversed(consecutive):
         for fresh_or_used in (batches(order=order), used):
-            for one, other in zip(walked[step], fresh_or_used.micro_batches(step), strict=True):
+            for one, other in zip(consecutive[step], fresh_or_used.micro_batches(step), strict=True):
                 assert equal(one, other)
     assert {name: value for name, value in vars(used).items() if name != "seconds_waited"} == before
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_any_step_can_be_asked_for_directly(order):
-    far = batches(order=order)
-    starts = far.indices(1_000_000)[:2] * far.blocks.stride
-    first, *_ = far.micro_batches(1_000_000)
-    assert first["input_ids"].tolist() == far.blocks.stream.windows(starts, 8).tolist()
-    if order == "shuffled":  # the step's place in its epoch follows from arithmetic alone
+def test_steps_have_random_access(order):
+    distant = batches(order=order)
+    starts = distant.indices(1_000_000)[:2] * distant.blocks.stride
+    first, *_ = distant.micro_batches(1_000_000)
+    assert first["input_ids"].tolist() == distant.blocks.stream.windows(starts, 8).tolist()
+    if order == "shuffled":  # the step's position in its epoch follows from arithmetic alone
         epoch, place = divmod(1_000_000 * 8, 125)
         whole_epoch = batches(micro_batch_size=1, accumulation=125).indices(epoch)
-        assert far.indices(1_000_000).tolist() == np.roll(whole_epoch, -place)[:8].tolist()
+        assert distant.indices(1_000_000).tolist() == np.roll(whole_epoch, -place)[:8].tolist()
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_numbers_drawn_elsewhere_change_nothing(order):
+def test_other_random_numbers_change_nothing(order):
     expected = batches(order=order).indices(5)
     torch.manual_seed(7)
     np.random.seed(7)
@@ -188,42 +190,42 @@ def test_numbers_drawn_elsewhere_change_nothing(order):
 
 
 @pytest.mark.parametrize("tokens", [9, 10, 24, 1001])
-def test_random_windows_reach_every_offset_and_stay_inside(tokens):
+def test_random_windows_cover_every_offset(tokens):
     part = batches(tokens, order="random", micro_batch_size=100, accumulation=100)
     starts = np.concatenate([part.indices(step) for step in range(2)])
-    last = tokens - 8 - 1  # the last offset whose window and next token fit, as nanoGPT draws them
+    last = tokens - 8 - 1  # the last offset with room for window and next token, as in nanoGPT
     assert set(starts) == set(range(last + 1))
     for batch in part.micro_batches(0):
         assert batch["input_ids"].min() >= 0
         assert batch["shift_labels"].max() <= tokens - 1
 
 
-def test_random_windows_are_spread_evenly():
+def test_random_windows_are_uniform():
     part = batches(1001, order="random", micro_batch_size=100, accumulation=1000)
     counts = np.bincount(part.indices(0), minlength=993)
     expected = 100_000 / 993
     chi_square = ((counts - expected) ** 2 / expected).sum()
-    # For even draws it is about 992, give or take 45.
+    # For uniform draws it is about 992, with a standard deviation of 45.
     assert 992 - 5 * 45 < chi_square < 992 + 5 * 45
 
 
-def test_random_windows_of_a_step_are_its_own():
+def test_random_windows_differ_between_steps():
     part = batches(60_000, order="random", accumulation=50)
     steps = [part.indices(step) for step in range(20)]
     assert len({tuple(starts) for starts in steps}) == 20
     assert np.corrcoef(steps).max(where=~np.eye(20, dtype=bool), initial=-1) < 0.5
 
 
-def test_shuffled_blocks_are_spread_evenly():
-    # Were the shuffle uneven, a block's place in the epoch would lean on its place in the text.
+def test_shuffled_blocks_are_uniform():
+    # In a biased shuffle a block's place in the epoch would depend on its place in the text.
     part = batches(1001, micro_batch_size=1, accumulation=125)
     mean_place = np.mean([np.argsort(part.indices(step)) for step in range(400)], axis=0)
     assert np.abs(mean_place - 62).max() < 5 * 36 / np.sqrt(400)
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
-def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
-    # A count, since clocks waver: orders drawn, and windows read. The stream has ten billion tokens and no memory.
+def test_cost_of_a_batch_does_not_depend_on_the_step(order, monkeypatch):
+    # Counted instead of timed: orders drawn and windows read, over a virtual stream of ten billion tokens.
     class Counting(TokenStream):
         def __init__(self):
             super().__init__([])
@@ -236,7 +238,7 @@ def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
             self.read += len(starts) * length
             return np.zeros((len(starts), length), dtype=np.int64)
 
-    drawn = []
+    draws_of_order = []
     philox = np.random.Philox
 
     class Drawing:
@@ -244,44 +246,44 @@ def test_step_1_000_000_is_as_near_as_step_10(order, monkeypatch):
             self.bits = philox(key=key)
 
         def random_raw(self, count):
-            drawn.append(count)
+            draws_of_order.append(count)
             return self.bits.random_raw(count)
 
     monkeypatch.setattr(np.random, "Philox", Drawing)
     costs = []
     for step in (10, 1_000_000):
         stream = Counting()
-        drawn.clear()
+        draws_of_order.clear()
         blocks = TokenBlocks(stream, 10**4, stride=1 if order == "random" else None)
         part = Batches(blocks, order=order, seed=0, micro_batch_size=8, accumulation=4)
         assert len(list(part.micro_batches(step))) == 4
-        costs.append((stream.read, list(drawn)))
+        costs.append((stream.read, list(draws_of_order)))
     assert costs[0] == costs[1]
     assert costs[0][0] == 32 * 2 * 10**4  # inputs and targets
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_every_process_knows_how_many_targets_a_step_has(processes):
+def test_num_targets_is_known_to_every_process(processes):
     parts = [batches(dp_size=processes, dp_rank=rank) for rank in range(processes)]
-    drawn = sum((batch["shift_labels"] != -100).sum().item() for part in parts for batch in part.micro_batches(3))
-    assert [part.num_targets(3) for part in parts] == [drawn] * processes
+    total = sum((batch["shift_labels"] != -100).sum().item() for part in parts for batch in part.micro_batches(3))
+    assert [part.num_targets(3) for part in parts] == [total] * processes
 
 
-def test_targets_past_the_end_of_the_stream_are_not_counted():
+def test_targets_beyond_the_stream_are_not_counted():
     blocks = TokenBlocks(TokenStream([np.arange(11, dtype=np.uint16)]), 8, partial=True)
     assert len(blocks) == 2
     assert blocks.num_targets(np.array([0, 1])) == 8 + 2
 
 
-def test_pinning_is_asked_of_every_tensor(monkeypatch):
+def test_pin_memory_pins_every_tensor(monkeypatch):
     pinned = []
     monkeypatch.setattr(torch.Tensor, "pin_memory", lambda tensor: pinned.append(tensor) or tensor)
-    drawn = [tensor for batch in batches(pin_memory=True).micro_batches(0) for tensor in batch.values()]
-    assert len(pinned) == len(drawn) == 2 * 4
-    assert all(a is b for a, b in zip(pinned, drawn, strict=True))
+    tensors = [tensor for batch in batches(pin_memory=True).micro_batches(0) for tensor in batch.values()]
+    assert len(pinned) == len(tensors) == 2 * 4
+    assert all(a is b for a, b in zip(pinned, tensors, strict=True))
 
 
-def test_batches_are_timed_while_they_are_made_and_not_while_they_are_used(monkeypatch):
+def test_batch_time_excludes_their_use(monkeypatch):
     clock, part = [0.0], batches(accumulation=3)
     monkeypatch.setattr("nanogpt_hf.data.batches.time.perf_counter", lambda: clock[0])
     made = part.blocks.batch

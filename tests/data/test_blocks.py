@@ -1,4 +1,4 @@
-"""Blocks of a token stream: which tokens they hold, end to end, at any offset, and overlapping."""
+"""Blocks of a token stream: consecutive, overlapping, at any offset, at the end."""
 
 import numpy as np
 import pytest
@@ -8,13 +8,13 @@ from nanogpt_hf.data.tokens import TokenStream
 
 
 def stream(length: int) -> TokenStream:
-    """0, 1, 2, ...: every token is its own position."""
+    """The stream 0, 1, 2, ...: each token equals its position."""
     return TokenStream([np.arange(length, dtype=np.uint16)])
 
 
 @pytest.mark.parametrize("length", [2, 3, 16, 17, 18, 100, 1001])
 @pytest.mark.parametrize(("block_size", "stride"), [(16, 16), (16, 5), (16, 1), (64, 32), (1, 1)])
-def test_partial_blocks_reach_every_token_but_the_first_with_enough_context(length, block_size, stride):
+def test_partial_blocks_predict_every_token_but_the_first(length, block_size, stride):
     blocks, predicted = TokenBlocks(stream(length), block_size, stride=stride, partial=True), set()
     for index in range(len(blocks)):
         batch = blocks.batch(np.array([index]))
@@ -22,7 +22,7 @@ def test_partial_blocks_reach_every_token_but_the_first_with_enough_context(leng
         targets = targets[targets != -100].tolist()
         assert len(targets) == blocks.num_targets(np.array([index])) == blocks.targets_of(np.array([index]))[0]
         new = [target for target in targets if target not in predicted]
-        assert new  # no block only repeats what others predict
+        assert new  # each block predicts new tokens
         for target in new:
             assert target - index * stride >= min(target, block_size - stride + 1)
         predicted |= set(new)
@@ -30,19 +30,19 @@ def test_partial_blocks_reach_every_token_but_the_first_with_enough_context(leng
 
 
 @pytest.mark.parametrize(("length", "blocks"), [(8, 0), (9, 1), (16, 1), (17, 2), (1001, 125)])
-def test_whole_blocks_need_a_next_token_and_drop_the_rest(length, blocks):
+def test_whole_blocks_drop_the_remainder(length, blocks):
     assert len(TokenBlocks(stream(length), 8)) == blocks
 
 
 @pytest.mark.parametrize("length", [9, 10, 24])
-def test_stride_1_starts_at_every_token_that_leaves_room(length):
+def test_stride_1_starts_at_every_token(length):
     blocks = TokenBlocks(stream(length), 8, stride=1)
     batch = blocks.batch(np.arange(len(blocks)))
     assert batch["input_ids"][:, 0].tolist() == list(range(length - 8))
     assert batch["shift_labels"][-1, -1] == length - 1
 
 
-def test_past_the_end_the_input_is_0_and_the_target_is_none():
+def test_beyond_the_end_input_is_0_without_target():
     batch = TokenBlocks(stream(11), 8, partial=True).batch(np.array([0, 1]))
     assert batch["input_ids"].tolist() == [list(range(8)), [8, 9, 0, 0, 0, 0, 0, 0]]
     assert batch["shift_labels"].tolist() == [list(range(1, 9)), [9, 10, -100, -100, -100, -100, -100, -100]]

@@ -1,4 +1,4 @@
-"""BPE trained on the text: deterministic, exact, bounded, and refused in one line if the text is too small for it."""
+"""BPE trained on the text: deterministic, exact, bounded; too small a text is refused in one line."""
 
 import json
 import os
@@ -24,9 +24,9 @@ END = "<|endoftext|>"
 
 
 def random_text(seed: int, size: int) -> str:
-    """Words, numbers, punctuation, white space of all kinds, and characters from everywhere."""
+    """Words, numbers, punctuation, all kinds of white space, and characters of many scripts."""
     draw = random.Random(seed)
-    words = [
+    vocabulary = [
         "the",
         " cat",
         " sat's",
@@ -42,9 +42,9 @@ def random_text(seed: int, size: int) -> str:
         END,
         "-----",
     ]
-    words += [chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)))) for _ in range(50)]
-    words += ["\x1c", "\x85", "\u2028", "\u3000", "\u180e", "\u200b"]
-    return "".join(draw.choices(words, k=size))
+    vocabulary += [chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)))) for _ in range(50)]
+    vocabulary += ["\x1c", "\x85", "\u2028", "\u3000", "\u180e", "\u200b"]
+    return "".join(draw.choices(vocabulary, k=size))
 
 
 TEXTS = [random_text(seed, 200) for seed in range(40)]
@@ -75,7 +75,7 @@ def test_bpe_ids_are_bytes_then_merges_then_end_of_text(trained):
     assert (names[499], trained.hf.eos_token, trained.hf.eos_token_id) == (END, END, 499)
 
 
-def test_bpe_ids_are_those_of_the_saved_tokenizer_and_decode_to_the_text(trained, tmp_path):
+def test_bpe_ids_equal_saved_tokenizer_and_decode_to_text(trained, tmp_path):
     trained.hf.save_pretrained(tmp_path)
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
     texts = [*(random_text(seed, 30) for seed in range(1000, 1500)), "", " ", END, "a" * 5000, " " * 3000]
@@ -85,7 +85,7 @@ def test_bpe_ids_are_those_of_the_saved_tokenizer_and_decode_to_the_text(trained
         assert 499 not in ids, "text never becomes a special token"
 
 
-def test_bpe_encodes_long_text_in_pieces_with_the_same_ids(trained, monkeypatch):
+def test_bpe_encodes_long_text_in_pieces_exactly(trained, monkeypatch):
     monkeypatch.setattr(bpe, "_ENCODE_PIECE", 3)
     for text in TEXTS:
         pieces = list(bpe.split_at_words(text, 3))
@@ -97,8 +97,8 @@ def test_bpe_encodes_long_text_in_pieces_with_the_same_ids(trained, monkeypatch)
 def test_bpe_merges_do_not_depend_on_threads_or_processes(trained, rows, tmp_path, monkeypatch):
     for parallel in ("true", "false"):
         monkeypatch.setenv("TOKENIZERS_PARALLELISM", parallel)
-        again = train_bpe_tokenizer(iter(TEXTS), 500)
-        assert again.hf.backend_tokenizer.to_str() == trained.hf.backend_tokenizer.to_str()
+        repeated = train_bpe_tokenizer(iter(TEXTS), 500)
+        assert repeated.hf.backend_tokenizer.to_str() == trained.hf.backend_tokenizer.to_str()
     contents = []
     for processes in (1, 2):
         config = make(rows, tmp_path / f"by-{processes}", num_proc=processes)
@@ -106,14 +106,14 @@ def test_bpe_merges_do_not_depend_on_threads_or_processes(trained, rows, tmp_pat
     assert contents[0] == contents[1]
 
 
-def test_processes_forked_after_bpe_training_use_no_threads_of_the_library(rows, tmp_path, monkeypatch, capfd):
+def test_processes_forked_after_bpe_training_use_no_threads(rows, tmp_path, monkeypatch, capfd):
     monkeypatch.delenv("TOKENIZERS_PARALLELISM")
     prepare(make(rows, tmp_path / "data", num_proc=2))
     assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
     assert "fork" not in capfd.readouterr().err
 
 
-def test_bpe_learns_from_the_training_split_alone(tmp_path):
+def test_bpe_uses_only_the_training_split(tmp_path):
     source = tmp_path / "input.txt"
     source.write_text("hello world " * 900 + "zebra crossing " * 80)
     names = load_after_prepare(make(source, tmp_path / "data", vocab_size=267)).get_vocab()
@@ -134,7 +134,7 @@ def test_bpe_ends_each_of_several_documents(rows, tmp_path):
     assert all(ids.index(299) == len(ids) - 1 for ids in documents)
 
 
-def test_bpe_is_trained_once_for_the_same_text_and_settings(rows, tmp_path, monkeypatch):
+def test_bpe_training_is_cached(rows, tmp_path, monkeypatch):
     config = make(rows, tmp_path / "data")
     first, prepared = prepare(config)
     assert prepared
@@ -151,15 +151,15 @@ def test_bpe_of_conversations_has_the_tokens_of_their_messages(chat_file, tmp_pa
     assert tokenizer.chat_template
 
 
-def test_a_vocab_size_that_the_text_does_not_support_is_refused_with_the_size_that_it_does(tmp_path):
+def test_vocab_size_beyond_the_text_names_the_largest(tmp_path):
     text = "the cat sat on the mat " * 30
     with pytest.raises(DataError, match=r"data\.vocab_size: 9,000 is more .* use at most \d+, or more text") as raised:
         train_bpe_tokenizer([text], 9000)
     assert "\n" not in str(raised.value)
-    most = int(str(raised.value).rpartition("at most ")[2].partition(",")[0])
-    assert train_bpe_tokenizer([text], most).vocab_size == most
+    limit_of_text = int(str(raised.value).rpartition("at most ")[2].partition(",")[0])
+    assert train_bpe_tokenizer([text], limit_of_text).vocab_size == limit_of_text
     with pytest.raises(DataError, match="more than the training text supports"):
-        train_bpe_tokenizer([text], most + 1)
+        train_bpe_tokenizer([text], limit_of_text + 1)
     source = tmp_path / "input.txt"
     source.write_text(text)
     with pytest.raises(DataError, match="more than the training text supports"):
@@ -167,7 +167,7 @@ def test_a_vocab_size_that_the_text_does_not_support_is_refused_with_the_size_th
     assert not (tmp_path / "data").exists()
 
 
-def test_bpe_of_257_tokens_has_bytes_alone():
+def test_bpe_of_257_tokens_has_only_bytes():
     ids = train_bpe_tokenizer([], 257).encode_batch(["é!", ""])
     assert [len(row) for row in ids] == [3, 0]
     assert ids[1].dtype == np.uint32
@@ -184,7 +184,7 @@ def test_bpe_of_257_tokens_has_bytes_alone():
         ),
     ],
 )
-def test_a_wrong_vocab_size_is_one_line(write_recipe, knobs, message):
+def test_invalid_vocab_size_is_one_line(write_recipe, knobs, message):
     with pytest.raises(ConfigError) as raised:
         load_config(write_recipe(), knobs)
     (line,) = raised.value.problems
@@ -209,8 +209,8 @@ def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
     sample = bpe.spread_sample(iter(texts), limit)
     assert limit / 2 - 4096 <= sum(map(len, sample)) <= limit
     assert sample == bpe.spread_sample(texts, limit)
-    whole = "".join(texts)
-    places = [whole.index(piece) / len(whole) for piece in sample if len(piece) >= 10]
+    joined = "".join(texts)
+    places = [joined.index(piece) / len(joined) for piece in sample if len(piece) >= 10]
     assert places == sorted(places)
     gaps = np.diff([0, *places, 1])
     assert max(gaps) < 0.2, "no part of the text is left out"
@@ -219,7 +219,7 @@ def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
 # --- interruption ----------------------------------------------------------------------------------------------------
 
 
-def test_training_ends_at_a_signal_at_once():
+def test_bpe_training_stops_at_a_signal():
     stop = threading.Event()
     threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
     start = time.monotonic()
@@ -229,12 +229,12 @@ def test_training_ends_at_a_signal_at_once():
     assert time.monotonic() - start < 15
 
 
-def test_an_error_of_the_training_is_raised():
+def test_error_of_bpe_training_is_raised():
     with pytest.raises(ZeroDivisionError):
         bpe._run_interruptibly(lambda: 1 / 0)
 
 
-def test_a_folder_with_a_trained_tokenizer_can_be_named_as_data_tokenizer(trained, tmp_path):
+def test_trained_tokenizer_folder_as_data_tokenizer(trained, tmp_path):
     trained.hf.save_pretrained(tmp_path)
     assert tokenizer.vocabulary_hash(load_tokenizer(tmp_path)) == tokenizer.vocabulary_hash(trained.hf)
     named = tokenizer.build_tokenizer(str(tmp_path), [])

@@ -1,4 +1,4 @@
-"""Chat templates that fail, loop or write without end are one line; others render as transformers does."""
+"""Chat templates that fail, loop or write endlessly are one line; others render as with transformers."""
 
 import time
 
@@ -18,7 +18,7 @@ def tokenizer():
     return char_tokenizer(sorted("why: use")).hf
 
 
-def test_a_sound_template_renders_as_transformers_does(tokenizer):
+def test_template_renders_as_with_transformers(tokenizer):
     tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{% endfor %}"
     expected = tokenizer.apply_chat_template(MESSAGES, add_generation_prompt=True, tokenize=False)
     assert render_prompt(tokenizer, MESSAGES) == expected == "user: why"
@@ -38,14 +38,14 @@ def test_a_sound_template_renders_as_transformers_does(tokenizer):
         "{% for",
     ],
 )
-def test_a_template_that_fails_is_one_line(tokenizer, template):
+def test_failing_template_is_one_line(tokenizer, template):
     tokenizer.chat_template = template
     with pytest.raises(DataError, match=r"^the model's chat template fails \(.+\); choose another model$") as caught:
         render_prompt(tokenizer, MESSAGES)
     assert "\n" not in str(caught.value)
 
 
-def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
+def test_looping_template_is_stopped(tokenizer, monkeypatch):
     monkeypatch.setattr(chat_prompt, "_SECONDS", 0.2)
     tokenizer.chat_template = LOOP
     started = time.monotonic()
@@ -54,7 +54,7 @@ def test_a_template_that_loops_is_stopped(tokenizer, monkeypatch):
     assert time.monotonic() - started < 60
 
 
-def test_a_template_that_writes_too_much_is_refused(tokenizer):
+def test_template_with_too_much_output_is_refused(tokenizer):
     tokenizer.chat_template = "{{ 'a' * 10000001 }}"
     with pytest.raises(DataError, match="writes 10,000,001 characters"):
         render_prompt(tokenizer, MESSAGES)

@@ -1,4 +1,4 @@
-"""Conversations: which rows are some, what a mistake says, and that the template gives what was trained on."""
+"""Conversations: accepted rows, mistakes in one line, and the chat template gives the tokens of training."""
 
 import dataclasses
 import json
@@ -20,8 +20,8 @@ from nanogpt_hf.errors import ConfigError, DataError
 from nanogpt_hf.evaluation.corpus import read_corpus
 
 EXCHANGE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
-# What people write, and what somebody might who wants to end an answer or speak for another.
-NASTY = [
+# Ordinary text, and text that tries to end an answer or to speak for another role.
+DIFFICULT = [
     "plain",
     "  spaces around \n\n",
     "\ttabs\u00a0and\u2003others\x1c",
@@ -77,11 +77,11 @@ def trained_rows(config, split="train") -> list[tuple[list[int], list[int]]]:
         {"instruction": "Why?", "input": None, "output": "Because.", "messages": None},
     ],
 )
-def test_three_shapes_of_rows_are_conversations(row):
+def test_three_row_shapes_are_conversations(row):
     assert conversation_of(row) == EXCHANGE
 
 
-def test_an_input_follows_its_instruction():
+def test_input_follows_instruction():
     row = {"instruction": "Translate. ", "input": " Hund\n", "output": "dog"}
     assert conversation_of(row)[0]["content"] == "Translate.\n\nHund"
 
@@ -115,7 +115,7 @@ def test_an_input_follows_its_instruction():
         ({"prompt": "a\ud83d", "completion": "b"}, "half a character"),
     ],
 )
-def test_every_kind_of_mistake_is_one_line_that_says_what_was_expected(row, message):
+def test_invalid_conversation_is_one_line(row, message):
     with pytest.raises(ValueError, match=r".") as raised:
         conversation_of(row)
     assert message in str(raised.value)
@@ -123,7 +123,7 @@ def test_every_kind_of_mistake_is_one_line_that_says_what_was_expected(row, mess
 
 
 @pytest.mark.parametrize(("name", "where"), [("rows.jsonl", "line 2"), ("rows.json", "row 2")])
-def test_a_mistake_names_file_and_line_and_leaves_nothing(prepare_rows, tmp_path, name, where):
+def test_invalid_conversation_names_file_and_line(prepare_rows, tmp_path, name, where):
     with pytest.raises(DataError) as raised:
         prepare_rows([{"messages": EXCHANGE}, {"messages": EXCHANGE[:1]}], name)
     assert str(raised.value).startswith(f"{tmp_path / name}: {where}: the last message is the user's")
@@ -138,41 +138,41 @@ def test_a_mistake_names_file_and_line_and_leaves_nothing(prepare_rows, tmp_path
         ({"data__order": "random"}, "data.order: random windows would cut conversations; use shuffled"),
     ],
 )
-def test_knobs_that_make_no_sense_for_conversations(write_recipe, overrides, message):
+def test_invalid_knobs_for_conversations(write_recipe, overrides, message):
     with pytest.raises(ConfigError, match=r"1 problem") as raised:
         load_config(write_recipe(**{"data__format": "chat", "data__tokenizer": "gpt2"} | overrides))
     assert message in str(raised.value)
 
 
-def test_plain_text_and_a_lone_conversation_are_refused(prepare_rows, text_file):
+def test_plain_text_and_single_conversation_are_refused(prepare_rows, text_file):
     with pytest.raises(DataError, match=r"expected rows \(\.jsonl, .*\), got a file of plain text"):
         prepare_rows([], data__source=str(text_file))
     with pytest.raises(DataError, match="one conversation is too few to validate on another; give two"):
         prepare_rows([{"messages": EXCHANGE}])
 
 
-def test_a_tokenizer_without_an_end_is_refused():
+def test_tokenizer_without_eos_is_refused():
     with pytest.raises(DataError, match="no end-of-text token to end an answer with"):
         set_chat_template(char_tokenizer(list("abc")).hf, "abc")
 
 
-def test_the_template_of_the_saved_tokenizer_gives_the_tokens_that_were_trained_on(prepare_rows):
+def test_saved_template_gives_the_training_tokens(prepare_rows):
     rows = [
         {"messages": [{"role": "system", "content": s}, *({"role": r, "content": c} for r, c in turns)]}
-        for i, s in enumerate(NASTY)
-        for turns in [[(r, NASTY[(i + k) % len(NASTY)]) for k, r in enumerate(["user", "assistant"] * 3)]]
+        for i, s in enumerate(DIFFICULT)
+        for turns in [[(r, DIFFICULT[(i + k) % len(DIFFICULT)]) for k, r in enumerate(["user", "assistant"] * 3)]]
     ]
     config = prepare_rows(rows, data__tokenizer="gpt2")
-    plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")  # as anybody opens it
+    plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")  # opened without this package
     assert plain.chat_template
     expected = [plain.apply_chat_template(row["messages"], return_dict=False) for row in rows]
     found = trained_rows(config) + trained_rows(config, "validation")
     assert sorted(ids for ids, _ in found) == sorted(expected)
-    assert len(found) == len(NASTY)
+    assert len(found) == len(DIFFICULT)
 
 
-def test_only_answers_and_their_ends_count_and_no_text_becomes_a_special_token(gpt2):
-    for text in NASTY:
+def test_mask_covers_answers_and_text_has_no_special_tokens(gpt2):
+    for text in DIFFICULT:
         messages = [{"role": "system", "content": text}, {"role": "user", "content": text}]
         messages += [{"role": "assistant", "content": text}, *EXCHANGE]
         (ids,), (answered,) = encode_conversations(gpt2, [messages])
@@ -182,11 +182,11 @@ def test_only_answers_and_their_ends_count_and_no_text_becomes_a_special_token(g
         answers = gpt2.decode([token for token, counts in zip(ids, answered, strict=True) if counts])
         assert answers == f"{shown}<|endoftext|>Because.<|endoftext|>"
         prompt = gpt2.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
-        assert ids[: len(prompt)] == prompt  # a chat asks in the tokens that were trained on
+        assert ids[: len(prompt)] == prompt  # the chat command uses the tokens of training
         assert answered[: ends[0] + 1] == [0] * len(prompt) + [1] * (ends[0] + 1 - len(prompt))
 
 
-def test_manifest_and_report_count_answers(prepare_rows, chat_file, capsys):
+def test_manifest_and_report_count_assistant_tokens(prepare_rows, chat_file, capsys):
     config = prepare_rows([], data__source=str(chat_file))
     folder = Path(config.data.dir)
     manifest = read_manifest(folder)
@@ -196,7 +196,7 @@ def test_manifest_and_report_count_answers(prepare_rows, chat_file, capsys):
         assert facts.tokens == sum(len(ids) for ids, _ in rows)
         assert facts.assistant_tokens == sum(sum(answered) for _, answered in rows)
         ends = sum(ids.count(256) for ids, _ in rows)
-        assert facts.bytes == facts.assistant_tokens - ends  # a token is a byte here
+        assert facts.bytes == facts.assistant_tokens - ends  # one token per byte
         assert facts.bytes_per_token == facts.bytes / facts.assistant_tokens
     assert main(["prepare", str(folder.parent / "tiny.yaml")]) == 0
     out = capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_manifest_and_report_count_answers(prepare_rows, chat_file, capsys):
     assert "conversations are longer than a block and are cut at their end" in out
 
 
-def test_data_of_the_other_format_is_refused(prepare_rows, chat_file, write_recipe):
+def test_prepared_data_of_other_format_is_refused(prepare_rows, chat_file, write_recipe):
     config = prepare_rows([], data__source=str(chat_file))
     with pytest.raises(DataError, match=r"prepared with data\.format 'chat', the recipe says 'text'"):
         prepare(replace_knobs(config, {"data.format": "text"}))
@@ -218,7 +218,7 @@ def test_data_of_the_other_format_is_refused(prepare_rows, chat_file, write_reci
         )
 
 
-def test_text_prepared_before_there_were_formats_is_text(write_recipe, tmp_path):
+def test_manifest_without_format_is_text(write_recipe, tmp_path):
     config = load_config(write_recipe())
     prepare(config)
     path = tmp_path / "data" / "manifest.json"
@@ -230,7 +230,7 @@ def test_text_prepared_before_there_were_formats_is_text(write_recipe, tmp_path)
         prepare(replace_knobs(config, {"data.format": "chat"}))
 
 
-def test_a_folder_with_a_readme_and_rows_of_the_hub(prepare_rows, tmp_path, monkeypatch):
+def test_folder_with_readme_and_hub_rows(prepare_rows, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "README.md").write_text("What this is.")
@@ -248,7 +248,7 @@ def test_a_folder_with_a_readme_and_rows_of_the_hub(prepare_rows, tmp_path, monk
         prepare_rows([], data__source="somebody/chats", data__dir=str(tmp_path / "bad"))
 
 
-def test_several_processes_tokenize_the_same(prepare_rows, chat_file, tmp_path):
+def test_several_processes_tokenize_equally(prepare_rows, chat_file, tmp_path):
     one = trained_rows(prepare_rows([], data__source=str(chat_file)))
     two = trained_rows(prepare_rows([], data__source=str(chat_file), data__num_proc=2, data__dir=str(tmp_path / "two")))
     assert one == two

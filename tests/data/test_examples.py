@@ -1,4 +1,4 @@
-"""Conversations in blocks: nothing lost, nothing split, and everything a function of the offset."""
+"""Conversations in blocks: none lost or split, and pure functions of the index."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from nanogpt_hf.data.tokens import TokenStream
 
 
 def examples(lengths, block_size=16, packing="packed", mask=None, chunk=7) -> Examples:
-    """Examples whose tokens count up through all of them, in small chunks; the second half of each is the answer."""
+    """Examples whose tokens count up over all of them, in small chunks; the second half of each is the answer."""
     total = sum(lengths)
     ids = np.arange(total, dtype=np.uint16)
     if mask is None:
@@ -22,7 +22,7 @@ def examples(lengths, block_size=16, packing="packed", mask=None, chunk=7) -> Ex
 LENGTHS = np.random.default_rng(0).integers(2, 18, 200).tolist()  # 17 tokens are 16 positions: a block
 
 
-def test_packing_puts_every_example_into_one_block_and_leaves_little_room():
+def test_packing_keeps_examples_whole_and_wastes_little():
     lengths = np.random.default_rng(1).integers(1, 65, 5000)
     blocks = pack(lengths, 64)
     assert sorted(number for block in blocks for number in block) == list(range(5000))
@@ -33,19 +33,21 @@ def test_packing_puts_every_example_into_one_block_and_leaves_little_room():
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_every_target_is_there_exactly_once(packing):
+def test_each_target_occurs_once(packing):
     some = examples(LENGTHS, packing=packing)
     batch = some.batch(np.arange(len(some)))
     targets = batch["shift_labels"][batch["shift_labels"] != -100]
     ends = np.cumsum(LENGTHS)
-    wanted = [i for end, n in zip(ends, LENGTHS, strict=True) for i in range(end - n, end) if i - (end - n) >= n / 2]
-    assert sorted(targets.tolist()) == wanted
+    expected_targets = [
+        i for end, n in zip(ends, LENGTHS, strict=True) for i in range(end - n, end) if i - (end - n) >= n / 2
+    ]
+    assert sorted(targets.tolist()) == expected_targets
     assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)  # the stream counts up
     assert (some.cut, some.skipped) == (0, 0)
     assert len(some) == len(some.blocks)
 
 
-def test_positions_begin_anew_with_each_example_and_padding_needs_none():
+def test_positions_restart_with_each_example():
     some = examples([5, 9, 3, 17])  # 4, 8, 2 and 16 positions
     batch = some.batch(np.arange(len(some)))
     assert [some.blocks[0], some.blocks[1]] == [[3], [1, 0, 2]]
@@ -57,7 +59,7 @@ def test_positions_begin_anew_with_each_example_and_padding_needs_none():
     assert padded["shift_labels"].tolist() == [[-100, -100, 3, 4] + [-100] * 12]
 
 
-def test_what_is_longer_than_a_block_is_cut_and_what_has_no_answer_left_goes():
+def test_long_examples_are_cut_and_dropped_without_answer():
     mask = np.concatenate([[0] * 16 + [1] * 4, [0] * 17 + [1] * 3, [0, 1]]).astype(np.uint8)
     some = examples([20, 20, 2], mask=mask)
     assert (some.cut, some.skipped) == (1, 1)
@@ -68,7 +70,7 @@ def test_what_is_longer_than_a_block_is_cut_and_what_has_no_answer_left_goes():
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_a_step_is_the_same_on_any_number_of_processes_and_every_block_comes_once_an_epoch(packing):
+def test_example_batches_on_any_number_of_processes(packing):
     some = examples(LENGTHS, packing=packing)
 
     def step(number, processes):
@@ -94,7 +96,7 @@ def test_a_step_is_the_same_on_any_number_of_processes_and_every_block_comes_onc
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_counted_targets_are_those_of_the_batch(packing):
+def test_num_targets_equals_targets_of_batch(packing):
     some = examples(LENGTHS, packing=packing)
     indices = np.arange(0, len(some), 3)
     assert some.num_targets(indices) == (some.batch(indices)["shift_labels"] != -100).sum().item()

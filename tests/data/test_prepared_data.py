@@ -1,4 +1,4 @@
-"""Prepared data is what its manifest says: identity by content, files and bytes, and every field of the manifest."""
+"""Prepared data: its identity by content, checks of files and bytes, every field of the manifest, signals."""
 
 import contextlib
 import dataclasses
@@ -29,7 +29,7 @@ SPLITS = ("train", "validation")
 
 @pytest.fixture(params=["text", "chat"])
 def prepared(request, write_recipe, chat_file, byte_tokenizer):
-    """A config whose data is prepared: of text, and of conversations."""
+    """A config with prepared data: of text, and of conversations."""
     chat = {"data__source": str(chat_file), "data__format": "chat", "data__tokenizer": str(byte_tokenizer)}
     sizes = {"data__block_size": 128, "model__n_positions": 128, "train__tokens_per_step": 512}
     config = load_config(write_recipe(**chat | sizes if request.param == "chat" else {}))
@@ -49,7 +49,7 @@ def edit_manifest(config, change) -> None:
 
 
 def without_checksums(raw) -> None:
-    """The manifest as older versions wrote it."""
+    """The manifest as written by older versions."""
     for split in SPLITS:
         del raw[split]["sha256"], raw[split]["shards"]
 
@@ -69,13 +69,13 @@ def shard(config, split="train", number=0) -> Path:
 
 
 def content(config, **knobs) -> dict:
-    """What is recorded of the tokens when the data is prepared with these knobs, in a folder of its own."""
+    """Prepare data with these knobs in a new folder; return what the manifest records of the tokens."""
     data = dataclasses.replace(config.data, **{"dir": f"{config.data.dir}_again", **knobs})
     shutil.rmtree(data.dir, ignore_errors=True)
     return prepare(dataclasses.replace(config, data=data))[0].content()
 
 
-def test_the_same_text_has_one_identity_whenever_and_however_it_is_prepared(prepared, tmp_path, monkeypatch):
+def test_same_text_has_same_identity(prepared, tmp_path, monkeypatch):
     first = read_manifest(folder_of(prepared)).content()
     assert None not in first.values()
     assert content(prepared) == first
@@ -88,7 +88,7 @@ def test_the_same_text_has_one_identity_whenever_and_however_it_is_prepared(prep
         assert len(list(Path(f"{prepared.data.dir}_again/train").glob("*.arrow"))) > 1
 
 
-def test_one_other_character_is_another_identity(prepared, tmp_path):
+def test_one_changed_character_changes_identity(prepared, tmp_path):
     first = read_manifest(folder_of(prepared)).content()
     text = Path(prepared.data.source).read_text()
     old, new = ("RED", "GED") if prepared.data.format == "chat" else ("cat", "tac")
@@ -101,7 +101,7 @@ def test_one_other_character_is_another_identity(prepared, tmp_path):
     assert second["train tokens"] == first["train tokens"]
 
 
-def test_answers_and_ends_of_conversations_are_part_of_the_identity(tmp_path):
+def test_identity_covers_masks_and_ends_of_conversations(tmp_path):
     digests = set()
     for ids, answered in (
         ([[1, 2, 3], [4, 5]], [[0, 1, 1], [0, 1]]),
@@ -119,7 +119,7 @@ def test_answers_and_ends_of_conversations_are_part_of_the_identity(tmp_path):
 # --- files and bytes -------------------------------------------------------------------------------------------------
 
 
-def test_whole_data_is_verified_and_older_data_opens_without_checksums(prepared):
+def test_data_is_verified_and_older_data_opens_without_checksums(prepared):
     assert check_prepared(folder_of(prepared)) is True
     tokens = len(load_prepared(prepared).train.batch(np.array([0]))["input_ids"])
     edit_manifest(prepared, without_checksums)
@@ -130,7 +130,7 @@ def test_whole_data_is_verified_and_older_data_opens_without_checksums(prepared)
 
 @pytest.mark.parametrize("damage", ["cut", "grown", "gone", "extra", "of another data set"])
 @pytest.mark.parametrize("split", SPLITS)
-def test_a_file_that_is_not_of_its_size_is_named_at_opening(prepared, split, damage, tmp_path):
+def test_file_of_wrong_size_is_named_at_opening(prepared, split, damage, tmp_path):
     path = shard(prepared, split)
     if damage == "gone":
         path.unlink()
@@ -145,7 +145,7 @@ def test_a_file_that_is_not_of_its_size_is_named_at_opening(prepared, split, dam
     assert complaint(check_prepared, folder_of(prepared)).startswith(f"{path}: ")
 
 
-def test_other_tokens_in_data_without_checksums_are_found_by_their_count(prepared):
+def test_token_count_is_checked_without_checksums(prepared):
     edit_manifest(prepared, without_checksums)
     shutil.rmtree(folder_of(prepared) / "train")
     shutil.copytree(folder_of(prepared) / "validation", folder_of(prepared) / "train")
@@ -153,19 +153,19 @@ def test_other_tokens_in_data_without_checksums_are_found_by_their_count(prepare
 
 
 @pytest.mark.parametrize("split", SPLITS)
-def test_one_flipped_bit_is_found_by_reading_all_bytes(prepared, split, caplog, capsys):
+def test_verify_finds_one_flipped_bit(prepared, split, caplog, capsys):
     path = shard(prepared, split)
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
-    load_prepared(prepared)  # as before: a run does not read all of its data before the first step
+    load_prepared(prepared)  # a run does not read all data before its first step
     assert complaint(check_prepared, folder_of(prepared)).startswith(f"{path}: is damaged: its sha256 has changed")
     recipe = str(folder_of(prepared).parent / "tiny.yaml")
     assert main(["prepare", recipe]) == 2
     assert f"{path}: is damaged" in capsys.readouterr().err
 
 
-def test_the_command_verifies_data_that_is_there(prepared, capsys):
+def test_prepare_verify_checks_existing_data(prepared, capsys):
     recipe = str(folder_of(prepared).parent / "tiny.yaml")
     assert main(["prepare", recipe]) == 0
     assert "  verified: every byte is as it was written" in capsys.readouterr().out
@@ -174,7 +174,7 @@ def test_the_command_verifies_data_that_is_there(prepared, capsys):
     assert "an older version, which recorded no checksums" in capsys.readouterr().out
 
 
-def test_a_token_beyond_the_vocabulary_is_one_clear_line_where_it_is_read(prepared):
+def test_token_beyond_the_vocabulary_is_one_line(prepared):
     split = folder_of(prepared) / "train"
     vocab_size = read_manifest(folder_of(prepared)).vocab_size
     rows = datasets.load_from_disk(str(split)).to_dict()
@@ -182,7 +182,7 @@ def test_a_token_beyond_the_vocabulary_is_one_clear_line_where_it_is_read(prepar
     features = datasets.load_from_disk(str(split)).features
     shutil.rmtree(split)
     datasets.Dataset.from_dict(rows, features).save_to_disk(split)
-    edit_manifest(prepared, without_checksums)  # with them, the command and doctor name the file
+    edit_manifest(prepared, without_checksums)  # with checksums, `prepare` and `doctor` name the file
     message = (
         f"the prepared data holds token {vocab_size}, beyond its vocabulary of {vocab_size:,} tokens: it is damaged"
     )
@@ -202,20 +202,20 @@ COUNTS = {"vocab_size", "documents", "tokens", "bytes", "assistant_tokens"}
 
 
 def fields_of(tree, above=()):
-    """The path of every field of a manifest, those of sections, and the sections themselves."""
+    """The path of every field and section of a manifest."""
     for name, value in tree.items():
         yield (*above, name)
         if isinstance(value, dict):
             yield from fields_of(value, (*above, name))
 
 
-def test_any_field_of_a_wrong_type_is_one_clear_line(prepared):
+def test_manifest_field_of_wrong_type_is_one_line(prepared):
     path = folder_of(prepared) / "manifest.json"
     whole = json.loads(path.read_text())
     refused = 0
     for field in fields_of(whole):
         if field[0] == "versions" and len(field) > 1:
-            continue  # told in the model card, and never used
+            continue  # only written to the model card
         for value in ("x", None, -1, 0, 1.5, True, [], {}):
             raw = json.loads(json.dumps(whole))
             section = raw
@@ -237,30 +237,30 @@ def test_any_field_of_a_wrong_type_is_one_clear_line(prepared):
 
 
 @pytest.mark.parametrize("vocab_size", [1, 1_000_000])
-def test_a_vocabulary_of_another_size_is_one_clear_line(prepared, vocab_size):
+def test_wrong_vocab_size_in_manifest_is_one_line(prepared, vocab_size):
     edit_manifest(prepared, lambda raw: raw.update(vocab_size=vocab_size))
     assert "/tokenizer: not the tokenizer that made these tokens" in complaint(load_prepared, prepared)
 
 
-def test_a_manifest_that_is_no_file_is_no_manifest(prepared):
+def test_manifest_must_be_a_regular_file(prepared):
     path = folder_of(prepared) / "manifest.json"
     path.unlink()
-    os.mkfifo(path)  # opened, it would be waited for
+    os.mkfifo(path)  # opening it would block
     assert "exists and holds no manifest.json" in complaint(prepare, prepared)
 
 
-# --- places and signals ----------------------------------------------------------------------------------------------
+# --- folders and signals ---------------------------------------------------------------------------------------------
 
 
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
-def test_a_folder_in_which_nothing_can_be_made_is_refused_at_once(write_recipe):
+def test_unwritable_folder_is_refused_first(write_recipe):
     started = time.monotonic()
     assert "cannot be written" in complaint(prepare, load_config(write_recipe(data__dir="/proc/x")))
     assert time.monotonic() - started < 20
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGHUP", "SIGUSR1"])
-def test_a_signal_leaves_nothing_behind_and_is_told(write_recipe, monkeypatch, tmp_path, name):
+def test_signal_during_prepare_leaves_nothing(write_recipe, monkeypatch, tmp_path, name):
     config = load_config(write_recipe())
     before = sorted(path.name for path in tmp_path.iterdir())
 
@@ -277,7 +277,7 @@ def test_a_signal_leaves_nothing_behind_and_is_told(write_recipe, monkeypatch, t
     assert signal.signal(getattr(signal, name), signal.SIG_DFL) == signal.SIG_DFL
 
 
-def test_a_signal_reaches_this_process_only_inside():
+def test_signal_handler_is_active_only_inside_the_context():
     def work() -> None:
         with raise_on_signals():
             os.kill(os.getpid(), signal.SIGTERM)
@@ -289,8 +289,8 @@ def test_a_signal_reaches_this_process_only_inside():
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_forked_processes_end_at_a_signal_however_early_it_comes():
-    # A pool ends its processes so. One that survived would be waited for without end.
+def test_forked_processes_end_at_an_early_signal():
+    # A pool ends its processes with SIGTERM and waits for them: a survivor would block it forever.
     with raise_on_signals():
         for _ in range(30):
             child = os.fork()

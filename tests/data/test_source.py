@@ -1,3 +1,5 @@
+"""Sources of text: files and formats, folders, patterns, URLs, the Hub, and errors in one line."""
+
 import csv
 import gc
 import gzip
@@ -28,16 +30,16 @@ def parquet(table):
     return file.getvalue()
 
 
-def comma_separated(rows):
+def csv_bytes(rows):
     file = io.StringIO(newline="")
     csv.writer(file).writerows([["number", "text"], *enumerate(rows)])
     return file.getvalue()
 
 
-def contents(ending, texts):
-    """A file of the format that holds the texts: (bytes, the documents that it must give)."""
+def contents(extension, texts):
+    """A file of the format with the texts: (bytes, expected documents)."""
     rows = [{"number": i, "text": text} for i, text in enumerate(texts)]
-    match ending:
+    match extension:
         case ".txt" | ".md":
             data = "\n".join(texts)
             return data.encode(), [data]
@@ -46,7 +48,7 @@ def contents(ending, texts):
         case ".json":
             data = json.dumps(rows, indent=2)
         case ".csv":
-            data = comma_separated(texts)
+            data = csv_bytes(texts)
         case ".parquet":
             return parquet({"number": range(len(texts)), "text": texts}), texts
     return data.encode(), texts
@@ -91,70 +93,70 @@ def error_of(source, tmp_path, **knobs):
 
 
 @pytest.mark.parametrize("compression", COMPRESSIONS)
-@pytest.mark.parametrize("ending", FORMATS)
-def test_every_format_gives_its_documents(write, tmp_path, ending, compression):
-    data, documents = contents(ending, ROWS)
-    path = write(f"a{ending}{compression}", COMPRESSIONS[compression](data))
+@pytest.mark.parametrize("extension", FORMATS)
+def test_formats_and_compressions(write, tmp_path, extension, compression):
+    data, documents = contents(extension, ROWS)
+    path = write(f"a{extension}{compression}", COMPRESSIONS[compression](data))
     assert texts_of(path, tmp_path) == documents
-    assert len(documents) == (1 if ending in (".txt", ".md") else len(ROWS))
+    assert len(documents) == (1 if extension in (".txt", ".md") else len(ROWS))
 
 
-def test_endings_are_read_whatever_their_case(write, tmp_path):
+def test_file_extensions_ignore_case(write, tmp_path):
     data, documents = contents(".jsonl", ROWS)
     assert texts_of(write("A.JSONL.GZ", gzip.compress(data)), tmp_path) == documents
 
 
-def test_a_file_with_another_ending_is_text(write, tmp_path):
+def test_file_with_unknown_extension_is_text(write, tmp_path):
     assert texts_of(write("README", "hello"), tmp_path) == ["hello"]
 
 
-@pytest.mark.parametrize("ending", [".jsonl", ".json", ".csv", ".parquet"])
-def test_the_text_column_can_be_told(write, tmp_path, ending):
+@pytest.mark.parametrize("extension", [".jsonl", ".json", ".csv", ".parquet"])
+def test_text_column(write, tmp_path, extension):
     rows = [{"text": "wrong", "body": "right"}, {"text": "wrong", "body": "right, too"}]
     data = {
         ".jsonl": "\n".join(map(json.dumps, rows)),
         ".json": json.dumps(rows),
         ".csv": 'text,body\nwrong,right\nwrong,"right, too"\n',
         ".parquet": parquet({"text": ["wrong"] * 2, "body": ["right", "right, too"]}),
-    }[ending]
-    assert texts_of(write(f"a{ending}", data), tmp_path, text_column="body") == ["right", "right, too"]
+    }[extension]
+    assert texts_of(write(f"a{extension}", data), tmp_path, text_column="body") == ["right", "right, too"]
 
 
-def test_json_may_be_strings_or_one_row(write, tmp_path):
+def test_json_strings_and_single_row(write, tmp_path):
     assert texts_of(write("a.json", '["one", "two"]'), tmp_path) == ["one", "two"]
     assert texts_of(write("b.json", '{"text": "one"}'), tmp_path) == ["one"]
     assert texts_of(write("c.jsonl", '"one"\n\n  \n"two"\n'), tmp_path) == ["one", "two"]
 
 
-def test_a_parquet_file_is_read_whatever_its_other_columns_hold(write, tmp_path):
-    # A time beyond Python's years cannot even be read.
+def test_parquet_ignores_other_columns(write, tmp_path):
+    # a time beyond Python's years cannot be converted
     others = {"when": pyarrow.array([2**61, None], pyarrow.timestamp("us")), "bytes": pyarrow.array([b"\xff", None])}
     path = write("a.parquet", parquet({"text": pyarrow.array(["x", "y"]).dictionary_encode(), **others}))
     assert texts_of(path, tmp_path) == ["x", "y"]
 
 
-def test_empty_rows_are_left_out(write, tmp_path):
+def test_empty_rows_are_dropped(write, tmp_path):
     assert texts_of(write("a.jsonl", '{"text": ""}\n{"text": "x"}\n{"text": ""}\n'), tmp_path) == ["x"]
 
 
-@pytest.mark.parametrize("ending", FORMATS[:-1])
-def test_a_byte_order_mark_is_not_text_and_every_line_end_is_a_newline(write, tmp_path, ending):
+@pytest.mark.parametrize("extension", FORMATS[:-1])
+def test_byte_order_mark_and_line_ends_are_normalized(write, tmp_path, extension):
     data = {
         ".txt": "one\r\ntwo\rthree\nfour",
         ".md": "one\r\ntwo\rthree\nfour",
         ".jsonl": '{"text": "one\\ntwo"}\r\n{"text": "three\\nfour"}\r\n',
         ".json": '[{"text": "one\\ntwo"},\r\n{"text": "three\\nfour"}]',
         ".csv": 'text\r\n"one\r\ntwo"\r\n"three\r\nfour"\r\n',
-    }[ending]
-    texts = texts_of(write(f"a{ending}", b"\xef\xbb\xbf" + data.encode()), tmp_path)
+    }[extension]
+    texts = texts_of(write(f"a{extension}", b"\xef\xbb\xbf" + data.encode()), tmp_path)
     assert "\n".join(texts) == "one\ntwo\nthree\nfour"
 
 
-def test_a_carriage_return_that_json_spells_out_is_text(write, tmp_path):
+def test_escaped_carriage_return_in_json_is_text(write, tmp_path):
     assert texts_of(write("a.jsonl", '{"text": "a\\r\\nb\\u2028c\\u0085"}\n'), tmp_path) == ["a\r\nb\u2028c\x85"]
 
 
-def test_the_revision_is_the_sha256_of_the_file(write, tmp_path):
+def test_revision_is_sha256_of_the_file(write, tmp_path):
     path = write("a.txt", "hello")
     documents = load_documents(DataSection(source=str(path)), tmp_path)
     assert documents.revision == f"sha256:{hashlib.sha256(b'hello').hexdigest()}"
@@ -164,15 +166,15 @@ def test_the_revision_is_the_sha256_of_the_file(write, tmp_path):
 # --- folders and patterns --------------------------------------------------------------------------------------------
 
 
-def test_a_folder_gives_its_files_in_order_and_nothing_hidden(write, tmp_path):
+def test_folder_gives_visible_files_in_order(write, tmp_path):
     for name in ("b/2.txt", "b/1.md", "a.jsonl", "c.txt.gz", ".git/x.txt", "b/.hidden.txt", "picture.png", "d.py"):
-        ending = name.removesuffix(".gz").rpartition(".")[2]
-        data = {"jsonl": '{"text": "a.jsonl"}\n', "png": b"\x89\0\0"}.get(ending, name)
+        extension = name.removesuffix(".gz").rpartition(".")[2]
+        data = {"jsonl": '{"text": "a.jsonl"}\n', "png": b"\x89\0\0"}.get(extension, name)
         write(f"text/{name}", gzip.compress(name.encode()) if name.endswith(".gz") else data)
     assert texts_of(tmp_path / "text", tmp_path) == ["a.jsonl", "b/1.md", "b/2.txt", "c.txt.gz"]
 
 
-def test_a_pattern_gives_the_files_that_match_in_order(write, tmp_path):
+def test_pattern_gives_matching_files_in_order(write, tmp_path):
     for name in ("2.txt", "1.txt", "deep/3.txt", "4.md"):
         write(f"text/{name}", name)
     assert texts_of(tmp_path / "text" / "*.txt", tmp_path) == ["1.txt", "2.txt"]
@@ -180,12 +182,12 @@ def test_a_pattern_gives_the_files_that_match_in_order(write, tmp_path):
     assert texts_of(tmp_path / "text" / "[34].md", tmp_path) == ["4.md"]
 
 
-def test_a_file_whose_name_looks_like_a_pattern_is_that_file(write, tmp_path):
+def test_file_name_with_pattern_characters(write, tmp_path):
     write("a1.txt", "other")
     assert texts_of(write("a[1].txt", "this"), tmp_path) == ["this"]
 
 
-def test_the_home_folder_is_understood(write, tmp_path, monkeypatch):
+def test_tilde_in_source_is_home(write, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     path = write("a.txt", "x")
     assert find_files("~/a.txt") == find_files("~/*.txt") == [path]
@@ -195,19 +197,19 @@ def test_the_home_folder_is_understood(write, tmp_path, monkeypatch):
     "source",
     ["none.txt", "./none", "/none/at/all", "a/b/c", "none.jsonl.zst", "~no-such-user/a.txt", "*.none", "/" + "x" * 300],
 )
-def test_a_path_to_nothing_is_a_clear_error(source, tmp_path, monkeypatch):
+def test_missing_path_is_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(DataError, match=r"^data\.source: .*(no such file or folder|no file matches)$"):
         find_files(source)
 
 
-def test_a_pipe_or_a_device_is_refused(tmp_path):
-    # It could be read only once, and text is read for its checksum, too.
+def test_pipe_or_device_is_refused(tmp_path):
+    # a pipe can be read only once; text is also read for its checksum
     os.mkfifo(tmp_path / "pipe.txt")
     for source in (str(tmp_path / "pipe.txt"), "/dev/null"):
         with pytest.raises(DataError, match=r"is not a regular file but a pipe or a device; save the text to a file"):
             find_files(source)
-    reader, writer = os.pipe()  # as in --data.source <(command)
+    reader, writer = os.pipe()  # like --data.source <(command)
     with pytest.raises(DataError, match="is not a regular file"):
         find_files(f"/dev/fd/{reader}")
     os.close(reader)
@@ -215,18 +217,18 @@ def test_a_pipe_or_a_device_is_refused(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["python-docs", "https://example.org/a.txt", "wikitext", "Owner/name", "x" * 300])
-def test_what_is_no_path_names_no_files(source, tmp_path, monkeypatch):
+def test_invalid_path_names_no_files(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_files(source) == []
 
 
-def test_a_folder_without_text_says_which_files_it_looked_for(write, tmp_path):
+def test_folder_without_text_names_the_extensions(write, tmp_path):
     write("text/a.png", "x")
     message = error_of(tmp_path / "text", tmp_path)
     assert "the folder holds no .txt, .md, .jsonl, .json, .csv, .parquet file" in message
 
 
-def test_state_sees_any_change_and_digest_only_a_change_of_text(write):
+def test_state_changes_with_file_and_digest_with_text(write):
     path = write("a.txt", "one")
     state, digest = file_state([path]), file_digest([path])
     os.utime(path, ns=(1, 1))
@@ -236,17 +238,17 @@ def test_state_sees_any_change_and_digest_only_a_change_of_text(write):
     assert file_digest([path]) != digest
 
 
-def test_digest_tells_where_one_document_ends_and_the_next_begins(write):
+def test_digest_depends_on_document_boundaries(write):
     before = [write("a.txt", "one two"), write("b.txt", " three")]
     after = [write("c.txt", "one"), write("d.txt", " two three")]
     assert file_digest(before) != file_digest(after)
 
 
-# --- text that is none -----------------------------------------------------------------------------------------------
+# --- invalid text ----------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz", "a.txt.zst", "a.md"])
-def test_an_empty_file_is_an_error(write, tmp_path, name):
+def test_empty_file_is_an_error(write, tmp_path, name):
     assert error_of(write(name, b""), tmp_path).endswith("empty; there is no text to train on")
 
 
@@ -254,7 +256,7 @@ def test_an_empty_file_is_an_error(write, tmp_path, name):
     ("name", "data"),
     [("a.json", "[]"), ("a.csv", "text\n"), ("a.jsonl", '\n{"text": ""}\n'), ("a.txt", b"\xef\xbb\xbf")],
 )
-def test_a_file_without_a_document_is_an_error(write, tmp_path, name, data):
+def test_file_without_document_is_an_error(write, tmp_path, name, data):
     assert error_of(write(name, data), tmp_path).endswith("empty; there is no text to train on")
 
 
@@ -268,24 +270,24 @@ def test_a_file_without_a_document_is_an_error(write, tmp_path, name, data):
         (b"\x7fELF\x02\x01\x01" + bytes(100), "NUL bytes: binary data"),
     ],
 )
-def test_binary_data_in_a_text_file_is_an_error(write, tmp_path, data, reason):
+def test_binary_text_file_is_an_error(write, tmp_path, data, reason):
     path = write("a.txt", data)
     message = error_of(path, tmp_path)
     assert message.startswith(f"{path}: ")
     assert reason in message
 
 
-def test_binary_data_far_into_a_text_file_is_an_error(write, tmp_path):
+def test_binary_data_late_in_a_text_file_is_an_error(write, tmp_path):
     assert "not UTF-8 text (byte 0xc0)" in error_of(write("a.txt", b"x" * 100_000 + b"\xc0\x80"), tmp_path)
 
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_binary_data_in_rows_is_an_error(write, tmp_path, name):
+def test_binary_rows_are_an_error(write, tmp_path, name):
     assert "not UTF-8 text (byte 0xff)" in error_of(write(name, b'{"text": "\xff"}'), tmp_path)
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
-def test_a_compressed_file_that_is_damaged_is_an_error(write, tmp_path, compression):
+def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
     whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
     for data in (b"not compressed at all", whole[:-3], whole[: len(whole) // 2]):
         assert "cannot be read: " in error_of(write(f"a.txt{compression}", data), tmp_path)
@@ -295,7 +297,7 @@ def test_a_compressed_file_that_is_damaged_is_an_error(write, tmp_path, compress
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet", parquet({"text": ["x"]})[:-20]])
-def test_a_parquet_file_that_is_damaged_is_an_error(write, tmp_path, data):
+def test_damaged_parquet_file_is_an_error(write, tmp_path, data):
     assert "cannot be read: " in error_of(write("a.parquet", data), tmp_path)
 
 
@@ -308,7 +310,7 @@ def test_a_parquet_file_that_is_damaged_is_an_error(write, tmp_path, data):
         ("a.parquet", parquet({"txt": ["x"], "id": [1]}), "row 1"),
     ],
 )
-def test_a_row_without_the_text_column_is_named_with_the_columns_it_has(write, tmp_path, name, data, where):
+def test_row_without_text_column_is_named(write, tmp_path, name, data, where):
     path = write(name, data)
     assert error_of(path, tmp_path) == (
         f"{path}: {where}: no column 'text' (it has: txt, id); set data.text_column to the column that holds the text"
@@ -316,10 +318,10 @@ def test_a_row_without_the_text_column_is_named_with_the_columns_it_has(write, t
 
 
 @pytest.mark.parametrize("value", ["5", "null", '["a"]', '{"a": "b"}', "true", "1.5"])
-def test_a_row_whose_text_is_no_text_is_named(write, tmp_path, value):
+def test_row_with_other_type_is_named(write, tmp_path, value):
     path = write("a.jsonl", f'{{"text": "x"}}\n{{"text": {value}}}\n')
-    held = repr(json.loads(value))
-    assert error_of(path, tmp_path) == f"{path}: line 2: column 'text' holds {held}, not text"
+    reference = repr(json.loads(value))
+    assert error_of(path, tmp_path) == f"{path}: line 2: column 'text' holds {reference}, not text"
 
 
 @pytest.mark.parametrize(
@@ -344,13 +346,13 @@ def test_a_row_whose_text_is_no_text_is_named(write, tmp_path, value):
         ("a.jsonl", '{"text": "x"}\n' + "[" * 100_000, "line 2: cannot be read: "),
     ],
 )
-def test_rows_that_cannot_be_read_say_where_and_why(write, tmp_path, name, data, complaint):
+def test_unreadable_row_names_line_and_reason(write, tmp_path, name, data, complaint):
     path = write(name, data)
     assert error_of(path, tmp_path).startswith(f"{path}: {complaint}")
 
 
-def test_a_csv_row_may_be_shorter_blank_or_quoted_but_not_longer(write, tmp_path):
-    # An unquoted comma would cut the text off.
+def test_csv_rows_short_blank_quoted_or_too_long(write, tmp_path):
+    # an unquoted comma would truncate the text
     path = write("a.csv", 'text,id,,\n"a, b",1\n\n"c\nd",2,,\n')
     assert texts_of(path, tmp_path) == ["a, b", "c\nd"]
     for row in ("a, b,1,,\n", "a,1,,,\n"):
@@ -360,16 +362,16 @@ def test_a_csv_row_may_be_shorter_blank_or_quoted_but_not_longer(write, tmp_path
 
 
 @pytest.mark.parametrize("compression", ["", ".gz"])
-@pytest.mark.parametrize("ending", FORMATS)
-def test_a_nul_is_binary_data_in_every_format(write, tmp_path, ending, compression):
-    data, _ = contents(ending, ["fine", "not\0fine"])
-    message = error_of(write(f"a{ending}{compression}", COMPRESSIONS[compression](data)), tmp_path)
+@pytest.mark.parametrize("extension", FORMATS)
+def test_nul_is_binary_in_every_format(write, tmp_path, extension, compression):
+    data, _ = contents(extension, ["fine", "not\0fine"])
+    message = error_of(write(f"a{extension}{compression}", COMPRESSIONS[compression](data)), tmp_path)
     assert message.endswith("holds NUL bytes: binary data, not text")
-    where = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}.get(ending, "row 2: ")
-    assert f"{ending}{compression}: {where}holds" in message
+    where = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}.get(extension, "row 2: ")
+    assert f"{extension}{compression}: {where}holds" in message
 
 
-def test_what_memory_cannot_hold_is_one_clear_line(write, tmp_path, monkeypatch):
+def test_file_beyond_memory_is_one_line(write, tmp_path, monkeypatch):
     path = write("a.txt.gz", gzip.compress(b"x"))
 
     def read(self, *_):
@@ -380,20 +382,20 @@ def test_what_memory_cannot_hold_is_one_clear_line(write, tmp_path, monkeypatch)
     assert error_of(path, tmp_path) == f"{path}: too large for the memory of this machine"
 
 
-def test_half_a_surrogate_pair_is_an_error_and_a_whole_one_is_a_character(write, tmp_path):
-    # JSON can spell what UTF-8 cannot hold.
+def test_lone_surrogate_is_an_error(write, tmp_path):
+    # JSON can escape what UTF-8 cannot encode
     path = write("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud83d!"}\n')
     assert error_of(path, tmp_path) == f"{path}: line 2: '\\ud83d' is half a character (a lone surrogate), not text"
     assert texts_of(write("b.jsonl", '{"text": "\\ud83d\\ude00"}\n'), tmp_path) == ["😀"]
 
 
-def test_a_bad_row_is_found_wherever_it_is(write, tmp_path):
-    # Past the first rows, it is met while the data set is written, not while the source is looked at.
+def test_bad_row_anywhere_is_found(write, tmp_path):
+    # after the first rows it is found while the data set is written, not when the source is opened
     path = write("a.jsonl", '{"text": "x"}\n' * 5000 + '{"text": 1}\n')
     assert "line 5001: " in error_of(path, tmp_path)
 
 
-def test_reading_stops_where_it_is_left(write):
+def test_reading_is_lazy(write):
     documents = read_file(write("a.jsonl", '{"text": "x"}\n' * 10), "text")
     assert next(documents) == "x"
     documents.close()
@@ -402,7 +404,7 @@ def test_reading_stops_where_it_is_left(write):
 # --- python-docs -----------------------------------------------------------------------------------------------------
 
 
-def test_python_docs_is_one_long_document_that_is_always_the_same(tmp_path):
+def test_python_docs_is_one_fixed_document(tmp_path):
     (text,) = texts_of("python-docs", tmp_path)
     assert len(text) > 100_000
     assert 'The "if" statement' in text
@@ -410,7 +412,7 @@ def test_python_docs_is_one_long_document_that_is_always_the_same(tmp_path):
 
 
 @pytest.mark.parametrize("source", ["python-docs", "a.txt"])
-def test_a_validation_split_of_what_has_no_splits_is_an_error(write, tmp_path, source, monkeypatch):
+def test_validation_split_of_files_is_an_error(write, tmp_path, source, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("a.txt", "x")
     assert "only a Hub data set has splits" in error_of(source, tmp_path, validation_split="test")
@@ -421,22 +423,22 @@ def test_a_validation_split_of_what_has_no_splits_is_an_error(write, tmp_path, s
 
 @pytest.fixture
 def server(monkeypatch):
-    """A web server on this machine; give it {path: bytes} to serve."""
+    """A local web server that serves {path: bytes}."""
     monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
     files = {}
-    asked = files["asked"] = []  # (host, login) of each request
+    requests = files["asked"] = []  # (host, login) of each request
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
             path, login = self.path.partition("?")[0], self.headers.get("Authorization")
-            asked.append((self.headers["Host"], login))
+            requests.append((self.headers["Host"], login))
             data = files.get(path)
             private = path.startswith("/private") and login != "Basic " + b64encode(b"me:pa@ss").decode()
             self.send_response(404 if data is None or private else 302 if path.endswith("/moved") else 200)
             if path.endswith("/moved"):
                 self.send_header("Location", data.decode())
                 data = None
-            # /short promises more than it sends, as a connection does that is lost on the way.
+            # /short announces more bytes than it sends, like a lost connection
             self.send_header("Content-Length", str(len(data or b"") + 100 * (self.path == "/short.txt")))
             self.end_headers()
             self.wfile.write(data or b"")
@@ -455,19 +457,19 @@ def server(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["/a.jsonl.gz", "/deep/a.jsonl.gz?download=true", "/a.jsonl.gz#rows"])
-def test_a_url_is_read_by_the_ending_of_its_path(server, tmp_path, name):
+def test_url_is_read_by_its_extension(server, tmp_path, name):
     url, files = server
     files[name.partition("?")[0].partition("#")[0]] = gzip.compress(b'{"text": "one"}\n{"text": "two"}\n')
     assert texts_of(url + name, tmp_path) == ["one", "two"]
 
 
-def test_a_url_without_a_file_name_is_text(server, tmp_path):
+def test_url_without_file_name_is_text(server, tmp_path):
     url, files = server
     files["/"] = b"hello"
     assert texts_of(f"{url}/", tmp_path) == ["hello"]
 
 
-def test_the_sha256_of_a_url_is_checked(server, tmp_path):
+def test_sha256_of_url_is_checked(server, tmp_path):
     url, files = server
     files["/a.txt"] = b"hello"
     right = hashlib.sha256(b"hello").hexdigest()
@@ -479,25 +481,25 @@ def test_the_sha256_of_a_url_is_checked(server, tmp_path):
     assert "0" * 64 in message
 
 
-def test_a_url_that_gives_nothing_is_a_clear_error(server, tmp_path):
+def test_missing_url_is_one_line(server, tmp_path):
     url, _ = server
     assert error_of(f"{url}/none.txt", tmp_path) == f"data.source: {url}/none.txt: cannot be downloaded: Not Found"
-    gc.collect()  # a connection that was left open would warn now, and a warning is an error
+    gc.collect()  # an open connection would warn now, and warnings are errors
 
 
-def test_a_server_that_is_not_there_is_a_clear_error(tmp_path):
-    # Port 0 is nobody's.
+def test_unreachable_server_is_one_line(tmp_path):
+    # nothing listens on port 0
     assert "cannot be downloaded" in error_of("http://127.0.0.1:0/a.txt", tmp_path)
     assert "cannot be downloaded" in error_of("http://[broken/a.txt", tmp_path)
 
 
-def test_a_download_that_breaks_off_is_not_taken_for_the_whole(server, tmp_path):
+def test_partial_download_is_an_error(server, tmp_path):
     url, files = server
     files["/short.txt"] = b"only the beginning"
     assert "cannot be downloaded" in error_of(f"{url}/short.txt", tmp_path)
 
 
-def test_an_error_in_a_download_names_the_url(server, tmp_path):
+def test_error_in_a_download_names_the_url(server, tmp_path):
     url, files = server
     files["/a.jsonl"] = b'{"text": "x"}\n{"txt": "y"}\n'
     message = error_of(f"{url.replace('//', '//me:secret@')}/a.jsonl", tmp_path)
@@ -505,7 +507,7 @@ def test_an_error_in_a_download_names_the_url(server, tmp_path):
 
 
 @pytest.mark.parametrize("private", [True, False])
-def test_a_login_in_a_url_is_sent_and_never_shown(server, tmp_path, private):
+def test_url_login_is_sent_and_not_printed(server, tmp_path, private):
     url, files = server
     path = "/private/a.txt" if private else "/a.txt"
     files[path] = b"hello"
@@ -519,7 +521,7 @@ def test_a_login_in_a_url_is_sent_and_never_shown(server, tmp_path, private):
     gc.collect()
 
 
-def test_a_login_stays_with_its_host(server, tmp_path):
+def test_url_login_is_not_sent_to_another_host(server, tmp_path):
     url, files = server
     files["/a.txt"] = b"hello"
     files["/private/a.txt"] = b"private"
@@ -533,7 +535,7 @@ def test_a_login_stays_with_its_host(server, tmp_path):
     assert files["asked"][-1] == (elsewhere.removeprefix("http://"), None)
 
 
-def test_a_url_may_have_capitals_letters_of_any_language_and_spaces(server, tmp_path):
+def test_url_with_capitals_unicode_and_spaces(server, tmp_path):
     url, files = server
     files["/caf%C3%A9%20au%20lait.txt"] = b"hello"
     for written in ("/café au lait.txt", "/caf%C3%A9%20au%20lait.txt", "/café%20au lait.txt?größe=1"):
@@ -541,14 +543,14 @@ def test_a_url_may_have_capitals_letters_of_any_language_and_spaces(server, tmp_
 
 
 @pytest.mark.parametrize("url", ["http://me:pa/ss@host/a.txt", "http://me:secret@/a.txt", "http://me:secret@[x/a.txt"])
-def test_what_is_no_url_is_a_clear_error_without_its_password(tmp_path, url):
+def test_invalid_url_is_one_line_without_password(tmp_path, url):
     message = error_of(url, tmp_path)
     assert message.startswith("data.source: cannot be downloaded: not a URL; in a user name or password write / as %2F")
     assert "pa/ss" not in message
     assert "secret" not in message
 
 
-def test_a_page_in_place_of_text_that_is_binary_is_an_error(server, tmp_path):
+def test_binary_download_is_an_error(server, tmp_path):
     url, files = server
     files["/a.txt"] = b"\0\1\2"
     assert "NUL bytes" in error_of(f"{url}/a.txt", tmp_path)
@@ -559,39 +561,39 @@ def test_a_page_in_place_of_text_that_is_binary_is_an_error(server, tmp_path):
 
 @pytest.fixture
 def hub(monkeypatch):
-    """Stands for the Hub: {split: data set} to give, and the list of what was asked for."""
-    splits, asked = {}, []
+    """A fake Hub: its {split: data set}, and the list of requests."""
+    splits, requests = {}, []
 
     def load_dataset(name, config=None, *, split, revision=None, trust_remote_code):
-        asked.append((name, config, split, revision))
+        requests.append((name, config, split, revision))
         return splits[split]
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
-    return splits, asked
+    return splits, requests
 
 
-def test_a_hub_data_set_is_asked_for_as_the_recipe_says(hub, tmp_path):
-    splits, asked = hub
+def test_hub_data_set_is_requested_by_recipe(hub, tmp_path):
+    splits, requests = hub
     splits["train"] = datasets.Dataset.from_dict({"id": [1, 2], "body": ["one", "two"], "text": ["x", "x"]})
     splits["test"] = datasets.Dataset.from_dict({"body": ["three"]})
     data = DataSection(
         source="owner/name", config="small", revision="v1", text_column="body", split="train", validation_split="test"
     )
     documents = load_documents(data, tmp_path)
-    assert asked == [("owner/name", "small", "train", "v1"), ("owner/name", "small", "test", "v1")]
+    assert requests == [("owner/name", "small", "train", "v1"), ("owner/name", "small", "test", "v1")]
     assert documents.train[:] == {"text": ["one", "two"]}
     assert documents.validation[:] == {"text": ["three"]}
     assert documents.revision == "v1"
 
 
-def test_without_a_validation_split_only_the_train_split_is_asked_for(hub, tmp_path):
-    splits, asked = hub
+def test_only_train_split_is_requested_by_default(hub, tmp_path):
+    splits, requests = hub
     splits["train"] = datasets.Dataset.from_dict({"text": ["one"]})
     assert load_documents(DataSection(source="owner/name"), tmp_path).validation is None
-    assert asked == [("owner/name", None, "train", None)]
+    assert requests == [("owner/name", None, "train", None)]
 
 
-def test_the_revision_of_a_hub_data_set_is_its_commit_where_it_is_known(hub, tmp_path):
+def test_revision_of_hub_data_set_is_its_commit(hub, tmp_path):
     splits, _ = hub
     commit = "0123456789abcdef" * 2 + "01234567"
     splits["train"] = datasets.Dataset.from_dict({"text": ["one"]})
@@ -599,14 +601,14 @@ def test_the_revision_of_a_hub_data_set_is_its_commit_where_it_is_known(hub, tmp
     assert load_documents(DataSection(source="owner/name", revision="main"), tmp_path).revision == commit
 
 
-def test_a_hub_data_set_without_the_text_column_says_which_it_has(hub, tmp_path):
+def test_hub_data_set_without_text_column_names_columns(hub, tmp_path):
     splits, _ = hub
     splits["train"] = datasets.Dataset.from_dict({"id": [1], "body": ["one"]})
     assert error_of("owner/name", tmp_path) == "data.text_column: owner/name has no column 'text'; it has: id, body"
 
 
 @pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [b"a", b"b"]])
-def test_a_hub_data_set_whose_text_column_is_no_text_is_an_error(hub, tmp_path, column):
+def test_hub_column_of_other_type_is_an_error(hub, tmp_path, column):
     splits, _ = hub
     splits["train"] = datasets.Dataset.from_dict({"text": column})
     assert error_of("owner/name", tmp_path) == "data.text_column: column 'text' of owner/name does not hold text"
@@ -623,7 +625,7 @@ def test_a_hub_data_set_whose_text_column_is_no_text_is_an_error(hub, tmp_path, 
         datasets.exceptions.DatasetGenerationError("An error occurred"),
     ],
 )
-def test_whatever_the_hub_says_no_with_is_one_clear_error(monkeypatch, tmp_path, error):
+def test_hub_errors_are_one_line(monkeypatch, tmp_path, error):
     def load_dataset(*_, **__):
         raise error
 

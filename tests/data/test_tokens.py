@@ -1,3 +1,5 @@
+"""TokenStream: windows over chunks and shards, without copies; damaged data."""
+
 import json
 import tracemalloc
 
@@ -12,7 +14,7 @@ from nanogpt_hf.errors import DataError
 
 @pytest.fixture
 def saved(tmp_path):
-    """Saves rows of ids as preparing data does, and gives the folder."""
+    """Save rows of ids as in prepared data; return the folder."""
 
     def save(rows, num_shards=1, kind="uint16"):
         features = datasets.Features({"input_ids": datasets.List(datasets.Value(kind))})
@@ -29,10 +31,10 @@ def random_chunks(rng, count, longest, kind=np.uint16):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_windows_are_those_of_the_plain_concatenation(seed):
+def test_windows_equal_plain_concatenation(seed):
     rng = np.random.default_rng(seed)
     longest = int(rng.choice([1, 3, 50, 400]))
-    chunks = random_chunks(rng, count=int(rng.integers(2, 60)), longest=longest)  # some of them empty
+    chunks = random_chunks(rng, count=int(rng.integers(2, 60)), longest=longest)  # some are empty
     flat = np.concatenate(chunks).astype(np.int64)
     stream = TokenStream(chunks)
     assert len(stream) == len(flat) > 0
@@ -46,7 +48,7 @@ def test_windows_are_those_of_the_plain_concatenation(seed):
 
 @pytest.mark.parametrize("num_shards", [1, 3])
 @pytest.mark.parametrize(("kind", "largest"), [("uint16", 2**16 - 1), ("uint32", 2**20)])
-def test_saved_rows_are_one_stream_over_chunks_and_shards(saved, num_shards, kind, largest):
+def test_stream_joins_chunks_and_shards(saved, num_shards, kind, largest):
     rng = np.random.default_rng(0)
     # An arrow chunk holds 1,000 rows.
     rows = [rng.integers(0, largest, size=length, endpoint=True) for length in rng.integers(0, 5, size=4500)]
@@ -60,10 +62,10 @@ def test_saved_rows_are_one_stream_over_chunks_and_shards(saved, num_shards, kin
     np.testing.assert_array_equal(stream.windows(np.array([0]), len(flat))[0], flat)
 
 
-def test_opening_copies_nothing(saved):
+def test_opening_a_stream_copies_nothing(saved):
     rows = [np.arange(1000)] * 1000  # 2 MB
     folder = saved(rows)
-    tracemalloc.start()  # counts what numpy allocates; arrow counts for itself
+    tracemalloc.start()  # counts numpy's allocations; arrow has its own counter
     before = pyarrow.total_allocated_bytes()
     stream = TokenStream.open(folder)
     allocated = tracemalloc.get_traced_memory()[0] + pyarrow.total_allocated_bytes() - before
@@ -85,17 +87,17 @@ def test_chunks_are_views_of_the_arrow_data(saved):
 
 
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (9, 2), (10, 1), (0, 11), (100, 1)])
-def test_a_window_outside_the_stream_is_an_error(start, length):
+def test_window_outside_the_stream_is_an_error(start, length):
     stream = TokenStream([np.arange(4), np.arange(6)])
     with pytest.raises(IndexError, match="leaves the stream of 10 tokens"):
         stream.windows(np.array([0, start, 1]), length)
 
 
-def test_no_windows_of_a_stream_are_an_empty_array():
+def test_no_windows_are_an_empty_array():
     assert TokenStream([np.arange(4)]).windows(np.array([], dtype=np.int64), 3).shape == (0, 3)
 
 
-def test_a_stream_of_nothing_is_empty():
+def test_stream_of_nothing_is_empty():
     for chunks in ([], [np.array([], dtype=np.uint16)]):
         stream = TokenStream(chunks)
         assert len(stream) == 0
@@ -110,13 +112,13 @@ def test_windows_do_not_change_the_stream():
     assert tokens.tolist() == list(range(10))
 
 
-def test_a_folder_that_is_no_prepared_data_is_a_clear_error(tmp_path):
+def test_folder_without_prepared_data_is_an_error(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
         with pytest.raises(DataError, match="cannot be read as prepared tokens"):
             TokenStream.open(folder)
 
 
-def test_damaged_data_is_a_clear_error(saved):
+def test_damaged_data_is_an_error(saved):
     folder = saved([[1, 2, 3]] * 200, num_shards=2)
     shard = folder / "data-00001-of-00002.arrow"
     whole = shard.read_bytes()
@@ -133,7 +135,7 @@ def test_damaged_data_is_a_clear_error(saved):
         TokenStream.open(folder)
 
 
-def test_data_of_another_kind_is_a_clear_error(tmp_path):
+def test_data_of_another_kind_is_an_error(tmp_path):
     for column in ({"text": ["a"]}, {"input_ids": [1, 2]}, {"input_ids": ["a"]}):
         datasets.Dataset.from_dict(column).save_to_disk(tmp_path / "train")
         with pytest.raises(DataError, match="cannot be read as prepared tokens"):

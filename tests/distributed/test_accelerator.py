@@ -1,4 +1,4 @@
-"""The machine's side: signals, the clock, and the time knob."""
+"""Signals, durations, lost processes, checks of the accelerate config, DeepSpeed's config and state."""
 
 import json
 import os
@@ -22,7 +22,7 @@ from nanogpt_hf.runs.folder import RunFolder
 
 
 @pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
-def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
+def test_signal_requests_stop_and_second_ctrl_c_interrupts(name):
     before = signal.getsignal(signal.SIGINT)
     accelerator = Accelerator()
     with stop_on_signals() as stop:
@@ -35,8 +35,8 @@ def test_a_signal_asks_for_a_stop_and_ctrl_c_after_it_interrupts_at_once(name):
     assert signal.getsignal(signal.SIGINT) is before
 
 
-def test_a_hangup_that_is_ignored_stays_ignored():
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # what nohup does
+def test_ignored_sighup_stays_ignored():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:
         with stop_on_signals() as stop:
             os.kill(os.getpid(), signal.SIGHUP)
@@ -49,7 +49,7 @@ def test_a_hangup_that_is_ignored_stays_ignored():
 @pytest.mark.parametrize(
     ("time", "seconds"), [("11h30m", 41400), ("45m", 2700), ("90s", 90), ("1h1m1s", 3661), ("ten", None), ("30", None)]
 )
-def test_times(time, seconds):
+def test_parse_duration(time, seconds):
     assert parse_duration(time) == seconds
 
 
@@ -65,7 +65,7 @@ def test_times(time, seconds):
         (RuntimeError("shapes do not fit"), None),
     ],
 )
-def test_only_a_lost_process_becomes_the_line_that_says_so(tmp_path, error, line):
+def test_lost_process_is_one_line_and_other_errors_pass(tmp_path, error, line):
     run = RunFolder(tmp_path)
     run.checkpoint(3).mkdir(parents=True)
     expected = type(error) if line is None else LostProcess
@@ -74,7 +74,7 @@ def test_only_a_lost_process_becomes_the_line_that_says_so(tmp_path, error, line
     assert str(raised.value) == (str(error) if line is None else line.format(run.checkpoint(3)))
 
 
-ASKS = {  # of the accelerate config, by what its launcher tells the process
+ENVIRONMENTS = {  # what accelerate launch sets for a config, and the complaint
     "fp8": ({"ACCELERATE_MIXED_PRECISION": "fp8"}, "sets mixed_precision fp8, which is not supported"),
     "fp16 on a CPU": (
         {"ACCELERATE_MIXED_PRECISION": "fp16", "ACCELERATE_USE_CPU": "True"},
@@ -87,19 +87,21 @@ ASKS = {  # of the accelerate config, by what its launcher tells the process
 }
 
 
-@pytest.mark.parametrize(("told", "complaint"), ASKS.values(), ids=ASKS)
+@pytest.mark.parametrize(("environment", "complaint"), ENVIRONMENTS.values(), ids=ENVIRONMENTS)
 @pytest.mark.parametrize("command", ["pretrain", "doctor", "evaluate"])
-def test_what_the_machine_would_not_do_is_refused_before_any_work(
-    capsys, monkeypatch, tmp_path, write_recipe, letter_model, command, told, complaint
+def test_unsupported_accelerate_config_is_refused(
+    capsys, monkeypatch, tmp_path, write_recipe, letter_model, command, environment, complaint
 ):
-    for name, value in told.items():
+    for name, value in environment.items():
         monkeypatch.setenv(name, value)
     text = tmp_path / "text.txt"
     text.write_text("abcabc" * 20)
     recipe = str(write_recipe(data__source=str(text)))
-    words = {"pretrain": [recipe], "doctor": [recipe], "evaluate": [str(letter_model), "--data", str(text)]}[command]
+    arguments = {"pretrain": [recipe], "doctor": [recipe], "evaluate": [str(letter_model), "--data", str(text)]}[
+        command
+    ]
     before = sorted(tmp_path.rglob("*"))
-    status = main([command, *words, *(["--run-dir", str(tmp_path / "run")] if command != "evaluate" else [])])
+    status = main([command, *arguments, *(["--run-dir", str(tmp_path / "run")] if command != "evaluate" else [])])
     out, err = capsys.readouterr()
     if command == "doctor":
         assert status == 1
@@ -111,32 +113,32 @@ def test_what_the_machine_would_not_do_is_refused_before_any_work(
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_an_address_that_the_launcher_was_given_itself_is_no_wish_for_more_processes():
+def test_address_given_to_the_launcher_does_not_mean_several_processes():
     code = (
         "import os, subprocess, sys\n"
         "check = 'from nanogpt_hf.distributed.accelerator import check_config; check_config()'\n"
         "subprocess.run([sys.executable, '-c', check], check=True)"
     )
-    given = os.environ | {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
-    subprocess.run([sys.executable, "-c", code], env=given, check=True)
+    environment = os.environ | {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True)
 
 
 def deepspeed_config(**changes) -> dict:
     return {"zero_optimization": {"stage": 3}, "gradient_accumulation_steps": "auto", **changes}
 
 
-def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
-    config, told = Config(), deepspeed_config()
-    _configure_deepspeed(told, config, 5)
-    assert told["gradient_accumulation_steps"] == 5
-    assert told["gradient_clipping"] == config.optim.max_grad_norm
-    assert told["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
-    assert told["communication_data_type"] == "fp32"
-    assert told["data_types"] == {"grad_accum_dtype": "fp32"}
+def test_deepspeed_config_follows_the_recipe():
+    config, deepspeed = Config(), deepspeed_config()
+    _configure_deepspeed(deepspeed, config, 5)
+    assert deepspeed["gradient_accumulation_steps"] == 5
+    assert deepspeed["gradient_clipping"] == config.optim.max_grad_norm
+    assert deepspeed["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
+    assert deepspeed["communication_data_type"] == "fp32"
+    assert deepspeed["data_types"] == {"grad_accum_dtype": "fp32"}
 
 
 @pytest.mark.parametrize(
-    ("stated", "complaint"),
+    ("entries", "complaint"),
     [
         ({"gradient_accumulation_steps": 4}, "sets gradient_accumulation_steps 4, but train.tokens_per_step"),
         (
@@ -148,26 +150,26 @@ def test_deepspeed_is_told_what_the_recipe_says_and_to_add_up_in_float32():
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offload_param to nvme"),
     ],
 )
-def test_a_deepspeed_config_that_says_otherwise_is_refused(stated, complaint):
+def test_conflicting_deepspeed_config_is_refused(entries, complaint):
     with pytest.raises(UserError, match=complaint):
-        _configure_deepspeed(deepspeed_config(**stated), Config(), 5)
+        _configure_deepspeed(deepspeed_config(**entries), Config(), 5)
 
 
-def test_deepspeeds_moments_start_anew_also_where_a_step_that_overflowed_made_none():
+def test_deepspeed_optimizer_state_is_reset_after_overflow():
     pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
     flat = torch.ones(6)
     adamw = torch.optim.AdamW([flat])
     zero = SimpleNamespace(optimizer=adamw, single_partition_of_fp32_groups=[flat])
     accelerator = SimpleNamespace(distributed_type="DEEPSPEED")
-    for left in ({}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}):
-        adamw.state[flat] = left
+    for old_state in ({}, {"step": torch.tensor(1.0), "exp_avg": torch.ones(6), "exp_avg_sq": torch.ones(6)}):
+        adamw.state[flat] = old_state
         reset_optimizer_state(accelerator, SimpleNamespace(optimizer=zero))
         state = adamw.state[flat]
         assert set(state) == {"step", "exp_avg", "exp_avg_sq"}
         assert not any(value.any() for value in state.values())
 
 
-def test_deepspeeds_loss_scale_is_kept_and_restored():
+def test_deepspeed_loss_scale_is_restored():
     scalers = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler", reason="DeepSpeed is not installed")
     accelerator = SimpleNamespace(scaler=None, distributed_type="DEEPSPEED", mixed_precision="fp16")
 
@@ -177,7 +179,7 @@ def test_deepspeeds_loss_scale_is_kept_and_restored():
 
     before, after = optimizer(), optimizer()
     vars(before.optimizer.loss_scaler).update(cur_scale=2.0**12, cur_iter=9, last_overflow_iter=7, cur_hysteresis=1)
-    kept = json.loads(json.dumps(scaler_state(accelerator, before)))
-    set_scaler_state(accelerator, after, kept)
+    saved = json.loads(json.dumps(scaler_state(accelerator, before)))
+    set_scaler_state(accelerator, after, saved)
     assert after.optimizer.loss_scaler.cur_scale == 2.0**12
     assert vars(after.optimizer.loss_scaler) == vars(before.optimizer.loss_scaler)

@@ -1,4 +1,4 @@
-"""Text to measure on: what is counted, how documents are joined, and what is refused."""
+"""Texts of `evaluate`: counts, joined documents, prepared data, refusals."""
 
 import json
 
@@ -26,7 +26,7 @@ def tokens(corpus) -> list[int]:
     return np.concatenate(corpus.stream.chunks).tolist()
 
 
-def test_several_documents_are_joined_by_end_of_text_and_a_lone_one_is_not(read, tmp_path):
+def test_documents_are_joined_by_end_of_text(read, tmp_path):
     gpt2 = build_tokenizer("gpt2", ())
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Zwei Bären", "two bears")))
@@ -38,7 +38,7 @@ def test_several_documents_are_joined_by_end_of_text_and_a_lone_one_is_not(read,
     assert tokens(read(tmp_path / "one.txt", gpt2)) == first
 
 
-def test_prepared_data_gives_the_split_that_training_evaluates_on(read, write_recipe):
+def test_prepared_data_gives_the_validation_split(read, write_recipe):
     config = load_config(write_recipe())
     prepare(config)
     prepared = load_prepared(config)
@@ -47,7 +47,7 @@ def test_prepared_data_gives_the_split_that_training_evaluates_on(read, write_re
     assert tokens(corpus) == np.concatenate(prepared.validation.stream.chunks).tolist()
     assert corpus.bytes == prepared.manifest.validation.bytes
     assert len(read(config.data.dir, tokenizer, "train").stream) == len(prepared.train.stream)
-    # the same text under the same tokenizer has the same hash, wherever it came from
+    # equal text and tokenizer have equal hashes, from any source
     text = prepared.tokenizer.decode(tokens(corpus))
     (path := write_recipe().parent / "text.txt").write_text(text)
     assert read(path, tokenizer).stream.sha256() == corpus.stream.sha256()
@@ -65,7 +65,7 @@ def letters(characters: str = "abc\n") -> Tokenizer:
     ("content", "message"),
     [("", "empty"), ("a", "1 tokens of text"), ("abx", "knows no 'x'")],
 )
-def test_text_that_cannot_be_measured_is_refused(read, tmp_path, content, message):
+def test_unusable_text_is_refused(read, tmp_path, content, message):
     path = tmp_path / "text.txt"
     path.write_text(content)
     tokenizer = build_tokenizer_of_folder(tmp_path)
@@ -86,12 +86,12 @@ def build_tokenizer_of_folder(folder):
         ("python-docs", "test", "only a Hub data set and prepared data have splits"),
     ],
 )
-def test_a_source_that_is_not_there_says_what_to_do(read, source, split, message):
+def test_missing_source_names_the_remedy(read, source, split, message):
     with pytest.raises(DataError, match=message):
         read(source, letters(), split)
 
 
-def test_a_missing_column_names_the_option(read, tmp_path):
+def test_missing_column_names_the_option(read, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"page": "abc"}\n{"page": "cab"}\n')
     with pytest.raises(DataError, match=r"set --data\.text_column"):

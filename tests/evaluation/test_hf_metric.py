@@ -1,4 +1,4 @@
-"""The metric, as a user of the `evaluate` library loads it: by its path, offline."""
+"""The metric for the `evaluate` library, loaded by path and offline."""
 
 import evaluate
 import pytest
@@ -11,15 +11,15 @@ from nanogpt_hf.evaluation.loss import evaluate_text
 from nanogpt_hf.model.build import load_model
 
 
-def test_it_loads_by_path_and_measures_as_the_command_does(root, letter_model, monkeypatch, tmp_path):
+def test_hf_metric_loads_by_path_and_equals_the_command(root, letter_model, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
     metric = evaluate.load(str(root / "nanogpt_hf" / "evaluation" / "hf_metric.py"), cache_dir=str(tmp_path))
     assert isinstance(metric, evaluate.Metric)
     texts = ["abc fed hag bed?" * 4, "cab"]
-    given = metric.compute(predictions=texts, model=str(letter_model), stride=8)
+    computed = metric.compute(predictions=texts, model=str(letter_model), stride=8)
     corpus = corpus_of(texts, build_tokenizer(str(letter_model), ()), "texts", "given")
     model = load_model(str(letter_model))
     expected = evaluate_text(Accelerator(), Mesh(), model, corpus, block_size=32, stride=8, batch_size=8)
-    assert given == pytest.approx(expected.figures())
-    assert given["perplexity"] > 1
-    assert given["tokens_predicted"] == 66
+    assert computed == pytest.approx(expected.figures())
+    assert computed["perplexity"] > 1
+    assert computed["tokens_predicted"] == 66

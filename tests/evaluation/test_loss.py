@@ -1,4 +1,4 @@
-"""Loss on blocks and on text: equal to a few lines of bare PyTorch, each token once; standard errors."""
+"""Loss on blocks and on text: equal to plain PyTorch, each token once; standard errors."""
 
 import math
 
@@ -47,7 +47,7 @@ def test_evaluation_indices_all_predicts_every_token_but_the_first_once(length, 
     assert targets[targets != -100].tolist() == list(range(1, length))
 
 
-def test_evaluation_indices_are_spread_evenly():
+def test_evaluation_indices_are_evenly_spaced():
     blocks = blocks_of(10_001, 10)
     indices = evaluation_indices(blocks, 500)
     assert len(set(indices)) == len(indices) == 50
@@ -100,7 +100,7 @@ def test_evaluate_text_equals_transformers_token_by_token(tmp_path, model, corpu
     ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
     nats, first = [], 0
     for target in range(1, len(ids)):
-        while target - first > block_size:  # the window that predicts this token has not been reached yet
+        while target - first > block_size:  # a later window predicts this token
             first += stride
         with torch.no_grad():
             logits = reference(ids[None, first:target]).logits[0, -1]
@@ -149,13 +149,13 @@ def test_bootstrap_error_equals_the_formula():
     expected = nats.std(ddof=1) / math.sqrt(400) / 10
     assert bootstrap_error(nats, counts) == pytest.approx(expected, rel=0.1)
     assert bootstrap_error(nats, counts) == bootstrap_error(nats, counts)
-    # each value four times over says no more than once: drawn four at a time, it does not look like more
+    # each value repeated four times holds no more information: blocks of four show that
     assert bootstrap_error(nats.repeat(4), counts.repeat(4), windows_at_once=4) == pytest.approx(expected, rel=0.1)
     assert bootstrap_error(nats.repeat(4), counts.repeat(4)) < 0.6 * expected
     assert math.isnan(bootstrap_error(nats[:1], counts[:1]))
 
 
-def test_figures_without_enough_text_for_an_error(model):
+def test_figures_of_too_little_text_have_no_error(model):
     corpus = Corpus("few", TokenStream([np.arange(5, dtype=np.uint16)]), 1, 5, "none")
     figures = measure_text(model, corpus).figures()
     assert figures["loss"] > 0

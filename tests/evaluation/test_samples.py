@@ -1,4 +1,4 @@
-"""What a model writes as it learns: kept at each evaluation, the same again, and no disturbance of training."""
+"""Samples during training: logged at each evaluation, reproducible, without effect on training."""
 
 import pytest
 import torch
@@ -19,15 +19,15 @@ PROMPTS = ["A cat ", "The"]
 
 
 def samples(run: RunFolder) -> dict[int, list[dict[str, str]]]:
-    kept = [(event["step"], event["samples"]) for event in read_metrics(run) if "samples" in event]
-    assert kept
-    assert len(dict(kept)) == len(kept)
-    return dict(kept)
+    logged = [(event["step"], event["samples"]) for event in read_metrics(run) if "samples" in event]
+    assert logged
+    assert len(dict(logged)) == len(logged)
+    return dict(logged)
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, make_recipe):
-    """A run with samples, and the same without. Twelve tokens do not fit the model's 16 positions beside a prompt."""
+    """A run with samples and one without. Prompt and twelve tokens exceed the model's 16 positions."""
     folder = tmp_path_factory.mktemp("samples")
     recipe = make_recipe(
         folder / "tiny.yaml", model__dropout=0.1, eval__samples=PROMPTS, eval__sample_tokens=12, train__max_steps=9
@@ -37,17 +37,17 @@ def runs(tmp_path_factory, make_recipe):
     return RunFolder(folder / "with"), RunFolder(folder / "without"), recipe
 
 
-def test_every_evaluation_keeps_what_was_written(runs):
-    kept = samples(runs[0])
-    assert list(kept) == [0, 3, 6, 9]
-    for written in kept.values():
-        assert [sample["prompt"] for sample in written] == PROMPTS
-        assert all(len(sample["text"]) == 12 for sample in written)
-    assert len({sample["text"] for written in kept.values() for sample in written}) == 8
+def test_samples_are_logged_at_every_evaluation(runs):
+    logged = samples(runs[0])
+    assert list(logged) == [0, 3, 6, 9]
+    for text in logged.values():
+        assert [sample["prompt"] for sample in text] == PROMPTS
+        assert all(len(sample["text"]) == 12 for sample in text)
+    assert len({sample["text"] for text in logged.values() for sample in text}) == 8
     assert not [event for event in read_metrics(runs[1]) if "samples" in event]
 
 
-def test_training_is_the_same_bit_for_bit(runs):
+def test_samples_do_not_change_training(runs):
     first, second = (load_file(run.final / "model.safetensors") for run in runs[:2])
     assert len(first) > 10
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -55,7 +55,7 @@ def test_training_is_the_same_bit_for_bit(runs):
     assert losses[0] == losses[1]
 
 
-def test_they_depend_on_the_model_the_seed_and_the_step_only(runs):
+def test_samples_depend_only_on_model_seed_and_step(runs):
     run, _, recipe = runs
     config, model, tokenizer = load_config(recipe), load_model(str(run.final)), load_tokenizer(run.final)
     torch.manual_seed(7)
@@ -71,7 +71,7 @@ def test_they_depend_on_the_model_the_seed_and_the_step_only(runs):
     assert TrainingSamples(other_seed, tokenizer).write(accelerator, model, 9) != samples(run)[9]
 
 
-def test_a_rewound_run_forgets_and_writes_them_again(runs, tmp_path):
+def test_resume_from_older_checkpoint_logs_samples_once(runs, tmp_path):
     recipe = runs[2]
     folder = RunFolder(tmp_path / "stopped")
     arguments = ["pretrain", str(recipe), "--run-dir", str(folder.path), "--optim.schedule", "constant"]
@@ -80,15 +80,15 @@ def test_a_rewound_run_forgets_and_writes_them_again(runs, tmp_path):
     with folder.metrics.open("a") as file:
         file.write('{"step": 9, "tokens": 1, "seconds": 1, "samples": [{"prompt": "x", "text": "of a step undone"}]}\n')
     assert main([*arguments, "--train.max_steps", "9", "--resume"]) == 0
-    again = samples(folder)
-    assert list(again) == [0, 3, 6, 9]
-    assert {step: again[step] for step in first} == first
-    assert again[9][0]["prompt"] == PROMPTS[0]
+    repeated = samples(folder)
+    assert list(repeated) == [0, 3, 6, 9]
+    assert {step: repeated[step] for step in first} == first
+    assert repeated[9][0]["prompt"] == PROMPTS[0]
 
 
-def test_an_end_of_text_ends_what_is_kept_but_not_the_work(letter_model):
+def test_end_of_text_ends_the_sample_but_not_the_computation(letter_model):
     model, calls = load_model(str(letter_model)).eval(), []
-    model.config.eos_token_id = list(range(11))  # whatever it writes ends it
+    model.config.eos_token_id = list(range(11))  # every token ends the sample
     model.register_forward_hook(lambda *_: calls.append(1))
     steps = list(generate_tokens(model, [1, 2], max_new_tokens=5, to_the_end=True))
     assert steps == [[None]] * 5
@@ -96,16 +96,16 @@ def test_an_end_of_text_ends_what_is_kept_but_not_the_work(letter_model):
     assert list(generate_tokens(model, [1, 2], max_new_tokens=5)) == []
 
 
-def test_a_prompt_of_characters_that_the_text_lacks_is_left_out(write_recipe, tmp_path, capsys):
+def test_prompt_with_unknown_characters_is_skipped(write_recipe, tmp_path, capsys):
     recipe = write_recipe(eval__samples=["é", "cat"], eval__sample_tokens=2)
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
     assert "eval.samples: 'é' is skipped: the tokenizer knows no 'é'" in capsys.readouterr().out
-    kept = [event["samples"] for event in read_metrics(RunFolder(tmp_path / "run")) if "samples" in event]
-    assert [[sample["prompt"] for sample in samples] for samples in kept] == [["cat"]] * len(kept)
-    assert kept
+    logged = [event["samples"] for event in read_metrics(RunFolder(tmp_path / "run")) if "samples" in event]
+    assert [[sample["prompt"] for sample in samples] for samples in logged] == [["cat"]] * len(logged)
+    assert logged
 
 
-def test_an_empty_prompt_stops_the_run_before_it_begins(write_recipe, tmp_path, capsys):
+def test_empty_prompt_is_refused_before_training(write_recipe, tmp_path, capsys):
     recipe = write_recipe(eval__samples=["cat", ""])
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""Tasks through lm-eval: our model object scores as lm-eval's own `hf` model does; mistakes are one line."""
+"""lm-eval tasks: scores equal those of lm-eval's `hf` model; mistakes are one line."""
 
 import importlib.util
 import json
@@ -24,20 +24,20 @@ from nanogpt_hf.training import loop
 from nanogpt_hf.training.tracking import read_metrics
 
 
-def answers(folder: Path, names: list[str], **options) -> tasks.Results:
+def evaluate_tasks(folder: Path, names: list[str], **options) -> tasks.Results:
     model, tokenizer = load_model(str(folder)), load_tokenizer(folder)
     return run_tasks(Accelerator(), model, tokenizer, load_tasks(names), **{"batch_size": 4} | options)
 
 
-def test_our_model_scores_as_lm_evals_own_hf_model_on_the_same_folder(letter_model, letter_tasks, monkeypatch):
-    ours = answers(letter_model, letter_tasks)
+def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch):
+    ours = evaluate_tasks(letter_model, letter_tasks)
 
     import lm_eval
     import lm_eval.tasks
 
-    newline = load_tokenizer(letter_model).get_vocab()["\n"]  # a model of characters has no start token
+    newline = load_tokenizer(letter_model).get_vocab()["\n"]  # a character model has no start token
     options = {"pretrained": str(letter_model), "dtype": "float32", "prefix_token_id": newline}
-    monkeypatch.chdir(Path(letter_tasks[0]).parent)  # lm-eval itself looks for the questions where it is called
+    monkeypatch.chdir(Path(letter_tasks[0]).parent)  # lm-eval resolves the questions' path from the working folder
     with tasks._quietly():
         manager = lm_eval.tasks.TaskManager(include_defaults=False)
         more = {"device": "cpu", "batch_size": 4, "bootstrap_iters": 100, "task_manager": manager}
@@ -46,21 +46,21 @@ def test_our_model_scores_as_lm_evals_own_hf_model_on_the_same_folder(letter_mod
     for name, metric in (("letters", "acc"), ("letters", "acc_norm"), ("lines", "perplexity")):
         assert ours[name][metric] == pytest.approx(theirs[name][f"{metric},none"], rel=1e-4)
     assert ours["letters"]["acc_stderr"] == pytest.approx(theirs["letters"]["acc_stderr,none"], rel=1e-4)
-    assert 0 < ours["letters"]["acc"] < 1  # it can be both wrong and right
+    assert 0 < ours["letters"]["acc"] < 1  # some answers are right and some wrong
     assert 1 < ours["lines"]["perplexity"] < math.inf
 
 
-def test_a_limit_asks_the_first_questions_only_and_the_tokenizer_stays_as_it_is(letter_model, letter_tasks, capsys):
+def test_limit_uses_first_questions_and_keeps_the_tokenizer(letter_model, letter_tasks, capsys):
     model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
     before = tokenizer.get_vocab(), tokenizer.pad_token
     loaded = load_tasks(letter_tasks)
     model.train()
     capsys.readouterr()
-    few = run_tasks(Accelerator(), model, tokenizer, loaded, batch_size=4, limit=4)
+    options_of_tasks = run_tasks(Accelerator(), model, tokenizer, loaded, batch_size=4, limit=4)
     assert model.training
-    assert few["letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
-    # the loaded tasks can be asked again, as at every evaluation of a run
-    assert run_tasks(Accelerator(), model, tokenizer, loaded, batch_size=4, limit=4) == few
+    assert options_of_tasks["letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
+    # loaded tasks can be evaluated repeatedly, as at every evaluation of a run
+    assert run_tasks(Accelerator(), model, tokenizer, loaded, batch_size=4, limit=4) == options_of_tasks
     assert (tokenizer.get_vocab(), tokenizer.pad_token) == before
     assert capsys.readouterr() == ("", "")
 
@@ -80,15 +80,15 @@ def local_task(folder: Path, **changes) -> str:
         ({"dataset_kwargs": None, "dataset_path": "somebody/nothing"}, "cannot be loaded: .*out of reach"),
     ],
 )
-@pytest.mark.usefixtures("letter_tasks")  # which says where lm-eval is missing
-def test_a_local_task_with_a_mistake_is_one_line(tmp_path, changes, message):
+@pytest.mark.usefixtures("letter_tasks")  # skips if lm-eval is missing
+def test_invalid_local_task_is_one_line(tmp_path, changes, message):
     with pytest.raises(UserError, match=message) as caught:
         load_tasks([local_task(tmp_path, **changes)])
     assert "\n" not in str(caught.value)
 
 
 @pytest.mark.usefixtures("letter_tasks")
-def test_a_local_task_runs_no_python(tmp_path):
+def test_local_task_runs_no_python(tmp_path):
     (tmp_path / "code.py").write_text("raise SystemExit('ran')")
     (tmp_path / "mine.yaml").write_text("task: mine\nprocess_docs: !function code.run\n")
     with pytest.raises(UserError, match="a local task holds no Python"):
@@ -96,27 +96,29 @@ def test_a_local_task_runs_no_python(tmp_path):
 
 
 @pytest.mark.usefixtures("letter_tasks")
-def test_tasks_of_lm_eval_are_found_by_name_and_offline_it_does_not_wait(monkeypatch):
+def test_lm_eval_tasks_by_name_and_offline(monkeypatch):
     from lm_eval.tasks import TaskManager
 
-    manager = TaskManager()  # once: it reads the names of 14,000 tasks
+    manager = TaskManager()  # shared: it reads the names of 14,000 tasks
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: manager)
     started = time.monotonic()
     with pytest.raises(UserError, match=r"knows no task 'helaswag'; did you mean hellaswag\?"):
         load_tasks(["helaswag"])
     with pytest.raises(UserError, match=r"hellaswag cannot be loaded: .*the Hub is out of reach"):
         load_tasks(["hellaswag"])
-    assert time.monotonic() - started < 120  # datasets' own retries of a Hub that is away take half a minute a task
+    assert (
+        time.monotonic() - started < 120
+    )  # retries of `datasets` take half a minute per task if the Hub is unreachable
 
 
-def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
+def test_unreachable_hub_is_tried_once(monkeypatch):
     import datasets
     import huggingface_hub
 
     settings = (huggingface_hub.constants, datasets.config)
     for setting in settings:
         monkeypatch.setattr(setting, "HF_HUB_OFFLINE", False)
-    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nothing listens there
     with tasks._go_offline_if_unreachable(wanted=True) as offline:
         assert offline
         assert all(setting.HF_HUB_OFFLINE for setting in settings)
@@ -125,29 +127,29 @@ def test_a_hub_that_does_not_answer_is_asked_once(monkeypatch):
         assert not offline
 
 
-def test_without_lm_eval_it_says_what_to_install(monkeypatch):
+def test_missing_lm_eval_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"eval.tasks: needs lm-eval; run `pip install 'nanogpt_hf\[lm-eval\]'`"):
         load_tasks(["hellaswag"], "eval.tasks")
 
 
-def test_a_character_that_the_model_has_no_token_for_is_one_line(letter_model, letter_tasks, tmp_path):
+def test_task_with_unknown_character_is_one_line(letter_model, letter_tasks, tmp_path):
     questions = Path(letter_tasks[0]).with_name("letters.jsonl").read_text().replace("a", "X")
     (tmp_path / "letters.jsonl").write_text(questions)
     (tmp_path / "letters.yaml").write_text(Path(letter_tasks[0]).read_text())
     with pytest.raises(UserError, match="no token for some character"):
-        answers(letter_model, [str(tmp_path / "letters.yaml")])
+        evaluate_tasks(letter_model, [str(tmp_path / "letters.yaml")])
 
 
-def test_a_run_asks_its_tasks_at_every_evaluation_and_is_not_disturbed(write_recipe, tmp_path, letter_tasks):
+def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_path, letter_tasks):
     (tmp_path / "text.txt").write_text("abc def gh?\n fed cba hag bed?\n" * 200)
     runs = {}
-    for name, some in (("with", letter_tasks), ("without", [])):
+    for name, first_questions in (("with", letter_tasks), ("without", [])):
         recipe = write_recipe(
             data__source=str(tmp_path / "text.txt"),
             model__n_positions=32,
             model__dropout=0.1,
-            eval__tasks=some,
+            eval__tasks=first_questions,
             eval__tasks_limit=5,
         )
         config = load_config(recipe)

@@ -1,4 +1,4 @@
-"""BackgroundPush: the Hub gets the model during training, and no failure of the Hub stops a run."""
+"""BackgroundPush: models are pushed during training, and no failure of the Hub stops a run."""
 
 import json
 import threading

@@ -97,7 +97,7 @@ def test_cards_omit_unknown_metadata(write_recipe):
     assert "not recorded here" in cards[-1].text
 
 
-def test_model_card_states_the_users_licence(write_recipe):
+def test_model_card_states_the_license(write_recipe):
     card = card_of(load_config(write_recipe(hub__license="apache-2.0")))
     assert card.data.license == "apache-2.0"
     assert "`apache-2.0`, as stated by the author of the run." in card.text
@@ -128,17 +128,17 @@ def test_model_card_redacts_the_home_folder(write_recipe, monkeypatch):
     assert r"| data | ~/my\|text.txt |" in card
 
 
-EVIL = "<svg onload=alert(1)> <img src=x onerror=alert(2)> ![i](http://x) [l](javascript:0) a|b `` ` &lt; \\| *b*"
+HOSTILE = "<svg onload=alert(1)> <img src=x onerror=alert(2)> ![i](http://x) [l](javascript:0) a|b `` ` &lt; \\| *b*"
 
 
 def test_cards_escape_html_and_markdown_in_strings(write_recipe):
     markdown_it = pytest.importorskip("markdown_it", reason="a Markdown parser is not installed")
-    recipe = write_recipe(data__source=f"{EVIL}\n\n# heading\n---\n", eval__samples=["```\n<script>x</script>\n```"])
-    config = dataclasses.replace(load_config(recipe), name=f"r{EVIL}\n---\nlicense: mit")
-    config = replace_knobs(config, {"data.validation_split": EVIL})
+    recipe = write_recipe(data__source=f"{HOSTILE}\n\n# heading\n---\n", eval__samples=["```\n<script>x</script>\n```"])
+    config = dataclasses.replace(load_config(recipe), name=f"r{HOSTILE}\n---\nlicense: mit")
+    config = replace_knobs(config, {"data.validation_split": HOSTILE})
     cards = [
-        card_of(config, base_model=f"{EVIL}\n# heading"),
-        ModelCard(imported_card(config.name, MODEL, {"trained with": f"{EVIL}\n| c | d |"})),
+        card_of(config, base_model=f"{HOSTILE}\n# heading"),
+        ModelCard(imported_card(config.name, MODEL, {"trained with": f"{HOSTILE}\n| c | d |"})),
     ]
     for card in cards:
         tokens = markdown_it.MarkdownIt("commonmark", {"html": True}).enable("table").parse(card.text)

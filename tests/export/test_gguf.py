@@ -17,7 +17,7 @@ def make(**changes) -> GPTForCausalLM:
     return GPTForCausalLM(GPTConfig(**small | {"bos_token_id": None, "eos_token_id": None} | changes))
 
 
-def written(folder) -> dict:
+def reader_of(folder) -> dict:
     return {name: field.contents() for name, field in gguf.GGUFReader(folder / "model.gguf").fields.items()}
 
 
@@ -25,7 +25,7 @@ def test_export_gguf_writes_characters_with_escapes(tmp_path):
     difference, tanh_difference = export_gguf(tmp_path, make(tie_word_embeddings=False), TOKENIZER, torch.float32)
     assert difference < 1e-5
     assert tanh_difference is None  # the model has gelu_new, as GGUF's readers
-    facts = written(tmp_path)
+    facts = reader_of(tmp_path)
     assert facts["general.architecture"] == "gpt2"
     assert facts["gpt2.context_length"] == 12
     assert facts["tokenizer.ggml.model"] == "rwkv"
@@ -41,7 +41,7 @@ TOKENIZER = char_tokenizer(sorted("é日\\\n\t ")).hf
 def test_export_gguf_writes_gpt2_tokens_and_padding(tmp_path):
     model = make(vocab_size=50304, eos_token_id=50256, activation_function="gelu")
     export_gguf(tmp_path, model, gpt2_tokenizer().hf, torch.bfloat16)
-    facts = written(tmp_path)
+    facts = reader_of(tmp_path)
     assert facts["tokenizer.ggml.model"] == "gpt2"
     tokens = facts["tokenizer.ggml.tokens"]
     assert [len(tokens), tokens[262], tokens[50256], tokens[50257]] == [50304, "Ġthe", "<|endoftext|>", "[PAD50257]"]

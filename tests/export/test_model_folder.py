@@ -30,7 +30,7 @@ def test_save_model_folder_loads_as_plain_gpt2(tmp_path):
     assert (tmp_path / "best" / "README.md").read_text() == "card 0"
 
 
-def test_save_model_folder_replaces_an_older_model(tmp_path):
+def test_save_model_folder_replaces_older_model(tmp_path):
     save(tmp_path / "best")
     (tmp_path / "best" / "left-over.txt").write_text("from the first save")
     second = save(tmp_path / "best", seed=1)
@@ -40,7 +40,7 @@ def test_save_model_folder_replaces_an_older_model(tmp_path):
     assert torch.equal(loaded.transformer.wte.weight, second.transformer.wte.weight)
 
 
-def test_a_failed_save_keeps_the_older_model(tmp_path, monkeypatch):
+def test_failed_save_keeps_older_model(tmp_path, monkeypatch):
     first = save(tmp_path / "best")
     monkeypatch.setattr(GPTForCausalLM, "save_pretrained", lambda *a, **k: 1 / 0)
     with pytest.raises(ZeroDivisionError):

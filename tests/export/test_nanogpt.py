@@ -44,7 +44,7 @@ def nanogpt_logits(state: dict[str, torch.Tensor], n_head: int, ids: torch.Tenso
 
 
 def make_state(bias: bool, n_layer: int, n_embd: int, block_size: int, vocab_size: int, **_) -> dict[str, torch.Tensor]:
-    """Random weights with nanoGPT's names, biases and LayerNorms too, so that any mix-up changes the logits."""
+    """Random weights with nanoGPT's names, also biases and LayerNorms, so that any mix-up changes the logits."""
     shapes = {"transformer.wte.weight": (vocab_size, n_embd), "transformer.wpe.weight": (block_size, n_embd)}
     for at in (f"transformer.h.{i}" for i in range(n_layer)):
         sizes = {"attn.c_attn": (3, 1), "attn.c_proj": (1, 1), "mlp.c_fc": (4, 1), "mlp.c_proj": (1, 4)}
@@ -108,7 +108,7 @@ def test_load_nanogpt_keeps_the_logits(tmp_path, bias, compiled):
 
 
 @torch.no_grad()
-def test_gpt2s_vocabulary_loses_the_rows_that_are_padding(tmp_path):
+def test_padding_rows_of_gpt2s_vocabulary_are_dropped(tmp_path):
     state = make_checkpoint(tmp_path / "ckpt.pt", bias=False, vocab_size=50304, n_layer=1, n_embd=8)
     model, tokenizer = opened(tmp_path / "out", load_nanogpt(tmp_path / "ckpt.pt"))
     ids = torch.tensor([tokenizer("Hello world<|endoftext|>")["input_ids"]])
@@ -120,7 +120,7 @@ def test_gpt2s_vocabulary_loses_the_rows_that_are_padding(tmp_path):
 
 
 @torch.no_grad()
-def test_a_head_that_is_not_the_embedding_stays_its_own(tmp_path):
+def test_untied_head_stays_untied(tmp_path):
     make_checkpoint(tmp_path / "ckpt.pt")
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     saved["model"]["lm_head.weight"] = saved["model"]["lm_head.weight"].flip(0)
@@ -131,7 +131,7 @@ def test_a_head_that_is_not_the_embedding_stays_its_own(tmp_path):
 
 
 def test_load_nanogpt_reads_old_formats(tmp_path):
-    """Causal masks as buffers, no `bias` among the arguments, torch's format from before it was a zip."""
+    """Causal masks as buffers, arguments without `bias`, torch's format before zip files."""
     make_checkpoint(tmp_path / "ckpt.pt")
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     del saved["model_args"]["bias"], saved["model_args"]["dropout"], saved["config"], saved["iter_num"]
@@ -172,7 +172,7 @@ def test_load_nanogpt_keeps_the_logits_of_a_real_checkpoint_with_biases(tmp_path
 
 
 class Malicious:
-    """Creates a folder when it is unpickled without care."""
+    """Creates a folder when unpickled without weights_only."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -191,7 +191,7 @@ def test_code_in_ckpt_pt_or_meta_pkl_is_not_run(tmp_path):
         load_meta(tmp_path / "meta.pkl")
     assert not trace.exists()
     pickle.loads((tmp_path / "meta.pkl").read_bytes())
-    assert trace.exists()  # the pickle does run code
+    assert trace.exists()  # the pickle runs code
 
 
 def change(saved: dict, where: str, value: object) -> None:
@@ -256,7 +256,7 @@ def test_load_nanogpt_refuses_truncated_files(tmp_path, length):
         load_nanogpt(tmp_path / "ckpt.pt")
 
 
-def test_load_nanogpt_refuses_a_checkpoint_of_another_program(shared):
+def test_load_nanogpt_refuses_other_checkpoints(shared):
     with pytest.raises(UserError, match="its model_args have no n_layer, n_head, n_embd, block_size"):
         load_nanogpt(shared / "models" / "not-a-nanogpt-ckpt.pt")
 

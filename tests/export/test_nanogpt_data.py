@@ -27,7 +27,7 @@ def write_bins(folder, train, validation):
 
 @pytest.fixture
 def characters(tmp_path):
-    """A folder as nanoGPT's data/shakespeare_char/prepare.py makes it, of TEXT."""
+    """A folder of TEXT as written by nanoGPT's data/shakespeare_char/prepare.py."""
     known = sorted(set(TEXT))
     ids = [known.index(character) for character in TEXT]
     cut = int(len(ids) * 0.9)

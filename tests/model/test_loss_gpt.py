@@ -1,4 +1,4 @@
-"""The loss of a large vocabulary against the plain one: value, gradients, matrix products, and when it gives way."""
+"""The chunked loss against the plain one: value, gradients, matrix products, exceptions to chunks."""
 
 import copy
 from collections import Counter
@@ -21,10 +21,10 @@ def chunks_of_eight_rows(monkeypatch):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * VOCAB)
 
 
-def build(hidden_trains=True, head_trains=True) -> tuple[Head, torch.Tensor, torch.Tensor]:
+def build(hidden_requires_grad=True, head_requires_grad=True) -> tuple[Head, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
-    head = Head(WIDTH, PADDED, bias=False).requires_grad_(head_trains)
-    hidden = torch.randn(ROWS, WIDTH).requires_grad_(hidden_trains)
+    head = Head(WIDTH, PADDED, bias=False).requires_grad_(head_requires_grad)
+    hidden = torch.randn(ROWS, WIDTH).requires_grad_(hidden_requires_grad)
     targets = torch.randint(VOCAB, (ROWS,))
     targets[5:9] = -100
     return head, hidden, targets
@@ -35,29 +35,29 @@ def plain(head, hidden, targets, vocab_size=VOCAB):
 
 
 def gradients(loss_of, head, hidden, targets) -> tuple[torch.Tensor, ...]:
-    """The loss and what it gives a third of, as a mean over tokens would, to whatever trains."""
+    """The loss, and the gradients of a third of it, as for a mean over tokens."""
     head.weight.grad = hidden.grad = None
     loss = loss_of(head, hidden, targets, VOCAB)
     (loss / 3).backward()
     return tuple(x for x in (loss.detach(), hidden.grad, head.weight.grad) if x is not None)
 
 
-@pytest.mark.parametrize(("hidden_trains", "head_trains"), [(True, True), (True, False), (False, True)])
-def test_chunks_give_the_plain_loss_and_gradients_to_what_trains(hidden_trains, head_trains):
-    case = build(hidden_trains=hidden_trains, head_trains=head_trains)
+@pytest.mark.parametrize(("hidden_requires_grad", "head_requires_grad"), [(True, True), (True, False), (False, True)])
+def test_chunked_loss_and_gradients_equal_plain(hidden_requires_grad, head_requires_grad):
+    case = build(hidden_requires_grad=hidden_requires_grad, head_requires_grad=head_requires_grad)
     ours = gradients(summed_loss, *case)
-    assert len(ours) == 1 + hidden_trains + head_trains
-    for got, expected in zip(ours, gradients(plain, *case), strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    assert len(ours) == 1 + hidden_requires_grad + head_requires_grad
+    for actual, expected in zip(ours, gradients(plain, *case), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_without_gradients_chunks_add_up_to_the_same_loss():
+def test_chunked_loss_without_gradients_equals_plain():
     head, hidden, targets = build()
     with torch.no_grad():
         torch.testing.assert_close(summed_loss(head, hidden, targets, VOCAB), plain(head, hidden, targets))
 
 
-def test_in_bf16_the_head_s_gradient_is_added_up_in_float32():
+def test_head_gradient_is_summed_in_float32_under_bf16():
     head, hidden, targets = build()
     _, _, exact = gradients(plain, head, hidden, targets)
     in_bf16 = [torch.zeros_like(exact, dtype=torch.bfloat16)]
@@ -71,15 +71,15 @@ def test_in_bf16_the_head_s_gradient_is_added_up_in_float32():
     assert 0 < (ours - exact).norm() < (in_bf16[-1].float() - exact).norm()
 
 
-def test_weights_in_bf16_get_gradients_in_bf16_that_are_not_scaled_by_a_rounded_number():
+def test_bf16_weights_get_exactly_scaled_gradients():
     head, hidden, targets = build()
     head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
     _, *ours = gradients(summed_loss, head, hidden, targets)
     _, *exact = gradients(plain, copy.deepcopy(head).float(), hidden.detach().float().requires_grad_(), targets)
-    for got, expected in zip(ours, exact, strict=True):
-        assert got.dtype == torch.bfloat16
-        scale = (got.float() * expected).sum() / expected.square().sum()
-        assert scale.item() == pytest.approx(1, abs=5e-4)  # a third in bf16 is 0.002 more than a third
+    for actual, expected in zip(ours, exact, strict=True):
+        assert actual.dtype == torch.bfloat16
+        scale = (actual.float() * expected).sum() / expected.square().sum()
+        assert scale.item() == pytest.approx(1, abs=5e-4)  # 1/3 rounded to bf16 is too large by 0.002 of its value
 
 
 class Products(TorchDispatchMode):
@@ -98,18 +98,18 @@ class Products(TorchDispatchMode):
         return self.count["mm"] + self.count["addmm"]
 
 
-@pytest.mark.parametrize("head_trains", [True, False])
-def test_a_chunk_costs_as_many_matrix_products_as_all_logits_at_once(head_trains):
-    case = build(head_trains=head_trains)
+@pytest.mark.parametrize("head_requires_grad", [True, False])
+def test_chunks_need_no_extra_matrix_products(head_requires_grad):
+    case = build(head_requires_grad=head_requires_grad)
     with Products() as ours:
         gradients(summed_loss, *case)
-    with Products() as plainly:
+    with Products() as eager:
         gradients(plain, *case)
-    assert plainly.of_matrices == 2 + head_trains
-    assert ours.of_matrices == CHUNKS * plainly.of_matrices
+    assert eager.of_matrices == 2 + head_requires_grad
+    assert ours.of_matrices == CHUNKS * eager.of_matrices
 
 
-def test_a_head_of_another_kind_gives_logits_only_and_they_are_computed_again():
+def test_other_head_class_recomputes_logits():
     class Doubled(nn.Linear):
         calls = 0
 
@@ -121,19 +121,19 @@ def test_a_head_of_another_kind_gives_logits_only_and_they_are_computed_again():
     head = Doubled(WIDTH, PADDED)
     ours = gradients(summed_loss, head, hidden, targets)
     assert head.calls == 2 * CHUNKS
-    for got, expected in zip(ours, gradients(plain, head, hidden, targets), strict=True):
-        torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
+    for actual, expected in zip(ours, gradients(plain, head, hidden, targets), strict=True):
+        torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
 
 
-def test_hooks_around_the_head_see_one_call():
+def test_hooks_of_the_head_are_called_once():
     head, hidden, targets = build()
     calls = []
     head.register_forward_hook(lambda *_: calls.append(1))
     summed_loss(head, hidden, targets, VOCAB)
-    assert len(calls) == 1  # FSDP2 and ZeRO-3 gather and give back the weight in hooks
+    assert len(calls) == 1  # FSDP2 and ZeRO-3 gather and free the weight in hooks
 
 
-def test_a_second_backward_pass_is_an_error_not_a_wrong_gradient():
+def test_second_backward_is_an_error():
     head, hidden, targets = build()
     loss = summed_loss(head, hidden, targets, VOCAB)
     loss.backward(retain_graph=True)
@@ -142,28 +142,28 @@ def test_a_second_backward_pass_is_an_error_not_a_wrong_gradient():
 
 
 @pytest.mark.parametrize(
-    ("rows", "most", "expected"),
+    ("rows", "max_rows", "expected"),
     [
         (8, 8, 8),  # all at once
         (40, 8, 8),
-        (40, 9, 8),  # five equal chunks rather than four and a rest
+        (40, 9, 8),  # five equal chunks instead of four and a remainder
         (41, 8, 8),  # prime: a short last one
         (12 * 1024, 1335, 1024),  # GPT-2's vocabulary
         (7, 0, 1),
     ],
 )
-def test_chunks_are_as_large_as_allowed_and_of_one_size_where_they_can_be(monkeypatch, rows, most, expected):
-    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", most * VOCAB)
+def test_chunk_sizes_are_large_and_equal(monkeypatch, rows, max_rows, expected):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", max_rows * VOCAB)
     assert rows_of_a_chunk(rows, VOCAB) == expected
 
 
-def test_a_compiled_loss_is_one_graph_and_the_same():
+def test_compiled_loss_is_one_graph_and_equal():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     case = build()
     expected = gradients(summed_loss, *case)
     case[0].loss_and_gradient = torch.compile(loss_and_gradient, backend="aot_eager", fullgraph=True)
-    for got, eager in zip(gradients(summed_loss, *case), expected, strict=True):
-        assert torch.equal(got, eager)
+    for actual, eager in zip(gradients(summed_loss, *case), expected, strict=True):
+        assert torch.equal(actual, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch.compiler.reset()

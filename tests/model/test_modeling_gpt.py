@@ -1,4 +1,4 @@
-"""The model itself: causality, initialisation, losses, generation, and the ways transformers may run it."""
+"""The GPT model: causality, initialization, loss, generation, compilation, use through transformers."""
 
 import itertools
 import json
@@ -24,8 +24,8 @@ def tiny(seed: int = 0, **options) -> GPTForCausalLM:
     return GPTForCausalLM(GPTConfig(**TINY | NO_TEXT | options)).eval()
 
 
-def loud(**options) -> GPTForCausalLM:
-    """A model with large random weights: its greedy choices vary and are no ties."""
+def random_model(**options) -> GPTForCausalLM:
+    """A model with large random weights, whose greedy tokens vary without ties."""
     model = tiny(tie_word_embeddings=False, **options)
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -39,7 +39,7 @@ def ids(rows: int = 2, length: int = 20, vocab_size: int = 61) -> torch.Tensor:
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 @pytest.mark.parametrize("position", [0, 7, 19])
-def test_a_prediction_depends_on_every_token_before_it_and_on_none_after(attention, position):
+def test_logits_depend_on_all_earlier_and_no_later_tokens(attention, position):
     model = tiny(attn_implementation=attention)
     embedded = model.transformer.wte(ids(rows=1)).detach().requires_grad_()
     model(inputs_embeds=embedded).logits[0, position].sum().backward()
@@ -57,24 +57,24 @@ def test_a_prediction_depends_on_every_token_before_it_and_on_none_after(attenti
         ((48, 25, 1600), 1_557_611_200),
     ],
 )
-def test_parameter_counts_are_those_of_gpt2(shape, expected):
+def test_parameter_counts_equal_gpt2(shape, expected):
     n_layer, n_head, n_embd = shape
     assert count_parameters(GPTConfig(n_layer=n_layer, n_head=n_head, n_embd=n_embd)) == expected
 
 
-def test_padded_rows_are_not_counted_as_parameters():
+def test_padded_rows_are_not_counted():
     assert count_parameters(GPTConfig(**TINY)) == count_parameters(GPTConfig(**TINY, padded_vocab_size=64))
 
 
 @pytest.mark.parametrize("shape", [(12, 12), (24, 16), (36, 20), (48, 25)], ids=["small", "medium", "large", "xl"])
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_logits_equal_gpt2s_for_all_four_shapes(tmp_path, shape, attention):
+def test_logits_equal_gpt2_of_transformers(tmp_path, shape, attention):
     n_layer, n_head = shape
     torch.manual_seed(0)
     reference = GPT2LMHeadModel(
         GPT2Config(vocab_size=211, n_positions=48, n_layer=n_layer, n_head=n_head, n_embd=4 * n_head, **NO_TEXT)
     ).eval()
-    for name, parameter in reference.named_parameters():  # biases start at zero, where a mistake would not show
+    for name, parameter in reference.named_parameters():  # biases of zero would hide mistakes
         if name.endswith("bias"):
             torch.nn.init.normal_(parameter, std=0.1)
     reference.save_pretrained(tmp_path)
@@ -84,7 +84,7 @@ def test_logits_equal_gpt2s_for_all_four_shapes(tmp_path, shape, attention):
         assert (model(tokens).logits - reference(tokens).logits).abs().max() <= 1e-5
 
 
-def test_initialisation_is_gpt2s_with_scaled_residual_projections():
+def test_initialization_is_gpt2s_with_scaled_residual_projections():
     n_layer = 8
     model = tiny(n_layer=n_layer, n_embd=128, vocab_size=1000)
     for name, parameter in model.named_parameters():
@@ -98,25 +98,25 @@ def test_initialisation_is_gpt2s_with_scaled_residual_projections():
             continue
         else:
             expected = 0.02
-        # The standard deviation of a sample of n strays by about 1 / sqrt(2n): five times that is never chance.
+        # The standard deviation of n samples varies by about 1 / sqrt(2n): five times that is no chance.
         assert parameter.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * parameter.numel())), name
         assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
 
 
-def test_bias_false_leaves_no_bias_anywhere():
+def test_bias_false_removes_all_biases():
     names = [name for name, _ in tiny(bias=False).named_parameters()]
     assert len(names) > 10
     assert not [name for name in names if "bias" in name]
 
 
 @pytest.mark.parametrize(("name", "approximate"), [("gelu", "none"), ("gelu_new", "tanh")])
-def test_activation_is_the_gelu_that_was_asked_for(name, approximate):
+def test_activation_function_is_the_requested_gelu(name, approximate):
     mlp = tiny(activation_function=name).transformer.h[0].mlp
     x = torch.randn(5, 32)
     torch.testing.assert_close(mlp(x), mlp.proj(F.gelu(mlp.fc(x), approximate=approximate)), atol=1e-6, rtol=0)
 
 
-def test_dropout_acts_in_training_only_and_follows_the_seed():
+def test_dropout_is_seeded_and_only_in_training():
     model = tiny(dropout=0.5)
     tokens = ids()
     assert torch.equal(model(tokens).logits, model(tokens).logits)
@@ -134,7 +134,7 @@ def plain_loss(model, tokens, targets):
     return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=-100)
 
 
-def test_loss_is_gpt2s_on_labels_and_on_shifted_labels(tmp_path):
+def test_loss_equals_gpt2_on_labels_and_shifted_labels(tmp_path):
     model = tiny()
     tokens = ids()
     model.save_pretrained(tmp_path)
@@ -155,7 +155,7 @@ def test_num_items_in_batch_divides_the_summed_loss():
 
 @pytest.mark.parametrize("padded_vocab_size", [None, 64])
 @pytest.mark.parametrize("tied", [True, False])
-def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, padded_vocab_size, tied):
+def test_chunked_loss_and_gradients_equal_plain(monkeypatch, padded_vocab_size, tied):
     model = tiny(padded_vocab_size=padded_vocab_size, tie_word_embeddings=tied).train()
     tokens, targets = ids(), ids().roll(-1, 1)
     targets[0, 3:9] = -100
@@ -163,7 +163,7 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, padded_voc
     plain.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 7 * 61)  # 7 rows: the last chunk is a short one
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 7 * 61)  # 7 rows: the last chunk is shorter
     out = model(tokens, shift_labels=targets)
     assert out.logits is None
     out.loss.backward()
@@ -172,26 +172,26 @@ def test_chunked_loss_and_gradients_equal_the_plain_ones(monkeypatch, padded_voc
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-5)
 
 
-def test_training_never_keeps_a_tensor_as_large_as_the_logits(monkeypatch):
+def test_training_saves_no_tensor_as_large_as_the_logits(monkeypatch):
     model = tiny(vocab_size=5000, n_embd=32).train()
     tokens = ids(4, 32, 5000)
     full = tokens.numel() * 5000
-    kept = []
+    recorded = []
 
     def loss_while_recording():
-        kept.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t.numel()) or t, lambda t: t):
+        recorded.clear()
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: recorded.append(t.numel()) or t, lambda t: t):
             return model(tokens, labels=tokens).loss
 
     loss_while_recording()
-    assert max(kept) >= full  # with one chunk they are kept: the recording sees them
+    assert max(recorded) >= full  # with one chunk they are saved: the check detects them
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", full // 8)
     loss_while_recording().backward()
-    assert kept
-    assert max(kept) <= 5000 * 32  # nothing above the embedding itself
+    assert recorded
+    assert max(recorded) <= 5000 * 32  # nothing larger than the embedding
 
 
-def test_logits_are_left_out_in_training_and_given_otherwise():
+def test_logits_are_returned_only_outside_training():
     model, tokens = tiny(), ids()
     assert model(tokens, labels=tokens).logits.shape == (2, 20, 61)
     assert model(tokens, labels=tokens, skip_logits=True).logits is None
@@ -200,12 +200,14 @@ def test_logits_are_left_out_in_training_and_given_otherwise():
     assert model(tokens, logits_to_keep=1).logits.shape == (2, 1, 61)
 
 
-def test_padded_vocabulary_is_never_predicted_and_changes_nothing():
+def test_padded_vocabulary_changes_nothing():
     plain, padded = tiny(), tiny(padded_vocab_size=128)
     assert padded.transformer.wte.weight.shape[0] == 128
     state = plain.state_dict()
     for name in ("transformer.wte.weight", "lm_head.weight"):
-        state[name] = torch.cat([state[name], torch.full((67, 32), 9.0)])  # loud rows, to be heard if they count
+        state[name] = torch.cat(
+            [state[name], torch.full((67, 32), 9.0)]
+        )  # large rows, which would change the loss if they counted
     padded.load_state_dict(state)
     tokens = ids()
     assert padded(tokens).logits.shape[-1] == 61
@@ -215,8 +217,8 @@ def test_padded_vocabulary_is_never_predicted_and_changes_nothing():
 
 
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
-def test_generation_with_cache_equals_generation_without_and_gpt2s(tmp_path, attention):
-    model = loud(attn_implementation=attention)
+def test_generation_with_cache_equals_without_and_gpt2(tmp_path, attention):
+    model = random_model(attn_implementation=attention)
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     prompt = ids(2, 5)
@@ -228,38 +230,38 @@ def test_generation_with_cache_equals_generation_without_and_gpt2s(tmp_path, att
     assert torch.equal(cached, reference.generate(prompt, **options))
 
 
-def test_left_padded_prompts_generate_as_unpadded_ones():
-    model = loud()
+def test_left_padded_prompts_generate_equal_tokens():
+    model = random_model()
     prompt = ids(1, 5)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), prompt], dim=1)
     mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1]])
     options = {"max_new_tokens": 10, "do_sample": False, "pad_token_id": 0}
-    alone = model.generate(prompt, **options)[0, 5:]
-    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[0, 8:], alone)
+    unpadded = model.generate(prompt, **options)[0, 5:]
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[0, 8:], unpadded)
 
 
-def test_activation_checkpointing_gives_the_same_gradients():
+def test_activation_checkpointing_keeps_gradients():
     model, tokens = tiny().train(), ids()
     model(tokens, labels=tokens).loss.backward()
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
-    # transformers renamed it in 5.2x; both names must work
+    # renamed in transformers 5.2x; both names must work
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     enable()
     runs = []
     model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
     model(tokens, labels=tokens).loss.backward()
-    assert len(runs) == 2  # once forward, once more in the backward pass
+    assert len(runs) == 2  # once forward, once recomputed in the backward pass
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-7, rtol=1e-6)
 
 
-def test_compiled_whole_model_and_compiled_blocks_run_without_graph_breaks():
+def test_model_and_blocks_compile_without_graph_breaks():
     model, tokens = tiny(), ids()
     expected = model(tokens).logits
-    # aot_eager traces all that inductor would, without a minute of C++
-    whole = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(whole(tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0)
+    # aot_eager traces like inductor, without a minute of C++ compilation
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0)
     names = list(model.state_dict())
     for block in model.transformer.h:
         block.compile(backend="aot_eager", fullgraph=True)
@@ -268,7 +270,7 @@ def test_compiled_whole_model_and_compiled_blocks_run_without_graph_breaks():
     torch.compiler.reset()
 
 
-def test_hidden_states_and_attentions_are_recorded():
+def test_hidden_states_and_attentions_are_returned():
     model, tokens = tiny(attn_implementation="eager"), ids()
     out = model(tokens, output_hidden_states=True, output_attentions=True)
     assert len(out.hidden_states) == 3
@@ -276,21 +278,21 @@ def test_hidden_states_and_attentions_are_recorded():
     torch.testing.assert_close(out.attentions[0].sum(-1), torch.ones(2, 4, 20))
 
 
-def test_more_tokens_than_positions_is_one_clear_error():
+def test_more_tokens_than_positions_is_one_line():
     with pytest.raises(ValueError, match="33 tokens are more than the model's 32 positions"):
         tiny()(ids(1, 33))
 
 
-def test_the_trainer_sees_one_label():
+def test_trainer_uses_one_label_name():
     assert find_labels(GPTForCausalLM) == ["labels"]
 
 
-def test_auto_classes_know_the_model():
+def test_auto_classes_load_the_model():
     config = AutoConfig.for_model("nanogpt_hf", **TINY)
     assert type(AutoModelForCausalLM.from_config(config)) is GPTForCausalLM
 
 
-def test_text_generation_pipeline_writes():
+def test_text_generation_pipeline():
     tokenizer = char_tokenizer(sorted("abcdefgh \n")).hf
     model = tiny(vocab_size=len(tokenizer))
     pipe = transformers.pipeline("text-generation", model=model, tokenizer=tokenizer)
@@ -299,7 +301,7 @@ def test_text_generation_pipeline_writes():
     assert len(text) == 11
 
 
-def test_the_sorting_model_sorts_all_inputs(shared):
+def test_sorting_model_sorts_all_inputs(shared):
     model = GPTForCausalLM.from_pretrained(shared / "models" / "gpt-nano-sort").eval()
     rows = torch.tensor(list(itertools.product(range(3), repeat=6)))
     assert len(rows) == 729
@@ -322,7 +324,7 @@ def test_slm4096_has_its_known_perplexity(shared):
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_resized_model_keeps_the_head_that_takes_its_loss(tied):
+def test_resized_model_keeps_the_loss_head(tied):
     model = tiny(tie_word_embeddings=tied, padded_vocab_size=64)
     model.resize_token_embeddings(70)
     assert type(model.lm_head) is loss_gpt.Head

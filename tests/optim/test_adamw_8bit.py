@@ -1,4 +1,4 @@
-"""AdamW's moments in 8 bits: torchao's own steps, bytes as counted, and a stop anywhere changes nothing."""
+"""8-bit AdamW: equal to torchao, estimated bytes, exact resume, conversion of its state to float32."""
 
 import math
 import shutil
@@ -25,14 +25,14 @@ from nanogpt_hf.training.tracking import read_metrics
 
 torchao = pytest.importorskip("torchao", reason="torchao is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ is there to compile the step for a CPU")
-# Each shape is compiled once: here those of (128, 128), (512, 128), (128, 512) and of a LayerNorm.
+# Each shape is compiled once: (128, 128), (512, 128), (128, 512) and that of a LayerNorm.
 OPTIONS = {
     "model__n_embd": 128,
     "model__n_positions": 128,
     "model__pad_vocab_to_multiple_of": 128,
     "optim__learning_rate": 1e-3,
     "optim__state": "8bit",
-    "train__micro_batch_size": 8,  # the whole step
+    "train__micro_batch_size": 8,  # one micro-batch per step
     "checkpoint__every": 3,
     "tracking__layers": True,
 }
@@ -59,15 +59,15 @@ def train(folder, forget_accelerate):
 
 
 @pytest.fixture(scope="module")
-def whole(train, recipe) -> RunFolder:
+def uninterrupted(train, recipe) -> RunFolder:
     return train("whole", "pretrain", recipe)
 
 
 @pytest.fixture
-def half(whole, folder):
-    """A copy of the run as it stood at its step 3."""
+def half(uninterrupted, folder):
+    """A copy of the run at its step 3."""
 
-    def copy(name: str, of: RunFolder = whole) -> RunFolder:
+    def copy(name: str, of: RunFolder = uninterrupted) -> RunFolder:
         shutil.copytree(of.path, folder / name)
         run = RunFolder(folder / name)
         shutil.rmtree(run.checkpoint(6))
@@ -83,14 +83,14 @@ def column(run: RunFolder, name: str) -> dict[int, float]:
 
 def assert_same_bits(a: RunFolder, b: RunFolder) -> None:
     assert (a.final / "model.safetensors").read_bytes() == (b.final / "model.safetensors").read_bytes()
-    moments = [(run.checkpoint(6) / "optimizer.safetensors").read_bytes() for run in (a, b)]
-    assert moments[0] == moments[1]
+    optimizer_state = [(run.checkpoint(6) / "optimizer.safetensors").read_bytes() for run in (a, b)]
+    assert optimizer_state[0] == optimizer_state[1]
     for name in ("train/loss", "train/grad_norm", "val/loss"):
         assert len(column(a, name)) >= 3
         assert column(a, name) == column(b, name)
 
 
-def test_the_steps_are_those_of_bare_torchao(whole, recipe):
+def test_8bit_steps_equal_torchao(uninterrupted, recipe):
     config = load_config(recipe)
     optim, data = config.optim, load_prepared(config)
     model = start_model(config, data.manifest.vocab_size, None).train()
@@ -110,41 +110,41 @@ def test_the_steps_are_those_of_bare_torchao(whole, recipe):
         adamw.step()
         adamw.zero_grad()
         losses[step + 1] = loss.item()
-    assert column(whole, "train/loss") == losses
-    trained, _, _ = read_checkpoint(whole.checkpoint(6))
+    assert column(uninterrupted, "train/loss") == losses
+    trained, _, _ = read_checkpoint(uninterrupted.checkpoint(6))
     assert trained.keys() == dict(model.named_parameters()).keys()
     assert all(torch.equal(trained[name], parameter) for name, parameter in model.named_parameters())
 
 
-def test_the_losses_are_near_those_with_float32_moments_and_not_the_same(whole, train, recipe):
+def test_8bit_losses_are_near_float32(uninterrupted, train, recipe):
     exact = column(train("float32", "pretrain", recipe, "--optim.state", "float32"), "val/loss")
-    assert column(whole, "val/loss") == pytest.approx(exact, abs=2e-3)
-    assert column(whole, "val/loss") != exact
+    assert column(uninterrupted, "val/loss") == pytest.approx(exact, abs=2e-3)
+    assert column(uninterrupted, "val/loss") != exact
     assert exact[6] < exact[0] - 0.2
 
 
-def test_a_run_resumes_bit_for_bit(whole, half, train, recipe):
-    assert_same_bits(train(half("again").path.name, "pretrain", recipe, "--resume"), whole)
+def test_8bit_run_resumes_exactly(uninterrupted, half, train, recipe):
+    assert_same_bits(train(half("again").path.name, "pretrain", recipe, "--resume"), uninterrupted)
 
 
-def test_a_run_goes_on_with_the_other_kind_and_back(whole, half, train, recipe):
+def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train, recipe):
     switched = train(half("switched").path.name, "pretrain", recipe, "--resume", "--optim.state", "float32")
-    assert column(switched, "val/loss") == pytest.approx(column(whole, "val/loss"), abs=2e-3)
+    assert column(switched, "val/loss") == pytest.approx(column(uninterrupted, "val/loss"), abs=2e-3)
     back = train(half("back", of=switched).path.name, "pretrain", recipe, "--resume")
-    assert_same_bits(back, whole)
+    assert_same_bits(back, uninterrupted)
 
 
-def test_a_run_that_thaws_ends_where_it_would_have(whole, train, folder, recipe, text_file):
-    words = ["finetune", "--from", whole.best, "--freeze-layers", 2, "--unfreeze-every", 3, "--data", text_file]
+def test_8bit_run_with_unfreezing_resumes_exactly(uninterrupted, train, folder, recipe, text_file):
+    words = ["finetune", "--from", uninterrupted.best, "--freeze-layers", 2, "--unfreeze-every", 3, "--data", text_file]
     words += ["--optim.state", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
     words += ["--data.block_size", 16, "--checkpoint.keep", 5]
-    thawed = train("thawed", *words)
-    assert sorted(path.name for path in thawed.checkpoint_folders()) == ["step_00000003", "step_00000006"]
-    shutil.copytree(thawed.path, folder / "thawed again")
+    unfrozen = train("thawed", *words)
+    assert sorted(path.name for path in unfrozen.checkpoint_folders()) == ["step_00000003", "step_00000006"]
+    shutil.copytree(unfrozen.path, folder / "thawed again")
     again = RunFolder(folder / "thawed again")
     shutil.rmtree(again.checkpoint(6))
     train(again.path.name, *words, "--resume")
-    first, second = (load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (thawed, again))
+    first, second = (load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (unfrozen, again))
     steps = [first[f"transformer.{name}.weight.step"].item() for name in ("ln_f", "h.1.mlp.fc")]
     assert steps == [6.0, 3.0]
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -152,7 +152,7 @@ def test_a_run_that_thaws_ends_where_it_would_have(whole, train, folder, recipe,
 
 @pytest.fixture(scope="module")
 def stepped():
-    """A model, its optimizer, and a step of them on made-up gradients."""
+    """A model, its optimizer, and a function that takes a step with random gradients."""
     sizes = GPTConfig(vocab_size=128, n_positions=128, n_embd=128, n_layer=1, n_head=2, bias=False)
     torch.manual_seed(0)
     model = GPTForCausalLM(sizes)
@@ -170,13 +170,17 @@ def stepped():
     return model, optimizer, step
 
 
-def parts(moment: torch.Tensor) -> list[torch.Tensor]:
-    return [moment.codes, moment.scale, moment.qmap] if hasattr(moment, "codes") else [moment]
+def parts(state_tensor: torch.Tensor) -> list[torch.Tensor]:
+    return (
+        [state_tensor.codes, state_tensor.scale, state_tensor.qmap]
+        if hasattr(state_tensor, "codes")
+        else [state_tensor]
+    )
 
 
-def test_the_bytes_are_those_that_are_counted(stepped):
+def test_8bit_state_has_the_estimated_bytes(stepped):
     model, optimizer, _ = stepped
-    held = {
+    state_bytes = {
         name: sum(
             part.untyped_storage().nbytes()
             for key in ("exp_avg", "exp_avg_sq")
@@ -184,18 +188,20 @@ def test_the_bytes_are_those_that_are_counted(stepped):
         )
         for name, parameter in model.named_parameters()
     }
-    assert sum(held.values()) == optimizer_state_bytes(model, OptimSection(state="8bit"))
+    assert sum(state_bytes.values()) == optimizer_state_bytes(model, OptimSection(state="8bit"))
     for name, parameter in model.named_parameters():
-        assert held[name] / parameter.numel() == (8 if parameter.dim() == 1 else 2 + 8 / 256 + 2048 / parameter.numel())
-    assert sum(held.values()) < 0.28 * optimizer_state_bytes(model, OptimSection())
+        assert state_bytes[name] / parameter.numel() == (
+            8 if parameter.dim() == 1 else 2 + 8 / 256 + 2048 / parameter.numel()
+        )
+    assert sum(state_bytes.values()) < 0.28 * optimizer_state_bytes(model, OptimSection())
 
 
-def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(stepped):
+def test_non_finite_gradient_changes_nothing_in_8bit(stepped):
     model, optimizer, step = stepped
 
     def bits() -> list[torch.Tensor]:
-        moments = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
-        return [part.clone() for tensor in [*model.parameters(), *moments] for part in parts(tensor.detach())]
+        optimizer_state = [optimizer.state[p][key] for p in model.parameters() for key in ("exp_avg", "exp_avg_sq")]
+        return [part.clone() for tensor in [*model.parameters(), *optimizer_state] for part in parts(tensor.detach())]
 
     before = bits()
     step(scale=math.inf)
@@ -204,7 +210,7 @@ def test_a_gradient_that_is_not_finite_leaves_weights_and_moments_alone(stepped)
     assert not any(torch.equal(a, b) for a, b in zip(bits()[:5], before[:5], strict=True))
 
 
-def test_another_learning_rate_compiles_nothing_and_counts(stepped):
+def test_new_learning_rate_applies_without_recompilation(stepped):
     model, _, step = stepped
     graphs = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     assert graphs
@@ -217,25 +223,25 @@ def test_another_learning_rate_compiles_nothing_and_counts(stepped):
 
 
 @pytest.mark.parametrize("kind", ["exp_avg", "exp_avg_sq"])
-def test_float32_gives_back_the_very_values_codes_and_scales(stepped, kind):
+def test_8bit_state_converts_to_float32_and_back_exactly(stepped, kind):
     _, optimizer, _ = stepped
     torch.manual_seed(0)
     parameter = torch.nn.Parameter(torch.zeros(4096, 256))
     values = torch.randn(4096, 256) * 10 ** torch.empty(4096, 1).uniform_(-15, 3)
-    values[::3] *= torch.rand(1366, 256) < 0.01  # mostly zeros, and some nothing else
+    values[::3] *= torch.rand(1366, 256) < 0.01  # mostly zeros, some blocks only zeros
     values = values if kind == "exp_avg" else values.square()
-    moment = optimizer._new_buffer(parameter, kind == "exp_avg")
-    moment.copy_(values)
-    dequantised = adamw_8bit.as_float32(moment)
+    state_tensor = optimizer._new_buffer(parameter, kind == "exp_avg")
+    state_tensor.copy_(values)
+    dequantised = adamw_8bit.as_float32(state_tensor)
     state = {"step": torch.tensor(1.0)} | dict.fromkeys(("exp_avg", "exp_avg_sq"), dequantised)
     again = adamw_8bit.held_by(optimizer, parameter, state)[kind]
-    assert torch.equal(again.codes, moment.codes)
+    assert torch.equal(again.codes, state_tensor.codes)
     assert torch.equal(again.dequantize(), dequantised)
-    full = (values != 0).sum(1) > 3  # the others may have another scale with the same values
+    full = (values != 0).sum(1) > 3  # other blocks may have another scale with the same values
     assert 2800 < full.sum() < 4096
-    assert torch.equal(again.scale[full], moment.scale[full])
-    if kind == "exp_avg":  # torchao's own way back shrinks every block whose largest value is negative
-        assert 0.4 < (again.copy_(dequantised).scale != moment.scale).float().mean() < 0.6
+    assert torch.equal(again.scale[full], state_tensor.scale[full])
+    if kind == "exp_avg":  # torchao's conversion shrinks every block whose largest value is negative
+        assert 0.4 < (again.copy_(dequantised).scale != state_tensor.scale).float().mean() < 0.6
 
 
 @pytest.mark.parametrize(
@@ -249,7 +255,7 @@ def test_float32_gives_back_the_very_values_codes_and_scales(stepped, kind):
         ),
     ],
 )
-def test_what_cannot_be_is_one_line_before_anything_is_written(recipe, tmp_path, monkeypatch, capsys, lack, line):
+def test_8bit_on_unsupported_machine_is_one_line(recipe, tmp_path, monkeypatch, capsys, lack, line):
     if lack == "torchao":
         monkeypatch.setattr(adamw_8bit, "find_spec", lambda name: None)
     elif lack == "compiler":

@@ -77,7 +77,7 @@ def test_orthogonalize_brings_singular_values_near_one():
     assert torch.equal(orthogonalize(torch.zeros(1, 4, 4)), torch.zeros(1, 4, 4))
 
 
-def test_muon_updates_the_matrices_inside_blocks_and_adamw_all_other_parameters():
+def test_muon_updates_block_matrices_and_adamw_the_rest():
     model = tiny_model(bias=True)
     optim = OptimSection(name="muon", learning_rate=0.004, muon_learning_rate=0.02, weight_decay=0.3)
     optimizer = build_optimizer(model, optim)
@@ -95,7 +95,7 @@ def test_muon_updates_the_matrices_inside_blocks_and_adamw_all_other_parameters(
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.001, 0.001])
 
 
-def test_layer_decay_scales_the_learning_rates_of_muon_too():
+def test_layer_decay_scales_learning_rates_of_muon():
     optim = OptimSection(name="muon", learning_rate=0.004, muon_learning_rate=0.02)
     optimizer = build_optimizer(tiny_model(), optim, layer_decay=0.5)
     set_learning_rate(optimizer, 0.004)
@@ -103,7 +103,7 @@ def test_layer_decay_scales_the_learning_rates_of_muon_too():
     assert rates == pytest.approx([0.02 * 0.25, 0.02 * 0.5])
 
 
-def test_frozen_matrices_are_left_out_of_muon():
+def test_muon_skips_frozen_matrices():
     model = tiny_model()
     GPT2.blocks(model)[0].requires_grad_(False)
     optimizer = build_optimizer(model, OptimSection(name="muon"))
@@ -111,7 +111,7 @@ def test_frozen_matrices_are_left_out_of_muon():
 
 
 @pytest.mark.parametrize("wrong", [float("nan"), float("inf")])
-def test_a_gradient_that_is_not_finite_leaves_muon_unchanged(wrong):
+def test_non_finite_gradient_changes_nothing_in_muon(wrong):
     model = tiny_model()
     optimizer = build_optimizer(model, OptimSection(name="muon"))
 
@@ -136,7 +136,7 @@ def test_a_gradient_that_is_not_finite_leaves_muon_unchanged(wrong):
     assert not any(map(torch.equal, before, values()))
 
 
-def test_a_finite_step_is_the_same_whether_or_not_the_gradient_was_examined():
+def test_finite_muon_step_is_equal_with_and_without_check():
     models = [tiny_model() for _ in "ab"]
     for model, examined in zip(models, (True, False), strict=True):
         optimizer = build_optimizer(model, OptimSection(name="muon"))
@@ -150,11 +150,11 @@ def test_a_finite_step_is_the_same_whether_or_not_the_gradient_was_examined():
         torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)
 
 
-def test_fp16_scaler_skips_a_step_of_muon_without_reading_its_verdict(monkeypatch):
+def test_fp16_scaler_skips_muon_step_without_synchronization(monkeypatch):
     model = tiny_model()
     optimizer = build_optimizer(model, OptimSection(name="muon"))
     scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
-    monkeypatch.setattr(scaler, "_maybe_opt_step", None)  # the way of optimizers that cannot skip by themselves
+    monkeypatch.setattr(scaler, "_maybe_opt_step", None)  # the path of optimizers that cannot skip by themselves
 
     def step(number: int, spoil: bool) -> None:
         optimizer.zero_grad()
@@ -175,14 +175,14 @@ def test_fp16_scaler_skips_a_step_of_muon_without_reading_its_verdict(monkeypatc
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
-def test_flops_of_orthogonalization_are_those_of_its_products():
+def test_flops_of_orthogonalization_count_its_products():
     for rows, columns in SHAPES.values():
         with FlopCounterMode(display=False) as counter:
             orthogonalize(torch.randn(3, rows, columns))
         assert counter.get_total_flops() == 3 * orthogonalization_flops(rows, columns)
 
 
-def test_orthogonalization_takes_less_than_a_hundredth_of_a_step_of_gpt2_124m():
+def test_orthogonalization_is_below_1_percent_of_gpt2_124m():
     config = GPTConfig()
     with torch.device("meta"):
         model = GPTForCausalLM(config)
@@ -208,14 +208,14 @@ def test_find_conflicts_refuses_what_muon_cannot_do(values, message):
     assert message in conflict.message
 
 
-def test_muon_under_deepspeeds_zero_is_refused_in_one_line(monkeypatch):
+def test_muon_under_zero_is_refused(monkeypatch):
     monkeypatch.setattr(accelerator, "find_spec", lambda name: "found")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match=r"optim\.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers"):
         accelerator.check_launch(Config(optim=OptimSection(name="muon")))
 
 
-def test_a_step_of_muon_reads_no_number_and_multiplies_matrices_of_one_shape_at_once(counted):
+def test_muon_step_stacks_matrices_without_synchronization(counted):
     for layers in (2, 5):
         model = tiny_model(n_layer=layers)
         optimizer = build_optimizer(model, OptimSection(name="muon"))
@@ -229,14 +229,14 @@ def test_a_step_of_muon_reads_no_number_and_multiplies_matrices_of_one_shape_at_
 
 @pytest.fixture
 def two_processes():
-    """The mesh of one process that believes to be of two: collectives are counted, not sent."""
+    """The mesh of one process in a fake group of two: collectives are counted, not sent."""
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     yield init_device_mesh("cpu", (2,))
     dist.destroy_process_group()
 
 
 @pytest.mark.parametrize(("sharded", "per_shape"), [(False, 1), (True, 2)])
-def test_processes_exchange_matrices_of_one_shape_in_one_collective_each_way(two_processes, sharded, per_shape):
+def test_muon_exchanges_matrices_of_one_shape_in_two_collectives(two_processes, sharded, per_shape):
     torch.manual_seed(0)
     tensors = [torch.randn(shape) for shape in SHAPES.values() for _ in range(4)]
     if sharded:
@@ -252,7 +252,7 @@ def test_processes_exchange_matrices_of_one_shape_in_one_collective_each_way(two
     assert collectives.get_total_counts() == per_shape * len(SHAPES)
 
 
-def test_muon_is_compiled_with_the_blocks_into_one_graph_per_shape(monkeypatch):
+def test_muon_compiles_into_one_graph_per_shape(monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters

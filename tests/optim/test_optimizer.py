@@ -1,4 +1,4 @@
-"""AdamW's groups."""
+"""AdamW's parameter groups."""
 
 import torch
 
@@ -7,7 +7,7 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 
 
-def test_matrices_decay_and_vectors_do_not_and_each_parameter_is_in_one_group():
+def test_weight_decay_applies_to_matrices():
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2))
     optimizer = build_optimizer(model, OptimSection(weight_decay=0.3, beta1=0.8, beta2=0.9))
     decayed, plain = optimizer.param_groups
@@ -22,7 +22,7 @@ def test_matrices_decay_and_vectors_do_not_and_each_parameter_is_in_one_group():
     assert len(in_groups[1]) == 2 * (6 + 4) + 2
 
 
-def test_frozen_parameters_are_left_out():
+def test_optimizer_skips_frozen_parameters():
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=2, n_head=2))
     model.transformer.h[0].requires_grad_(False)
     optimizer = build_optimizer(model, OptimSection())
@@ -30,7 +30,7 @@ def test_frozen_parameters_are_left_out():
     assert trained == len(list(model.parameters())) - len(list(model.transformer.h[0].parameters()))
 
 
-def test_the_step_is_fused_and_equals_the_plain_one():
+def test_fused_step_equals_plain_step():
     torch.manual_seed(0)
     models = [
         GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, dropout=0)) for _ in "ab"

@@ -16,7 +16,7 @@ def rates(schedule: str, max_steps: int = 100, warmup_steps: int = 10, **options
     return [learning_rate_at(step, optim, max_steps) for step in range(max_steps + 1)]
 
 
-def test_cosine_is_the_formula_of_nanogpt():
+def test_cosine_equals_nanogpt():
     def expected(step):
         if step < 10:
             return (step + 1) / 11
@@ -26,7 +26,7 @@ def test_cosine_is_the_formula_of_nanogpt():
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_warm_up_rises_in_equal_steps_to_the_peak(schedule):
+def test_warmup_is_linear_to_the_peak(schedule):
     values = rates(schedule)
     assert values[0] == pytest.approx(1 / 11)
     assert [b - a for a, b in itertools.pairwise(values[:11])] == pytest.approx([1 / 11] * 10)
@@ -35,19 +35,19 @@ def test_warm_up_rises_in_equal_steps_to_the_peak(schedule):
 
 
 @pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0), ("wsd", 0.1)])
-def test_after_warm_up_it_never_rises_and_ends_where_it_should(schedule, last):
+def test_schedule_never_rises_after_warmup(schedule, last):
     values = rates(schedule)[10:]
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(values))
     assert values[-1] == pytest.approx(last)
 
 
-def test_wsd_is_stable_until_its_last_share_and_then_linear():
+def test_wsd_is_constant_then_linear():
     values = rates("wsd", decay_fraction=0.2)
     assert values[10:81] == pytest.approx([1.0] * 71)
     assert values[90] == pytest.approx(0.55)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear", "constant", "wsd"])
-def test_no_warm_up_and_nothing_but_warm_up_are_both_fine(schedule):
+def test_no_warmup_and_only_warmup(schedule):
     assert rates(schedule, warmup_steps=0)[0] == pytest.approx(1.0)
     assert len(rates(schedule, max_steps=10, warmup_steps=10)) == 11

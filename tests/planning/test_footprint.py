@@ -42,7 +42,7 @@ def build(lora=None, frozen=-1, checkpointing=False, **size) -> GPTForCausalLM:
 
 
 def take_two_steps(case: "Case", cpu: bool = True) -> None:
-    """Two, because the optimizer state is created at the end of the first."""
+    """Two steps, because the optimizer state is created at the end of the first."""
     plugin = GradientAccumulationPlugin(num_steps=case.accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, gradient_accumulation_plugin=plugin)
     model = build(**case.model)
@@ -74,7 +74,7 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
 
 def peak_allocation(work) -> int:
     """Peak bytes of torch's CPU allocator during `work`."""
-    gc.collect()  # older tensors must not be freed in there
+    gc.collect()  # older tensors must not be freed inside
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()
@@ -113,7 +113,7 @@ CASES = {
     "LoRA": Case(TOP, {"lora": {"rank": 4}}),
     "LoRA with dropout in bf16": Case(LOSS, {"lora": {"rank": 4, "dropout": 0.1}, "vocab_size": 500}, "bf16"),
     "LoRA on q and v": Case(TOP, {"lora": {"rank": 4, "targets": ["q_proj", "v_proj"]}}, accumulation=2),
-    "8-bit state": Case(  # few shapes, since each one is compiled
+    "8-bit state": Case(  # few shapes, since each is compiled
         TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, optim=OptimSection(state="8bit")
     ),
     "Muon": Case(LOSS, {"vocab_size": 500}, optim=OptimSection(name="muon")),

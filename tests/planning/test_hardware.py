@@ -8,8 +8,8 @@ from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.planning.hardware import bf16_peak, peak_flops
 
 
-def test_flops_of_gpt2_small_are_nanogpts():
-    # 6 · (124,439,808 − 1024 · 768 positions) + 12 layers · 12 heads · 64 wide · 1024 tokens · 12
+def test_flops_of_gpt2_small_equal_nanogpt():
+    # 6 · (124,439,808 − 1024 · 768 positions) + 12 layers · 12 heads · 64 width · 1024 tokens · 12
     assert GPT2.flops_per_token(GPTConfig(), 1024) == 6 * 123_653_376 + 12 * 12 * 12 * 64 * 1024
 
 

@@ -15,7 +15,7 @@ from nanogpt_hf.runs.folder import RunFolder
 HOSTILE = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'><!--<script>"
 ARGUMENTS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-sync"]
 ARGUMENTS += ["--disable-background-networking", "--disable-component-update", "--window-size=1000,900"]
-_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # what WebDriver calls an element's id
+_ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # WebDriver's key of an element's id
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 
 
@@ -102,7 +102,7 @@ def report(tmp_path_factory, make_recipe):
 
 
 @pytest.fixture
-def opened(browser, report):
+def open_page(browser, report):
     browser.requests()
     browser.ask("/url", {"url": report.as_uri()})
     return browser
@@ -112,78 +112,78 @@ def paths(browser) -> list[str]:
     return browser.run("return [...document.querySelectorAll('#chart path[data-series]')].map(p => p.dataset.series)")
 
 
-def test_text_of_a_run_is_escaped_and_nothing_is_fetched(opened, report):
-    assert opened.run("return window.hit === undefined")
-    assert opened.text("h1") == "<svg onload='window.hit = 1'>&amp;"
-    assert opened.run("return document.querySelectorAll('script, img, h1 *').length") == 2  # data, page.js
-    assert opened.text(".sample:nth-last-of-type(1) pre") == f"{HOSTILE}{HOSTILE} at 100"
-    assert HOSTILE in opened.text("main")
-    fetched = [url for url in opened.requests() if not url.startswith(("data:", "chrome:"))]  # the first tab
+def test_text_of_a_run_is_escaped_and_nothing_is_fetched(open_page, report):
+    assert open_page.run("return window.hit === undefined")
+    assert open_page.text("h1") == "<svg onload='window.hit = 1'>&amp;"
+    assert open_page.run("return document.querySelectorAll('script, img, h1 *').length") == 2  # data, page.js
+    assert open_page.text(".sample:nth-last-of-type(1) pre") == f"{HOSTILE}{HOSTILE} at 100"
+    assert HOSTILE in open_page.text("main")
+    fetched = [url for url in open_page.requests() if not url.startswith(("data:", "chrome:"))]  # the first tab
     assert set(fetched) == {report.as_uri()}
-    errors = [entry for entry in opened.ask("/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
+    errors = [entry for entry in open_page.ask("/se/log", {"type": "browser"}) if entry["level"] == "SEVERE"]
     assert errors == []
 
 
-def test_the_content_security_policy_blocks_injected_scripts(opened):
+def test_the_content_security_policy_blocks_injected_scripts(open_page):
     injected = "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; document.body.append(s);"
-    assert opened.run(injected + " return window.hit === undefined")
+    assert open_page.run(injected + " return window.hit === undefined")
 
 
-def test_the_mouse_shows_values(opened):
-    assert paths(opened) == ["train/loss", "train/loss", "val/loss"]  # raw and smoothed, validation
-    opened.hover("#chart", 40)
-    where = re.fullmatch(r"step (\d+) · (\S+) tokens · (\S+) (s|min)", opened.text("#reading"))
+def test_the_mouse_shows_values(open_page):
+    assert paths(open_page) == ["train/loss", "train/loss", "val/loss"]  # raw and smoothed, validation
+    open_page.hover("#chart", 40)
+    where = re.fullmatch(r"step (\d+) · (\S+) tokens · (\S+) (s|min)", open_page.text("#reading"))
     step = int(where[1])
     assert 51 <= step <= 60
     assert where[2] == f"{step}K"
-    value = float(re.search(r"train/loss ([\d.]+)", opened.text("#legend"))[1])
+    value = float(re.search(r"train/loss ([\d.]+)", open_page.text("#legend"))[1])
     assert value == pytest.approx(4 - step / 50 + step % 2 / 10, abs=1e-3)
-    assert "val/loss 3 (at 50)" in opened.text("#legend")
-    assert opened.run("return document.querySelectorAll('#chart .cursor').length") == 1
+    assert "val/loss 3 (at 50)" in open_page.text("#legend")
+    assert open_page.run("return document.querySelectorAll('#chart .cursor').length") == 1
 
 
-def test_the_arrow_keys_show_values(opened):
-    opened.keys("#chart", "\ue010")  # End
-    assert opened.text("#reading").startswith("step 100 ·")
-    opened.keys("#chart", "\ue012")  # left
-    assert opened.text("#reading").startswith("step 99 ·")
-    opened.keys("#chart", "\ue011")  # Home
-    assert opened.text("#reading").startswith("step 0 ·")
+def test_the_arrow_keys_show_values(open_page):
+    open_page.keys("#chart", "\ue010")  # End
+    assert open_page.text("#reading").startswith("step 100 ·")
+    open_page.keys("#chart", "\ue012")  # left
+    assert open_page.text("#reading").startswith("step 99 ·")
+    open_page.keys("#chart", "\ue011")  # Home
+    assert open_page.text("#reading").startswith("step 0 ·")
 
 
-def test_series_axes_and_scales_can_be_selected(opened):
-    opened.click("#legend button:nth-child(1)")
-    assert paths(opened) == ["val/loss"]
-    opened.click("#legend button:nth-child(2)")  # the last series cannot be hidden
-    assert paths(opened) == ["val/loss"]
-    opened.click("#legend button:nth-child(1)")
+def test_series_axes_and_scales_can_be_selected(open_page):
+    open_page.click("#legend button:nth-child(1)")
+    assert paths(open_page) == ["val/loss"]
+    open_page.click("#legend button:nth-child(2)")  # the last series cannot be hidden
+    assert paths(open_page) == ["val/loss"]
+    open_page.click("#legend button:nth-child(1)")
     ticks = "return [...document.querySelectorAll('#chart text')].map(t => t.textContent)"
-    by_step = opened.run(ticks)
-    opened.keys("#axis", "time")
-    assert {"100 s", "time"} <= set(opened.run(ticks))
-    opened.keys("#axis", "\ue011")  # Home
-    assert opened.run(ticks) == by_step
+    by_step = open_page.run(ticks)
+    open_page.keys("#axis", "time")
+    assert {"100 s", "time"} <= set(open_page.run(ticks))
+    open_page.keys("#axis", "\ue011")  # Home
+    assert open_page.run(ticks) == by_step
     shape = "return document.querySelector('#chart path:not(.raw)[data-series]').getAttribute('d')"
-    before = opened.run(shape)
-    opened.click("#log-y")
-    assert opened.run(shape) != before
-    opened.click("#log-x")
-    assert "NaN" not in opened.run("return document.querySelector('#chart').outerHTML")
-    opened.keys("#smoothing", "\ue011")  # to the left end: none
-    assert paths(opened) == ["train/loss", "val/loss"]
+    before = open_page.run(shape)
+    open_page.click("#log-y")
+    assert open_page.run(shape) != before
+    open_page.click("#log-x")
+    assert "NaN" not in open_page.run("return document.querySelector('#chart').outerHTML")
+    open_page.keys("#smoothing", "\ue011")  # to the left end: none
+    assert paths(open_page) == ["train/loss", "val/loss"]
 
 
-def test_the_menu_has_every_metric_and_groups_layers(opened):
-    names = opened.run("return [...document.querySelector('#metric').options].map(o => o.value)")
+def test_the_menu_has_every_metric_and_groups_layers(open_page):
+    names = open_page.run("return [...document.querySelector('#metric').options].map(o => o.value)")
     assert names == ["loss", "train/grad_norm", "layers/*/weight_norm", HOSTILE]
-    opened.click("#metric option:nth-child(3)")
-    assert len(set(paths(opened))) == 8
-    assert opened.run("return document.querySelectorAll('#legend button').length") == 8
+    open_page.click("#metric option:nth-child(3)")
+    assert len(set(paths(open_page))) == 8
+    assert open_page.run("return document.querySelectorAll('#legend button').length") == 8
 
 
-def test_the_slider_selects_samples(opened):
+def test_the_slider_selects_samples(open_page):
     visible = "return [...document.querySelectorAll('.sample')].filter(s => !s.hidden).map(s => s.dataset.name)"
-    assert opened.run(visible) == ["step 100, validation loss 2.000"]
-    opened.keys("#step-of-sample", "\ue011")
-    assert opened.run(visible) == ["step 0, validation loss 4.000"]
-    assert opened.run("return document.activeElement.ariaValueText") == "step 0, validation loss 4.000"
+    assert open_page.run(visible) == ["step 100, validation loss 2.000"]
+    open_page.keys("#step-of-sample", "\ue011")
+    assert open_page.run(visible) == ["step 0, validation loss 4.000"]
+    assert open_page.run("return document.activeElement.ariaValueText") == "step 0, validation loss 4.000"

@@ -27,10 +27,10 @@ REFERENCES = sorted(SHIPPED.glob("*.json"))
 
 
 @pytest.fixture
-def run_of(tmp_path, make_recipe):
+def write_run(tmp_path, make_recipe):
     """Write a run folder without training: a recipe, and falling losses that vary a little with the seed."""
 
-    def run_of(seed: int, last: int = 60, shift: float = 0.0, **overrides) -> RunFolder:
+    def write_run(seed: int, last: int = 60, shift: float = 0.0, **overrides) -> RunFolder:
         overrides = {"train__max_steps": 60, "eval__every": 20, **overrides}
         config = load_config(make_recipe(tmp_path / "tiny.yaml", train__seed=seed, **overrides))
         run = RunFolder(tmp_path / f"run_{seed}_{shift:g}")
@@ -44,11 +44,11 @@ def run_of(tmp_path, make_recipe):
                 file.write(json.dumps({"step": step, "tokens": 128 * step, "seconds": step, kind: loss}) + "\n")
         return run
 
-    return run_of
+    return write_run
 
 
-def test_make_reference_round_trip(run_of, tmp_path):
-    runs = [run_of(seed) for seed in range(5)]
+def test_make_reference_round_trip(write_run, tmp_path):
+    runs = [write_run(seed) for seed in range(5)]
     reference = make_reference(runs, "tiny")
     path = tmp_path / "tiny.json"
     write_reference(reference, path)
@@ -83,16 +83,16 @@ def test_band_of_covers_another_seed():
     assert 0.985 < np.mean(inside) < 1
 
 
-def test_make_reference_refuses_unsuitable_runs(run_of):
-    first, second, third = run_of(0), run_of(1), run_of(2)
+def test_make_reference_refuses_unsuitable_runs(write_run):
+    first, second, third = write_run(0), write_run(1), write_run(2)
     with pytest.raises(UserError, match="at least three runs"):
         make_reference([first, second], "x")
     with pytest.raises(UserError, match="at least three runs"):
         make_reference([first, second, first], "x")
     with pytest.raises(UserError, match=r"differs from .* in optim\.learning_rate; only the seed may differ"):
-        make_reference([first, second, run_of(3, optim__learning_rate=5e-3)], "x")
+        make_reference([first, second, write_run(3, optim__learning_rate=5e-3)], "x")
     with pytest.raises(UserError, match="not finished: evaluated at step 40 of 60"):
-        make_reference([first, second, run_of(4, last=59)], "x")
+        make_reference([first, second, write_run(4, last=59)], "x")
     third.metrics.write_text(third.metrics.read_text().replace('"step": 20,', '"step": 21,'))
     with pytest.raises(UserError, match="at different steps"):
         make_reference([first, second, third], "x")
@@ -107,31 +107,31 @@ def test_read_reference_refuses_other_files(tmp_path):
             read_reference(tmp_path / "bad.json")
 
 
-def test_differences_separates_incomparable_from_shifting_knobs(run_of, tmp_path):
-    reference = make_reference([run_of(seed) for seed in range(3)], "tiny")
-    same = load_config(run_of(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
+def test_differences_separates_incomparable_from_shifting_knobs(write_run, tmp_path):
+    reference = make_reference([write_run(seed) for seed in range(3)], "tiny")
+    same = load_config(write_run(9, train__micro_batch_size=8, checkpoint__every=7).recipe)
     assert differences(reference, same) == ({}, {})
-    other = load_config(run_of(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe)
+    other = load_config(write_run(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe)
     incomparable, shifting = differences(reference, other)
     assert incomparable == {"model.n_layer": "model.n_layer is 3 here, 2 in the reference"}
     assert list(shifting) == ["optim.learning_rate", "train.tokens_per_step"]
 
 
-def test_differences_compares_prepared_tokens(run_of, tmp_path, text_file):
+def test_differences_compares_prepared_tokens(write_run, tmp_path, text_file):
     from nanogpt_hf.data.prepare import prepare
 
-    config = load_config(run_of(0).recipe)
+    config = load_config(write_run(0).recipe)
     prepare(config)
-    reference = make_reference([run_of(seed) for seed in (1, 2, 3)], "tiny")
+    reference = make_reference([write_run(seed) for seed in (1, 2, 3)], "tiny")
     assert reference.text["train_tokens"] > 1000
     copy = tmp_path / "copy.txt"
     copy.write_text(text_file.read_text())
     elsewhere = {"data__source": str(copy), "data__dir": str(tmp_path / "elsewhere")}
-    config = load_config(run_of(4, **elsewhere).recipe)
+    config = load_config(write_run(4, **elsewhere).recipe)
     prepare(config)
-    assert differences(reference, config) == ({}, {})  # the same text under another name
+    assert differences(reference, config) == ({}, {})  # equal text under another name
     copy.write_text(text_file.read_text() + "one line more\n" * 9)
-    config = load_config(run_of(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
+    config = load_config(write_run(5, **elsewhere | {"data__dir": str(tmp_path / "more")}).recipe)
     prepare(config)
     incomparable, _ = differences(reference, config)
     assert list(incomparable) == ["text"]
@@ -164,8 +164,8 @@ def test_shipped_points_are_the_losses_of_nanogpts_readme():
     }
 
 
-def test_window_means_average_the_reports_of_a_window(run_of):
-    run = run_of(0)
+def test_window_means_average_the_reports_of_a_window(write_run):
+    run = write_run(0)
     ends, means = window_means(run, 3)
     steps, losses = column(read_metrics(run), "train/loss")
     assert ends.tolist() == [1, 2, 3]

@@ -33,7 +33,7 @@ def sweep_dir(tmp_path):
     return tmp_path / "sizes"
 
 
-def test_a_power_law_is_found_with_its_exponent():
+def test_power_law_fit_finds_the_exponent():
     flops = np.array([1e6, 1e8, 1e9, 1e12])
     law = fit_power_law(flops, 7 * flops**-0.05)
     assert (law.coefficient, law.exponent) == (pytest.approx(7), pytest.approx(-0.05))
@@ -46,7 +46,7 @@ def test_a_power_law_is_found_with_its_exponent():
     assert noisy.standard_error == pytest.approx(covariance[0, 0] ** 0.5)
 
 
-def test_scaling_is_fitted_over_the_best_run_of_each_finished_depth():
+def test_scaling_fit_uses_best_finished_run_per_depth():
     metrics = {row.run: events(row) for row in PLANNED}
     done = {row.run: "done" for row in PLANNED}
     rows = result_rows(PLANNED, metrics, done)
@@ -54,12 +54,12 @@ def test_scaling_is_fitted_over_the_best_run_of_each_finished_depth():
     assert law.exponent == pytest.approx(-0.1)
     worse = [Row("worse", "done", {"model.depth": 2}, 1, 1, 1, rows[1].flops, rows[1].val_loss + 1)]
     assert fit_scaling([*worse, *rows]) == law
-    assert fit_scaling(rows[:2]) is None  # a line through two points says nothing
+    assert fit_scaling(rows[:2]) is None  # two points determine a line exactly
     assert fit_scaling(result_rows(PLANNED, metrics, done | {"depth=4": "interrupted"})) is None
     assert fit_scaling([Row(str(n), "done", {"train.seed": n}, 1, 1, 1, 10.0**n, 1.0) for n in range(4)]) is None
 
 
-def test_table_csv_and_json_have_the_same_figures(sweep_dir):
+def test_table_csv_and_json_have_equal_figures(sweep_dir):
     text = write_sweep(PLANNED, {"depth=1": "done", "depth=2": "failed (2)"}, sweep_dir)
     with (sweep_dir / "sweep.csv").open(newline="") as file:
         table = list(csv.DictReader(file))
@@ -79,7 +79,7 @@ def test_table_csv_and_json_have_the_same_figures(sweep_dir):
     assert half["flops"] == pytest.approx(PLANNED[2].flops / 2)
 
 
-def test_the_plot_is_drawn_of_runs_with_losses_only(sweep_dir, tmp_path):
+def test_sweep_plot_needs_losses(sweep_dir, tmp_path):
     text = write_sweep(PLANNED, {}, sweep_dir)
     assert (sweep_dir / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert "plot: " in text
@@ -90,6 +90,6 @@ def test_the_plot_is_drawn_of_runs_with_losses_only(sweep_dir, tmp_path):
 
 
 @pytest.mark.parametrize("values", [{"train.seed": 3}, {"data.tokenizer": "gpt2"}, {"a.b": 1, "c.$d": "x$y_{"}])
-def test_any_values_can_be_drawn(tmp_path, values):
+def test_sweep_plot_of_any_values(tmp_path, values):
     rows = [Row(f"{n} $x_", "done", values | {"n": n}, 1, 10, 1000, 1e6, 1.0, 1.0) for n in range(40)]
     assert draw_sweep(rows, {row.run: events(row) for row in rows}, None, "a $ title", tmp_path / "plot.png")

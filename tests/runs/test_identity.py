@@ -1,4 +1,4 @@
-"""A resumed run goes on with the text and tokenizer it was trained on, wherever they lie, or stops with one line."""
+"""Resuming needs the text, tokenizer and seed of the run, in any folder; otherwise it stops with one line."""
 
 import json
 import shutil
@@ -8,14 +8,14 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
-LETTERS = "the quick brown fox jumps over the lazy dog. " * 60
+TEXT = "the quick brown fox jumps over the lazy dog. " * 60
 
 
 @pytest.fixture
 def resume(tmp_path, write_recipe, forget_accelerate):
-    """Train to step 4 on LETTERS, change what a test wants, and resume to step 6; return the exit status."""
+    """Train to step 4 on TEXT, call `change`, and resume to step 6; return the exit status."""
     text = tmp_path / "text.txt"
-    text.write_text(LETTERS)
+    text.write_text(TEXT)
 
     def train(*arguments: str, steps: int) -> int:
         forget_accelerate()
@@ -41,22 +41,22 @@ def prepare_again(content: str, tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "difference"),
-    [(LETTERS.upper(), "tokenizer: "), (LETTERS[::-1], "text: "), (LETTERS + "dog " * 40, "text: ")],
+    [(TEXT.upper(), "tokenizer: "), (TEXT[::-1], "text: "), (TEXT + "dog " * 40, "text: ")],
 )
-def test_another_text_or_tokenizer_is_refused_before_the_first_step(resume, tmp_path, capsys, content, difference):
+def test_resume_with_other_text_or_tokenizer_is_refused(resume, tmp_path, capsys, content, difference):
     assert resume(prepare_again(content, tmp_path)) == 2
-    said = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "the newest checkpoint is of another run or other data: " in said
-    assert difference in said
+    error = capsys.readouterr().err.strip().splitlines()[-1]
+    assert "the newest checkpoint is of another run or other data: " in error
+    assert difference in error
     state = json.loads((RunFolder(tmp_path / "run").newest_checkpoint() / "state.json").read_text())
     assert state["step"] == 4
 
 
-def test_the_same_text_prepared_again_elsewhere_is_accepted(resume, tmp_path):
-    assert resume(prepare_again(LETTERS, tmp_path), "--data.dir", str(tmp_path / "moved")) == 0
+def test_resume_with_same_text_in_another_folder(resume, tmp_path):
+    assert resume(prepare_again(TEXT, tmp_path), "--data.dir", str(tmp_path / "moved")) == 0
 
 
-def test_a_checkpoint_of_another_seed_is_refused(resume, tmp_path, capsys):
+def test_resume_with_another_seed_is_refused(resume, tmp_path, capsys):
     def change(_) -> None:
         run = RunFolder(tmp_path / "run")
         recipe = run.recipe.read_text()

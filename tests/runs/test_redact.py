@@ -1,4 +1,4 @@
-"""Secrets in URLs: whatever is not known to be harmless goes, from everything that is written, printed or pushed."""
+"""Secrets in URLs are removed from everything that is written, printed or pushed."""
 
 import io
 import json
@@ -21,9 +21,9 @@ KEYS += ["AWSAccessKeyId", "Key-Pair-Id", "token", "t", "k", "passphrase", "shar
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_the_value_of_any_parameter_goes(key):
-    for mark in ("?", "?page=2&", "#", "?x;", "/a%20b?v=1#"):
-        url = f"https://host/x{mark}{key}=s3cr3t=="
+def test_redact_removes_parameter_values(key):
+    for separator in ("?", "?page=2&", "#", "?x;", "/a%20b?v=1#"):
+        url = f"https://host/x{separator}{key}=s3cr3t=="
         assert "s3cr3t" not in redact_urls(url)
         assert f"{key}=..." in redact_urls(url)
 
@@ -45,7 +45,7 @@ def test_the_value_of_any_parameter_goes(key):
         "https://host/x?k=a''s3cr3t\"s3cr3t",
     ],
 )
-def test_users_passwords_and_odd_urls(url):
+def test_redact_removes_users_and_passwords(url):
     for text in (url, f"at {url}, {url}: no", f"['{url}', 1]", f'source: "{url}"\nnext: 1', f"--x={url}"):
         assert "s3cr3t" not in redact_urls(text)
         assert "host" in redact_urls(text) or "other" in redact_urls(text)
@@ -60,17 +60,17 @@ def test_users_passwords_and_odd_urls(url):
         "https://host/x?v=1&page=2&raw&revision=main#split=train",
     ],
 )
-def test_what_is_no_secret_stays(text):
+def test_redact_keeps_harmless_text(text):
     assert redact_urls(text) == text
 
 
-def test_what_stands_around_a_url_stays():
+def test_redact_keeps_text_around_urls():
     assert redact_urls("['https://h/?k=v', (https://h?a=b): x. \"https://h#c=d\"]") == (
         "['https://h/?k=...', (https://h?a=...): x. \"https://h#c=...\"]"
     )
 
 
-def test_the_home_folder_is_a_tilde(monkeypatch):
+def test_redact_replaces_home_by_tilde(monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     text = "/home/ada/x --x=/home/ada '/home/ada': /home/adam /mnt/home/ada/x /home/ada-x"
     assert redact(text) == "~/x --x=~ '~': /home/adam /mnt/home/ada/x /home/ada-x"
@@ -78,13 +78,13 @@ def test_the_home_folder_is_a_tilde(monkeypatch):
     assert redact_tree(tree) == {"a": ["~", {"b": "https://h"}], "n": 1, "none": None}
 
 
-def test_an_error_line_does_not_quote_the_password_a_second_time():
+def test_redact_message_removes_repeated_password():
     line = "data.source: http://me:pa55word@host/x: cannot be downloaded: nonnumeric port: 'pa55word@host'"
     assert redact_message(line) == "data.source: http://host/x: cannot be downloaded: nonnumeric port: '...@host'"
     assert redact_message("a: 1") == "a: 1"
 
 
-def test_a_token_or_a_private_key_is_seen():
+def test_holds_token_finds_tokens_and_private_keys():
     assert holds_token(b"x: my-odd-token", "my-odd-token")
     assert holds_token(b"x: hf_" + b"aB3" * 11, "another")
     assert holds_token(b"-----BEGIN OPENSSH PRIVATE KEY-----\nb3Blb", "another")
@@ -95,46 +95,46 @@ SECRETS = ["u53r", "pa55word", "s3cr3t"]
 URL = "http://u53r:pa55word@127.0.0.1:9/s.txt?pwd=s3cr3t"
 
 
-def clean(text: str | bytes) -> None:
+def assert_no_secret(text: str | bytes) -> None:
     text = text.decode("utf-8", "replace") if isinstance(text, bytes) else text
     assert [secret for secret in SECRETS if secret in text] == []
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, make_recipe):
-    """A run whose recipe holds secrets in several knobs, which is what `--resume` has to find in it."""
+    """A run whose recipe holds secrets in several knobs; the recipe keeps them for `--resume`."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = make_recipe(folder / "tiny.yaml", train__max_steps=2, eval__every=2, data__config=URL)
-    words = ["pretrain", str(recipe), "--run-dir", str(folder / "run"), f"--data.revision={URL}"]
+    arguments = ["pretrain", str(recipe), "--run-dir", str(folder / "run"), f"--data.revision={URL}"]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", ["cli.py", *words])
-        assert main(words) == 0
+        patch.setattr(sys, "argv", ["cli.py", *arguments])
+        assert main(arguments) == 0
     return RunFolder(folder / "run")
 
 
-def test_only_the_recipe_of_a_run_keeps_them(trained):
+def test_run_folder_has_secrets_only_in_recipe(trained):
     assert load_config(trained.recipe).data.config == URL
     for path in trained.path.rglob("*"):
         if path.is_file() and path != trained.recipe:
-            clean(path.read_bytes())
+            assert_no_secret(path.read_bytes())
     assert (
         shlex.quote("--data.revision=http://127.0.0.1:9/s.txt?pwd=...")
         in (json.loads(trained.machine.read_text())["starts"][0]["command"])
     )
-    clean(render(trained, []))
+    assert_no_secret(render(trained, []))
 
 
-def test_what_is_pushed_holds_none(trained, hub):
+def test_pushed_files_have_no_secret(trained, hub):
     push(trained.best, "tester/tiny", extra=(trained.recipe, trained.metrics))
     files = hub.repositories["tester/tiny"].files()
     assert b"s.txt?pwd=..." in files["recipe.yaml"]
     for content in files.values():
-        clean(content)
+        assert_no_secret(content)
 
 
-def test_what_is_printed_holds_none(trained, write_recipe, tmp_path, capsys, caplog):
+def test_output_has_no_secret(trained, write_recipe, tmp_path, capsys, caplog):
     recipe = str(write_recipe(data__source=URL, data__dir=str(tmp_path / "new")))
-    for words, status in (
+    for arguments, status in (
         (["prepare", recipe], 2),
         (["prepare", recipe, "--data.source", "http://u53r:pa55word@127.0.0.1:x/"], 2),
         (["prepare", recipe, "--hub.license", URL], 2),
@@ -144,26 +144,26 @@ def test_what_is_printed_holds_none(trained, write_recipe, tmp_path, capsys, cap
         (["compare", str(trained.path), "--output", str(tmp_path / "x.png")], 0),
     ):
         capsys.readouterr()
-        assert main(words) == status
+        assert main(arguments) == status
         out, err = capsys.readouterr()
-        clean(out + err)
+        assert_no_secret(out + err)
         if status:
             assert err.count("\n") <= 2
     with console.configure_logging(None):
         logging.getLogger("nanogpt_hf.x").info(f"from {URL}")
         logging.getLogger("nanogpt_hf.x").warning(f"no {URL}: 'pa55word@127.0.0.1'")
     out, err = capsys.readouterr()
-    clean(out + err)
+    assert_no_secret(out + err)
     assert "127.0.0.1:9" in out
     assert "127.0.0.1:9" in err
 
 
-def test_json_outputs_hold_none(tmp_path):
+def test_write_json_removes_secrets(tmp_path):
     write_json(tmp_path / "x.json", {"data": URL, "rows": [{"a": URL}]})
-    clean((tmp_path / "x.json").read_text())
+    assert_no_secret((tmp_path / "x.json").read_text())
 
 
-def test_a_models_own_text_is_not_touched(monkeypatch):
+def test_generated_text_is_not_redacted(monkeypatch):
     monkeypatch.setattr(sys, "stdout", io.StringIO())
     console.show_text(f"{URL}\x1b[2J")
     assert sys.stdout.getvalue() == f"{URL}\x1b[2J"

@@ -1,4 +1,4 @@
-"""Control characters of a model, a file or a server are shown, never obeyed, by a terminal."""
+"""Control characters in text of a model, file or server are escaped on a terminal."""
 
 import ast
 import io
@@ -17,7 +17,7 @@ from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 PACKAGE = Path(__file__).parents[2] / "nanogpt_hf"
-EVIL = "a\x1b]0;title\x07b\x1b[2Jc\x9b31m\x7f\x00\x08"
+CONTROLS = "a\x1b]0;title\x07b\x1b[2Jc\x9b31m\x7f\x00\x08"
 
 
 class Terminal(io.StringIO):
@@ -25,17 +25,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_line_ends_tabs_and_letters_of_all_kinds_stay():
+def test_escape_controls_keeps_text():
     text = "a\tb\nc\r\nü ß 漢字 العربية עברית 👩‍🚀 e\u0301 \u200e\u200f\xa0"
     assert escape_controls(text) == text
 
 
 @pytest.mark.parametrize("code", [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066])
-def test_every_other_control_character_is_shown(code):
+def test_escape_controls_escapes_control_characters(code):
     assert escape_controls(f"a{chr(code)}b").encode("ascii")
 
 
-def test_nothing_prints_past_the_console():
+def test_only_console_prints():
     allowed = {"console.py"}
     for path in PACKAGE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -45,64 +45,64 @@ def test_nothing_prints_past_the_console():
 
 
 @pytest.fixture(scope="module")
-def evil_model(tmp_path_factory):
-    """A model that writes nothing but ESC, BEL and the like."""
+def control_model(tmp_path_factory):
+    """A model whose vocabulary is mostly control characters."""
     folder = tmp_path_factory.mktemp("evil")
-    characters = sorted({*"a\n", *EVIL})
+    characters = sorted({*"a\n", *CONTROLS})
     torch.manual_seed(0)
-    nothing = {"bos_token_id": None, "eos_token_id": None}
+    no_special_tokens = {"bos_token_id": None, "eos_token_id": None}
     model = GPTForCausalLM(
-        GPTConfig(vocab_size=len(characters), n_positions=32, n_embd=8, n_layer=1, n_head=1, **nothing)
+        GPTConfig(vocab_size=len(characters), n_positions=32, n_embd=8, n_layer=1, n_head=1, **no_special_tokens)
     )
     model.save_pretrained(folder)
     char_tokenizer(characters).hf.save_pretrained(folder)
     return folder
 
 
-def test_what_a_model_writes_is_escaped_on_a_terminal_and_raw_elsewhere(evil_model, monkeypatch, capsys):
-    words = ["sample", str(evil_model), "--prompt", "a\x1b[2J", "--max-new-tokens", "60", "--num-samples", "2"]
-    assert main(words) == 0
+def test_samples_are_escaped_only_on_a_terminal(control_model, monkeypatch, capsys):
+    arguments = ["sample", str(control_model), "--prompt", "a\x1b[2J", "--max-new-tokens", "60", "--num-samples", "2"]
+    assert main(arguments) == 0
     raw = capsys.readouterr().out
     assert "\x1b" in raw
     terminal = Terminal()
     monkeypatch.setattr(sys, "stdout", terminal)
-    assert main(words) == 0
-    shown = terminal.getvalue()
-    assert shown == escape_controls(raw)
-    assert "\x1b" not in shown
+    assert main(arguments) == 0
+    escaped = terminal.getvalue()
+    assert escaped == escape_controls(raw)
+    assert "\x1b" not in escaped
 
 
-def error_of(words, capsys) -> str:
+def error_of(arguments, capsys) -> str:
     capsys.readouterr()
-    assert main(words) == 2
+    assert main(arguments) == 2
     out, err = capsys.readouterr()
     assert out == ""
     return err
 
 
-def test_error_lines_made_from_files_show_them(evil_model, tmp_path, capsys, write_recipe):
+def test_error_lines_escape_controls(control_model, tmp_path, capsys, write_recipe):
     recipe = write_recipe()
     lines = recipe.read_text() + '"evil\\e[2J": {"x\\a": 1}\n'
     recipe.write_text(lines)
-    model = shutil.copytree(evil_model, tmp_path / "model")
+    model = shutil.copytree(control_model, tmp_path / "model")
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(config | {"model_type": "gpt\x1b[2J"}))
-    for words in (
+    for arguments in (
         ["prepare", str(recipe)],
         ["sample", str(model)],
         ["sample", "no\x1b[2Jwhere/at/all"],
         ["pretrain", str(recipe), "--a.\x1b[2J", "1"],
         ["report", str(tmp_path), "\x1b[2J"],
     ):
-        err = error_of(words, capsys)
+        err = error_of(arguments, capsys)
         assert "\\x1b[2J" in err
         assert not [c for c in err if c != "\n" and not c.isprintable()]
 
 
-def test_log_lines_show_them(capsys):
+def test_log_lines_escape_controls(capsys):
     with console.configure_logging(None):
-        logging.getLogger("nanogpt_hf.x").info(EVIL)
-        logging.getLogger("nanogpt_hf.x").warning("%s", EVIL)
+        logging.getLogger("nanogpt_hf.x").info(CONTROLS)
+        logging.getLogger("nanogpt_hf.x").warning("%s", CONTROLS)
     for text in capsys.readouterr():
-        assert text == escape_controls(EVIL) + "\n"
+        assert text == escape_controls(CONTROLS) + "\n"
         assert "\x1b" not in text

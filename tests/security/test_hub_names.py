@@ -1,4 +1,4 @@
-"""A path that does not exist is never looked up on the Hub, and a look-up is printed first."""
+"""A missing path is never looked up on the Hub; a lookup is printed first."""
 
 import json
 import os
@@ -27,8 +27,8 @@ PATHS = [
 
 
 @pytest.fixture
-def stranger(hub, letter_model, tmp_path, monkeypatch):
-    """A Hub where a stranger owns repositories named as our paths are; the working folder holds `taken`."""
+def hub_of_stranger(hub, letter_model, tmp_path, monkeypatch):
+    """A Hub where a stranger owns repositories with the names of our paths; the working folder holds `taken`."""
     hub_name._announce.cache_clear()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
@@ -50,31 +50,33 @@ COMMANDS = [
 ]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda words: words[0])
-def test_a_path_that_is_not_there_is_one_line_and_asks_nobody(command, stranger, text_file, write_recipe, capsys):
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda arguments: arguments[0])
+def test_missing_path_is_one_line_without_a_request(command, hub_of_stranger, text_file, write_recipe, capsys):
     for path in PATHS:
         names = {"MODEL": path, "TEXT": str(text_file), "RECIPE": str(write_recipe())}
         capsys.readouterr()
-        assert main([names.get(word, word) for word in command]) == 2
+        assert main([names.get(argument, argument) for argument in command]) == 2
         out, err = capsys.readouterr()
         assert out == ""
         assert f"{os.path.expanduser(path)}: no such folder" in err
         assert err.count("\n") == 1
-    assert stranger.requests == []
+    assert hub_of_stranger.requests == []
 
 
-def test_a_name_on_the_hub_is_loaded_after_one_line(stranger, tmp_path, root):
-    # in a process of its own: this one read "offline" when it imported the libraries
-    words = [sys.executable, str(root / "cli.py"), "sample", "tester/letters", "--prompt", "abc"]
-    done = subprocess.run([*words, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=tmp_path, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("abc")
-    assert done.stderr.startswith("loading tester/letters from the Hub\n")
-    assert done.stderr.count("loading tester") == 1
-    assert any("tester/letters" in request for request in stranger.requests)
+def test_hub_model_is_loaded_after_one_line(hub_of_stranger, tmp_path, root):
+    # in a new process: this one imported the libraries in offline mode
+    arguments = [sys.executable, str(root / "cli.py"), "sample", "tester/letters", "--prompt", "abc"]
+    completed = subprocess.run(
+        [*arguments, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=tmp_path, timeout=120
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.startswith("abc")
+    assert completed.stderr.startswith("loading tester/letters from the Hub\n")
+    assert completed.stderr.count("loading tester") == 1
+    assert any("tester/letters" in request for request in hub_of_stranger.requests)
 
 
-def test_the_base_of_an_adapter_is_no_exception(stranger, tmp_path, capsys):
+def test_missing_adapter_base_is_one_line(hub_of_stranger, tmp_path, capsys):
     adapter = tmp_path / "adapter"
     adapter.mkdir()
     for base in ("runs/quickstart", "/no/where"):
@@ -84,10 +86,10 @@ def test_the_base_of_an_adapter_is_no_exception(stranger, tmp_path, capsys):
         err = capsys.readouterr().err
         assert f"{base}: no such folder; a path is not looked up on the Hub" in err
         assert err.count("\n") == 1
-    assert stranger.requests == []
+    assert hub_of_stranger.requests == []
 
 
-def test_what_is_there_wins_and_a_tilde_is_the_home(letter_model, tmp_path, monkeypatch):
+def test_existing_path_comes_first_and_tilde_is_home(letter_model, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     shutil.copytree(letter_model, tmp_path / "runs" / "mine")
     monkeypatch.chdir(tmp_path)

@@ -1,4 +1,4 @@
-"""Outputs: a regular file is replaced whole; links, devices and pipes stay what they are; `-` is stdout."""
+"""Output files: atomic replacement; links, devices and pipes are kept; `-` is stdout."""
 
 import json
 import os
@@ -28,7 +28,7 @@ def run(tmp_path_factory, make_recipe):
 
 @pytest.fixture
 def commands(run, letter_model, write_recipe, tmp_path):
-    """Every option that names an output: the command line without the name, and how what is written begins."""
+    """Each option that names an output: the arguments before the name, and the first bytes of the output."""
     text = tmp_path / "text.txt"
     text.write_text("abc def\n" * 20)
     recipe = str(write_recipe())
@@ -47,9 +47,9 @@ NAMES = ["evaluate", "report", "compare", "estimate", "doctor", "bench", "trace"
 
 
 @pytest.mark.parametrize(("name", "stdout"), [*((name, "-") for name in NAMES), ("report", "/dev/stdout")])
-def test_stdout_holds_the_output_and_nothing_else(commands, name, stdout, capfd):
-    words, start = commands[name]
-    assert main([*words, stdout]) in (0, 1)  # doctor's status is what it found
+def test_dash_writes_only_the_output_to_stdout(commands, name, stdout, capfd):
+    arguments, start = commands[name]
+    assert main([*arguments, stdout]) in (0, 1)  # doctor's status depends on its findings
     out, err = capfd.readouterr()
     if start == b"\x89PNG":
         assert "PNG" in out[:5]
@@ -57,29 +57,29 @@ def test_stdout_holds_the_output_and_nothing_else(commands, name, stdout, capfd)
         assert out.startswith(start.decode())
         if start != b"<!":
             json.loads(out)
-    assert err  # what is said besides
+    assert err  # messages go to stderr
 
 
 @pytest.mark.parametrize("name", ["report", "estimate"])
-def test_a_pipe_gets_the_output_and_stays_a_pipe(commands, name, tmp_path):
-    words, start = commands[name]
-    pipe, got = tmp_path / "pipe", []
+def test_output_to_a_pipe(commands, name, tmp_path):
+    arguments, start = commands[name]
+    pipe, received = tmp_path / "pipe", []
     os.mkfifo(pipe)
-    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader = threading.Thread(target=lambda: received.append(pipe.read_bytes()), daemon=True)
     reader.start()
-    assert main([*words, str(pipe)]) in (0, 1)
+    assert main([*arguments, str(pipe)]) in (0, 1)
     reader.join(10)
-    assert got[0].startswith(start)
+    assert received[0].startswith(start)
     assert stat.S_ISFIFO(pipe.lstat().st_mode)
 
 
-def test_a_device_stays_a_device(commands, tmp_path):
+def test_output_to_a_device_keeps_it(commands, tmp_path):
     device = tmp_path / "null"
     try:
-        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # another /dev/null
+        os.mknod(device, 0o666 | stat.S_IFCHR, os.makedev(1, 3))  # like /dev/null
         device.write_bytes(b"x")
     except PermissionError:
-        pytest.skip("only root may make a device here")
+        pytest.skip("only root may create a device")
     for name in ("report", "estimate"):
         assert main([*commands[name][0], str(device)]) == 0
         assert stat.S_ISCHR(device.lstat().st_mode)
@@ -91,17 +91,17 @@ def test_a_device_stays_a_device(commands, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["report", "estimate", "compare"])
-def test_a_link_that_the_user_names_is_followed_and_stays(commands, name, tmp_path):
+def test_output_link_is_followed_and_kept(commands, name, tmp_path):
     (tmp_path / "target").write_text("older")
-    words, start = commands[name]
+    arguments, start = commands[name]
     for link, target in (("link", "target"), ("dangling", "new")):
         (tmp_path / link).symlink_to(target)
-        assert main([*words, str(tmp_path / link)]) == 0
+        assert main([*arguments, str(tmp_path / link)]) == 0
         assert (tmp_path / link).is_symlink()
         assert (tmp_path / target).read_bytes().startswith(start)
 
 
-def test_a_link_in_a_run_folder_is_not_followed(run, tmp_path):
+def test_link_in_run_folder_is_not_followed(run, tmp_path):
     victim = tmp_path / "victim"
     victim.write_text("mine")
     folder = RunFolder(run)
@@ -115,10 +115,10 @@ def test_a_link_in_a_run_folder_is_not_followed(run, tmp_path):
     assert victim.read_text() == "mine"
 
 
-def test_a_planted_partial_file_is_neither_followed_nor_used(tmp_path, monkeypatch):
+def test_planted_partial_file_is_not_used(tmp_path, monkeypatch):
     victim, target = tmp_path / "victim", tmp_path / "o.html"
     victim.write_text("mine")
-    (tmp_path / ".o.html.partial").symlink_to(victim)  # the name it had once
+    (tmp_path / ".o.html.partial").symlink_to(victim)  # the name of older versions
     with written_whole(target) as partial:
         partial.write_text("new")
     assert (target.read_text(), victim.read_text()) == ("new", "mine")
@@ -129,7 +129,7 @@ def test_a_planted_partial_file_is_neither_followed_nor_used(tmp_path, monkeypat
     assert (target.read_text(), victim.read_text()) == ("new", "mine")
 
 
-def test_a_planted_partial_folder_is_not_followed(tmp_path):
+def test_planted_partial_folder_is_not_followed(tmp_path):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / ".best.partial").symlink_to(tmp_path / "elsewhere")
     with replaced_folder(tmp_path / "best") as partial:
@@ -137,7 +137,7 @@ def test_a_planted_partial_folder_is_not_followed(tmp_path):
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
-def test_what_is_written_has_the_permissions_of_any_new_file_and_leaves_nothing_beside_it(tmp_path):
+def test_written_file_has_default_permissions(tmp_path):
     before = os.umask(0o027)
     try:
         with written_whole(tmp_path / "x") as partial:
@@ -151,10 +151,10 @@ def test_what_is_written_has_the_permissions_of_any_new_file_and_leaves_nothing_
 
 
 @pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("place", "reason"), [("no/x.json", "there is no folder"), (".", "is a folder")])
-def test_what_cannot_be_written_is_refused_before_anything_is_loaded(commands, name, place, reason, tmp_path, capsys):
+@pytest.mark.parametrize(("path", "reason"), [("no/x.json", "there is no folder"), (".", "is a folder")])
+def test_unwritable_output_is_refused_first(commands, name, path, reason, tmp_path, capsys):
     capsys.readouterr()
-    assert main([*commands[name][0], str(tmp_path / place)]) == 2
+    assert main([*commands[name][0], str(tmp_path / path)]) == 2
     out, err = capsys.readouterr()
     assert out == ""
     assert reason in err

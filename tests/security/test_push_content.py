@@ -1,4 +1,4 @@
-"""What a push sends is what its names say, and lies in the folder; all of it is checked before anything is made."""
+"""Files of a push: inside the folder, with the content that their names imply, checked before the first request."""
 
 import json
 import os
@@ -15,10 +15,10 @@ def model(letter_model, tmp_path):
 
 
 @pytest.fixture
-def refused(hub, model, capsys):
-    """Push the model folder, which is refused; return the lines. Nothing was made on the Hub."""
+def push_refused(hub, model, capsys):
+    """Push the model folder; return the error lines. Nothing may be created on the Hub."""
 
-    def refused() -> list[str]:
+    def push_refused() -> list[str]:
         capsys.readouterr()
         assert main(["push", str(model), "tester/x"]) == 2
         out, err = capsys.readouterr()
@@ -29,24 +29,24 @@ def refused(hub, model, capsys):
         assert not any(request.startswith("POST") for request in hub.requests)
         return lines
 
-    return refused
+    return push_refused
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs links")
 @pytest.mark.parametrize("name", ["LICENSE", "tokenizer_x.json", "x.safetensors", "README.md", "x.gguf", "vocab.json"])
-def test_a_link_out_of_the_folder_is_refused(refused, model, tmp_path, name):
+def test_link_out_of_the_folder_is_refused(push_refused, model, tmp_path, name):
     secret = tmp_path / "id_rsa"
     secret.write_text("{}")
     (tmp_path / "hop").symlink_to(secret)
     for target in (secret, "../id_rsa", "../hop"):
         (model / name).unlink(missing_ok=True)
         (model / name).symlink_to(target)
-        (line,) = refused()
+        (line,) = push_refused()
         assert f"{name}: is a link to {secret}, outside its folder" in line
 
 
 @pytest.mark.skipif(os.name == "nt", reason="needs links")
-def test_links_within_the_folder_and_to_the_folder_are_fine(hub, model, tmp_path):
+def test_links_within_and_to_the_folder_are_pushed(hub, model, tmp_path):
     (model / "model.safetensors").rename(model / "weights.safetensors")
     (model / "model.safetensors").symlink_to("weights.safetensors")
     (tmp_path / "link").symlink_to(model)
@@ -55,7 +55,7 @@ def test_links_within_the_folder_and_to_the_folder_are_fine(hub, model, tmp_path
     assert files["model.safetensors"] == (model / "weights.safetensors").read_bytes()
 
 
-WRONG = {
+INVALID = {
     "model.safetensors": [b"secret", b"", b"\xff" * 16, b"\x02\0\0\0\0\0\0\0{}"],
     "x.gguf": [b"root:x:0:0"],
     "x.onnx": [b"root:x:0:0"],
@@ -68,26 +68,26 @@ WRONG = {
 }
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_file_that_is_not_what_its_name_says_is_refused(refused, model, name):
-    for content in WRONG[name]:
+@pytest.mark.parametrize("name", INVALID)
+def test_file_with_wrong_content_is_refused(push_refused, model, name):
+    for content in INVALID[name]:
         (model / name).write_bytes(content)
-        (line,) = refused()
+        (line,) = push_refused()
         assert f"{model / name}: is not what its name says" in line
 
 
-def test_every_problem_is_told_at_once(refused, model, hub):
+def test_push_lists_all_problems(push_refused, model, hub):
     (model / "config.json").write_text("no")
     (model / "model.safetensors").write_text("no")
     (model / "LICENSE").write_text("-----BEGIN RSA PRIVATE KEY-----\nMII\n")
     (model / "vocab.json").write_text(json.dumps({hub.token: 1}))
-    lines = refused()
+    lines = push_refused()
     assert len(lines) == 4
     assert sum("contains a token of the Hub or a private key" in line for line in lines) == 2
     assert hub.token not in "".join(lines)
 
 
-def test_an_adapters_config_does_not_name_the_home_folder(hub, model, monkeypatch):
+def test_adapter_config_does_not_name_the_home_folder(hub, model, monkeypatch):
     monkeypatch.setenv("HOME", "/home/ada")
     config = {"peft_type": "LORA", "base_model_name_or_path": "/home/ada/base"}
     (model / "adapter_config.json").write_text(json.dumps(config))

@@ -1,4 +1,4 @@
-"""Code that comes with a model, tokenizer or data set never runs, and nobody is asked whether it may."""
+"""Code that comes with a model, tokenizer or data set never runs, without a prompt."""
 
 import ast
 import json
@@ -12,14 +12,14 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "nanogpt_hf"
 _LOADERS = ("from_pretrained", "from_config", "load_dataset", "load_dataset_builder", "pipeline", "HFLM")
-_NO_PARAMETER = ("Embedding", "PeftConfig")  # `from_pretrained` of these loads no code and has no such parameter
+_NO_PARAMETER = ("Embedding", "PeftConfig")  # `from_pretrained` of these loads no code and has no trust_remote_code
 
 
-def loads_a_model(call: ast.Call) -> bool:
-    """Whether it is `X.from_pretrained(...)`, `AutoX.from_config(...)`, `load_dataset(...)` or the like."""
+def loads_remote_content(call: ast.Call) -> bool:
+    """True for `X.from_pretrained(...)`, `AutoX.from_config(...)`, `load_dataset(...)` and the like."""
     match call.func:
         case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
-            return False  # an override: it passes on what it got
+            return False  # an override passes on its arguments
         case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr="from_pretrained"):
             return owner not in _NO_PARAMETER
         case ast.Attribute(attr=name) | ast.Name(id=name):
@@ -28,34 +28,38 @@ def loads_a_model(call: ast.Call) -> bool:
 
 
 def is_safe(call: ast.Call) -> bool:
-    given = {keyword.arg: keyword.value for keyword in call.keywords}
-    flag = given.get("trust_remote_code")
+    arguments = {keyword.arg: keyword.value for keyword in call.keywords}
+    flag = arguments.get("trust_remote_code")
     return isinstance(flag, ast.Constant) and flag.value is False
 
 
-def test_every_call_that_could_load_code_says_that_it_must_not():
+def test_every_loading_call_has_trust_remote_code_false():
     calls = [
         (path, node)
         for path in sorted(PACKAGE.rglob("*.py"))
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.Call) and loads_a_model(node)
+        if isinstance(node, ast.Call) and loads_remote_content(node)
     ]
     assert len(calls) >= 9
     assert [f"{path.name}:{node.lineno}" for path, node in calls if not is_safe(node)] == []
 
 
-def test_the_check_sees_a_call_without_it():
-    bad = ["AutoTokenizer.from_pretrained(x)", "datasets.load_dataset(x)", "a.b.AutoModel.from_pretrained(x, **kw)"]
-    bad.append("AutoConfig.from_pretrained(x, trust_remote_code=None)")
-    for text in bad:
+def test_check_finds_calls_without_trust_remote_code():
+    unsafe_calls = [
+        "AutoTokenizer.from_pretrained(x)",
+        "datasets.load_dataset(x)",
+        "a.b.AutoModel.from_pretrained(x, **kw)",
+    ]
+    unsafe_calls.append("AutoConfig.from_pretrained(x, trust_remote_code=None)")
+    for text in unsafe_calls:
         call = ast.parse(text, mode="eval").body
-        assert loads_a_model(call)
+        assert loads_remote_content(call)
         assert not is_safe(call)
 
 
 @pytest.fixture
 def with_code(tiny_base, tmp_path):
-    """A model folder whose config.json names code beside it, which leaves a file `ran` if it is ever run."""
+    """A model folder whose config.json names code in the folder, which writes the file `ran`."""
     folder = shutil.copytree(tiny_base, tmp_path / "model")
     code = f"open({str(tmp_path / 'ran')!r}, 'w')\nclass Config: pass\nclass Tokenizer: pass\n"
     (folder / "evil.py").write_text(code)
@@ -77,7 +81,7 @@ def with_code(tiny_base, tmp_path):
 
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_in_a_terminal_nothing_is_asked_and_nothing_runs(with_code, text_file, write_recipe, tmp_path, root):
+def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe, tmp_path, root):
     import pty
 
     commands = [
@@ -86,27 +90,27 @@ def test_in_a_terminal_nothing_is_asked_and_nothing_runs(with_code, text_file, w
         ["finetune", "--from", str(with_code), "--data", str(text_file), "--run-dir", "run"],
     ]
     environment = os.environ | {"PYTHONPATH": str(root)}
-    for words in commands:
+    for arguments in commands:
         leader, follower = pty.openpty()
         process = subprocess.Popen(
-            [sys.executable, str(root / "cli.py"), *words],
+            [sys.executable, str(root / "cli.py"), *arguments],
             stdin=follower, stdout=follower, stderr=follower, cwd=tmp_path, env=environment,
         )  # fmt: skip
         os.close(follower)
-        os.write(leader, b"y\ny\ny\n")  # what a trusting user answers
-        seen = b""
+        os.write(leader, b"y\ny\ny\n")  # a user who agrees
+        output = b""
         while True:
             try:
                 block = os.read(leader, 4096)
-            except OSError:  # the other side is closed
+            except OSError:  # the other end is closed
                 break
             if not block:
                 break
-            seen += block
+            output += block
         os.close(leader)
-        assert process.wait(timeout=60) == 2, seen
-        lines = [line for line in seen.decode().replace("\r", "").splitlines() if line not in ("", "y")]
-        assert len(lines) == 1, seen
+        assert process.wait(timeout=60) == 2, output
+        lines = [line for line in output.decode().replace("\r", "").splitlines() if line not in ("", "y")]
+        assert len(lines) == 1, output
         assert "tokenizer" in lines[0]
-        assert "[y/N]" not in seen.decode()
+        assert "[y/N]" not in output.decode()
     assert not (tmp_path / "ran").exists()

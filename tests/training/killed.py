@@ -1,7 +1,8 @@
-"""Started by a test: train in a child that dies, again and again, until a child lives to the end.
+"""Started by test_kills.py: train in child processes that are killed, and resume until one finishes.
 
-Usage: killed.py WHERE SEED ARGUMENTS... where WHERE is a place in the code to die at once, or `anywhere` to be killed
-from outside at random moments. Prints the number of kills. Each child is a fork, so that torch is imported only once.
+Usage: killed.py PLACE SEED ARGUMENTS... PLACE is a name of PLACES, at which the first child kills itself; `anywhere`,
+to be killed at random times; or another word for no kill. Prints the number of kills. Children are forks: torch is
+imported once.
 """
 
 import os
@@ -19,9 +20,9 @@ from nanogpt_hf.runs import replace
 from nanogpt_hf.training import checkpoint, loop
 
 torch.set_num_threads(1)
-where, seed, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
+place_of_kill, seed, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 
-# place -> (object, function, number of its calls before the one that dies)
+# place -> (object, function, number of calls before the one that is killed)
 PLACES = {
     "training": (loop, "train_step", 3),
     "evaluating": (loss, "pad_batch", 12),
@@ -33,30 +34,29 @@ PLACES = {
 }
 
 
-def die_at(place: str) -> None:
-    home, name, calls = PLACES[place]
-    function, seen = getattr(home, name), []
+def kill_at(place: str) -> None:
+    owner, name, calls_before = PLACES[place]
+    function, calls = getattr(owner, name), []
 
-    def dying(*args, **options):
-        seen.append(1)
-        if len(seen) > calls:
+    def killing(*args, **options):
+        calls.append(1)
+        if len(calls) > calls_before:
             os.kill(os.getpid(), signal.SIGKILL)
         return function(*args, **options)
 
-    setattr(home, name, dying)
+    setattr(owner, name, killing)
 
 
 kills, draw = 0, random.Random(seed)
 while True:
-    folder = arguments[arguments.index("--run-dir") + 1]
-    begun = os.path.isdir(os.path.join(folder, "checkpoints")) and bool(os.listdir(os.path.join(folder, "checkpoints")))
+    checkpoints = os.path.join(arguments[arguments.index("--run-dir") + 1], "checkpoints")
+    saved = os.path.isdir(checkpoints) and any(not name.startswith(".") for name in os.listdir(checkpoints))
     child = os.fork()
     if child == 0:
-        if where in PLACES and kills == 0:
-            die_at(where)
-        saved = begun and any(not name.startswith(".") for name in os.listdir(os.path.join(folder, "checkpoints")))
+        if place_of_kill in PLACES and kills == 0:
+            kill_at(place_of_kill)
         os._exit(main([*arguments, "--resume" if saved else "--overwrite"]))
-    if where == "anywhere" and kills < 12:
+    if place_of_kill == "anywhere" and kills < 12:
         time.sleep(draw.uniform(0.1, 0.7))
         os.kill(child, signal.SIGKILL)
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

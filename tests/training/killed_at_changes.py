@@ -1,4 +1,4 @@
-"""Started by a test: train in a child that is killed at a change to its run folder's files, and let another go on.
+"""Started by test_kills.py: train in a child that is killed at a change to its run folder, and resume in another.
 
 Usage: killed_at_changes.py FIRST STRIDE FOLDER ARGUMENTS... The changes are FIRST, FIRST + STRIDE, ... until a child
 ends before it is killed; FOLDER/<change> is the run folder of each.
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from operations import die_at
+from operations import kill_at
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.training import loop  # noqa: F401  (imported once, not in each child)
@@ -25,7 +25,7 @@ def train(run: Path, point: int | None) -> int:
     child = os.fork()
     if child == 0:
         if point is not None:
-            die_at(run, point)
+            kill_at(run, point)
         os._exit(main([*arguments, "--run-dir", str(run), "--auto-resume"]))
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 

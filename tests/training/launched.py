@@ -1,8 +1,8 @@
-"""Started by tests through a launcher: the command line, on CPU processes that shard for real, and what they held.
+"""Started by tests through a launcher: the command line on CPU processes with real sharding.
 
-FSDP2 and DeepSpeed ask for an accelerator. The shim lets accelerate believe that this machine's CPU with gloo is one,
-so that the real sharding code runs. The processes write down what they held: a test that only looks at losses could
-not tell sharding from plain DDP.
+FSDP2 and DeepSpeed need an accelerator: accelerate is made to accept the CPU with gloo as one, so that the real
+sharding code runs. Each process records the sizes of what it held at its last checkpoint, since losses alone do not
+distinguish sharding from DDP.
 """
 
 import json
@@ -11,7 +11,7 @@ import sys
 import traceback
 from pathlib import Path
 
-os.environ["DS_ACCELERATOR"] = "cpu"  # which DeepSpeed reads when it is imported
+os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
 
 from accelerate import state
 from accelerate.utils import DistributedType
@@ -26,37 +26,39 @@ save_checkpoint, hand_to_deepspeed = loop.save_checkpoint, accelerator._configur
 
 def sharding_small_parameters(deepspeed_config, *rest):
     hand_to_deepspeed(deepspeed_config, *rest)
-    deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # else 100,000 stay whole
+    deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = (
+        0  # otherwise up to 100,000 values stay whole
+    )
 
 
 def local_size(parameter) -> int:
-    if hasattr(parameter, "ds_tensor"):  # ZeRO-3's share; the parameter itself is empty, or gathered for a while
+    if hasattr(parameter, "ds_tensor"):  # ZeRO-3's shard; the parameter itself is empty or temporarily gathered
         return parameter.numel() if parameter.ds_persist else parameter.ds_tensor.numel()
     return getattr(parameter, "_local_tensor", parameter).numel()
 
 
-def local_bytes(moment) -> int:
-    local = getattr(moment, "_local_tensor", moment)
+def local_bytes(tensor) -> int:
+    local = getattr(tensor, "_local_tensor", tensor)
     return sum(part.nbytes for part in ((local.codes, local.scale) if hasattr(local, "codes") else (local,)))
 
 
 def recording(accelerator, model, optimizer, state, run, keep):
     states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
-    moments = [value for state in states.values() for key, value in state.items() if key != "step"]
+    optimizer_state = [value for state in states.values() for key, value in state.items() if key != "step"]
     held = {
         "weights": {
             name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()]
             for name, p in full_state.named_parameters(accelerator, model).items()
         },
-        "moments": sum(getattr(value, "_local_tensor", value).numel() for value in moments),
-        "moment_bytes": sum(map(local_bytes, moments)),
+        "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
+        "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
     }
     Path(f"{run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(held))
     return save_checkpoint(accelerator, model, optimizer, state, run, keep)
 
 
 def run(arguments: list[str]) -> None:
-    """The command line, and the end of the process."""
+    """Run the command line and end the process."""
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
@@ -69,7 +71,7 @@ def run(arguments: list[str]) -> None:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(status)  # gloo processes sometimes abort while they are torn down, after all work is done
+    os._exit(status)  # gloo processes sometimes abort during teardown, after all work is done
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The run folder, and checkpoints that are whole or absent."""
+"""Checkpoints: atomic, checked, compared with the model; the rules of the run folder."""
 
 import copy
 import json
@@ -29,16 +29,16 @@ def run(tmp_path) -> RunFolder:
     return folder
 
 
-def training(seed: int = 0, n_embd: int = 8):
+def build_training(seed: int = 0, n_embd: int = 8):
     torch.manual_seed(seed)
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=n_embd, n_layer=1, n_head=2))
     accelerator = Accelerator()
     parts = accelerator, *accelerator.prepare(model, build_optimizer(model, OptimSection()))
-    some_steps(*parts, 1)
+    train_steps(*parts, 1)
     return parts
 
 
-def some_steps(accelerator, model, optimizer, count: int) -> None:
+def train_steps(accelerator, model, optimizer, count: int) -> None:
     model.eval()
     for step in range(count):
         tokens = (torch.arange(8)[None] * (step + 1)) % 11
@@ -47,37 +47,37 @@ def some_steps(accelerator, model, optimizer, count: int) -> None:
         optimizer.zero_grad()
 
 
-def ours(caplog) -> list[tuple[str, str]]:
-    """(level, message) of what this package said."""
+def log_records(caplog) -> list[tuple[str, str]]:
+    """(level, message) of this package's log records."""
     return [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("nanogpt_hf")]
 
 
-def test_what_is_loaded_goes_on_bit_for_bit(run, caplog):
-    first = training()
-    some_steps(*first, 3)
+def test_resume_from_loaded_checkpoint_is_exact(run, caplog):
+    first = build_training()
+    train_steps(*first, 3)
     evaluation = Evaluation(loss=1.25, tokens=7, bytes_per_token=1.5)
     state = TrainState(step=3, tokens=24, seconds=1.5, evaluation=evaluation, evaluated_step=3, best_loss=1.25)
     save_checkpoint(*first, state, run, keep=2)
-    second = training(seed=1)
+    second = build_training(seed=1)
     caplog.set_level("INFO", "nanogpt_hf")
     assert load_checkpoint(*second, run) == state
-    assert [message for _, message in ours(caplog)] == [f"resuming from {run.checkpoint(3)}"]
+    assert [message for _, message in log_records(caplog)] == [f"resuming from {run.checkpoint(3)}"]
     for _, model, optimizer in (first, second):
-        some_steps(first[0], model, optimizer, 3)
+        train_steps(first[0], model, optimizer, 3)
     pairs = list(zip(first[1].parameters(), second[1].parameters(), strict=True))
     assert len(pairs) > 5
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_only_the_newest_are_kept(run):
-    parts = training()
+def test_only_newest_checkpoints_are_kept(run):
+    parts = build_training()
     for step in (1, 2, 10, 11):
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     assert [folder.name for folder in run.checkpoint_folders()] == ["step_00000010", "step_00000011"]
 
 
-def test_a_checkpoint_that_was_being_written_does_not_count(run):
-    save_checkpoint(*training(), TrainState(step=4), run, keep=2)
+def test_partial_checkpoint_is_ignored(run):
+    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     (run.checkpoints / ".step_00000008.partial").mkdir()
     assert [folder.name for folder in run.checkpoint_folders()] == ["step_00000004"]
 
@@ -85,32 +85,32 @@ def test_a_checkpoint_that_was_being_written_does_not_count(run):
 FILES = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
 
 
-def spoil(path, damage: str) -> None:
+def damage_file(path, damage: str) -> None:
     content = bytearray(path.read_bytes())
-    if damage == "gone":
+    if damage == "missing":
         path.unlink()
-    elif damage == "cut":
+    elif damage == "truncated":
         path.write_bytes(content[:-40])
     else:
-        content[-20] ^= 1  # one bit, in the middle of a number
+        content[-20] ^= 1  # one bit inside a number
         path.write_bytes(content)
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", ["cut", "gone", "bit"])
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, damage, caplog):
-    parts = training()
+@pytest.mark.parametrize("damage", ["truncated", "missing", "bit"])
+def test_damaged_checkpoint_is_named_and_older_one_loaded(run, file, damage, caplog):
+    parts = build_training()
     for step in (4, 8):
-        some_steps(*parts, 1)
+        train_steps(*parts, 1)
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
-    spoil(run.checkpoint(8) / file, damage)
+    damage_file(run.checkpoint(8) / file, damage)
     caplog.set_level("INFO", "nanogpt_hf")
     assert load_checkpoint(*parts, run).step == 4
-    (warned, first), (_, second) = ours(caplog)
+    (level, first), (_, second) = log_records(caplog)
     assert f"{run.checkpoint(8)}: damaged checkpoint: " in first
-    assert warned == "WARNING"
+    assert level == "WARNING"
     assert second == f"resuming from {run.checkpoint(4)}"
-    spoil(run.checkpoint(4) / file, damage)
+    damage_file(run.checkpoint(4) / file, damage)
     with pytest.raises(RunFolderError, match="all checkpoints are damaged"):
         load_checkpoint(*parts, run)
 
@@ -118,8 +118,8 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_taken(run, file, da
 @pytest.mark.parametrize(
     ("module", "step"), [(checkpoint, "save_file"), (replace, "flush"), (checkpoint, "_file_digest")]
 )
-def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, monkeypatch, module, step):
-    parts = training()
+def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step):
+    parts = build_training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=1)
 
     def full(*arguments):
@@ -134,14 +134,14 @@ def test_a_full_disk_is_one_clear_line_and_leaves_the_checkpoints_before(run, mo
     assert load_checkpoint(*parts, run).step == 4
 
 
-def test_a_checkpoint_of_another_model_is_refused(run):
-    save_checkpoint(*training(), TrainState(step=4), run, keep=2)
+def test_checkpoint_of_another_model_is_refused(run):
+    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     with pytest.raises(RunFolderError, match="is of another model"):
-        load_checkpoint(*training(n_embd=16), run)
+        load_checkpoint(*build_training(n_embd=16), run)
 
 
 def rewrite(folder, file: str, content) -> None:
-    """Put tensors, facts or bytes into a file of a checkpoint, with the right checksum."""
+    """Replace a file of a checkpoint by tensors, JSON or text, with the right checksum."""
     if file.endswith(".safetensors"):
         save_file(content, folder / file)
     else:
@@ -155,20 +155,20 @@ CHANGES = {
     "flat": lambda tensors, name: tensors | {name: tensors[name].reshape(1, -1).clone()},
     "fewer values": lambda tensors, name: tensors | {name: tensors[name].reshape(-1)[:0].clone()},
     "other dtype": lambda tensors, name: tensors | {name: tensors[name].double()},
-    "whole numbers": lambda tensors, name: tensors | {name: tensors[name].int()},
+    "integers": lambda tensors, name: tensors | {name: tensors[name].int()},
     "eight bits": lambda tensors, name: tensors | {name: tensors[name].to(torch.float8_e4m3fn)},
-    "gone": lambda tensors, name: {other: tensor for other, tensor in tensors.items() if other != name},
-    "one more": lambda tensors, name: tensors | {f"more.{name}": tensors[name].clone()},
+    "missing": lambda tensors, name: {other: tensor for other, tensor in tensors.items() if other != name},
+    "additional": lambda tensors, name: tensors | {f"more.{name}": tensors[name].clone()},
 }
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_tensor_of_another_name_shape_or_dtype_is_refused_before_anything_is_copied(run, file, change):
-    parts = training()
+def test_tensor_of_other_name_shape_or_dtype_is_refused(run, file, change):
+    parts = build_training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=2)
     tensors = load_file(run.checkpoint(4) / file)
-    some_steps(*parts, 1)
+    train_steps(*parts, 1)
     before = [p.detach().clone() for p in parts[1].parameters()], copy.deepcopy(parts[2].state_dict()["state"])
     assert len(tensors) >= 16
     for name in tensors:
@@ -183,9 +183,9 @@ def test_a_tensor_of_another_name_shape_or_dtype_is_refused_before_anything_is_c
         assert all(torch.equal(state[key], before[1][index][key]) for key in state)
 
 
-def test_an_optimizer_in_8_bits_is_compared_too(run):
+def test_8bit_optimizer_state_of_another_model_is_refused(run):
     pytest.importorskip("torchao", reason="torchao is not installed")
-    save_checkpoint(*training(n_embd=8), TrainState(step=4), run, keep=2)
+    save_checkpoint(*build_training(n_embd=8), TrainState(step=4), run, keep=2)
     small = load_file(run.checkpoint(4) / "optimizer.safetensors")
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=16, n_layer=1, n_head=2))
@@ -198,23 +198,23 @@ def test_an_optimizer_in_8_bits_is_compared_too(run):
     assert not parts[2].state
 
 
-def test_facts_of_wrong_types_are_one_line(run):
-    parts = training()
+def test_invalid_state_json_is_one_line(run):
+    parts = build_training()
     evaluation = Evaluation(loss=1.25, tokens=7, bytes_per_token=1.5)
     save_checkpoint(*parts, TrainState(step=4, evaluation=evaluation), run, keep=2)
-    facts = json.loads((run.checkpoint(4) / "state.json").read_text())
-    assert len(facts) > 10
-    wrong = [[], None, 3, "x", {}, [facts], facts | {"more": 1}, facts | {"step": 5}]
-    wrong += ["", "{", "[" * 100_000, "9" * 5000, json.dumps(facts).replace("4", "9" * 5000, 1)]
-    for name in facts.keys() - {"last_finite_step", "scaler", "identity"}:  # which older versions did not write
-        wrong.append({other: value for other, value in facts.items() if other != name})
-    for name in facts.keys() - {"evaluated_step", "identity"}:
-        wrong += [facts | {name: value} for value in ("1", [1], True, {"a": "b"}, 2**63, -2, -1, [None])]
-    wrong += [facts | {"step": None}, facts | {"tokens": 1.5}, facts | {"seconds": None}]
-    for name in facts["evaluation"]:
+    state = json.loads((run.checkpoint(4) / "state.json").read_text())
+    assert len(state) > 10
+    contents = [[], None, 3, "x", {}, [state], state | {"more": 1}, state | {"step": 5}]
+    contents += ["", "{", "[" * 100_000, "9" * 5000, json.dumps(state).replace("4", "9" * 5000, 1)]
+    for name in state.keys() - {"last_finite_step", "scaler", "identity"}:  # older versions did not write these
+        contents.append({other: value for other, value in state.items() if other != name})
+    for name in state.keys() - {"evaluated_step", "identity"}:
+        contents += [state | {name: value} for value in ("1", [1], True, {"a": "b"}, 2**63, -2, -1, [None])]
+    contents += [state | {"step": None}, state | {"tokens": 1.5}, state | {"seconds": None}]
+    for name in state["evaluation"]:
         for value in ("1", None, [], True):
-            wrong.append(facts | {"evaluation": facts["evaluation"] | {name: value}})
-    for content in wrong:
+            contents.append(state | {"evaluation": state["evaluation"] | {name: value}})
+    for content in contents:
         rewrite(run.checkpoint(4), "state.json", content)
         with pytest.raises(RunFolderError, match="all checkpoints are damaged"):
             load_checkpoint(*parts, run)
@@ -222,19 +222,19 @@ def test_facts_of_wrong_types_are_one_line(run):
             read_checkpoint(run.checkpoint(4))
         assert "\n" not in str(caught.value)
         assert len(str(caught.value)) < 600
-    rewrite(run.checkpoint(4), "state.json", facts)
+    rewrite(run.checkpoint(4), "state.json", state)
     assert load_checkpoint(*parts, run).step == 4
-    # an older version's
+    # written by an older version
     rewrite(
-        run.checkpoint(4), "state.json", {k: v for k, v in facts.items() if k not in ("last_finite_step", "scaler")}
+        run.checkpoint(4), "state.json", {k: v for k, v in state.items() if k not in ("last_finite_step", "scaler")}
     )
     assert load_checkpoint(*parts, run).last_finite_step == 4
 
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "endless", "link to itself"])
-def test_a_file_of_a_checkpoint_that_is_no_file_does_not_hang(run, file, kind):
-    parts = training()
+def test_special_file_in_checkpoint_does_not_hang(run, file, kind):
+    parts = build_training()
     for step in (4, 8):
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     path = run.checkpoint(8) / file
@@ -249,29 +249,29 @@ def test_a_file_of_a_checkpoint_that_is_no_file_does_not_hang(run, file, kind):
         case _:
             path.symlink_to("/dev/zero" if kind == "endless" else "/dev/null")
     assert load_checkpoint(*parts, run).step == 4
-    save_checkpoint(*parts, TrainState(step=8), run, keep=2)  # takes its place
+    save_checkpoint(*parts, TrainState(step=8), run, keep=2)  # replaces it
     assert load_checkpoint(*parts, run).step == 8
 
 
-def test_damaged_checkpoints_are_not_counted_among_those_that_are_kept(run):
-    parts = training()
+def test_checkpoint_keep_counts_only_sound_checkpoints(run):
+    parts = build_training()
     for step in (4, 8, 12):
         save_checkpoint(*parts, TrainState(step=step), run, keep=3)
     for step in (8, 12):
-        spoil(run.checkpoint(step) / "model.safetensors", "cut")
+        damage_file(run.checkpoint(step) / "model.safetensors", "truncated")
     assert load_checkpoint(*parts, run).step == 4
     save_checkpoint(*parts, TrainState(step=6), run, keep=2)
     assert [path.name for path in run.checkpoint_folders()] == ["step_00000004", "step_00000006"]
 
 
-def test_nothing_in_a_checkpoint_is_a_pickle(run):
-    save_checkpoint(*training(), TrainState(step=4), run, keep=2)
+def test_checkpoint_holds_no_pickle(run):
+    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     names = sorted(path.name for path in run.checkpoint(4).iterdir())
     assert names == FILES
     assert json.loads((run.checkpoint(4) / "state.json").read_text())["step"] == 4
 
 
-def test_a_folder_with_a_run_is_refused_unless_told(run):
+def test_existing_run_needs_resume_or_overwrite(run):
     with pytest.raises(RunFolderError, match="holds a run; add --resume"):
         run.check(resume=False, overwrite=False)
     run.check(resume=False, overwrite=True)
@@ -281,7 +281,7 @@ def test_a_folder_with_a_run_is_refused_unless_told(run):
         run.check(resume=True, overwrite=True)
 
 
-def test_a_resumed_run_may_change_how_it_trains_but_not_what(write_recipe, tmp_path):
+def test_resume_may_change_steps_but_not_model_data_or_seed(write_recipe, tmp_path):
     before = load_config(write_recipe())
     run = RunFolder(tmp_path / "run")
     run.start(config_to_yaml(before))
@@ -293,11 +293,11 @@ def test_a_resumed_run_may_change_how_it_trains_but_not_what(write_recipe, tmp_p
             run.changes(load_config(write_recipe(**other)))
 
 
-def test_what_a_killed_process_left_is_put_right_only_once_nobody_else_is_in(run):
+def test_lock_repairs_what_a_killed_process_left(run):
     run.best.mkdir()
     run.best.rename(run.path / ".best.old")  # killed between the two renames
     (run.checkpoints / ".step_00000008.partial").mkdir()
-    save_checkpoint(*training(), TrainState(step=4), run, keep=2)
+    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     run.check(resume=True, overwrite=False)
     assert not run.best.exists()
     run.lock()
@@ -306,21 +306,21 @@ def test_what_a_killed_process_left_is_put_right_only_once_nobody_else_is_in(run
     run.unlock()
 
 
-def test_one_process_at_a_time_trains_in_a_folder(tmp_path):
+def test_run_folder_lock_is_exclusive(tmp_path):
     first, second = (RunFolder(tmp_path / "new" / "run") for _ in range(2))
     first.lock()
     with pytest.raises(RunFolderError, match="another process is training in it"):
         second.lock()
-    first.check(resume=False, overwrite=False)  # its own lock is in nobody's way
+    first.check(resume=False, overwrite=False)  # it may hold the lock itself
     first.unlock()
-    assert not (tmp_path / "new").exists()  # nothing was begun
+    assert not (tmp_path / "new").exists()  # nothing was started
     second.lock()
     second.start("model: {}\n")
     second.unlock()
     assert second.recipe.exists()
 
 
-def test_a_folder_that_is_not_ours_is_refused_even_to_overwrite(tmp_path):
+def test_folder_without_run_is_never_overwritten(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     for overwrite in (False, True):
         with pytest.raises(RunFolderError, match="is not empty and holds no run"):
@@ -331,7 +331,7 @@ def test_a_folder_that_is_not_ours_is_refused_even_to_overwrite(tmp_path):
     RunFolder(tmp_path / "empty").check(resume=False, overwrite=False)
 
 
-def test_starting_anew_keeps_what_is_not_the_runs(run):
+def test_start_keeps_other_files(run):
     (run.path / "notes.txt").write_text("mine")
     run.metrics.write_text("{}\n")
     run.best.mkdir()

@@ -1,4 +1,4 @@
-"""SIGKILL between every two changes to the files of a run folder: no checkpoint and no model is lost."""
+"""SIGKILL before each change to the files of a run folder: no checkpoint and no model is lost."""
 
 import contextlib
 import itertools
@@ -20,9 +20,9 @@ from nanogpt_hf.runs.state import Evaluation, TrainState
 from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-NOTHING = {"bos_token_id": None, "eos_token_id": None}
-CONFIG = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, **NOTHING)
-LAST = 8  # step
+NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
+CONFIG = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, **NO_SPECIAL_TOKENS)
+LAST = 8  # its newest step
 
 
 def new_training():
@@ -32,7 +32,7 @@ def new_training():
 
 
 def train(parts, first: int, last: int) -> None:
-    """The steps after `first` up to `last`, each on a text of its own."""
+    """Train the steps after `first` up to `last`, each on other tokens."""
     accelerator, model, optimizer = parts
     model.eval()
     for step in range(first, last):
@@ -48,7 +48,7 @@ def weights(parts) -> list[torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, forget_accelerate):
-    """A run folder with checkpoints of steps 2, 4, 6 and 8, and the weights of the last one."""
+    """A run folder with checkpoints of steps 2, 4, 6 and 8, and the weights of step 8."""
     run, parts = RunFolder(tmp_path_factory.mktemp("trained") / "run"), new_training()
     run.start("name: before\n")
     for step in range(2, LAST + 1, 2):
@@ -58,83 +58,81 @@ def trained(tmp_path_factory, forget_accelerate):
     forget_accelerate()
 
 
-def before_a_save(run: RunFolder, source: RunFolder, steps: tuple[int, ...], state_of_things: str) -> None:
-    """The folder as it is when a checkpoint of the last of `steps` is about to be written."""
+def build_folder(run: RunFolder, source: RunFolder, steps: tuple[int, ...], condition: str) -> None:
+    """Build the run folder with checkpoints of `steps`; the newest may be damaged or half replaced."""
     shutil.rmtree(run.path, ignore_errors=True)
     run.start("name: before\n")
     for step in steps:
         shutil.copytree(source.checkpoint(step), run.checkpoint(step))
     newest = run.checkpoint(steps[-1])
-    if state_of_things == "damaged":
+    if condition == "damaged":
         (newest / "optimizer.safetensors").write_bytes(b"")
-    elif state_of_things == "killed before":  # between its two renames
+    elif condition == "half replaced":  # between its two renames
         shutil.copytree(newest, newest.with_name(f".{newest.name}.partial"))
         newest.rename(newest.with_name(f".{newest.name}.old"))
 
 
-def whole_ones(run: RunFolder, damaged: int = 0) -> int:
-    """How many checkpoints are whole once a process has locked the folder; of the others there may be `damaged`."""
+def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
+    """Lock the folder and count its sound checkpoints; at most `damaged` others may be left."""
     assert run.check(resume=True, overwrite=False)
     run.lock()
-    whole = 0
+    sound = 0
     for folder in run.checkpoint_folders():
         with contextlib.suppress(RunFolderError):
             read_checkpoint(folder)
-            whole += 1
+            sound += 1
     run.unlock()
     assert not [path.name for path in run.checkpoints.iterdir() if path.name.endswith((".partial", ".old"))]
-    assert len(run.checkpoint_folders()) - whole <= damaged
-    return whole
+    assert len(run.checkpoint_folders()) - sound <= damaged
+    return sound
 
 
 @pytest.mark.parametrize(
-    ("steps", "saved", "keep", "state_of_things", "survive"),
+    ("steps", "saved", "keep", "condition", "min_sound"),
     [
         ((2,), 4, 2, "", 1),
         ((2,), 4, 1, "", 1),
         ((2, 4), 6, 2, "", 2),
-        ((2, 4, 6), 8, 1, "", 2),  # the newest and the one that was sound
+        ((2, 4, 6), 8, 1, "", 2),  # the new one and the newest of before
         ((4,), 4, 1, "", 1),
         ((2, 4), 4, 2, "", 2),
         ((2, 4), 4, 2, "damaged", 1),
-        ((4,), 4, 1, "killed before", 1),
-        ((2, 4), 6, 2, "killed before", 2),
+        ((4,), 4, 1, "half replaced", 1),
+        ((2, 4), 6, 2, "half replaced", 2),
     ],
 )
-def test_a_save_leaves_as_many_whole_checkpoints_as_before_wherever_it_is_killed(
-    tmp_path, trained, operations, steps, saved, keep, state_of_things, survive
-):
+def test_killed_save_loses_no_checkpoint(tmp_path, trained, operations, steps, saved, keep, condition, min_sound):
     source, expected = trained
     run, parts = RunFolder(tmp_path / "run"), new_training()
     load = RunFolder(tmp_path / "load")
-    before_a_save(load, source, (saved,), "")
+    build_folder(load, source, (saved,), "")
     state = load_checkpoint(*parts, load)
     state.evaluation, state.evaluated_step = Evaluation(1.0, 7, 1.5), saved  # as after a resume
 
     def save() -> None:
-        run = RunFolder(tmp_path / "run")  # a lock does not go through a fork
+        run = RunFolder(tmp_path / "run")  # a lock is not inherited by a fork
         run.lock()
         save_checkpoint(*parts, state, run, keep)
 
     for point in itertools.count(1):
-        before_a_save(run, source, steps, state_of_things)
-        died = operations.killed(tmp_path, point, save)
-        assert whole_ones(run, damaged=state_of_things == "damaged") >= survive, f"killed at {point}"
-        again = new_training()
-        train(again, load_checkpoint(*again, run).step, LAST)
-        assert all(map(torch.equal, weights(again), expected)), f"killed at {point}"
-        if not died:
+        build_folder(run, source, steps, condition)
+        was_killed = operations.killed(tmp_path, point, save)
+        assert count_sound_checkpoints(run, damaged=condition == "damaged") >= min_sound, f"killed at {point}"
+        resumed = new_training()
+        train(resumed, load_checkpoint(*resumed, run).step, LAST)
+        assert all(map(torch.equal, weights(resumed), expected)), f"killed at {point}"
+        if not was_killed:
             break
     assert point > 12
-    assert load_checkpoint(*again, run).evaluated_step == saved
+    assert load_checkpoint(*resumed, run).evaluated_step == saved
 
 
 @pytest.mark.parametrize("links", [False, True], ids=["folder", "link"])
-def test_a_model_folder_is_the_old_one_or_the_new_one_wherever_its_replacement_is_killed(tmp_path, operations, links):
+def test_killed_model_replacement_leaves_old_or_new(tmp_path, operations, links):
     tokenizer, run = char_tokenizer(list("abcd")).hf, RunFolder(tmp_path / "run")
 
     def write(seed: int) -> None:
-        run = RunFolder(tmp_path / "run")  # a lock does not go through a fork
+        run = RunFolder(tmp_path / "run")  # a lock is not inherited by a fork
         run.lock()
         torch.manual_seed(seed)
         save_model_folder(run.best, CONFIG, dict(GPTForCausalLM(CONFIG).named_parameters()), tokenizer, f"card {seed}")
@@ -153,21 +151,21 @@ def test_a_model_folder_is_the_old_one_or_the_new_one_wherever_its_replacement_i
         versions.append(content())
     write(0)
     for point in itertools.count(1):
-        died = operations.killed(tmp_path, point, lambda: write(1))
+        was_killed = operations.killed(tmp_path, point, lambda: write(1))
         assert run.check(resume=False, overwrite=True) is False
         run.lock()
         run.unlock()
-        assert content() == versions[not died] or content() == versions[1], f"killed at {point}"
+        assert content() == versions[not was_killed] or content() == versions[1], f"killed at {point}"
         assert not list(tmp_path.rglob(".best*"))
         assert run.best.is_symlink() == links
-        if not died:
+        if not was_killed:
             break
         if content() == versions[1]:
             write(0)
     assert point > 15
 
 
-def test_a_new_start_never_mixes_two_runs_wherever_it_is_killed(tmp_path, trained, operations):
+def test_killed_start_never_mixes_two_runs(tmp_path, trained, operations):
     source, _ = trained
     run = RunFolder(tmp_path / "run")
 
@@ -176,64 +174,64 @@ def test_a_new_start_never_mixes_two_runs_wherever_it_is_killed(tmp_path, traine
         run.lock()
         run.start("name: after\n")
 
-    seen = set()
+    outcomes = set()
     for point in itertools.count(1):
-        before_a_save(run, source, (2, 4), "")
+        build_folder(run, source, (2, 4), "")
         run.best.mkdir()
         (run.best / "config.json").write_text("{}")
         run.metrics.write_text('{"step": 4}\n')
-        died = operations.killed(tmp_path, point, start)
+        was_killed = operations.killed(tmp_path, point, start)
         resumes = run.check(resume=False, overwrite=False, auto_resume=True)
         recipe = run.recipe.read_text()
         assert recipe == "name: before\n" or (recipe == "name: after\n" and not resumes), f"killed at {point}"
         if resumes:
-            whole_ones(run)
-        seen.add(resumes)
-        if not died:
+            count_sound_checkpoints(run)
+        outcomes.add(resumes)
+        if not was_killed:
             break
-    assert seen == {True, False}
+    assert outcomes == {True, False}
     assert recipe == "name: after\n"
     assert not run.best.exists()
     assert point > 12
 
 
-@pytest.mark.parametrize("begin", ["start", "update_recipe"])
-def test_a_recipe_is_the_old_one_or_the_new_one_and_a_folder_just_begun_can_be_used(tmp_path, operations, begin):
+@pytest.mark.parametrize("method", ["start", "update_recipe"])
+def test_killed_recipe_update_leaves_old_or_new(tmp_path, operations, method):
     run = RunFolder(tmp_path / "run")
 
     def write() -> None:
         run = RunFolder(tmp_path / "run")
         run.lock()
-        getattr(run, begin)("name: after\n")
+        getattr(run, method)("name: after\n")
 
     for point in itertools.count(1):
         shutil.rmtree(run.path, ignore_errors=True)
-        if begin == "update_recipe":
+        if method == "update_recipe":
             run.start("name: before\n")
-        died = operations.killed(tmp_path, point, write)
+        was_killed = operations.killed(tmp_path, point, write)
         assert run.check(resume=False, overwrite=False, auto_resume=True) is False
-        allowed = {"name: after\n"} | ({"name: before\n"} if begin == "update_recipe" else set())
+        allowed = {"name: after\n"} | ({"name: before\n"} if method == "update_recipe" else set())
         assert not run.recipe.exists() or run.recipe.read_text() in allowed, f"killed at {point}"
-        if not died:
+        if not was_killed:
             break
     assert run.recipe.read_text() == "name: after\n"
     assert point > 4
 
 
-def test_every_change_is_seen(tmp_path, operations):
+def test_every_file_change_is_counted(tmp_path, operations):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_text("b")
 
     def change() -> None:
-        Path(tmp_path / "c").write_text("c")  # 1 before, 2 when it is empty
+        Path(tmp_path / "c").write_text("c")  # 1 before it, 2 when the file is empty
         Path(tmp_path / "c").rename(tmp_path / "d")  # 3
         shutil.rmtree(tmp_path / "a")  # 4 the file, 5 the folder
 
     states = []
     for point in range(1, 7):
-        died = operations.killed(tmp_path, point, change)
+        was_killed = operations.killed(tmp_path, point, change)
         states.append(sorted((path.name, path.read_text() if path.is_file() else "") for path in tmp_path.rglob("*")))
-        assert died == (point < 6)
+        assert was_killed == (point < 6)
     before = [("a", ""), ("b", "b")]
     assert states[:3] == [before, [*before, ("c", "")], [*before, ("c", "c")]]
     assert states[3:] == [[*before, ("d", "c")], [("a", ""), ("d", "c")], [("d", "c")]]

@@ -1,4 +1,4 @@
-"""Two hosts, each with its own network: two namespaces of this machine with a cable between them, and one run."""
+"""Training on two hosts: two network namespaces of this machine joined by a virtual cable."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ OPTIONS = {
     "model__dropout": 0.1,
     "train__max_steps": 10,
     "train__micro_batch_size": 2,
-    "optim__schedule": "constant",  # a run that is longer than the others begins as they do
+    "optim__schedule": "constant",  # so a longer run starts with the same steps
     "optim__learning_rate": 2e-3,
     "eval__every": 5,
     "checkpoint__every": 5,
@@ -33,7 +33,7 @@ OPTIONS = {
 
 
 class Host:
-    """A network namespace, and a program in it that trains when it is told to."""
+    """A network namespace, and a process in it that runs the commands it receives (host.py)."""
 
     def __init__(self, rank: int, name: str, folder: Path):
         self.rank, self.namespace, self.folder = rank, name, folder
@@ -58,10 +58,10 @@ class Host:
             **options,
         )
 
-    def order(
+    def send(
         self, port: int, arguments: list, peer_timeout: float, folder: Path | None = None, busy: float = 0
     ) -> None:
-        order = {
+        command = {
             "environment": self.environment | {"MASTER_PORT": str(port)},
             "folder": str(folder or self.folder),
             "log": str(self.log),
@@ -69,7 +69,7 @@ class Host:
             "peer_timeout": peer_timeout,
             "busy": busy,
         }
-        self.program.stdin.write(json.dumps(order) + "\n")
+        self.program.stdin.write(json.dumps(command) + "\n")
         self.program.stdin.flush()
         self.process = self._answer("process")
 
@@ -77,7 +77,7 @@ class Host:
         return self._answer("status")
 
     def _answer(self, kind: str) -> int:
-        # after a test that failed an old answer may be first; a status taken for a process would be killed
+        # a failed test may leave an old answer; a status must not be taken for a process id to kill
         while (words := self.program.stdout.readline().split())[0] != kind:
             pass
         return int(words[1])
@@ -89,7 +89,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture(scope="module")
 def hosts(tmp_path_factory):
-    """Two hosts with a folder each; the second sees nothing of the first but the network."""
+    """Two hosts, each with its own folder; they share only the network."""
     names = [f"ng{os.getpid() % 100_000}{end}" for end in "ab"]
     with contextlib.ExitStack() as stack:
         try:
@@ -104,12 +104,12 @@ def hosts(tmp_path_factory):
                     ip("-n", name, "link", "set", interface, "up")
         except (OSError, subprocess.SubprocessError) as error:
             pytest.skip(f"network namespaces cannot be made here (Linux, ip and root are needed): {error}")
-        made = []
+        created = []
         for rank, name in enumerate(names):
             folder = tmp_path_factory.mktemp(f"host{rank}")
-            made.append(Host(rank, name, folder))
-            stack.callback(made[-1].program.communicate, timeout=30)  # closing its input ends it
-        yield made
+            created.append(Host(rank, name, folder))
+            stack.callback(created[-1].program.communicate, timeout=30)  # closing stdin ends it
+        yield created
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def recipe(tmp_path_factory, make_recipe):
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory, recipe):
+def one_process(tmp_path_factory, recipe):
     """The same recipe on one process."""
-    folder = tmp_path_factory.mktemp("alone")
+    folder = tmp_path_factory.mktemp("one_process")
     assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run"), "--data.dir", str(folder / "data")]) == 0
     return RunFolder(folder / "run")
 
@@ -128,11 +128,11 @@ def alone(tmp_path_factory, recipe):
 ports = iter(range(29600, 29700))
 
 
-def order_both(hosts, arguments, *, folder=None, peer_timeout=60, second=()) -> None:
+def send_both(hosts, arguments, *, folder=None, peer_timeout=60, second=()) -> None:
     port = next(ports)
     for host in hosts:
         more = second if host.rank else ()
-        host.order(port, ["pretrain", *arguments, *more], peer_timeout, folder)
+        host.send(port, ["pretrain", *arguments, *more], peer_timeout, folder)
 
 
 def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
@@ -152,21 +152,21 @@ def wait_for_step(run: RunFolder, step: int) -> None:
         time.sleep(0.05)
 
 
-def test_two_hosts_that_share_a_file_system_are_the_same_experiment_as_one_process(hosts, alone, recipe, tmp_path):
-    # with the launcher and the config that a user would take, less what needs GPUs
+def test_two_hosts_with_shared_files_equal_one_process(hosts, one_process, recipe, tmp_path):
+    # the real launcher and the shipped config, without GPUs and bf16
     launch = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
     launch += [f"--config_file={ROOT}/accelerate_configs/multi_node_ddp.yaml", f"--main_process_ip={ADDRESSES[0]}"]
     launch += ["--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no"]
     ours = [str(ROOT / "cli.py"), "pretrain", str(recipe), "--run-dir", "run"]
-    started = [host.start(*launch, f"--machine_rank={host.rank}", *ours, cwd=tmp_path) for host in hosts]
-    said = [process.communicate(timeout=120)[0] for process in started]
-    assert [process.returncode for process in started] == [0, 0], said
-    assert_same_experiment(RunFolder(tmp_path / "run"), alone)
+    processes = [host.start(*launch, f"--machine_rank={host.rank}", *ours, cwd=tmp_path) for host in hosts]
+    outputs = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0, 0], outputs
+    assert_same_experiment(RunFolder(tmp_path / "run"), one_process)
 
 
-def test_hosts_that_share_nothing_stop_and_go_on(hosts, alone, recipe):
-    # the second host is told to stop; only the first has a run folder, and each its own data
-    order_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"])
+def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, recipe):
+    # the signal goes to the second host; only the first has a run folder, and each has its own data
+    send_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"])
     run = RunFolder(hosts[0].folder / "run")
     wait_for_step(run, 6)
     os.kill(hosts[1].process, signal.SIGTERM)
@@ -176,49 +176,49 @@ def test_hosts_that_share_nothing_stop_and_go_on(hosts, alone, recipe):
     for folder in run.checkpoint_folders():
         if folder != run.checkpoint(5):
             shutil.rmtree(folder)
-    # on the second host nothing says that there is something to go on with: the first decides
-    order_both(hosts, [recipe, "--run-dir", "run", "--auto-resume"])
+    # the second host has no checkpoint: the first decides to resume
+    send_both(hosts, [recipe, "--run-dir", "run", "--auto-resume"])
     assert [host.status() for host in hosts] == [0, 0]
     assert f"resuming from {Path('run') / 'checkpoints' / 'step_00000005'}" in hosts[0].log.read_text()
-    assert_same_experiment(run, alone)
+    assert_same_experiment(run, one_process)
 
 
-@pytest.mark.parametrize("what", ["data", "recipe", "no text"])
-def test_a_host_that_has_something_else_is_one_clear_line_on_both(hosts, recipe, tmp_path, text_file, what):
+@pytest.mark.parametrize("difference", ["data", "recipe", "no text"])
+def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, text_file, difference):
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
         folder.mkdir()
         (folder / "input.txt").write_text(text_file.read_text())
     second = []
-    if what == "data":
+    if difference == "data":
         (folders[1] / "input.txt").write_text(text_file.read_text().replace("cat", "cow"))
-        line = "has the data's revision 'sha256:"
-    elif what == "recipe":
+        message = "has the data's revision 'sha256:"
+    elif difference == "recipe":
         second = ["--optim.learning_rate", "0.5"]
-        line = "has optim.learning_rate 0.5 instead of 0.002 of process 0"
+        message = "has optim.learning_rate 0.5 instead of 0.002 of process 0"
     else:
         (folders[1] / "input.txt").unlink()
-        line = "input.txt: no such file or folder"
+        message = "input.txt: no such file or folder"
     port = next(ports)
     for host, folder in zip(hosts, folders, strict=True):
         words = ["pretrain", recipe, "--data.source", "input.txt", "--run-dir", "run", *(second if host.rank else [])]
-        host.order(port, words, 60, folder)
+        host.send(port, words, 60, folder)
     assert [host.status() for host in hosts] == [2, 2]
     for host in hosts:
-        said = host.log.read_text()
-        assert "Traceback" not in said
-        assert "process 1 on " in said
-        assert line in said.splitlines()[-1]
+        output = host.log.read_text()
+        assert "Traceback" not in output
+        assert "process 1 on " in output
+        assert message in output.splitlines()[-1]
     assert not (folders[0] / "run").exists()
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_a_host_may_take_long_to_get_ready_as_long_as_it_lives(hosts, recipe, tmp_path, killed):
+def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, killed):
     first, second = hosts
     port = next(ports)
     words = ["pretrain", recipe, "--run-dir", "run", "--train.max_steps", 3]
-    first.order(port, words, 4, tmp_path)
-    second.order(port, words, 4, tmp_path, busy=30 if killed else 7)
+    first.send(port, words, 4, tmp_path)
+    second.send(port, words, 4, tmp_path, busy=30 if killed else 7)
     if killed:
         time.sleep(2)
         os.kill(second.process, signal.SIGKILL)
@@ -229,23 +229,23 @@ def test_a_host_may_take_long_to_get_ready_as_long_as_it_lives(hosts, recipe, tm
     assert (tmp_path / "run").exists() != killed
 
 
-@pytest.mark.parametrize("how", ["killed", "unplugged"])
-def test_a_host_that_disappears_ends_the_other_with_one_clear_line(hosts, recipe, tmp_path, how):
+@pytest.mark.parametrize("event", ["killed", "disconnected"])
+def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     first, second = hosts
-    order_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"], folder=tmp_path, peer_timeout=4)
+    send_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"], folder=tmp_path, peer_timeout=4)
     run = RunFolder(tmp_path / "run")
     wait_for_step(run, 6)
-    started = time.monotonic()
+    start = time.monotonic()
     try:
-        if how == "killed":
+        if event == "killed":
             os.kill(second.process, signal.SIGKILL)
         else:
             ip("-n", second.namespace, "link", "set", second.interface, "down")
         assert first.status() == 1
-        assert second.status() == (-signal.SIGKILL if how == "killed" else 1)
+        assert second.status() == (-signal.SIGKILL if event == "killed" else 1)
     finally:
         ip("-n", second.namespace, "link", "set", second.interface, "up")
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - start < 60
     line = first.log.read_text().splitlines()[-1]
     assert line.startswith("lost another process: ")
     assert line.endswith(f"--resume continues from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}")

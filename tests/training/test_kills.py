@@ -1,4 +1,4 @@
-"""SIGKILL at any moment: the resumed run ends bit for bit where the one that nobody touched does."""
+"""SIGKILL anywhere in a run: the resumed run equals an uninterrupted one bit for bit."""
 
 import json
 import os
@@ -24,34 +24,34 @@ PLACES = [
 ]
 
 
-def run(where: str, recipe: Path, folder: Path) -> int:
-    """Train to the end through the kills; return how many there were."""
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("killed.py"), where, "0", "pretrain", recipe, "--run-dir", folder],
+def run(place: str, recipe: Path, folder: Path) -> int:
+    """Train to the end despite kills; return their number."""
+    completed = subprocess.run(
+        [sys.executable, Path(__file__).with_name("killed.py"), place, "0", "pretrain", recipe, "--run-dir", folder],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    return int(done.stdout.rsplit("kills: ", 1)[1])
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-2000:]
+    return int(completed.stdout.rsplit("kills: ", 1)[1])
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    found = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "README.md"}  # which tells the time spent
-    assert "model.safetensors" in found
-    return found
+    contents = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "README.md"}  # states the duration
+    assert "model.safetensors" in contents
+    return contents
 
 
 def events(folder: Path) -> list[dict]:
-    measured = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
-    return [{k: v for k, v in event.items() if k not in measured} for event in read_metrics(RunFolder(folder))]
+    timings = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
+    return [{k: v for k, v in event.items() if k not in timings} for event in read_metrics(RunFolder(folder))]
 
 
-def assert_same(killed: Path, whole: Path) -> None:
-    assert files(killed / "final") == files(whole / "final")
-    assert files(killed / "best") == files(whole / "best")
-    assert events(killed) == events(whole)
+def assert_same(killed: Path, uninterrupted: Path) -> None:
+    assert files(killed / "final") == files(uninterrupted / "final")
+    assert files(killed / "best") == files(uninterrupted / "best")
+    assert events(killed) == events(uninterrupted)
     steps = [event["step"] for event in events(killed) if "train/loss" in event]
     assert steps == sorted(set(steps))
     assert json.loads(json.dumps(steps)) == list(range(1, len(steps) + 1))
@@ -59,8 +59,8 @@ def assert_same(killed: Path, whole: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory, make_recipe):
-    """A recipe with dropout, whose epoch ends on the way, and the run that nobody touched."""
+def uninterrupted(tmp_path_factory, make_recipe):
+    """A recipe with dropout and more than one epoch, and the folder of its uninterrupted run."""
     folder = tmp_path_factory.mktemp("kills")
     recipe = make_recipe(
         folder / "recipe_to_kill.yaml",
@@ -73,37 +73,37 @@ def whole(tmp_path_factory, make_recipe):
         eval__tokens=1024,
         checkpoint__every=4,
     )
-    assert run("nowhere", recipe, folder / "whole") == 0
-    return recipe, folder / "whole"
+    assert run("nowhere", recipe, folder / "uninterrupted") == 0
+    return recipe, folder / "uninterrupted"
 
 
-@pytest.mark.parametrize("where", PLACES)
-def test_killed_in_a_place_it_goes_on_bit_for_bit(whole, tmp_path, where):
-    recipe, expected = whole
-    assert run(where, recipe, tmp_path / "killed") == 1
+@pytest.mark.parametrize("place", PLACES)
+def test_resume_after_kill_at_a_place_is_exact(uninterrupted, tmp_path, place):
+    recipe, expected = uninterrupted
+    assert run(place, recipe, tmp_path / "killed") == 1
     assert_same(tmp_path / "killed", expected)
 
 
-def test_killed_at_random_moments_it_goes_on_bit_for_bit(whole, tmp_path):
-    recipe, expected = whole
+def test_resume_after_random_kills_is_exact(uninterrupted, tmp_path):
+    recipe, expected = uninterrupted
     assert run("anywhere", recipe, tmp_path / "killed") >= 3
     assert_same(tmp_path / "killed", expected)
 
 
-def test_killed_at_changes_to_its_files_it_goes_on_bit_for_bit(tmp_path, make_recipe):
-    """Every 17th change of a whole run; test_every_operation.py has every one of a save and of a replacement."""
+def test_resume_after_kill_at_file_changes_is_exact(tmp_path, make_recipe):
+    """Every 17th change of a run; test_every_operation.py tests each change of a save and of a replacement."""
     recipe = make_recipe(tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8)
-    assert run("nowhere", recipe, tmp_path / "whole") == 0
+    assert run("nowhere", recipe, tmp_path / "uninterrupted") == 0
     runs = tmp_path / "runs"
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, Path(__file__).with_name("killed_at_changes.py"), "3", "17", runs, "pretrain", recipe],
         capture_output=True,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         timeout=300,
     )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-2000:]
     killed = [folder for folder in runs.iterdir() if folder.is_dir()]
     assert len(killed) > 8
     for folder in killed:
-        assert_same(folder, tmp_path / "whole")
+        assert_same(folder, tmp_path / "uninterrupted")

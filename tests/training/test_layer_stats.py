@@ -1,4 +1,4 @@
-"""The network layer by layer: equal to what bare PyTorch says, and nothing of the run changes."""
+"""Per-layer statistics: equal to plain PyTorch, and no effect on the run."""
 
 import math
 from types import SimpleNamespace
@@ -32,7 +32,7 @@ NAMES = ["embedding", "0", "1", "head"]
 
 @pytest.fixture
 def start(write_recipe, tmp_path, forget_accelerate, monkeypatch):
-    monkeypatch.setattr(live, "draw_run", lambda *_: None)  # which takes most of a tiny run's time
+    monkeypatch.setattr(live, "draw_run", lambda *_: None)  # takes most of a tiny run's time
 
     def start(name: str, **overrides) -> RunFolder:
         config = load_config(write_recipe(**overrides))
@@ -53,8 +53,8 @@ def norm(tensors) -> float:
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
-def test_norms_of_a_step_are_those_of_bare_pytorch(start, write_recipe, max_grad_norm):
-    # two micro-batches a step; where it is clipped, the norm before that
+def test_layer_norms_equal_plain_pytorch(start, write_recipe, max_grad_norm):
+    # two micro-batches per step; the norm is that before clipping
     overrides = {"train__max_steps": 2, "optim__max_grad_norm": max_grad_norm, "tracking__layers": True}
     overrides |= {"tracking__every": 2, "checkpoint__every": 9, "eval__every": 9}
     events = [event for event in read_metrics(start("run", **overrides)) if "train/loss" in event]
@@ -80,13 +80,13 @@ def test_norms_of_a_step_are_those_of_bare_pytorch(start, write_recipe, max_grad
             group["lr"] = learning_rate
         optimizer.step()
     for layer in NAMES:
-        mine = {name: p.detach() for name, p in model.named_parameters() if layer_of(name) == layer}
-        assert mine
-        weight = norm(before[name] for name in mine)
+        parameters = {name: p.detach() for name, p in model.named_parameters() if layer_of(name) == layer}
+        assert parameters
+        weight = norm(before[name] for name in parameters)
         expected = {
-            "grad_norm": norm(gradients[name] for name in mine),
+            "grad_norm": norm(gradients[name] for name in parameters),
             "weight_norm": weight,
-            "update_ratio": norm(p - before[name] for name, p in mine.items()) / weight,
+            "update_ratio": norm(p - before[name] for name, p in parameters.items()) / weight,
         }
         for kind, value in expected.items():
             assert events[0][f"layers/{layer}/{kind}"] == pytest.approx(value, rel=1e-4), (layer, kind)
@@ -94,26 +94,26 @@ def test_norms_of_a_step_are_those_of_bare_pytorch(start, write_recipe, max_grad
     assert total == pytest.approx(events[0]["train/grad_norm"], rel=1e-5)
 
 
-def test_looking_changes_no_number(start):
+def test_layer_stats_change_no_number(start):
     options = {"model__dropout": 0.2, "train__max_steps": 5, "tracking__every": 2, "eval__every": 3}
     options["checkpoint__every"] = 9
-    plain, looked = start("plain", **options), start("looked", tracking__layers=True, **options)
-    first, second = (load_file(run.final / "model.safetensors") for run in (plain, looked))
+    plain, measured = start("plain", **options), start("measured", tracking__layers=True, **options)
+    first, second = (load_file(run.final / "model.safetensors") for run in (plain, measured))
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    kept = ("step", "train/loss", "train/grad_norm", "val/loss")
-    rows = [[{k: event.get(k) for k in kept} for event in read_metrics(run)] for run in (plain, looked)]
+    names = ("step", "train/loss", "train/grad_norm", "val/loss")
+    rows = [[{k: event.get(k) for k in names} for event in read_metrics(run)] for run in (plain, measured)]
     assert len(rows[0]) == 2 + 3
     assert rows[0] == rows[1]
-    shown = [{key for key in event if key.startswith("layers/")} for event in read_metrics(looked)]
-    trained = {f"layers/{n}/{kind}" for n in NAMES for kind in ("grad_norm", "weight_norm", "update_ratio")}
-    evaluated = {f"layers/{n}/activation_std" for n in NAMES} | {f"layers/{n}/attention_logit_max" for n in "01"}
-    assert sorted(map(len, shown)) == [6, 6, 6, 12, 12]
-    assert all(keys in (trained, evaluated) for keys in shown)
+    keys_by_event = [{key for key in event if key.startswith("layers/")} for event in read_metrics(measured)]
+    step_keys = {f"layers/{n}/{kind}" for n in NAMES for kind in ("grad_norm", "weight_norm", "update_ratio")}
+    evaluation_keys = {f"layers/{n}/activation_std" for n in NAMES} | {f"layers/{n}/attention_logit_max" for n in "01"}
+    assert sorted(map(len, keys_by_event)) == [6, 6, 6, 12, 12]
+    assert all(keys in (step_keys, evaluation_keys) for keys in keys_by_event)
     assert not [key for event in read_metrics(plain) for key in event if key.startswith("layers/")]
 
 
-def test_what_is_frozen_has_no_norms(start, tiny_base, text_file):
+def test_frozen_layers_have_no_norms(start, tiny_base, text_file):
     run = start(
         "tuned",
         model__n_layer=4,
@@ -145,7 +145,7 @@ def model() -> GPTForCausalLM:
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("packed", [False, True])
-def test_the_largest_logit_is_that_of_attention_written_out(model, monkeypatch, rows, packed):
+def test_attention_logit_max_equals_explicit_attention(model, monkeypatch, rows, packed):
     attention = model.transformer.h[1].attn
     x = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(1))
     segments = torch.arange(24)[None].expand(3, -1) // 7 if packed else None
@@ -160,8 +160,8 @@ def test_the_largest_logit_is_that_of_attention_written_out(model, monkeypatch, 
             if not packed or i // 7 == j // 7:
                 largest = max(largest, ((query[:, :, i] * key[:, :, j]).sum(-1) / math.sqrt(8)).max().item())
     assert attention_logit_max(attention, x, segments).item() == pytest.approx(largest, rel=1e-5)
-    everywhere = (query @ key.transpose(-1, -2)).max().item() / math.sqrt(8)
-    assert everywhere > largest  # so the mask was needed
+    unmasked = (query @ key.transpose(-1, -2)).max().item() / math.sqrt(8)
+    assert unmasked > largest  # so the mask matters
 
 
 def hooks_of(model) -> list[list]:
@@ -169,10 +169,10 @@ def hooks_of(model) -> list[list]:
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation(model, compiled):
+def test_activations_are_of_fixed_validation_tokens(model, compiled):
     stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
     config = replace_knobs(Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True})
-    looks = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size)
+    stats = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size)
     tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64))
     hidden = model.eval()(tokens, output_hidden_states=True).hidden_states
     model.train()
@@ -180,41 +180,41 @@ def test_activations_are_those_of_the_same_validation_tokens_at_every_evaluation
         for block in model.transformer.h:
             block.compile(backend="eager")
     hooks = hooks_of(model)
-    found = looks.evaluation_report(model)
+    report = stats.evaluation_report(model)
     assert model.training
     expected = {"embedding": hidden[0], "0": hidden[1], "head": hidden[-1]}
     for name, value in expected.items():
-        assert found[f"layers/{name}/activation_std"] == pytest.approx(value.std(correction=0).item(), rel=1e-5)
+        assert report[f"layers/{name}/activation_std"] == pytest.approx(value.std(correction=0).item(), rel=1e-5)
     # attention weights are a softmax of the logits: log w_ij - log w_i0 = l_ij - l_i0
-    assert found["layers/0/attention_logit_max"] == pytest.approx(
+    assert report["layers/0/attention_logit_max"] == pytest.approx(
         attention_logit_max(model.transformer.h[0].attn, model.transformer.h[0].ln_1(hidden[0])).item(), rel=1e-5
     )
-    assert looks.evaluation_report(model) == found
+    assert stats.evaluation_report(model) == report
     assert hooks_of(model) == hooks
     for block in model.transformer.h:
         block._compiled_call_impl = None
     torch.compiler.reset()
 
 
-def test_under_autocast_logits_are_not_rounded_to_bf16(model):
+def test_attention_logit_max_is_float32_under_autocast(model):
     attention = model.transformer.h[0].attn
     x = torch.randn(1, 24, 16, generator=torch.Generator().manual_seed(2))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        found = attention_logit_max(attention, x)
+        largest = attention_logit_max(attention, x)
         query, key = (p(x).float().view(24, 2, 8).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
     logits = (query @ key.transpose(-1, -2) / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
-    assert found.dtype == torch.float32
-    assert found.item() == pytest.approx(logits.max().item(), rel=1e-6)
+    assert largest.dtype == torch.float32
+    assert largest.item() == pytest.approx(logits.max().item(), rel=1e-6)
 
 
-def test_off_it_looks_at_nothing():
-    off = LayerStats(SimpleNamespace(), Config(), None, 1)
-    with off.measured_step(None, None, 10):
+def test_layer_stats_off_measures_nothing():
+    stats = LayerStats(SimpleNamespace(), Config(), None, 1)
+    with stats.measured_step(None, None, 10):
         pass
-    assert off.step_report(1.0) == off.evaluation_report(None) == {}
+    assert stats.step_report(1.0) == stats.evaluation_report(None) == {}
 
 
-def test_deepspeed_is_refused_in_one_line(monkeypatch, write_recipe):
+def test_layer_stats_under_deepspeed_are_refused(monkeypatch, write_recipe):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: True)
     with pytest.raises(UserError, match=r"tracking\.layers: DeepSpeed gives no access to gradients and weights; leave"):

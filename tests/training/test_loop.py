@@ -1,4 +1,4 @@
-"""The loop: equal to bare PyTorch, the same after a stop as without one, the same on one process as on two."""
+"""The training loop: equal to plain PyTorch, resumable at any step bit for bit, metrics, models and refusals."""
 
 import itertools
 import json
@@ -54,7 +54,7 @@ def same_weights(a: RunFolder, b: RunFolder) -> bool:
 
 
 def column(run: RunFolder, name: str) -> dict[int, float]:
-    """step -> value, of a metric that each step has at most once."""
+    """step -> value of a metric that is logged at most once per step."""
     rows = [(event["step"], event[name]) for event in read_metrics(run) if name in event]
     assert rows
     assert len(dict(rows)) == len(rows)
@@ -62,8 +62,8 @@ def column(run: RunFolder, name: str) -> dict[int, float]:
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 0.0])
-def test_two_steps_equal_a_few_lines_of_bare_pytorch(start, write_recipe, max_grad_norm):
-    # two micro-batches a step, a learning rate that moves, weight decay, clipping
+def test_two_steps_equal_plain_pytorch(start, write_recipe, max_grad_norm):
+    # two micro-batches per step, a changing learning rate, weight decay, clipping
     overrides = {"train__max_steps": 2, "train__micro_batch_size": 4, "optim__max_grad_norm": max_grad_norm}
     run = start(**overrides)
 
@@ -96,7 +96,7 @@ def test_two_steps_equal_a_few_lines_of_bare_pytorch(start, write_recipe, max_gr
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0, msg=name)
 
 
-def test_a_run_learns_and_writes_everything_it_promises(start):
+def test_train_lowers_loss_and_writes_all_files(start):
     run = start(train__max_steps=60, eval__every=20, checkpoint__every=20, data__order="random")
     losses = column(run, "val/loss")
     assert list(losses) == [0, 20, 40, 60]
@@ -121,7 +121,7 @@ def test_a_run_learns_and_writes_everything_it_promises(start):
     assert resolved.name == "run"
 
 
-def test_the_exported_model_has_the_validation_loss_that_was_reported(start, write_recipe):
+def test_saved_model_has_logged_validation_loss(start, write_recipe):
     run = start(train__max_steps=20, eval__every=10, eval__tokens="all")
     data = load_prepared(load_config(write_recipe()))
     stream = torch.from_numpy(np.concatenate(data.validation.stream.chunks).astype(np.int64))
@@ -135,24 +135,24 @@ def test_the_exported_model_has_the_validation_loss_that_was_reported(start, wri
     assert column(run, "val/loss")[20] == pytest.approx(total / (len(stream) - 1), abs=1e-5)
 
 
-def test_the_same_seed_gives_the_same_run_and_another_another(start):
+def test_seed_determines_the_run(start):
     options = {"model__dropout": 0.1}
-    first, again = start("first", **options), start("again", **options)
+    first, second = start("first", **options), start("second", **options)
     other = start("other", train__seed=7, **options)
-    assert same_weights(first, again)
-    assert column(first, "train/loss") == column(again, "train/loss")
+    assert same_weights(first, second)
+    assert column(first, "train/loss") == column(second, "train/loss")
     assert not same_weights(first, other)
 
 
 class StopAfter:
-    """Stands in for a signal that arrives during a given step."""
+    """Send SIGTERM to this process during the given step."""
 
     def __init__(self, monkeypatch, step: int):
-        train_step, seen = loop.train_step, []
+        train_step, calls = loop.train_step, []
 
         def counting(*arguments):
-            seen.append(1)
-            if len(seen) == step:
+            calls.append(1)
+            if len(calls) == step:
                 os.kill(os.getpid(), signal.SIGTERM)
             return train_step(*arguments)
 
@@ -161,7 +161,7 @@ class StopAfter:
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
 @pytest.mark.parametrize("stop_at", [1, 3, 5])
-def test_a_stopped_run_goes_on_bit_for_bit(start, write_recipe, monkeypatch, order, stop_at):
+def test_resume_after_stop_is_exact(start, write_recipe, monkeypatch, order, stop_at):
     options = {
         "model__dropout": 0.2,
         "data__order": order,
@@ -169,9 +169,9 @@ def test_a_stopped_run_goes_on_bit_for_bit(start, write_recipe, monkeypatch, ord
         "train__tokens_per_step": 16 * 16 * 8,
         "train__micro_batch_size": 16,
     }
-    whole = start("whole", **options)
+    uninterrupted = start("uninterrupted", **options)
     blocks = (len(load_prepared(load_config(write_recipe(**options))).train.stream) - 1) // 16
-    assert 6 * 128 < blocks < 9 * 128  # the epoch ends after every stop, so the order of the next is drawn anew
+    assert 6 * 128 < blocks < 9 * 128  # the epoch ends after every stop, so a resumed run draws the next order
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         StopAfter(patch, stop_at)
@@ -179,32 +179,32 @@ def test_a_stopped_run_goes_on_bit_for_bit(start, write_recipe, monkeypatch, ord
             start("stopped", **options)
     assert signal.getsignal(signal.SIGTERM) is before
     stopped = start("stopped", resume=True, **options)
-    assert same_weights(whole, stopped)
+    assert same_weights(uninterrupted, stopped)
     for name in ("train/loss", "train/grad_norm", "train/learning_rate", "val/loss"):
-        assert column(whole, name) == column(stopped, name)
+        assert column(uninterrupted, name) == column(stopped, name)
 
 
-def test_resuming_from_an_older_checkpoint_does_its_steps_again_and_logs_them_once(start):
+def test_resume_from_older_checkpoint_logs_each_step_once(start):
     options = {"model__dropout": 0.2, "train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3}
-    whole = start("whole", **options)
-    torn = start("torn", **options)
-    # as if killed in step 6, while a line was being written
-    shutil.rmtree(torn.checkpoint(6))
-    with torn.metrics.open("a") as file:
+    uninterrupted = start("whole", **options)
+    killed = start("killed", **options)
+    # as if killed in step 6 while a line was being written
+    shutil.rmtree(killed.checkpoint(6))
+    with killed.metrics.open("a") as file:
         file.write('{"step": 6, "tok')
-    start("torn", resume=True, **options)
-    assert same_weights(whole, torn)
-    assert column(whole, "train/loss") == column(torn, "train/loss")
-    assert column(whole, "val/loss") == column(torn, "val/loss")
+    start("killed", resume=True, **options)
+    assert same_weights(uninterrupted, killed)
+    assert column(uninterrupted, "train/loss") == column(killed, "train/loss")
+    assert column(uninterrupted, "val/loss") == column(killed, "val/loss")
 
 
-def stop_in_the_evaluation_at_step_3(monkeypatch, name: str) -> None:
+def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
     forward = GPTForCausalLM.forward
-    seen = itertools.count(1)
+    calls = itertools.count(1)
 
     def interrupted(model, *arguments, **options):
-        # 512 tokens in batches of 4 × 16: the 12th look at validation text is in the evaluation at step 3
-        if not model.training and next(seen) == 12:
+        # 512 tokens in batches of 4 × 16: the 12th forward on validation text is in the evaluation of step 3
+        if not model.training and next(calls) == 12:
             os.kill(os.getpid(), getattr(signal, name))
         return forward(model, *arguments, **options)
 
@@ -212,57 +212,57 @@ def stop_in_the_evaluation_at_step_3(monkeypatch, name: str) -> None:
 
 
 def files(folder) -> dict[str, tuple[int, int]]:
-    """What changes if a file of a checkpoint is written again."""
-    found = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
-    assert len(found) == 4
-    return found
+    """Inode and time of each file of a checkpoint: both change if it is written again."""
+    identities = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    assert len(identities) == 4
+    return identities
 
 
-@pytest.mark.parametrize("goes_on", ["training", "stopped at once", "done already"])
-def test_a_run_does_not_write_again_the_checkpoint_that_it_resumed_from(start, monkeypatch, goes_on):
+@pytest.mark.parametrize("case", ["train", "stop at once", "finished"])
+def test_resume_does_not_rewrite_its_checkpoint(start, monkeypatch, case):
     run = start(optim__schedule="constant", checkpoint__keep=9)
     before = files(run.checkpoint(6))
-    if goes_on == "stopped at once":
+    if case == "stop at once":
         monkeypatch.setattr(accelerator.StopRequest, "on_any_process", lambda self, accelerator: True)
         with pytest.raises(Stopped, match="stopped at step 6, saved"):
             start(resume=True, train__max_steps=9, optim__schedule="constant")
     else:
-        steps = 9 if goes_on == "training" else 6
+        steps = 9 if case == "train" else 6
         start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
     assert files(run.checkpoint(6)) == before
 
 
-@pytest.mark.parametrize("every", [1, 100], ids=["a checkpoint each step", "none until the end"])
-def test_an_evaluation_after_a_resume_is_kept_and_reported_once(start, monkeypatch, every):
+@pytest.mark.parametrize("every", [1, 100], ids=["checkpoint each step", "checkpoint at the end"])
+def test_evaluation_after_resume_is_logged_once(start, monkeypatch, every):
     options = {"train__max_steps": 6, "checkpoint__every": every, "checkpoint__keep": 9}
-    whole = start("whole", **options)
+    uninterrupted = start("whole", **options)
 
     class Killed(BaseException):
         pass
 
     with monkeypatch.context() as patch:  # a signal in the evaluation of step 3
-        stop_in_the_evaluation_at_step_3(patch, "SIGTERM")
+        signal_in_evaluation_of_step_3(patch, "SIGTERM")
         with pytest.raises(Stopped, match="stopped at step 3, saved"):
             start("torn", **options)
-    torn = RunFolder(whole.path.with_name("torn"))
-    assert json.loads((torn.checkpoint(3) / "state.json").read_text())["evaluated_step"] == 0
+    killed = RunFolder(uninterrupted.path.with_name("torn"))
+    assert json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"] == 0
 
     def kill(*arguments):
         raise Killed
 
-    with monkeypatch.context() as patch:  # the evaluation is done, and then the next step is killed
+    with monkeypatch.context() as patch:  # killed in the step after the evaluation
         patch.setattr(loop, "train_step", kill)
         with pytest.raises(Killed):
             start("torn", resume=True, **options)
-    assert 3 in column(torn, "val/loss")
-    # where a checkpoint is due it is written again, with the evaluation in it; else the evaluation is done again
-    assert json.loads((torn.checkpoint(3) / "state.json").read_text())["evaluated_step"] == (3 if every == 1 else 0)
+    assert 3 in column(killed, "val/loss")
+    # a due checkpoint is written with the evaluation in it; otherwise the resumed run evaluates again
+    assert json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"] == (3 if every == 1 else 0)
     start("torn", resume=True, **options)
-    assert column(torn, "val/loss") == column(whole, "val/loss")
-    assert same_weights(whole, torn)
+    assert column(killed, "val/loss") == column(uninterrupted, "val/loss")
+    assert same_weights(uninterrupted, killed)
 
 
-def test_a_finished_run_can_be_resumed_to_more_steps(start):
+def test_finished_run_resumes_to_more_steps(start):
     start("run", optim__schedule="constant")
     longer = start("run", resume=True, train__max_steps=9, optim__schedule="constant")
     assert list(column(longer, "train/loss")) == list(range(1, 10))
@@ -276,7 +276,7 @@ def test_a_finished_run_can_be_resumed_to_more_steps(start):
         ({"data__block_size": 8, "data__validation_fraction": 0.2}, "prepared with data.validation_fraction 0.1"),
     ],
 )
-def test_what_does_not_fit_stops_before_anything_is_written(start, tmp_path, write_recipe, overrides, message):
+def test_config_error_writes_nothing(start, tmp_path, write_recipe, overrides, message):
     prepare(load_config(write_recipe()))
     with pytest.raises(UserError, match=message):
         start("never", **overrides)
@@ -284,7 +284,7 @@ def test_what_does_not_fit_stops_before_anything_is_written(start, tmp_path, wri
 
 
 def poison(monkeypatch, steps: range) -> None:
-    """Make the loss of these steps (0 is the first) not a number, in the middle of the backward pass."""
+    """Make the loss of these steps (0 is the first) NaN through a block's output."""
     train_step, calls = loop.train_step, itertools.count()
 
     def poisoned(run, *arguments):
@@ -300,32 +300,32 @@ def poison(monkeypatch, steps: range) -> None:
     monkeypatch.setattr(loop, "train_step", poisoned)
 
 
-def test_a_step_without_a_finite_gradient_changes_no_weight_and_is_logged(start, monkeypatch, caplog):
-    steps_taken = []
+def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, caplog):
+    states = []
     save_checkpoint = loop.save_checkpoint
 
-    def looking(accelerator, model, optimizer, state, *rest):
+    def recording(accelerator, model, optimizer, state, *rest):
         values = [p.detach().clone() for p in model.parameters()]
-        moments = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
-        steps_taken.append(values + moments)
+        optimizer_state = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
+        states.append(values + optimizer_state)
         return save_checkpoint(accelerator, model, optimizer, state, *rest)
 
-    monkeypatch.setattr(loop, "save_checkpoint", looking)
+    monkeypatch.setattr(loop, "save_checkpoint", recording)
     poison(monkeypatch, range(3, 4))
     run = start(train__max_steps=6, checkpoint__every=1)
-    before, after = steps_taken[2], steps_taken[3]
+    before, after = states[2], states[3]
     assert len(before) > 40
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(after, steps_taken[4], strict=True))
-    assert all(torch.isfinite(value).all() for value in steps_taken[-1])
+    assert not any(torch.equal(a, b) for a, b in zip(after, states[4], strict=True))
+    assert all(torch.isfinite(value).all() for value in states[-1])
     losses = column(run, "train/loss")
-    assert losses[4] is None  # as JSON has it
+    assert losses[4] is None  # null in JSON
     assert all(losses[step] < 10 for step in (1, 2, 3, 5, 6))
     assert column(run, "train/skipped_steps") == {4: 1}
     assert "1 steps had no finite gradient and were skipped" in caplog.text
 
 
-def test_many_bad_steps_in_a_row_end_the_run_and_name_the_last_checkpoint(start, monkeypatch, tmp_path):
+def test_ten_skipped_steps_end_the_run_and_name_the_checkpoint(start, monkeypatch, tmp_path):
     poison(monkeypatch, range(5, 1000))
     with pytest.raises(UserError, match=r"no finite gradient in the last 10 steps.*step_00000014"):
         start(train__max_steps=40, checkpoint__every=2)
@@ -336,7 +336,7 @@ def test_many_bad_steps_in_a_row_end_the_run_and_name_the_last_checkpoint(start,
 
 def test_max_time_saves_and_stops(start, monkeypatch):
     whole = start("whole", train__max_steps=8)
-    clock = itertools.count()  # a second a look
+    clock = itertools.count()  # one second per call
     with monkeypatch.context() as patch:
         patch.setattr(accelerator.time, "monotonic", lambda: next(clock))
         with pytest.raises(
@@ -347,18 +347,18 @@ def test_max_time_saves_and_stops(start, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_a_signal_during_an_evaluation_saves_without_its_result_which_the_resumed_run_gives(start, monkeypatch, name):
-    whole = start("whole", train__max_steps=6)
+def test_signal_in_evaluation_saves_and_resume_repeats_the_evaluation(start, monkeypatch, name):
+    uninterrupted = start("whole", train__max_steps=6)
     with monkeypatch.context() as patch:
-        stop_in_the_evaluation_at_step_3(patch, name)
+        signal_in_evaluation_of_step_3(patch, name)
         with pytest.raises(Stopped, match=f"stopped at step 3, saved .received {name}"):
             start("stopped", train__max_steps=6)
     stopped = start("stopped", resume=True, train__max_steps=6)
-    assert column(stopped, "val/loss") == column(whole, "val/loss")
-    assert same_weights(whole, stopped)
+    assert column(stopped, "val/loss") == column(uninterrupted, "val/loss")
+    assert same_weights(uninterrupted, stopped)
 
 
-def test_blocks_compile_in_place_when_the_accelerate_config_says_so(start, monkeypatch):
+def test_accelerate_config_compiles_blocks(start, monkeypatch):
     plain = start("plain")
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     graphs = []
@@ -366,12 +366,12 @@ def test_blocks_compile_in_place_when_the_accelerate_config_says_so(start, monke
     monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **o: graphs.append(o) or compile_block(m, **o))
     compiled = start("compiled")
     torch.compiler.reset()
-    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2  # a block each, and nothing else
+    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2  # one per block, nothing else
     assert weights(plain).keys() == weights(compiled).keys()
     assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
 
 
-def test_bf16_of_the_accelerate_config_keeps_float32_weights_and_learns(start, monkeypatch):
+def test_bf16_keeps_float32_weights_and_learns(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     half = start("half", train__max_steps=40, eval__every=40)
     assert all(weight.dtype == torch.float32 for weight in weights(half).values())
@@ -380,7 +380,7 @@ def test_bf16_of_the_accelerate_config_keeps_float32_weights_and_learns(start, m
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
 
 
-def test_a_run_that_is_past_its_steps_is_refused_and_left_alone(start):
+def test_resume_past_max_steps_is_refused(start):
     run = start(train__max_steps=6)
     before = weights(run)
     with pytest.raises(UserError, match=r"its step 6 is past train.max_steps 4"):
@@ -389,13 +389,13 @@ def test_a_run_that_is_past_its_steps_is_refused_and_left_alone(start):
     assert max(column(run, "train/loss")) == 6
 
 
-def test_a_resumed_run_writes_down_what_it_changed(start):
+def test_resume_updates_recipe(start):
     start(train__max_steps=6)
     run = start(resume=True, train__max_steps=8)
     assert load_config(run.recipe).train.max_steps == 8
 
 
-def test_what_is_no_event_in_the_metrics_is_left_out(start):
+def test_resume_ignores_damaged_metric_lines(start):
     run = start(train__max_steps=4)
     with run.metrics.open("ab") as file:
         file.write(b'\n\n{"loss": 1}\n[1]\n\xff\n{"step": 4, "tok')
@@ -403,14 +403,14 @@ def test_what_is_no_event_in_the_metrics_is_left_out(start):
     assert list(column(longer, "train/loss")) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_best_model_that_was_removed_is_made_anew(start):
+def test_resume_recreates_removed_best(start):
     run = start(train__max_steps=6)
     shutil.rmtree(run.best)
     start(resume=True, train__max_steps=6)
     assert (run.best / "model.safetensors").is_file()
 
 
-def test_a_loss_that_is_not_a_number_is_nobodys_best(start, monkeypatch):
+def test_nan_loss_is_not_best(start, monkeypatch):
     monkeypatch.setattr(GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan)
     run = start("lost", train__max_steps=3)
     assert not run.best.exists()
@@ -418,26 +418,26 @@ def test_a_loss_that_is_not_a_number_is_nobodys_best(start, monkeypatch):
     assert set(column(run, "val/loss").values()) == {None}
 
 
-def test_tokens_per_second_and_data_wait_count_all_steps_since_the_last_report(start, monkeypatch):
+def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
     clock, train_step, batch = [0.0], loop.train_step, TokenBlocks.batch
 
-    def two_seconds(*arguments):
+    def slow_step(*arguments):
         clock[0] += 1.5
         return train_step(*arguments)
 
-    def of_them_half_a_second(blocks, indices):
-        clock[0] += 0.25  # two micro-batches a step
+    def slow_batch(blocks, indices):
+        clock[0] += 0.25  # two micro-batches per step
         return batch(blocks, indices)
 
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(loop, "train_step", two_seconds)
-    monkeypatch.setattr(TokenBlocks, "batch", of_them_half_a_second)
+    monkeypatch.setattr(loop, "train_step", slow_step)
+    monkeypatch.setattr(TokenBlocks, "batch", slow_batch)
     run = start(train__max_steps=40, tracking__every=10, eval__every=1000, checkpoint__every=1000)
     assert column(run, "train/tokens_per_second") == dict.fromkeys((10, 20, 30, 40), 64.0)
     assert column(run, "train/data_wait") == dict.fromkeys((10, 20, 30, 40), 0.25)
 
 
-def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, caplog):
+def test_wandb_without_login_stays_offline(start, tmp_path, monkeypatch, caplog):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -448,7 +448,7 @@ def test_without_a_login_wandb_stays_offline(start, tmp_path, monkeypatch, caplo
     assert caplog.text.count("wandb: no login found") == 1
 
 
-def test_metrics_are_plain_json_lines(start):
+def test_metrics_are_json_lines(start):
     run = start()
     lines = run.metrics.read_text().splitlines()
     assert len(lines) == 6 + 3

@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits, the rehearsal that finds it, and what a user is told when memory is out."""
+"""train.micro_batch_size auto: dry-run steps that find the largest size; the advice after an out-of-memory error."""
 
 import subprocess
 import sys
@@ -22,69 +22,69 @@ from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_
 @pytest.mark.parametrize(
     ("needed", "room", "size"),
     [
-        ({1: 110}, 1000, 2),  # the second tells what one more costs
+        ({1: 110}, 1000, 2),  # a second measurement gives the cost per sequence
         ({1: 110}, 100, None),
         ({1: 110, 2: 120}, 220, 12),  # 100 + 10 each
         ({1: 110, 2: 120}, 219, 8),
         ({1: 110, 2: 120}, 125, None),
         ({1: 110, 2: 120, 12: 180}, 220, None),  # 108 + 6 each: 24 would need 252
         ({1: 110, 2: 120, 12: 180}, 260, 24),
-        ({1: 110, 2: 110}, 200, 24),  # too small to be seen
+        ({1: 110, 2: 110}, 200, 24),  # too small to be measured
         ({24: 340}, 1000, None),
     ],
 )
-def test_memory_grows_in_a_straight_line(needed, room, size):
+def test_next_size_assumes_linear_memory(needed, room, size):
     assert next_size([1, 2, 3, 4, 6, 8, 12, 24], needed, room) == size
 
 
-class Machine:
-    """Memory that rehearsals fill: 100 bytes, and 10 a sequence, of `room`."""
+class FakeMemory:
+    """Memory of `room` bytes; a dry-run step takes 100 bytes and 10 per sequence."""
 
-    def __init__(self, monkeypatch, room: int, most: int | None = None):
-        self.tried, self.most = [], most
+    def __init__(self, monkeypatch, room: int, max_size: int | None = None):
+        self.tried, self.most = [], max_size
         monkeypatch.setattr(micro_batch, "_available", lambda accelerator: room)
         monkeypatch.setattr(micro_batch, "_reset_peak", lambda accelerator: None)
         monkeypatch.setattr(micro_batch, "_peak", lambda accelerator: 100 + 10 * self.tried[-1])
 
-    def rehearse(self, size: int) -> None:
+    def dry_run(self, size: int) -> None:
         self.tried.append(size)
         if self.most is not None and size > self.most:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_a_few_rehearsals_find_the_largest_that_fits(monkeypatch):
-    machine = Machine(monkeypatch, room=5000)
-    assert largest_micro_batch(Accelerator(), 480, machine.rehearse) == 480
-    assert machine.tried == [1, 2, 480]
-    machine = Machine(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), 480, machine.rehearse) == 80
-    assert machine.tried == [1, 2, 80]
+def test_few_dry_runs_find_largest_micro_batch(monkeypatch):
+    memory = FakeMemory(monkeypatch, room=5000)
+    assert largest_micro_batch(Accelerator(), 480, memory.rehearse) == 480
+    assert memory.tried == [1, 2, 480]
+    memory = FakeMemory(monkeypatch, room=1000)
+    assert largest_micro_batch(Accelerator(), 480, memory.rehearse) == 80
+    assert memory.tried == [1, 2, 80]
 
 
-def test_one_that_does_not_fit_after_all_is_survived(monkeypatch):
-    machine = Machine(monkeypatch, room=1000, most=50)
-    assert largest_micro_batch(Accelerator(), 480, machine.rehearse) == 48
-    assert machine.tried == [1, 2, 80, 60, 48]
+def test_out_of_memory_tries_smaller_sizes(monkeypatch):
+    memory = FakeMemory(monkeypatch, room=1000, most=50)
+    assert largest_micro_batch(Accelerator(), 480, memory.rehearse) == 48
+    assert memory.tried == [1, 2, 80, 60, 48]
 
 
-def test_where_not_even_one_sequence_fits_the_error_comes_through(monkeypatch):
+def test_out_of_memory_at_one_sequence_is_raised(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
-        largest_micro_batch(Accelerator(), 480, Machine(monkeypatch, room=1000, most=0).rehearse)
+        largest_micro_batch(Accelerator(), 480, FakeMemory(monkeypatch, room=1000, most=0).rehearse)
 
 
-def test_an_error_that_is_not_about_memory_comes_through(monkeypatch):
-    machine = Machine(monkeypatch, room=1000)
+def test_other_errors_are_raised(monkeypatch):
+    memory = FakeMemory(monkeypatch, room=1000)
 
-    def rehearse(size):
-        machine.rehearse(size)
+    def dry_run(size):
+        memory.rehearse(size)
         if size > 1:
             raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        largest_micro_batch(Accelerator(), 480, rehearse)
+        largest_micro_batch(Accelerator(), 480, dry_run)
 
 
-def test_a_machine_that_does_not_tell_is_one_line(monkeypatch):
+def test_unmeasurable_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(micro_batch.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
     with pytest.raises(UserError, match="auto cannot measure memory on this machine's cpu; set a number"):
         largest_micro_batch(Accelerator(), 8, lambda size: None)
@@ -107,13 +107,13 @@ assert before < micro_batch._available(accelerator)
 """
 
 
-def test_the_peak_is_measured_for_real(root):
-    # in a process of its own: in one that has run hundreds of tests, memory is given back at any moment
-    done = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root)
-    assert done.returncode == 0, done.stderr
+def test_peak_memory_is_measured(root):
+    # in a new process: the memory of one that has run hundreds of tests may be freed at any time
+    completed = subprocess.run([sys.executable, "-c", MEASURE], capture_output=True, text=True, cwd=root)
+    assert completed.returncode == 0, completed.stderr
 
 
-def test_a_dry_run_step_leaves_no_trace():
+def test_dry_run_step_leaves_no_trace():
     torch.manual_seed(0)
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     accelerator = Accelerator(gradient_accumulation_steps=3)
@@ -133,12 +133,12 @@ def test_a_dry_run_step_leaves_no_trace():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_a_dry_run_step_finds_weights_that_the_optimizer_does_not_know():
+def test_parameters_unknown_to_the_optimizer_are_refused():
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     accelerator = Accelerator()
     model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
     replaced = model.transformer.h[0].mlp.fc
-    replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())  # as torchao's fp8 layers do
+    replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())  # like torchao's fp8 layers
     tokens = torch.arange(8)[None]
     accelerator.backward(model(tokens, labels=tokens).loss)
     optimizer.step()
@@ -151,10 +151,8 @@ def trained(folder, recipe, *arguments: str) -> RunFolder:
     return RunFolder(folder)
 
 
-def test_auto_is_the_run_with_the_number_that_it_finds_and_a_resumed_run_keeps_it(
-    tmp_path, write_recipe, monkeypatch, forget_accelerate
-):
-    recipe = write_recipe(model__dropout=0.1)  # 8 sequences a step
+def test_auto_equals_the_size_found_and_resume_keeps_it(tmp_path, write_recipe, monkeypatch, forget_accelerate):
+    recipe = write_recipe(model__dropout=0.1)  # 8 sequences per step
     monkeypatch.setattr(micro_batch, "_peak", lambda accelerator: 0)
     monkeypatch.setattr(micro_batch, "next_size", lambda sizes, needed, room: None if 4 in needed else 4)
     auto = trained(tmp_path / "auto", recipe, "--train.micro_batch_size", "auto")
@@ -163,7 +161,7 @@ def test_auto_is_the_run_with_the_number_that_it_finds_and_a_resumed_run_keeps_i
     four = trained(tmp_path / "four", recipe, "--train.micro_batch_size", "4")
     weights = [load_file(run.final / "model.safetensors") for run in (auto, four)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    # more memory is free now, but the run goes on as it was
+    # more memory is free now, but the resumed run keeps its size
     monkeypatch.setattr(micro_batch, "next_size", lambda sizes, needed, room: None if 8 in needed else 8)
     forget_accelerate()
     options = ("--train.micro_batch_size", "auto", "--resume", "--train.max_steps", "8")
@@ -171,15 +169,15 @@ def test_auto_is_the_run_with_the_number_that_it_finds_and_a_resumed_run_keeps_i
     assert "micro_batch_size: 4\n" in auto.recipe.read_text()
 
 
-def test_auto_measures_this_machine(tmp_path, write_recipe):
+def test_auto_measures_memory(tmp_path, write_recipe):
     run = trained(tmp_path / "run", write_recipe(), "--train.micro_batch_size", "auto", "--train.max_steps", "2")
-    assert "micro_batch_size: 8\n" in run.recipe.read_text()  # the whole step: any machine has room for it
+    assert "micro_batch_size: 8\n" in run.recipe.read_text()  # one micro-batch per step fits any machine
 
 
-def test_the_advice_names_the_knobs_and_what_they_save():
+def test_advice_names_knobs_and_savings():
     config = replace_knobs(Config(), {"train.micro_batch_size": 64})
     advice = out_of_memory_advice(config, 50257, "bf16")
-    # 40 · 12 layers · 1,024 tokens · 768 wide · 64 sequences = 24.2 GB; 16 bytes · 124 M = 2.0 GB
+    # 40 · 12 layers · 1,024 tokens · 768 width · 64 sequences = 24.2 GB; 16 bytes · 124 M = 2.0 GB
     assert "optimizer state take 2.0 GB, activations of 64 sequences about 24.2 GB" in advice
     assert "train.micro_batch_size 32 saves 12.1 GB" in advice
     assert "checkpoints activations saves about 21.7 GB" in advice

@@ -1,4 +1,4 @@
-"""Loss spikes: a run goes back, past the data that did it, and stays a pure function of recipe, seed and step."""
+"""Loss spikes and rollback, skipped steps, clipping and peak memory."""
 
 import json
 
@@ -26,48 +26,45 @@ RECIPE = {
 
 
 @pytest.fixture
-def data_seen(monkeypatch):
-    """The data steps that were trained on, in order. Reported losses of those in `spikes` are ten times too large.
-
-    At those in `crashes` the run dies, once.
-    """
-    seen, spikes, crashes, train_step = [], set(), set(), loop.train_step
+def patched_steps(monkeypatch):
+    """Lists of trained data steps, of spikes (logged losses ten times too large) and of crashes."""
+    data_steps, spikes, crashes, train_step = [], set(), set(), loop.train_step
 
     def spiking(run, step, learning_rate):
         if step in crashes:
             crashes.remove(step)
             raise SystemError("crash")
         result = train_step(run, step, learning_rate)
-        seen.append(step)
+        data_steps.append(step)
         return result._replace(loss=result.loss * 10) if step in spikes else result
 
     monkeypatch.setattr(loop, "train_step", spiking)
-    return seen, spikes, crashes
+    return data_steps, spikes, crashes
 
 
 @pytest.fixture
 def pretrain(tmp_path, write_recipe, forget_accelerate):
-    def run(name: str, *arguments: str, **overrides) -> tuple[int, RunFolder]:
+    def pretrain(name: str, *arguments: str, **overrides) -> tuple[int, RunFolder]:
         forget_accelerate()
         recipe = write_recipe(**RECIPE | overrides)
         return main(["pretrain", str(recipe), "--run-dir", str(tmp_path / name), *arguments]), RunFolder(
             tmp_path / name
         )
 
-    return run
+    return pretrain
 
 
-def test_a_spike_goes_back_to_the_newest_checkpoint_and_past_its_data(pretrain, data_seen, capsys):
-    seen, spikes, _ = data_seen
+def test_spike_rolls_back_to_checkpoint_and_skips_its_data(pretrain, patched_steps, capsys):
+    data_steps, spikes, _ = patched_steps
     spikes.add(7)
     status, run = pretrain("run")
     assert status == 0
-    # step 8 saw data 7 and spiked; from step 6 on a step sees what is two further
-    assert seen == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
-    said = capsys.readouterr().err
+    # step 8 spiked on the data of step 7; after step 6 the data is two steps ahead
+    assert data_steps == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
+    stderr = capsys.readouterr().err
     assert (
         "step 8: the loss is above 2 times its running average; rolling back to step 6 and skipping the data of 2"
-        in said
+        in stderr
     )
     steps = [event["step"] for event in read_metrics(run) if "train/loss" in event]
     assert steps == list(range(1, 13))
@@ -76,23 +73,25 @@ def test_a_spike_goes_back_to_the_newest_checkpoint_and_past_its_data(pretrain, 
 
 
 @pytest.mark.parametrize("crash_at", [7, 10, 12])  # before the spike; after it, before and after a checkpoint
-def test_a_run_that_goes_back_resumes_bit_for_bit(pretrain, data_seen, crash_at):
-    _, spikes, crashes = data_seen
+def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
+    _, spikes, crashes = patched_steps
     spikes.add(7)
-    _, whole = pretrain("whole")
+    _, uninterrupted = pretrain("whole")
     crashes.add(crash_at)
     with pytest.raises(SystemError, match="crash"):
         pretrain("killed")
     status, killed = pretrain("killed", "--resume")
     assert status == 0
-    weights = [load_file(run.final / "model.safetensors") for run in (whole, killed)]
+    weights = [load_file(run.final / "model.safetensors") for run in (uninterrupted, killed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
-    losses = [[event["train/loss"] for event in read_metrics(run) if "train/loss" in event] for run in (whole, killed)]
+    losses = [
+        [event["train/loss"] for event in read_metrics(run) if "train/loss" in event] for run in (uninterrupted, killed)
+    ]
     assert losses[0] == losses[1]
 
 
-def test_spikes_that_go_on_end_the_run_with_one_line(pretrain, data_seen, capsys):
-    _, spikes, _ = data_seen
+def test_repeated_spikes_end_the_run(pretrain, patched_steps, capsys):
+    _, spikes, _ = patched_steps
     spikes.update(range(7, 100))
     status, run = pretrain("run")
     assert status == 2
@@ -100,12 +99,12 @@ def test_spikes_that_go_on_end_the_run_with_one_line(pretrain, data_seen, capsys
     assert run.newest_checkpoint() == run.checkpoint(6)
 
 
-def test_by_default_a_spike_is_only_a_spike(pretrain, data_seen):
-    seen, spikes, _ = data_seen
+def test_no_rollback_by_default(pretrain, patched_steps):
+    data_steps, spikes, _ = patched_steps
     spikes.add(7)
     status, _ = pretrain("run", train__rollback_ratio=None)
     assert status == 0
-    assert seen == list(range(12))
+    assert data_steps == list(range(12))
 
 
 @pytest.fixture
@@ -119,18 +118,18 @@ def monitor(tmp_path):
     return build
 
 
-def test_the_average_follows_the_loss_and_leaves_out_spikes_and_what_is_no_number(monitor):
+def test_loss_average_ignores_spikes_and_nan(monitor):
     monitor, state = monitor(train__rollback_ratio=1.5), TrainState()
     assert not monitor.spiked(state, 4.0)
     assert state.loss_average == pytest.approx(4.0)
     assert not monitor.spiked(state, 2.0)
     assert state.loss_average == pytest.approx(3.8)
     assert not monitor.spiked(state, float("nan"))
-    assert not monitor.spiked(state, 100.0)  # there is no checkpoint to go back to
+    assert not monitor.spiked(state, 100.0)  # there is no checkpoint to roll back to
     assert state.loss_average == pytest.approx(3.8)
 
 
-def test_ten_bad_steps_in_a_row_name_the_checkpoint(monitor):
+def test_ten_non_finite_steps_end_the_run(monitor):
     monitor = monitor(tracking__every=5)
     for _ in range(4):
         monitor.add(torch.tensor(1.0))
@@ -145,13 +144,13 @@ def test_ten_bad_steps_in_a_row_name_the_checkpoint(monitor):
 @pytest.mark.parametrize(
     ("max_norm", "norms", "share"),
     [
-        (1.0, [2.0, 2.0, 0.5, 3.0, 0.1, 0.2], 0.25),  # of the last four, which are those since the last report
+        (1.0, [2.0, 2.0, 0.5, 3.0, 0.1, 0.2], 0.25),  # of the last four, those since the last log
         (1.0, [0.5, 2.0], 0.5),
-        (1.0, [float("inf"), 0.5, 0.5, 0.5], 0.0),  # which was skipped, not clipped
+        (1.0, [float("inf"), 0.5, 0.5, 0.5], 0.0),  # skipped, not clipped
         (0.0, [2.0], None),  # nothing is clipped
     ],
 )
-def test_the_share_of_clipped_steps_is_of_those_since_the_last_report(monitor, max_norm, norms, share):
+def test_clipped_share_counts_steps_since_last_log(monitor, max_norm, norms, share):
     monitor = monitor(tracking__every=4, optim__max_grad_norm=max_norm)
     for norm in norms:
         monitor.add(torch.tensor(norm))
@@ -160,11 +159,11 @@ def test_the_share_of_clipped_steps_is_of_those_since_the_last_report(monitor, m
     assert values["train/grad_norm"] == pytest.approx(norms[-1])
 
 
-def test_the_memory_peak_only_rises_and_knows_what_was_taken():
+def test_memory_peak_rises_and_never_falls():
     cpu = torch.device("cpu")
     before = memory_peak(cpu)
-    held = torch.ones(before // 4 + 2**24)  # as much again, and 64 MiB
+    tensor = torch.ones(before // 4 + 2**24)  # as much as is used, and 64 MiB
     after = memory_peak(cpu)
     assert after >= before + 2**24
-    del held
+    del tensor
     assert memory_peak(cpu) == after

@@ -1,4 +1,4 @@
-"""What a step costs, counted instead of timed: counts are the same on a busy machine."""
+"""The cost of a step in counted operations, which do not depend on how busy the machine is."""
 
 import gc
 import platform
@@ -33,7 +33,7 @@ STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
 
 
 class Steps:
-    """Steps of a tiny model, each of three micro-batches, as the loop takes them."""
+    """Steps of a tiny model with three micro-batches each, run as by the loop."""
 
     def __init__(self, data, config):
         plugin = GradientAccumulationPlugin(num_steps=ACCUMULATION, sync_with_dataloader=False)
@@ -76,7 +76,7 @@ def build_steps(forget_accelerate, monkeypatch):
     forget_accelerate()
 
 
-BUCKETS = []  # of gradients, that DDP has given away
+BUCKETS = []  # gradient buckets that DDP has passed to the hook
 
 
 def _hooked(init):
@@ -93,29 +93,29 @@ def _hooked(init):
     return build
 
 
-def test_the_host_never_waits_for_a_number_inside_a_step(build_steps, counted):
+def test_step_has_no_device_synchronization(build_steps, counted):
     steps = build_steps()
     count = counted(lambda: steps.take(1))
     assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
-    assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1  # it would be seen
+    assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1  # the counter detects it
 
 
-def test_a_step_dispatches_no_more_than_it_did(build_steps, counted):
+def test_step_dispatches_bounded_operations(build_steps, counted):
     steps = build_steps()
     count = counted(lambda: steps.take(1))
-    assert count == counted(lambda: steps.take(7))  # and the same at every step
+    assert count == counted(lambda: steps.take(7))  # the same at every step
     assert count["_fused_adamw_"] == len(steps.optimizer.param_groups) == 2
     assert count["_foreach_norm"] == count["_foreach_mul_"] == 1
     assert count["mm"] == ACCUMULATION * 3 * (6 * LAYERS + 1)  # forward, and two of backward, for each matrix
     assert sum(count.values()) <= 1240  # 1,237 with torch 2.13, dropout included
 
 
-def test_nothing_is_kept_from_step_to_step(build_steps):
+def test_steps_keep_no_tensors(build_steps):
     steps = build_steps()
 
     def tensors() -> int:
         gc.collect()
-        return sum(issubclass(type(thing), torch.Tensor) for thing in gc.get_objects())
+        return sum(issubclass(type(item), torch.Tensor) for item in gc.get_objects())
 
     steps.take(1)
     before = tensors()
@@ -125,16 +125,16 @@ def test_nothing_is_kept_from_step_to_step(build_steps):
     assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
-def test_compiled_graphs_serve_all_blocks_chunks_steps_and_learning_rates(build_steps, monkeypatch):
+def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(build_steps, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
-    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * 64)  # two chunks a micro-batch
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * 64)  # two chunks per micro-batch
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
     steps = build_steps()
     steps.evaluate()
     graphs = counters["stats"]["unique_graphs"]
-    assert graphs == 3  # the blocks' to train and to evaluate, and the loss's
+    assert graphs == 3  # a block in training, a block in evaluation, the loss
     for number, learning_rate in enumerate((1e-3, 2e-3, 3e-3), start=1):
         steps.take(number, learning_rate)
         steps.evaluate()
@@ -143,8 +143,8 @@ def test_compiled_graphs_serve_all_blocks_chunks_steps_and_learning_rates(build_
     torch.compiler.reset()
 
 
-def test_processes_talk_once_a_step_however_many_micro_batches_it_has(build_steps, monkeypatch, counted):
-    # one process that believes to be of two: what it would ask the other is counted, not sent
+def test_gradients_are_reduced_once_per_step(build_steps, monkeypatch, counted):
+    # one process of a fake group of two: collectives are counted, not sent
     for name, value in {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.setattr(DistributedDataParallel, "__init__", _hooked(DistributedDataParallel.__init__))
@@ -152,32 +152,32 @@ def test_processes_talk_once_a_step_however_many_micro_batches_it_has(build_step
     try:
         steps = build_steps()
         assert steps.accelerator.num_processes == 2
-        steps.take(1)  # in its second step DDP tells how it has sorted its buckets
+        steps.take(1)  # DDP broadcasts the order of its buckets in its second step
         BUCKETS.clear()
         count = counted(lambda: steps.take(2))
     finally:
         dist.destroy_process_group()
-    assert len(BUCKETS) == 1  # the gradients, once
-    assert not [name for name in count if name.startswith("c10d")]  # and nothing else
+    assert len(BUCKETS) == 1  # one bucket with all gradients
+    assert not [name for name in count if name.startswith("c10d")]  # no other collective
 
 
-def test_dropout_is_seeded_as_by_torch_itself():
+def test_seed_dropout_equals_manual_seed():
     seed_dropout(torch.device("cpu"), 7)
     ours = torch.rand(3)
     torch.manual_seed(7)
     assert torch.equal(ours, torch.rand(3))
 
 
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is another one")
-def test_memory_that_a_step_frees_is_there_for_the_next():
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the C library is not glibc")
+def test_freed_memory_is_reused_by_the_next_step():
     import resource
 
-    def pages_from_the_system() -> int:
+    def new_pages() -> int:
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         for tensor in [torch.ones(2**20) for _ in range(16)]:  # 4 MiB each: 16,384 pages in all
             del tensor
         return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
     keep_freed_memory()
-    # the heap may grow in the first rounds, where what other tests left is scattered over it
-    assert min(pages_from_the_system() for _ in range(5)) < 1000
+    # the heap may grow in the first rounds, since other tests left it fragmented
+    assert min(new_pages() for _ in range(5)) < 1000

@@ -1,8 +1,8 @@
-"""Kept by a test module: accelerate's own launch command, whose processes are forks of this one.
+"""Started by tests: accelerate's launch command whose processes are forks of this one.
 
-They find torch and the other libraries imported, which saves most of a short run's time. It reads a line of JSON, the
-words for `accelerate launch`, and answers with one: the highest exit status, and what was printed. Each launch has a
-fork of its own, so that it leaves nothing behind.
+They inherit the imported libraries, which saves most of a short run's time. It reads a line of JSON, the arguments of
+`accelerate launch`, and answers with one: the highest exit status and the output. Each launch runs in a fork, so that
+it leaves nothing behind.
 """
 
 import importlib.util
@@ -23,11 +23,11 @@ from launched import run
 if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed  # noqa: F401
 
-torch.set_num_threads(1)  # a pool of threads does not survive a fork
+torch.set_num_threads(1)  # a thread pool does not survive a fork
 
 
 def start_processes(count: int, arguments: list[str], environment: dict[str, str]) -> None:
-    """Do what torchrun does, and end with the highest status."""
+    """Start processes with torchrun's environment variables, and exit with their highest status."""
     shared = {
         "WORLD_SIZE": count,
         "LOCAL_WORLD_SIZE": count,
@@ -59,13 +59,13 @@ torch.distributed.run.run = torchrun
 launch.simple_launcher = simple_launcher
 
 for line in sys.stdin:
-    with tempfile.TemporaryFile() as said:
+    with tempfile.TemporaryFile() as output:
         child = os.fork()
         if child == 0:
-            os.dup2(said.fileno(), 1)
-            os.dup2(said.fileno(), 2)
+            os.dup2(output.fileno(), 1)
+            os.dup2(output.fileno(), 2)
             launch.launch_command(launch.launch_command_parser().parse_args(json.loads(line)))
-            os._exit(1)  # one of the two above has ended this process
+            os._exit(1)  # not reached: both launchers end this process
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-        said.seek(0)
-        print(json.dumps({"status": status, "said": said.read().decode(errors="replace")}), flush=True)
+        output.seek(0)
+        print(json.dumps({"status": status, "output": output.read().decode(errors="replace")}), flush=True)
