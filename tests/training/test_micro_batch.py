@@ -41,42 +41,42 @@ class FakeMemory:
     """Memory of `room` bytes; a dry-run step takes 100 bytes and 10 per sequence."""
 
     def __init__(self, monkeypatch, room: int, max_size: int | None = None):
-        self.tried, self.most = [], max_size
+        self.tried, self.max_size = [], max_size
         monkeypatch.setattr(micro_batch, "_available", lambda accelerator: room)
         monkeypatch.setattr(micro_batch, "_reset_peak", lambda accelerator: None)
         monkeypatch.setattr(micro_batch, "_peak", lambda accelerator: 100 + 10 * self.tried[-1])
 
     def dry_run(self, size: int) -> None:
         self.tried.append(size)
-        if self.most is not None and size > self.most:
+        if self.max_size is not None and size > self.max_size:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_few_dry_runs_find_largest_micro_batch(monkeypatch):
     memory = FakeMemory(monkeypatch, room=5000)
-    assert largest_micro_batch(Accelerator(), 480, memory.rehearse) == 480
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 480
     assert memory.tried == [1, 2, 480]
     memory = FakeMemory(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), 480, memory.rehearse) == 80
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 80
     assert memory.tried == [1, 2, 80]
 
 
 def test_out_of_memory_tries_smaller_sizes(monkeypatch):
-    memory = FakeMemory(monkeypatch, room=1000, most=50)
-    assert largest_micro_batch(Accelerator(), 480, memory.rehearse) == 48
+    memory = FakeMemory(monkeypatch, room=1000, max_size=50)
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 48
     assert memory.tried == [1, 2, 80, 60, 48]
 
 
 def test_out_of_memory_at_one_sequence_is_raised(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
-        largest_micro_batch(Accelerator(), 480, FakeMemory(monkeypatch, room=1000, most=0).rehearse)
+        largest_micro_batch(Accelerator(), 480, FakeMemory(monkeypatch, room=1000, max_size=0).dry_run)
 
 
 def test_other_errors_are_raised(monkeypatch):
     memory = FakeMemory(monkeypatch, room=1000)
 
     def dry_run(size):
-        memory.rehearse(size)
+        memory.dry_run(size)
         if size > 1:
             raise RuntimeError("shapes do not match")
 
