@@ -1,6 +1,6 @@
 """Text generation: sample tokens with a key-value cache, and decode them to text as they arrive."""
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,17 @@ from transformers.generation.logits_process import (
     TopPLogitsWarper,
 )
 
-from nanogpt_hf.data.chat_prompt import render_prompt
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import unknown_characters_named
 from nanogpt_hf.errors import DivergedError
+
+_CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
+
+
+def end_ids_of(model: transformers.PreTrainedModel) -> set[int]:
+    """The tokens that end a text of the model: chat models list theirs in generation_config.json, others in config."""
+    ends = (model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
+    return {end for value in ends for end in (value if isinstance(value, list) else [value]) if end is not None}
 
 
 @torch.no_grad()
@@ -28,14 +36,16 @@ def generate_tokens(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    end_ids: Collection[int] | None = None,
     to_the_end: bool = False,
 ) -> Iterator[list[int | None]]:
     """Yield, step by step, the next token of each of `num_samples` continuations; None for one that has ended.
 
-    It stops when all have ended. With `to_the_end` it runs the model `max_new_tokens` times in any case, which the
-    processes of a sharded model need. `temperature` 0 is greedy. Sample i draws from its own generator, seeded with
-    `seed` + i, so it does not depend on `num_samples`. When the context is full, its newer half is kept and read again.
-    An empty prompt raises ValueError, and logits that are not finite raise DivergedError.
+    A continuation ends before one of `end_ids`, by default the model's, and generation stops when all have ended. With
+    `to_the_end` it runs the model `max_new_tokens` times in any case, which the processes of a sharded model need.
+    `temperature` 0 is greedy. Sample i draws from its own generator, seeded with `seed` + i, so it does not depend on
+    `num_samples`. When the context is full, its newer half is kept and read again. An empty prompt raises ValueError,
+    and logits that are not finite raise DivergedError.
     """
     if not prompt_ids:
         raise ValueError("the prompt has no tokens")
@@ -48,8 +58,7 @@ def generate_tokens(
     if top_p is not None and top_p < 1:
         warpers.append(TopPLogitsWarper(top_p))
     generators = [torch.Generator().manual_seed(seed + i) for i in range(num_samples)]
-    end_ids = model.config.eos_token_id
-    end_ids = set(end_ids) if isinstance(end_ids, list) else {end_ids}
+    end_ids = end_ids_of(model) if end_ids is None else end_ids
     limit = model.config.max_position_embeddings
     context = torch.tensor([prompt_ids[-limit:]] * num_samples, device=model.device)
     unread, cache, ended = context, None, [False] * num_samples
@@ -86,13 +95,13 @@ def continue_text(
     **options: Any,
 ) -> str:
     """The text of one continuation; `options` are those of `generate_tokens`."""
-    text = TextStream(tokenizer)
+    text = TextStream(tokenizer, prompt_ids)
     steps = generate_tokens(model, prompt_ids, **options)
     return "".join(text.add(token) for (token,) in steps if token is not None) + text.end()
 
 
 def encode_chat(
-    tokenizer: transformers.PreTrainedTokenizerBase, messages: list[dict[str, str]], max_tokens: int
+    chat: ChatFormat, messages: list[dict[str, str]], max_tokens: int
 ) -> tuple[list[int], list[dict[str, str]]]:
     """The prompt ids for the answer to the last of `messages`, and the messages that are in them.
 
@@ -101,9 +110,8 @@ def encode_chat(
     does not have.
     """
     while True:
-        with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
-            text = render_prompt(tokenizer, messages)
-            ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportAssignmentType]
+        with unknown_characters_named(chat.hf, [message["content"] for message in messages]):
+            ids = chat.prompt_ids(messages)
         if len(ids) <= max_tokens:
             return ids, messages
         first = 1 if messages[0]["role"] == "system" else 0
@@ -118,12 +126,12 @@ class TextStream:
     transformers' TextStreamer would hold text back until the next space, which text of characters may not have.
     """
 
-    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase):
+    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, prompt_ids: Sequence[int] = ()):
         self.tokenizer = tokenizer
-        # Tokens since the last complete character but one. Those whose text was returned are the context for the
-        # others: some tokenizers decode a token differently at the start of a text.
-        self._ids: list[int] = []
-        self._returned = 0
+        # Tokens since the last complete character but one. Those whose text was returned, or is in the prompt, are the
+        # context for the others: some tokenizers decode a token differently at the start of a text.
+        self._ids = list(prompt_ids[-_CONTEXT:])
+        self._returned = len(self._ids)
 
     def add(self, token: int) -> str:
         """The text that `token` completes, '' while a character is incomplete."""

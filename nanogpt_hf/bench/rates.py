@@ -41,11 +41,12 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
         return None
     model = cast(PreTrainedModel, work.run.accelerator.unwrap_model(work.run.model))
     new, device = min(_NEW_TOKENS, work.run.model_config.max_position_embeddings - 1), work.run.accelerator.device
-    eos_token_id, model.config.eos_token_id = model.config.eos_token_id, None  # an untrained model could end at once
     model.eval()
 
     def with_cache() -> int:
-        return sum(1 for _ in generate_tokens(model, [0], max_new_tokens=new, temperature=0.0))
+        return sum(
+            1 for _ in generate_tokens(model, [0], max_new_tokens=new, temperature=0.0, end_ids=())
+        )  # it could end at once
 
     def without_cache() -> int:
         ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
@@ -56,7 +57,6 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
 
     rates = {"with cache": _rate(device, with_cache, windows), "without": _rate(device, without_cache, windows)}
     model.train()
-    model.config.eos_token_id = eos_token_id
     return rates
 
 

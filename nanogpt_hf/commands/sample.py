@@ -2,11 +2,15 @@
 
 import argparse
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.arguments import add_model_argument, add_sampling_arguments, number
 from nanogpt_hf.commands.console import show_text
 from nanogpt_hf.commands.models import open_model
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,29 +32,40 @@ def _read_prompt(arguments: argparse.Namespace) -> str | None:
         raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
 
 
+def default_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A line break, nothing after a start token, or the first token if the tokenizer has no line break."""
+    from nanogpt_hf.data.tokenizer import encode_ordinary, start_of_text_id_of
+
+    if start_of_text_id_of(tokenizer) is not None:
+        return ""
+    try:
+        return "\n" if encode_ordinary(tokenizer, "\n") else str(tokenizer.decode([0]))
+    except DataError:
+        return str(tokenizer.decode([0]))
+
+
 def run(arguments: argparse.Namespace) -> None:
     prompt = _read_prompt(arguments)
 
     import torch
     from accelerate import Accelerator
 
-    from nanogpt_hf.data.tokenizer import encode_ordinary
+    from nanogpt_hf.data.tokenizer import prompt_ids
     from nanogpt_hf.generate import TextStream, generate_tokens
 
     accelerator = Accelerator()
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
     if prompt is None:
-        has_line_break = "\n" in tokenizer.get_vocab() or tokenizer.bos_token_id is not None
-        prompt = "\n" if has_line_break else str(tokenizer.decode([0]))
-    ids = encode_ordinary(tokenizer, prompt)
+        prompt = default_prompt(tokenizer)
+    ids = prompt_ids(tokenizer, prompt)
     if not ids:
         if not isinstance(tokenizer.bos_token_id, int):
             raise UserError("--prompt: this model's tokenizer has no start token, so the prompt must not be empty")
         ids = [tokenizer.bos_token_id]
     if not accelerator.is_main_process:
         return
-    streams = [TextStream(tokenizer) for _ in range(arguments.num_samples)]
+    streams = [TextStream(tokenizer, ids) for _ in range(arguments.num_samples)]
     texts = [""] * arguments.num_samples
     show_text(prompt)
     with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):

@@ -1,15 +1,7 @@
-"""Rows -> conversations, and the chat template that turns a conversation into tokens with an assistant mask.
+"""Rows of a file or data set -> conversations."""
 
-The template is saved with the tokenizer. Training uses the tokenizer's `apply_chat_template`, so other tools prompt the
-model exactly as it was trained.
-"""
-
-import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
-
-import transformers
 
 from nanogpt_hf.data.files import check_text, read_rows
 from nanogpt_hf.errors import DataError
@@ -82,56 +74,3 @@ def _checked(named: list[tuple[str, object, object]]) -> Conversation:
     if named[-1][1] != "assistant":
         raise ValueError(f"the last message is the {named[-1][1]}'s: expected an answer of the assistant")
     return [{"role": str(role), "content": str(content)} for _, role, content in named]
-
-
-def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
-    """Our chat template for this tokenizer: roles as headings, answers end with its end-of-text token.
-
-    Special tokens in the text of a message are broken by a space, so that no text can end an answer or start another.
-    `generation` marks the answers for the assistant mask.
-    """
-    special = {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(hf.all_special_tokens)
-
-    def literal(text: str) -> str:  # Jinja reads what JSON writes
-        return json.dumps(text, ensure_ascii=False)
-
-    longest_first = sorted((token for token in special if len(token) > 1), key=lambda token: (-len(token), token))
-    breaks = "".join(f" | replace({literal(t)}, {literal(f'{t[:1]} {t[1:]}')})" for t in longest_first)
-    return (
-        "{%- for message in messages -%}"
-        f"{{%- set content = message['content'] | trim{breaks} -%}}"
-        "{{- '### ' + message['role'] | capitalize + ':\\n' -}}"
-        "{%- if message['role'] == 'assistant' -%}"
-        "{%- generation -%}{{- content + eos_token -}}{%- endgeneration -%}"
-        "{%- else -%}{{- content + '\\n\\n' -}}{%- endif -%}"
-        "{%- endfor -%}"
-        "{%- if add_generation_prompt -%}{{- '### Assistant:\\n' -}}{%- endif -%}"
-    )
-
-
-def encode_conversations(
-    hf: transformers.PreTrainedTokenizerBase, conversations: list[Conversation]
-) -> tuple[list[list[int]], list[list[int]]]:
-    """Ids of each conversation by the tokenizer's template, and its assistant mask: 1 for ids of answers, else 0."""
-    out: Any = hf.apply_chat_template(
-        conversations, return_dict=True, return_assistant_tokens_mask=True, tokenizer_kwargs={"verbose": False}
-    )
-    return out["input_ids"], out["assistant_masks"]
-
-
-def set_chat_template(hf: transformers.PreTrainedTokenizerBase, name: str) -> None:
-    """Replace a tokenizer's chat template by ours.
-
-    Raises DataError if it has no end-of-text token, or its tokens cross the start of an answer.
-    """
-    if hf.eos_token_id is None:
-        raise DataError(f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2")
-    if not hf.is_fast:
-        raise DataError(f"data.tokenizer: {name} does not report the positions of its tokens; use gpt2")
-    hf.chat_template = chat_template(hf)
-    question, answer = {"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}
-    prompt = hf.apply_chat_template([question], add_generation_prompt=True, return_dict=False)
-    (ids,), (answered,) = encode_conversations(hf, [[question, answer]])
-    apart = [0] * len(prompt) + [1] * (len(ids) - len(prompt))
-    if ids[: len(prompt)] != prompt or answered != apart or ids[-1] != hf.eos_token_id:
-        raise DataError(f"data.tokenizer: {name} has tokens that cross the start of an answer; use gpt2")

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import datasets
 import numpy as np
-import transformers
 
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.conversations import encode_conversations
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.examples import examples_sha256
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.shards import describe_shards
@@ -21,21 +20,27 @@ _PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than t
 
 
 def encode_split(
-    documents: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int | None, target: Path
+    documents: datasets.Dataset,
+    tokenizer: Tokenizer,
+    end_of_text_id: int | None,
+    chat: ChatFormat | None,
+    num_proc: int | None,
+    target: Path,
 ) -> tuple[datasets.Dataset, SplitFacts]:
-    """Encode texts or conversations; return rows of token ids in the file `target`, and their counts.
+    """Encode texts, or conversations with `chat`; return rows of token ids in the file `target`, and their counts.
 
-    Each text gets `end_of_text_id` at its end if that is not None. Texts that are empty are left out.
+    Each text starts with the token that the tokenizer itself puts there, if any, and ends with `end_of_text_id` if that
+    is not None. Texts that are empty are left out.
     """
-    chat = "messages" in documents.column_names
     processes = _processes(documents, num_proc)
     if chat:
-        rows = _encode_conversations(documents, tokenizer.hf, processes, target)
+        rows = _encode_conversations(documents, chat, processes, target)
     else:
         rows = _encode_texts(documents, tokenizer, end_of_text_id, processes, target)
     tokens = sum(len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks)
     assistant_tokens = _assistant_tokens(rows) if chat else None
-    facts = SplitFacts(rows.num_rows, tokens, sum(rows["bytes"]), assistant_tokens=assistant_tokens)
+    count = documents.num_rows if chat else rows.num_rows  # a conversation may give several rows
+    facts = SplitFacts(count, tokens, sum(rows["bytes"]), assistant_tokens=assistant_tokens)
     return rows.remove_columns("bytes"), facts
 
 
@@ -65,7 +70,7 @@ def _encode_texts(
     # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
     name, encode_batch, vocab_size = tokenizer.name, tokenizer.encode_batch, tokenizer.vocab_size
     kind = np.uint16 if vocab_size <= 2**16 else np.uint32
-    ending = [] if end_of_text_id is None else [end_of_text_id]
+    start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list]:
         texts = [text for text in batch["text"] if text]  # rows of a Hub data set may be empty or null
@@ -73,9 +78,8 @@ def _encode_texts(
         for ids in encode_batch(texts) if texts else []:
             if len(ids) and ids.max() >= vocab_size:
                 raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
-            rows.append(
-                np.concatenate((ids, ending), dtype=kind, casting="unsafe")
-            )  # checked above: larger ids would wrap
+            # checked above: larger ids would wrap
+            rows.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
         return {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
 
     features = datasets.Features(
@@ -95,24 +99,20 @@ def _encode_texts(
 
 
 def _encode_conversations(
-    conversations: datasets.Dataset, hf: transformers.PreTrainedTokenizerBase, num_proc: int, target: Path
+    conversations: datasets.Dataset, chat: ChatFormat, num_proc: int, target: Path
 ) -> datasets.Dataset:
     """Rows of messages -> rows of `input_ids`, `assistant_mask` (1 for tokens of answers) and the answers' `bytes`.
 
     They are written to the file `target`.
     """
-    kind = np.uint16 if len(hf) <= 2**16 else np.uint32
+    kind = np.uint16 if len(chat.hf) <= 2**16 else np.uint32
 
     def encode(batch: dict[str, list]) -> dict[str, list]:
-        ids, masks = encode_conversations(hf, batch["messages"])
-        answers = (
-            "".join(message["content"].strip() for message in messages if message["role"] == "assistant")
-            for messages in batch["messages"]
-        )
+        examples = chat.examples(batch["messages"])
         return {
-            "input_ids": [np.asarray(row, dtype=np.uint32).astype(kind) for row in ids],
-            "assistant_mask": [np.asarray(row, dtype=np.uint8) for row in masks],
-            "bytes": [len(text.encode()) for text in answers],
+            "input_ids": [np.asarray(example.input_ids, dtype=np.uint32).astype(kind) for example in examples],
+            "assistant_mask": [np.asarray(example.assistant_mask, dtype=np.uint8) for example in examples],
+            "bytes": [example.bytes for example in examples],
         }
 
     columns = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}

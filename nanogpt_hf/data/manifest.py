@@ -63,6 +63,7 @@ class Manifest:
     train: SplitFacts
     validation: SplitFacts
     versions: dict[str, str]
+    start_of_text_id: int | None = None  # the token before each document; None if the tokenizer puts none there
 
     def content(self) -> dict[str, Any]:
         """What identifies the tokens: equal for the same text and tokenizer."""

@@ -16,7 +16,7 @@ import pyarrow
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.conversations import set_chat_template
+from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.encode import encode_split, save_split
 from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
 from nanogpt_hf.data.manifest import (
@@ -130,19 +130,17 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch.mkdir()
     documents = load_documents(data, scratch)
     splits = dict(zip(("train", "validation"), _hold_out(documents, data), strict=True))
-    chat = data.format == "chat"
     # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
     read = [splits["train"]] if data.tokenizer == "bpe" else splits.values()
     tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size)
-    if chat:
-        set_chat_template(tokenizer.hf, data.tokenizer)
+    chat = chat_format(tokenizer.hf, data.tokenizer) if data.format == "chat" else None
     # A single document needs no end-of-text token (nor does the cut through it).
     several = documents.validation is not None or len(documents.train) > 1
     end_of_text_id = end_of_text_id_of(tokenizer.hf) if several else None
     facts = {}
     for name, split in splits.items():
         target = scratch / f"{name}.arrow"
-        rows, counts = encode_split(split, tokenizer, end_of_text_id, data.num_proc, target)
+        rows, counts = encode_split(split, tokenizer, end_of_text_id, chat, data.num_proc, target)
         if not counts.tokens:
             raise DataError(f"data.source: {data.source}: too little text: none is left for {name}")
         facts[name] = save_split(rows, counts, folder / name)
@@ -158,6 +156,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         end_of_text_id=end_of_text_id,
         **facts,
         versions=tool_versions(),
+        start_of_text_id=None if chat else tokenizer.start_of_text_id,
     )
     shutil.rmtree(scratch)
     write_manifest(folder, manifest)

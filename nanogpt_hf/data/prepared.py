@@ -10,7 +10,7 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import MANIFEST, Manifest, check_fits, read_manifest
 from nanogpt_hf.data.shards import check_bytes, check_sizes
-from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, start_of_text_id_of, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
 
@@ -78,6 +78,8 @@ def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedT
     tokenizer = load_tokenizer(folder / TOKENIZER)
     if (vocabulary_hash(tokenizer), len(tokenizer)) != (manifest.tokenizer_hash, manifest.vocab_size):
         raise DataError(f"{folder / TOKENIZER}: not the tokenizer that made these tokens; prepare the data again")
+    if manifest.recipe["format"] == "text" and start_of_text_id_of(tokenizer) != manifest.start_of_text_id:
+        raise DataError(f"{folder}: its documents lack the tokenizer's start token; remove it to prepare it again")
     return tokenizer
 
 

@@ -48,6 +48,10 @@ class Tokenizer:
         return len(self.hf)
 
     @property
+    def start_of_text_id(self) -> int | None:
+        return start_of_text_id_of(self.hf)
+
+    @property
     def end_of_text_id(self) -> int | None:
         return cast("int | None", self.hf.eos_token_id)  # transformers' type has lists and strings too
 
@@ -55,6 +59,14 @@ class Tokenizer:
 def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
     """The id of the end-of-text token, or None."""
     return None if hf.eos_token_id is None else int(hf.eos_token_id)  # pyright: ignore[reportArgumentType]
+
+
+def start_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
+    """The id of the token that the tokenizer itself puts before every text, as Llama's does, or None."""
+    if hf.bos_token_id is None:
+        return None
+    ids = hf("", verbose=False)["input_ids"]
+    return int(ids[0]) if ids and ids[0] == hf.bos_token_id else None  # pyright: ignore[reportArgumentType, reportIndexIssue]
 
 
 def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
@@ -87,6 +99,12 @@ def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list
     Raises DataError if the tokenizer has no token for a character.
     """
     return _encode(hf, [text])[0]
+
+
+def prompt_ids(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
+    """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer itself adds one."""
+    start = start_of_text_id_of(hf)
+    return [*([] if start is None else [start]), *encode_ordinary(hf, text)]
 
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:

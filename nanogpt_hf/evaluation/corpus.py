@@ -20,7 +20,8 @@ _TEXTS_AT_ONCE = 256
 
 @dataclass(frozen=True)
 class Corpus:
-    """Concatenated documents as in training: if there are several, each ends with the end-of-text token."""
+    """Concatenated documents as in training: each after the tokenizer's start token, if it has one, and if there are
+    several, with the end-of-text token at its end."""
 
     name: str
     stream: TokenStream
@@ -76,13 +77,13 @@ def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scrat
 def corpus_of(texts: Sequence[str | None], tokenizer: Tokenizer, name: str, revision: str) -> Corpus:
     """One stream of texts, each a document. Raises DataError if the tokenizer has no token for a character."""
     end_of_text_id = tokenizer.hf.eos_token_id if len(texts) > 1 else None
-    ending = [] if end_of_text_id is None else [end_of_text_id]
+    start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
     kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
     chunks, count, size = [], 0, 0
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         batch = [text for text in texts[first : first + _TEXTS_AT_ONCE] if text]  # Hub data sets have empty rows
         for ids in tokenizer.encode_batch(batch) if batch else []:
-            chunks.append(np.concatenate((ids, ending), dtype=kind, casting="unsafe"))
+            chunks.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
         count += len(batch)
         size += sum(len(text.encode()) for text in batch)
     return Corpus(name, TokenStream(chunks), count, size, revision)

@@ -9,8 +9,8 @@ from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.chat_prompt import render_prompt
-from nanogpt_hf.data.tokenizer import encode_ordinary
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.errors import DataError, DivergedError, UserError
 from nanogpt_hf.generate import continue_text
 
@@ -28,12 +28,11 @@ class TrainingSamples:
 
     def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
         self.config, self.tokenizer, self.prompts = config, tokenizer, []
+        is_chat = config.data.format == "chat" and config.eval.samples
+        chat = ChatFormat(tokenizer, fixed_day=True) if is_chat else None
         for prompt in config.eval.samples:
-            text = prompt
-            if config.data.format == "chat":
-                text = render_prompt(tokenizer, [{"role": "user", "content": prompt}])
             try:
-                ids = encode_ordinary(tokenizer, text)
+                ids = chat.prompt_ids([{"role": "user", "content": prompt}]) if chat else prompt_ids(tokenizer, prompt)
             except DataError as error:
                 logger.info(f"eval.samples: {prompt!r:.80} is skipped: {str(error).partition('; ')[0]}")
                 continue

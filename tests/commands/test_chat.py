@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.conversations import set_chat_template
+from nanogpt_hf.data.chat_template import ChatFormat, chat_format
 from nanogpt_hf.generate import encode_chat
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
@@ -30,7 +30,7 @@ def folder(tmp_path_factory, byte_tokenizer):
     )
     GPTForCausalLM(config).save_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    set_chat_template(tokenizer, "bytes")
+    chat_format(tokenizer, "bytes")
     tokenizer.save_pretrained(path)
     return path
 
@@ -123,7 +123,7 @@ def test_too_long_question_is_refused_and_chat_continues(talk, scripted, ids_of)
 
 
 def test_encode_chat_drops_oldest_exchange_and_keeps_system_message(folder):
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer = ChatFormat(AutoTokenizer.from_pretrained(folder))
     messages = [{"role": "system", "content": "s"}]
     for number in range(4):
         messages += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]

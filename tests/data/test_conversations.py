@@ -12,7 +12,8 @@ from transformers import AutoTokenizer
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
-from nanogpt_hf.data.conversations import conversation_of, encode_conversations, set_chat_template
+from nanogpt_hf.data.chat_template import chat_format
+from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
@@ -39,9 +40,7 @@ DIFFICULT = [
 
 @pytest.fixture(scope="module")
 def gpt2():
-    tokenizer = build_tokenizer("gpt2", ()).hf
-    set_chat_template(tokenizer, "gpt2")
-    return tokenizer
+    return chat_format(build_tokenizer("gpt2", ()).hf, "gpt2")
 
 
 @pytest.fixture
@@ -153,7 +152,7 @@ def test_plain_text_and_single_conversation_are_refused(prepare_rows, text_file)
 
 def test_tokenizer_without_eos_is_refused():
     with pytest.raises(DataError, match="no end-of-text token to end an answer with"):
-        set_chat_template(char_tokenizer(list("abc")).hf, "abc")
+        chat_format(char_tokenizer(list("abc")).hf, "abc")
 
 
 def test_saved_template_gives_the_training_tokens(prepare_rows):
@@ -175,13 +174,15 @@ def test_mask_covers_answers_and_text_has_no_special_tokens(gpt2):
     for text in DIFFICULT:
         messages = [{"role": "system", "content": text}, {"role": "user", "content": text}]
         messages += [{"role": "assistant", "content": text}, *EXCHANGE]
-        (ids,), (answered,) = encode_conversations(gpt2, [messages])
-        ends = [i for i, token in enumerate(ids) if token == gpt2.eos_token_id]
+        (example,) = gpt2.examples([messages])
+        ids, answered = example.input_ids, example.assistant_mask
+        ends = [i for i, token in enumerate(ids) if token == gpt2.hf.eos_token_id]
         assert len(ends) == 2, text
         shown = text.strip().replace("<|endoftext|>", "< |endoftext|>")
-        answers = gpt2.decode([token for token, counts in zip(ids, answered, strict=True) if counts])
+        answers = gpt2.hf.decode([token for token, counts in zip(ids, answered, strict=True) if counts])
         assert answers == f"{shown}<|endoftext|>Because.<|endoftext|>"
-        prompt = gpt2.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+        prompt = gpt2.hf.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+        assert gpt2.prompt_ids(messages[:2]) == prompt
         assert ids[: len(prompt)] == prompt  # the chat command uses the tokens of training
         assert answered[: ends[0] + 1] == [0] * len(prompt) + [1] * (ends[0] + 1 - len(prompt))
 

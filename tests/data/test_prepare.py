@@ -246,7 +246,7 @@ def test_ids_are_uint16_if_they_fit(text, tmp_path):
 class FakeVocabulary:
     """A tokenizer with a vocabulary of any size, with what `prepare` uses."""
 
-    eos_token_id = None
+    bos_token_id = eos_token_id = None
 
     def __init__(self, size):
         self.size = size

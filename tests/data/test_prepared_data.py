@@ -197,7 +197,7 @@ def test_token_beyond_the_vocabulary_is_one_line(prepared):
 
 # --- the manifest ----------------------------------------------------------------------------------------------------
 
-OPTIONAL = {"file_state", "end_of_text_id", "assistant_tokens", "sha256", "shards"}
+OPTIONAL = {"file_state", "start_of_text_id", "end_of_text_id", "assistant_tokens", "sha256", "shards"}
 COUNTS = {"vocab_size", "documents", "tokens", "bytes", "assistant_tokens"}
 
 
