@@ -14,6 +14,8 @@ def _default(value: Any) -> str:
     match value:
         case None | [] | "":
             return ""
+        case dict():
+            return f"`{value}`" if value else ""
         case bool():
             return f"`{str(value).lower()}`"
         case list():
@@ -34,7 +36,7 @@ def _values(knob: Knob) -> str:
 
 
 def _type_name(option: Any) -> str:
-    return "list" if option == list[str] else option.__name__
+    return {list[str]: "list", dict[str, Any]: "mapping"}.get(option) or option.__name__
 
 
 def knob_tables() -> str:

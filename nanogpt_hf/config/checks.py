@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nanogpt_hf.config.schema import LORA_TARGETS, Config
+from nanogpt_hf.config.schema import LORA_TARGETS, Config, ModelSection
 
 # user/name on the Hub
 REPO_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{3,96}$)[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?", re.ASCII)
@@ -49,6 +49,11 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         yield Conflict(
             ("model.n_embd", "model.n_head"), f"{model.n_embd} is not a multiple of model.n_head {model.n_head}"
         )
+    if model.n_kv_head and model.n_head % model.n_kv_head:
+        yield Conflict(
+            ("model.n_kv_head", "model.n_head"), f"{model.n_kv_head} does not divide model.n_head {model.n_head}"
+        )
+    yield from _architecture_conflicts(config)
     if data.block_size > model.n_positions:
         reason = f": {finetune.model} was trained with no more; use a shorter one" if finetune.model else ""
         yield Conflict(
@@ -142,6 +147,25 @@ def accumulation_steps(config: Config, num_processes: int) -> int:
         raise ValueError(f"train.tokens_per_step: {message}")
     micro = train.min_micro_batch_size
     return train.tokens_per_step // (micro * block_size * num_processes)
+
+
+# Knobs that only our GPT-2 has, and what to use instead.
+_GPT2_ONLY = {
+    "bias": "its config may have a field such as attention_bias, for model.extra",
+    "dropout": "its config may have a field such as attention_dropout, for model.extra",
+    "activation_function": "its config may have a field such as hidden_act, for model.extra",
+}
+_OTHERS_ONLY = ("n_kv_head", "n_inner", "extra")
+
+
+def _architecture_conflicts(config: Config) -> Iterator[Conflict]:
+    """Knobs of the section `model` that its architecture does not have."""
+    model, defaults = config.model, ModelSection()
+    is_gpt2 = model.architecture == "gpt2"
+    for name in _OTHERS_ONLY if is_gpt2 else _GPT2_ONLY:
+        if getattr(model, name) != getattr(defaults, name):
+            remedy = "leave it out, or set model.architecture" if is_gpt2 else f"leave it out; {_GPT2_ONLY[name]}"
+            yield Conflict((f"model.{name}", "model.architecture"), f"{model.architecture} has no such knob; {remedy}")
 
 
 def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) -> str | None:

@@ -26,7 +26,7 @@ from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, 
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
 
 # What the choices depend on, except for those that are stated instead.
-DIAL_INPUTS = {"model.depth", "model.aspect_ratio", "model.n_positions", "model.bias"}
+DIAL_INPUTS = {"model.architecture", "model.depth", "model.aspect_ratio", "model.n_positions", "model.bias"}
 DIAL_INPUTS |= {"data.tokenizer", "data.vocab_size", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
 DIAL_INPUTS |= {"optim.name", "optim.muon_scale"}
 
@@ -49,13 +49,15 @@ def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
 def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Choice, ...]:
     """The knobs that follow from the depth, each with its reason; those in `stated` keep the value in `config`.
 
-    Raises ValueError if the size is out of bounds or the run fine-tunes.
+    Raises ValueError if the size is out of bounds, the run fine-tunes, or the architecture is not gpt2.
     """
     aspect = config.model.aspect_ratio
     ratio, block_size = config.train.tokens_per_parameter, config.data.block_size
     vocabulary, _ = vocab_size_by_name(config.data.tokenizer, config.data.vocab_size) or (GPT2_VOCAB_SIZE, "")
     if config.finetune.model:
         raise ValueError(f"{config.finetune.model} has its size already; leave it out")
+    if config.model.architecture != "gpt2":
+        raise ValueError(f"counts the parameters of gpt2, not of {config.model.architecture}; state the sizes instead")
     choices: list[Choice] = []
 
     def choose(key: str, value: Any, reason: str) -> Any:

@@ -34,7 +34,10 @@ def finetune_defaults(
         "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size,
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
-    return base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
+    defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
+    if base.get("model.architecture", "gpt2") != "gpt2":
+        del defaults["model.dropout"]
+    return defaults
 
 
 def frozen_layers_at(step: int, finetune: FinetuneSection) -> int:

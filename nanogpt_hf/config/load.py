@@ -30,7 +30,14 @@ from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 logger = logging.getLogger(__name__)
 
-_WANTED = {int: "an integer", float: "a number", bool: "true or false", str: "text", list[str]: "a list of names"}
+_WANTED: dict[Any, str] = {
+    int: "an integer",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list[str]: "a list of names",
+}
+_WANTED[dict[str, Any]] = "a mapping such as {tie_word_embeddings: true}"
 _LARGEST_RECIPE = 1_000_000  # characters
 _MAX_NODES = 100_000  # of a recipe with its aliases expanded
 _SHORT = reprlib.Repr()  # for wrong values: with aliases, a few lines of YAML stand for gigabytes
@@ -87,11 +94,35 @@ def parse_flow_list(text: str) -> list[Any]:
         raise ValueError(one_line(str(getattr(error, "problem", error)))) from None
 
 
+def _flow_mapping(text: str) -> Any:
+    try:
+        return yaml.load(text, Loader=_RecipeLoader)
+    except (yaml.YAMLError, RecursionError):
+        raise ValueError from None
+
+
+def _typed(value: Any) -> Any:
+    """The text in a tree from YAML as null, booleans, numbers or text, by YAML's later version 1.2."""
+    if isinstance(value, dict):
+        return {key: _typed(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_typed(part) for part in value]
+    for option in (type(None), bool, int, float):
+        if isinstance(value, str) and not (option is int and not re.fullmatch(r"[+-]?\d+", value)):
+            with contextlib.suppress(ValueError):
+                return _as(option, value)
+    return value
+
+
 def _as(option: Any, value: Any) -> Any:
     """`value` (text, or a list or None from YAML) as a plain type or literal. Raises ValueError if it is not one."""
     if option is type(None):
         if value is None or (isinstance(value, str) and value.lower() in ("null", "none", "~")):
             return None
+    elif option == dict[str, Any]:
+        mapping = _flow_mapping(value) if isinstance(value, str) else value
+        if isinstance(mapping, dict) and all(isinstance(key, str) for key in mapping):
+            return _typed(mapping)
     elif option == list[str] and isinstance(value, list):
         if all(isinstance(part, str) for part in value):
             return value
@@ -223,7 +254,7 @@ def load_config(
     """
     recipe = find_recipe(recipe) if recipe else None
     if isinstance(overrides, Mapping):
-        as_text = {key: str(value) for key, value in overrides.items() if not isinstance(value, list | None)}
+        as_text = {key: str(value) for key, value in overrides.items() if not isinstance(value, list | dict | None)}
         overrides = list((dict(overrides) | as_text).items())
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
     values, bad = dict(defaults or {}), set()
@@ -240,6 +271,9 @@ def load_config(
                 elif value not in (default, str(default)):
                     logger.warning(f"{origin}{key}: no longer exists and is ignored; {remedy}")
                 continue
+            if (mapping := key.rpartition(".")[0]) in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
+                # --model.extra.NAME VALUE sets one field of the mapping
+                key, value = mapping, values.get(mapping, {}) | {key.rpartition(".")[2]: value}
             if key not in KNOBS:
                 problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
                 continue
@@ -267,8 +301,13 @@ def load_config(
             problems.append(f"{origin}{key}: {conflict.message}")
     if problems:
         raise ConfigError(problems)
-    folder = os.path.expanduser(config.data.dir or f"data/{config.name}")
-    return replace_knobs(config, {"data.dir": folder, "data.tokenizer": os.path.expanduser(config.data.tokenizer)})
+    resolved = {
+        "data.dir": os.path.expanduser(config.data.dir or f"data/{config.name}"),
+        "data.tokenizer": os.path.expanduser(config.data.tokenizer),
+    }
+    if config.model.architecture == "gpt2" and config.model.init == "own":
+        resolved["model.init"] = "gpt2"
+    return replace_knobs(config, resolved)
 
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:

@@ -16,13 +16,14 @@ LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond 
 def knob(default: Any, meaning: str, *, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with its one line of meaning and its inclusive bounds."""
     metadata = {"meaning": meaning, "low": low, "high": high}
-    if isinstance(default, list):
-        return field(default_factory=lambda: list(default), metadata=metadata)
+    if isinstance(default, list | dict):
+        return field(default_factory=lambda: type(default)(default), metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 @dataclass(frozen=True)
 class ModelSection:
+    architecture: str = knob("gpt2", "gpt2, or a text-only decoder of transformers: llama, qwen3, nanochat, olmo2, ...")
     depth: int | None = knob(
         None,
         "size dial: blocks; width, heads, learning rate, batch and steps follow",
@@ -34,14 +35,21 @@ class ModelSection:
     n_head: int = knob(12, "attention heads per block; divides n_embd", low=1, high=10_000)
     n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
     n_positions: int = knob(1024, "longest context, in tokens", low=1, high=100_000_000)
+    n_kv_head: int | None = knob(None, "heads of keys and values (default: n_head); divides n_head", low=1, high=10_000)
+    n_inner: int | None = knob(
+        None, "width of the MLP (default: 4 × n_embd; of a gated MLP 8/3 × n_embd)", low=1, high=1_000_000
+    )
+    extra: dict[str, Any] = knob({}, "other fields of the architecture's config, by their names in transformers")  # noqa: RUF009
     pad_vocab_to_multiple_of: int = knob(
         1, "round the rows of the embedding up to a multiple; 64 is fast on GPUs", low=1, high=1_000_000
     )
-    bias: bool = knob(False, "biases in Linear and LayerNorm layers, as in GPT-2")
-    dropout: float = knob(0.0, "dropout probability on embeddings, attention and residuals", low=0, high=0.99)
-    activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gelu_new is GPT-2's tanh approximation")
-    init: Literal["gpt2", "zero_residual"] = knob(
-        "gpt2", "initial weights: GPT-2's, or with zeros in the layers that write to the residual stream"
+    bias: bool = knob(False, "gpt2: biases in Linear and LayerNorm layers")
+    dropout: float = knob(0.0, "gpt2: dropout probability on embeddings, attention and residuals", low=0, high=0.99)
+    activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gpt2: gelu_new is the tanh approximation")
+    init: Literal["own", "gpt2", "zero_residual"] = knob(
+        "own",
+        "initial weights: the architecture's own; with the layers that write to the residual stream scaled by "
+        "1/√(2·n_layer), as in GPT-2; or with zeros there",
     )
 
 

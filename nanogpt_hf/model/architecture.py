@@ -1,15 +1,17 @@
-"""Architecture: all that the rest of the package asks of a causal LM. GPT-2 is the first row.
+"""Architecture: all that the rest of the package asks of a causal LM: our GPT-2, or any decoder of transformers.
 
 Sizes are read from a config by the names that transformers gives every model: hidden_size, num_hidden_layers,
 num_attention_heads, max_position_embeddings, vocab_size. No other room names the classes or layers of a model, except
 the importers and exporters of one format.
 
-To add a row: write its functions as in gpt2.py, and list it in ARCHITECTURES.
+A decoder of transformers needs no code: `_decoder` makes its row from its config class (decoders.py). A model that is
+no class of transformers: write its functions as in gpt2.py, and list its row in ARCHITECTURES.
 """
 
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.schema import LORA_TARGETS, ModelSection
-from nanogpt_hf.model import gpt2
+from nanogpt_hf.model import decoders, gpt2
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -60,8 +62,9 @@ class Architecture:
     blocks: Callable[[Any], nn.ModuleList]  # transformer blocks, lowest first
     embeddings: Callable[[Any], list[nn.Module]]  # of tokens, and of positions if they are learned
     final_norm: Callable[[Any], nn.Module]
-    attention: Callable[[Any], Any]  # of a block: has q_proj, k_proj, v_proj, o_proj, scaling, head_dim
-    mlp_layers: Callable[[Any], tuple[nn.Linear, ...]]  # of a block; the last one writes to the residual
+    attention: Callable[[Any], Any]  # of a block
+    attention_layers: Callable[[Any], tuple[Any, ...]]  # linear, of a block; the last one writes to the residual
+    mlp_layers: Callable[[Any], tuple[Any, ...]]  # as attention_layers
     lora_targets: tuple[str, ...]
     layers_on_disk: dict[str, tuple[str, ...]]  # layer of a block on disk -> ours in it; empty if they are the same
 
@@ -71,11 +74,6 @@ class Architecture:
     crop_positions: Callable[[Any, int], None]  # leave only the first positions
     lookup_parameters: Callable[[Any], int]  # config -> parameters that are in no matrix product
     block_activations: Callable[[Any], BlockActivations]  # config -> without dropout and adapters
-
-    def attention_layers(self, block: nn.Module) -> tuple[nn.Linear, ...]:
-        """The linear layers q, k, v and o of a block."""
-        attention = self.attention(block)
-        return attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj
 
     def depths(self, model: PreTrainedModel) -> dict[str, int]:
         """Parameter name -> depth: 0 for embeddings, 1, 2, ... for blocks, and one more for the layers above them."""
@@ -125,6 +123,7 @@ GPT2 = Architecture(
     embeddings=lambda model: [model.transformer.wte, model.transformer.wpe],
     final_norm=lambda model: model.transformer.ln_f,
     attention=lambda block: block.attn,
+    attention_layers=lambda block: (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj, block.attn.o_proj),
     mlp_layers=lambda block: (block.mlp.fc, block.mlp.proj),
     lora_targets=tuple(LORA_TARGETS),
     layers_on_disk=GPT2_LAYOUT,
@@ -138,6 +137,44 @@ GPT2 = Architecture(
 )
 
 ARCHITECTURES = (GPT2,)
+
+
+@cache
+def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
+    """The row of a decoder of transformers. Raises ValueError if its models are not what we can train."""
+    parts = decoders.parts_of(config_class)
+    layers = (*parts.attention_layers, *parts.mlp_layers)
+
+    def in_block(names: tuple[str, ...]) -> Callable[[Any], tuple[Any, ...]]:
+        return lambda block: tuple(block.get_submodule(name) for name in names)
+
+    return Architecture(
+        name=config_class.model_type,
+        title=decoders.title_of(config_class),
+        model_types=(config_class.model_type,),
+        config_class=config_class,
+        model_class=decoders.model_class_of(config_class),
+        build_config=partial(decoders.build_config, config_class),
+        recipe_knobs=decoders.recipe_knobs,
+        load_config=decoders.load_config,
+        load_model=decoders.load_model,
+        save_model=decoders.save_model,
+        standard_config=lambda config: config,
+        blocks=lambda model: model.get_submodule(parts.blocks),
+        embeddings=decoders.embeddings,
+        final_norm=lambda model: model.get_submodule(parts.final_norm),
+        attention=lambda block: block.get_submodule(parts.attention),
+        attention_layers=in_block(parts.attention_layers),
+        mlp_layers=in_block(parts.mlp_layers),
+        lora_targets=tuple(name.rpartition(".")[2] for name in layers),
+        layers_on_disk={},
+        summed_loss=lambda model, hidden, targets: model.summed_loss(hidden, targets),
+        compile_loss=decoders.compile_loss,
+        crop_positions=lambda model, length: None,  # rotary positions are computed
+        lookup_parameters=decoders.lookup_parameters,
+        block_activations=decoders.block_activations,
+    )
+
 
 _PARTS = (
     (r"\.lora_", "adapters"),
@@ -159,27 +196,25 @@ def architecture_of(model_or_config: PreTrainedModel | PreTrainedConfig) -> Arch
     for architecture in ARCHITECTURES:
         if isinstance(config, architecture.config_class):
             return architecture
-    raise ValueError(f"{type(config).__name__} is none of the supported architectures: {supported_titles()}")
+    return _decoder(type(config))
 
 
 def architecture_of_recipe(section: ModelSection) -> Architecture:
-    """The row that a recipe's section `model` describes."""
-    return GPT2
+    """The row that a recipe's section `model` describes. Raises ValueError if there is none."""
+    return _row_of_type(section.architecture)
+
+
+def _row_of_type(model_type: str) -> Architecture:
+    for architecture in ARCHITECTURES:
+        if model_type in architecture.model_types:
+            return architecture
+    return _decoder(decoders.config_class_of(model_type))
 
 
 def architecture_on_disk(name: str, revision: str | None = None) -> Architecture:
     """The row of a model folder or of a model on the Hub. Raises ValueError if there is none."""
     raw, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
-    model_type = raw.get("model_type", GPTConfig.model_type)
-    for architecture in ARCHITECTURES:
-        if model_type in architecture.model_types:
-            return architecture
-    raise ValueError(f"{name} is a {model_type} model; supported: {supported_titles()}")
-
-
-def supported_titles() -> str:
-    """The architectures that can be loaded, for messages."""
-    return ", ".join(architecture.title for architecture in ARCHITECTURES)
+    return _row_of_type(raw.get("model_type", GPTConfig.model_type))
 
 
 def padding_rows(config: PreTrainedConfig) -> int:

@@ -1,5 +1,6 @@
 """Build a model from a recipe, load one from a folder or the Hub, and prepare it for fine-tuning."""
 
+import math
 import pickle
 import shlex
 import warnings
@@ -18,32 +19,46 @@ from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
 from nanogpt_hf.model.architecture import (
+    GPT2,
     architecture_of,
     architecture_of_recipe,
     architecture_on_disk,
     count_parameters,
-    supported_titles,
 )
 
 
 def build_config(section: ModelSection, vocab_size: int, end_of_text_id: int | None = None) -> PreTrainedConfig:
-    """The model configuration that a recipe describes, for a tokenizer of `vocab_size` tokens."""
-    return architecture_of_recipe(section).build_config(section, vocab_size, end_of_text_id)
+    """The model configuration that a recipe describes, for a tokenizer of `vocab_size` tokens.
+
+    Raises UserError if there is no such architecture, or model.extra does not fit it.
+    """
+    try:
+        architecture = architecture_of_recipe(section)
+    except ValueError as error:
+        raise UserError(f"model.architecture: {error}") from None
+    try:
+        return architecture.build_config(section, vocab_size, end_of_text_id)
+    except ValueError as error:
+        raise UserError(one_line(error)) from None
 
 
-def build_model(config: PreTrainedConfig, seed: int, init: str = "gpt2") -> PreTrainedModel:
+def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTrainedModel:
     """A model with initial weights, the same for the same seed on every process and machine.
 
-    `init` is model.init: with zero_residual each block starts as the identity, and all other weights as with gpt2.
+    `init` is model.init: with zero_residual each block starts as the identity, and all other weights as with `own`.
     """
     architecture = architecture_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
         model = architecture.model_class(config)
-    if init == "zero_residual":
-        for block in architecture.blocks(model):
-            nn.init.zeros_(architecture.attention_layers(block)[-1].weight)
-            nn.init.zeros_(architecture.mlp_layers(block)[-1].weight)
+        if init != "own" and not (init == "gpt2" and architecture is GPT2):
+            std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
+            for block in architecture.blocks(model):
+                for layer in (architecture.attention_layers(block)[-1], architecture.mlp_layers(block)[-1]):
+                    if init == "zero_residual":
+                        nn.init.zeros_(layer.weight)
+                    else:
+                        nn.init.normal_(layer.weight, std=std)
     return model
 
 
@@ -75,7 +90,7 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
 
 def _cannot_load(name: str, error: Exception) -> UserError:
     hint = "" if Path(name).exists() else "; there is no such folder, so it was looked up on the Hub"
-    return UserError(f"{name}: cannot be loaded as a {supported_titles()} model{hint}: {_reason(error)}")
+    return UserError(f"{name}: cannot be loaded as a language model{hint}: {_reason(error)}")
 
 
 def _check_enough_weights(folder: Path) -> None:
@@ -107,7 +122,7 @@ def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, ste
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
         return build_model(model_config, config.train.seed, config.model.init)
-    options: dict[str, Any] = {"dropout": config.model.dropout}
+    options: dict[str, Any] = {"dropout": config.model.dropout} if config.model.architecture == "gpt2" else {}
     if lora.quantize:
         options["quantization_config"] = _quantization(lora.quantize)
     model = load_model(finetune.model, finetune.revision, **options)

@@ -35,7 +35,7 @@ def recipe_knobs(config: GPTConfig) -> dict[str, Any]:
     activations = kind_options(KNOBS["model.activation_function"].kind)
     if config.activation_function not in activations:
         raise ValueError(f"its activation_function {config.activation_function} is none of {', '.join(activations)}")
-    return {f"model.{name}": getattr(config, name) for name in _KNOBS}
+    return {"model.architecture": "gpt2"} | {f"model.{name}": getattr(config, name) for name in _KNOBS}
 
 
 def load_config(name: str, revision: str | None = None) -> GPTConfig:

@@ -8,6 +8,7 @@ Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's ma
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -31,12 +32,25 @@ def rows_of_a_chunk(rows: int, vocab_size: int) -> int:
     return next((size for size in range(limit, limit // 2, -1) if rows % size == 0), limit)
 
 
-def loss_and_gradient(rows: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab_size: int):
+def cap_logits(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    """Final logit soft-capping: softcap * tanh(logits / softcap), as in Gemma 2 (arXiv:2408.00118)."""
+    return logits if softcap is None else torch.tanh(logits / softcap) * softcap
+
+
+def loss_and_gradient(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+):
     """(R, C), (V, C), (R,) -> summed cross-entropy in float32, and its gradient by the logits (R, V) in rows' dtype.
 
-    The gradient is softmax minus one at the target; for rows with an IGNORED target, as if it were token 0.
+    The gradient, by the logits before they are capped, is softmax minus one at the target; for rows with an IGNORED
+    target, as if it were token 0.
     """
-    logits = F.linear(rows, weight)
+    logits = cap_logits(F.linear(rows, weight, bias), softcap)
     logits[:, vocab_size:] = -torch.inf  # softmax 0; slicing instead would copy
     log_softmax = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     counts = targets != IGNORED
@@ -44,6 +58,9 @@ def loss_and_gradient(rows: torch.Tensor, weight: torch.Tensor, targets: torch.T
     loss = -log_softmax.gather(1, index)[:, 0].where(counts, 0.0).sum()
     gradient = log_softmax.exp_()
     gradient.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=gradient.dtype))
+    if softcap is not None:  # the derivative of the cap is 1 - tanh²; its factor is in place of the logits
+        factor = logits[:, :vocab_size].div_(softcap).square_().neg_().add_(1)
+        gradient[:, :vocab_size] *= factor
     return loss, gradient.to(rows.dtype)
 
 
@@ -54,6 +71,7 @@ class Head(nn.Linear):
     """
 
     loss_and_gradient = staticmethod(loss_and_gradient)
+    softcap: float | None = None  # of the loss; forward without targets returns the logits before they are capped
 
     def set_loss_and_gradient(self, compiled: Callable) -> None:
         """Use a compiled `loss_and_gradient`."""
@@ -64,23 +82,29 @@ class Head(nn.Linear):
             return super().forward(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size)
         if size < len(hidden) and torch.is_grad_enabled():
-            return _LossWithGradients.apply(hidden, self.weight, targets, vocab_size, size, self.loss_and_gradient)
-        return _loss_in_chunks(super().forward, hidden, targets, vocab_size)
+            gradient = self.loss_and_gradient
+            if self.softcap is not None:
+                gradient = partial(gradient, softcap=self.softcap)
+            return _LossWithGradients.apply(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
+        return _loss_in_chunks(super().forward, hidden, targets, vocab_size, self.softcap)
 
 
-def summed_loss(head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int) -> torch.Tensor:
+def summed_loss(
+    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, softcap: float | None = None
+) -> torch.Tensor:
     """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are padding.
 
-    A head that replaces ours (an adapter, a quantised one) computes only logits.
+    A head that replaces ours (an adapter, a quantised one) computes only logits; `softcap` is for it.
     """
     if isinstance(head, Head):
         return head(hidden, targets, vocab_size)
-    return _loss_in_chunks(head, hidden, targets, vocab_size)
+    return _loss_in_chunks(head, hidden, targets, vocab_size, softcap)
 
 
-def _loss_in_chunks(logits_of, hidden, targets, vocab_size):
+def _loss_in_chunks(logits_of, hidden, targets, vocab_size, softcap):
     def loss_of(rows, row_targets):
-        return F.cross_entropy(logits_of(rows)[:, :vocab_size].float(), row_targets, reduction="sum")
+        logits = cap_logits(logits_of(rows)[:, :vocab_size], softcap)
+        return F.cross_entropy(logits.float(), row_targets, reduction="sum")
 
     size = rows_of_a_chunk(len(hidden), vocab_size)
     if size == len(hidden):
@@ -100,16 +124,19 @@ class _LossWithGradients(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, targets, vocab_size, size, gradient):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        needs_hidden, needs_weight, *_ = ctx.needs_input_grad
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
         hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
         # summed in float32, whatever the dtype of the chunks
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
+        bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
         total = torch.zeros((), device=hidden.device)
         with torch.autocast(device, enabled=False):
             matrix = weight.to(dtype)
+            if bias is not None:
+                gradient = partial(gradient, bias=bias.to(dtype))
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
                 rows, counts = hidden[chunk].to(dtype), (targets[chunk] != IGNORED)[:, None]
@@ -121,17 +148,21 @@ class _LossWithGradients(torch.autograd.Function):
                     weight_gradient.addmm_(by_logits.T, rows * counts)
                 elif weight_gradient is not None:
                     weight_gradient += by_logits.T @ (rows * counts)
-        ctx.save_for_backward(hidden_gradient, weight_gradient)
+                if bias_gradient is not None:
+                    bias_gradient += (by_logits * counts).sum(0)
+        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
         ctx.weight_dtype = weight.dtype
         return total
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, by_total):  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_gradient, weight_gradient = ctx.saved_tensors
+        hidden_gradient, weight_gradient, bias_gradient = ctx.saved_tensors
         if hidden_gradient is not None:
             # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up to 0.4%
             hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
         if weight_gradient is not None:
             weight_gradient = weight_gradient.mul_(by_total).to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, None, None, None, None
+        if bias_gradient is not None:
+            bias_gradient = (bias_gradient * by_total).to(ctx.weight_dtype)
+        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None

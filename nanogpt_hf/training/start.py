@@ -46,6 +46,7 @@ def train(
     from nanogpt_hf.data.summary import prepare_with_summary
     from nanogpt_hf.distributed.accelerator import check_launch
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
+    from nanogpt_hf.model.build import build_config
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.training import loop
 
@@ -55,6 +56,8 @@ def train(
     main_process = Mesh.from_environment().is_main
     _check_separate(folder.path, Path(config.data.dir))
     check_launch(config)
+    if config.finetune.model is None:
+        build_config(config.model, vocab_size=256)  # raises for a wrong section `model` before the data is prepared
     for line in dial_lines(config):
         logger.info(line)
     if auto_resume and (resume or overwrite):
@@ -145,6 +148,8 @@ def leave_busy_cores(busy_cores: float) -> None:
 
 def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     """The last lines of a finished run: steps and time, best loss, files, and the next command."""
+    from nanogpt_hf.model.architecture import architecture_of_recipe
+
     best = "none"
     if state.best_loss is not None:
         best = f"{format_number(state.best_loss, 4)} at step {state.best_step:,}"
@@ -155,7 +160,8 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     ]
     if state.step < config.train.max_steps:
         lines.append(f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)")
-    opens_as = "with peft's AutoPeftModelForCausalLM" if _is_adapter(config) else "as plain GPT-2"
+    title = architecture_of_recipe(config.model).title
+    opens_as = "with peft's AutoPeftModelForCausalLM" if _is_adapter(config) else f"as plain {title}"
     lines.append(f"  model    {folder.best} (the best), {folder.final} (the last); both open {opens_as}")
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
     lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]  # a short run has no curve

@@ -182,7 +182,7 @@ def test_export_gguf(capsys, tmp_path):
     assert lines[3].startswith("  readers of GGUF compute the tanh form of GELU, this model has the exact one")
     assert 0 < float(lines[3].rpartition(" ")[2]) < 0.1
     assert main(["sample", str(tmp_path / "out")]) == 2  # a folder for other programs: one line, no traceback
-    assert "cannot be loaded as a GPT-2 model" in capsys.readouterr().err
+    assert "cannot be loaded as a language model" in capsys.readouterr().err
 
 
 @pytest.mark.long

@@ -62,7 +62,7 @@ def test_the_last_override_of_a_knob_counts(recipe):
 
 def test_recipe_changes_only_the_knobs_it_states(recipe):
     config, defaults = load_config(recipe(MINIMAL + "train: {seed: 7}\n")), Config()
-    stated = {"data.source", "data.dir", "train.seed"}
+    stated = {"data.source", "data.dir", "train.seed", "model.init"}
     assert {key for key in KNOBS if get_value(config, key) != get_value(defaults, key)} == stated
 
 
@@ -524,3 +524,50 @@ def test_divisors(number):
 def test_divisors_of_large_numbers_are_fast():
     assert divisors(10**10)[-2:] == [5 * 10**9, 10**10]
     assert divisors(9_999_999_967) == [1, 9_999_999_967]
+
+
+def test_extra_fields_of_an_architecture(recipe):
+    path = recipe(
+        MINIMAL + "model: {architecture: llama, extra: {rms_norm_eps: 1e-5, rope_parameters: {rope_theta: 5e5}}}"
+    )
+    overrides = [("model.extra.attention_bias", "true"), ("model.extra.hidden_act", "relu"), ("model.n_kv_head", "4")]
+    config = load_config(path, overrides)
+    fields = {
+        "rms_norm_eps": 1e-5,
+        "rope_parameters": {"rope_theta": 5e5},
+        "attention_bias": True,
+        "hidden_act": "relu",
+    }
+    assert config.model.extra == fields
+    assert load_config(recipe(config_to_yaml(config))) == config
+    assert load_config(path, [("model.extra", "{a: 1, b: null, c: [1.5, x]}")]).model.extra == {
+        "a": 1,
+        "b": None,
+        "c": [1.5, "x"],
+    }
+    assert load_config(path, {"model.extra": {"a": 2}}).model.extra == {"a": 2}
+    assert problems(path, [("model.extra", "7")]) == [
+        "--model.extra: expected a mapping such as {tie_word_embeddings: true}, got '7'"
+    ]
+
+
+def test_knobs_of_another_architecture_are_refused(recipe):
+    llama = recipe(MINIMAL + "model: {architecture: llama, bias: true, dropout: 0.1, n_kv_head: 5}")
+    assert problems(llama) == [
+        "model.n_kv_head: 5 does not divide model.n_head 12",
+        "model.bias: llama has no such knob; leave it out; its config may have a field such as attention_bias, for "
+        "model.extra",
+        "model.dropout: llama has no such knob; leave it out; its config may have a field such as attention_dropout, "
+        "for model.extra",
+    ]
+    [problem] = problems(recipe(MINIMAL + "model: {n_inner: 64}", "gpt2.yaml"))
+    assert problem == "model.n_inner: gpt2 has no such knob; leave it out, or set model.architecture"
+    [problem] = problems(
+        llama, [("model.bias", "false"), ("model.dropout", "0"), ("model.n_kv_head", "6"), ("model.depth", "4")]
+    )
+    assert "counts the parameters of gpt2, not of llama" in problem
+
+
+def test_own_initial_weights_of_gpt2_are_gpt2s(recipe):
+    assert load_config(recipe(MINIMAL)).model.init == "gpt2"
+    assert load_config(recipe(MINIMAL + "model: {architecture: llama}")).model.init == "own"

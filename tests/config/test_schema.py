@@ -27,7 +27,7 @@ def test_knob_has_meaning_and_default_of_its_type(key):
     assert knob.default in options or isinstance(knob.default, kinds)
 
 
-@pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if not isinstance(knob.default, list)])
+@pytest.mark.parametrize("key", [key for key, knob in KNOBS.items() if not isinstance(knob.default, list | dict)])
 def test_default_is_equal_after_write_and_read(key):
     knob = KNOBS[key]
     assert convert(knob, None if knob.default is None else str(knob.default)) == knob.default

@@ -52,7 +52,7 @@ def test_folder_without_model_is_one_line(tmp_path):
         load_model("nobody/nothing")
     assert "\n" not in str(caught.value)
     (tmp_path / "config.json").write_text("{")
-    with pytest.raises(UserError, match="cannot be loaded as a GPT-2 model"):
+    with pytest.raises(UserError, match="cannot be loaded as a language model"):
         load_model(str(tmp_path))
 
 
@@ -68,7 +68,7 @@ def refusal(folder) -> str:
         load_model(str(folder))
     assert "\n" not in str(error.value)
     assert len(str(error.value)) < 500
-    return str(error.value).removeprefix(f"{folder}: cannot be loaded as a GPT-2 model: ")
+    return str(error.value).removeprefix(f"{folder}: cannot be loaded as a language model: ")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,348 @@
+"""Any text-only decoder of transformers behind the seam of architecture.py: Llama, Qwen3, OLMo 2, nanochat, ...
+
+The models are transformers' own classes, with our loss, which holds no logits of the whole batch. Nothing here names
+one of them: the parts of a model are found by its config's fields, `_no_split_modules` and the types of its layers.
+"""
+
+import dataclasses
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from torch.nn import functional as F
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.utils.generic import can_return_tuple
+
+from nanogpt_hf.config.schema import KNOBS, ModelSection
+from nanogpt_hf.errors import did_you_mean, one_line
+from nanogpt_hf.model.loss_gpt import Head, cap_logits, loss_and_gradient, summed_loss
+
+# Knob of the section `model` -> name of the size in transformers; a config may have another, by its attribute_map.
+SIZES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_kv_head": "num_key_value_heads",
+    "n_inner": "intermediate_size",
+}
+_OPTIONAL_SIZES = ("n_kv_head", "n_inner")
+_INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Names of the parts of a model: those of the model, and those of layers in a block."""
+
+    blocks: str
+    final_norm: str
+    attention: str
+    attention_layers: tuple[str, ...]  # linear layers; the last one writes to the residual stream
+    mlp_layers: tuple[str, ...]
+
+
+def config_class_of(model_type: str) -> type[PreTrainedConfig]:
+    """The config class of a decoder of transformers. Raises ValueError if it is none, or none that we train."""
+    known = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+    if model_type not in known:
+        reason = "is not a causal language model" if model_type in CONFIG_MAPPING else "is no model type"
+        raise ValueError(f"{model_type} {reason} of transformers{did_you_mean(model_type, ['gpt2', *known])}")
+    parts_of(known[model_type])
+    return known[model_type]
+
+
+def _field(config_class: type[PreTrainedConfig], name: str) -> str | None:
+    """The field of a config for a standard name; None if it has none."""
+    name = config_class.attribute_map.get(name, name)
+    return name if name in {field.name for field in dataclasses.fields(config_class)} else None
+
+
+@cache
+def parts_of(config_class: type[PreTrainedConfig]) -> Parts:
+    """The parts of a config class's models. Raises ValueError with the reason if they are not those of a decoder."""
+    kind = config_class.model_type
+    models: Any = config_class.sub_configs
+    if models:
+        raise ValueError(f"{kind} consists of several models ({', '.join(models)}), and is not supported")
+    for knob, standard in SIZES.items():
+        if knob not in _OPTIONAL_SIZES and _field(config_class, standard) is None:
+            raise ValueError(f"{kind} has no {standard}, and is not supported")
+    if _field(config_class, "is_decoder"):
+        raise ValueError(f"{kind} is an encoder that can be made a decoder, and is not supported")
+    try:
+        one_block: dict[str, Any] = {str(_field(config_class, SIZES["n_layer"])): 1}
+        config = config_class(**one_block)
+        with torch.device("meta"):
+            model = standard_class(config_class)(config)
+    except Exception as error:
+        raise ValueError(f"{kind} cannot be built with one block: {one_line(error, 100)}") from error
+    if config.is_encoder_decoder:
+        raise ValueError(f"{kind} has an encoder, and is not supported")
+    return _find_parts(kind, model)
+
+
+def _find_parts(kind: str, model: PreTrainedModel) -> Parts:
+    names = set(model._no_split_modules or ())
+    lists = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and type(m[0]).__name__ in names]
+    if len(lists) != 1:
+        raise ValueError(f"{kind} has no single list of blocks, and is not supported")
+    container, _, _ = lists[0].rpartition(".")
+    norms = [n for n, m in model.get_submodule(container).named_children() if "norm" in type(m).__name__.lower()]
+    blocks: Any = model.get_submodule(lists[0])
+    block = blocks[0]
+    if any(p.dim() > 2 for p in blocks.parameters()):
+        raise ValueError(f"{kind} has experts or convolutions in its blocks, and is not supported")
+    if len({tuple(name for name, _ in block.named_parameters()) for block in blocks}) != 1:
+        raise ValueError(f"{kind} has blocks of different kinds, and is not supported")
+    attention = [name for name, module in block.named_children() if "Attention" in type(module).__name__]
+    if len(attention) != 1 or not norms or not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ValueError(f"{kind} has no single attention layer in a block, final norm or head, and is not supported")
+    linear = [name for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+    inside = tuple(name for name in linear if name.startswith(f"{attention[0]}."))
+    outside = tuple(name for name in linear if name not in inside)
+    if not inside or not outside:
+        raise ValueError(f"{kind} has no linear layers in its attention or MLP, and is not supported")
+    width = model.config.hidden_size
+    layers = (_output_last(block, names, width) for names in (inside, outside))
+    return Parts(lists[0], f"{container}.{norms[-1]}", attention[0], *layers)
+
+
+def _output_last(block: nn.Module, names: tuple[str, ...], width: int) -> tuple[str, ...]:
+    """The layers with the one that writes to the residual stream at the end: the last that is as wide."""
+    wide = [name for name in names if block.get_submodule(name).out_features == width]
+    return (*(name for name in names if name != wide[-1]), wide[-1])
+
+
+class _WithSummedLoss(PreTrainedModel):
+    """Mixin for a causal LM of transformers: the loss of loss_gpt.py."""
+
+    def __init__(self, config: PreTrainedConfig):
+        super().__init__(config)
+        head: Any = self.get_output_embeddings()
+        self._softcap, self._is_linear = None, False
+        for softcap in (None, getattr(config, "final_logit_softcapping", None)):
+            if not self._is_linear and _head_is_linear(type(self), config, softcap):
+                self._softcap, self._is_linear = softcap, True
+        if self._is_linear:
+            head.__class__ = Head
+            head.softcap = self._softcap
+
+    def summed_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
+        head: Any = self.get_output_embeddings()
+        return summed_loss(head, hidden, targets, self.config.vocab_size, self._softcap)
+
+    @can_return_tuple
+    def forward(
+        self,
+        input_ids=None,
+        labels=None,
+        num_items_in_batch=None,
+        skip_logits=None,
+        use_cache=None,
+        logits_to_keep=0,
+        **kwargs,
+    ):
+        """As GPTForCausalLM.forward. A head that computes more than capped products has transformers' own loss."""
+        shift_labels = kwargs.pop("shift_labels", None)
+        if shift_labels is None and labels is not None:
+            shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        if shift_labels is None:
+            return super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+        use_cache = bool(use_cache)
+        targets = shift_labels.reshape(-1)
+        items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
+        if not self._is_linear:
+            out = super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+            logits = out.logits.float().flatten(0, 1)
+            out.loss = F.cross_entropy(logits, targets.to(logits.device), reduction="sum") / items
+            return out
+        out = self.base_model(input_ids=input_ids, use_cache=use_cache, **kwargs)
+        hidden, logits = out.last_hidden_state, None
+        loss = self.summed_loss(hidden.flatten(0, 1), targets.to(hidden.device)) / items
+        if not (self.training if skip_logits is None else skip_logits):
+            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            head: Any = self.get_output_embeddings()
+            logits = cap_logits(head(hidden[:, kept]), self._softcap)
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+
+class _Hidden(nn.Module):
+    """A base model whose last hidden state is fixed."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
+        return BaseModelOutputWithPast(last_hidden_state=_wave(1, 4, 8))
+
+
+def _wave(*shape: int) -> torch.Tensor:
+    """Fixed values between -3 and 3, without a random generator; on the CPU also while models are built elsewhere."""
+    count = torch.Size(shape).numel()
+    return 3 * torch.sin(torch.arange(count, dtype=torch.float32, device="cpu") ** 1.5).view(shape)
+
+
+@torch.no_grad()
+def _head_is_linear(model_class: type[PreTrainedModel], config: PreTrainedConfig, softcap: float | None) -> bool:
+    """Whether the logits of a class are the product with its head, capped by `softcap`: its forward on a tiny head."""
+    standard = standard_class(type(config))
+    probe: Any = standard.__new__(standard)
+    nn.Module.__init__(probe)
+    probe.config, probe.vocab_size = config, 16
+    head: Any = nn.utils.skip_init(nn.Linear, 8, 16, bias=False, device="cpu", dtype=torch.float32)
+    head.weight.copy_(_wave(16, 8))
+    setattr(probe, standard.base_model_prefix, _Hidden())
+    probe.lm_head = head
+    try:
+        logits = probe(input_ids=torch.zeros(1, 4, dtype=torch.long, device="cpu"), return_dict=True).logits
+    except Exception:  # it reads more of the model than its head
+        return False
+    expected = cap_logits(head(_wave(1, 4, 8)), softcap)
+    return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
+
+
+def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """The class of transformers that AutoModelForCausalLM builds."""
+    standard: Any = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+    return standard
+
+
+@cache
+def model_class_of(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
+    """The class of transformers with our loss. It has the same name, which config.json records."""
+    standard = standard_class(config_class)
+    return type(standard.__name__, (_WithSummedLoss, standard), {"__module__": __name__})
+
+
+def title_of(config_class: type[PreTrainedConfig]) -> str:
+    """The name of an architecture for messages and cards: `Qwen3` of Qwen3ForCausalLM."""
+    return re.sub(r"(ForCausalLM|LMHeadModel)$", "", standard_class(config_class).__name__)
+
+
+def build_config(
+    config_class: type[PreTrainedConfig], section: ModelSection, vocab_size: int, end_of_text_id: int | None
+) -> PreTrainedConfig:
+    """The configuration that a recipe describes. Raises ValueError if model.extra does not fit the config's fields."""
+    names = {field.name for field in dataclasses.fields(config_class)} - {"architectures", "transformers_version"}
+    sizes = {_field(config_class, standard): getattr(section, knob) for knob, standard in SIZES.items()}
+    sizes[_field(config_class, "num_key_value_heads")] = section.n_kv_head or section.n_head
+    sizes[_field(config_class, "intermediate_size")] = section.n_inner or _inner_size(config_class, section.n_embd)
+    sizes[_field(config_class, "head_dim")] = section.n_embd // section.n_head
+    sizes |= {"vocab_size": vocab_size, "bos_token_id": end_of_text_id, "eos_token_id": end_of_text_id}
+    sizes["pad_token_id"] = None
+    for name in section.extra:
+        knob = next(
+            (knob for knob, standard in SIZES.items() if name in (standard, _field(config_class, standard))), ""
+        )
+        if knob or name == "vocab_size":
+            owner = f"model.{knob}" if knob else "the size of the tokenizer"
+            raise ValueError(f"model.extra.{name}: is {owner}; leave it out")
+        if name not in names:
+            near = did_you_mean(name, names)
+            raise ValueError(f"model.extra.{name}: {config_class.model_type}'s config has no such field{near}")
+    for knob in _OPTIONAL_SIZES:
+        if getattr(section, knob) is not None and _field(config_class, SIZES[knob]) is None:
+            raise ValueError(f"model.{knob}: {config_class.model_type}'s config has no {SIZES[knob]}; leave it out")
+    values = {name: value for name, value in sizes.items() if name is not None} | section.extra
+    try:
+        config = config_class(**values)
+        with torch.device("meta"):
+            model = model_class_of(config_class)(config)
+    except (StrictDataclassError, AssertionError, ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"model.extra: {config_class.model_type}'s config: {_field_error(error)}") from error
+    if _find_parts(config_class.model_type, model) != parts_of(config_class):
+        raise ValueError(f"model.extra: gives {config_class.model_type} other layers than its defaults, not supported")
+    return config
+
+
+def _field_error(error: Exception) -> str:
+    """`hidden_act expected str, got int (value: 3)` of transformers' error of several lines."""
+    match = re.search(r"Field '(\w+)' (expected .*)", str(error))
+    return f"{match[1]} {match[2]}" if match else one_line(error)
+
+
+def _inner_size(config_class: type[PreTrainedConfig], width: int) -> int:
+    """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that both cost the same."""
+    if len(parts_of(config_class).mlp_layers) < 3:
+        return 4 * width
+    return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
+
+
+def recipe_knobs(config: PreTrainedConfig) -> dict[str, Any]:
+    """The knobs `model.*` that describe a model."""
+    sizes = {f"model.{knob}": getattr(config, name, None) for knob, name in SIZES.items()}
+    return {"model.architecture": config.model_type, **sizes}
+
+
+def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a model folder or of a model on the Hub."""
+    config = AutoConfig.from_pretrained(name, revision=revision or "main", trust_remote_code=False)
+    parts_of(type(config))
+    for knob, size in SIZES.items():  # a damaged file might describe a model that takes hours to build
+        bounds: Any = KNOBS[f"model.{knob}"]
+        low, high, value = bounds.low, bounds.high, getattr(config, size, None)
+        if not (value is None and knob in _OPTIONAL_SIZES) and not low <= value <= high:
+            raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
+    return config
+
+
+def load_model(name: str, revision: str | None = None, **options: Any) -> PreTrainedModel:
+    """The model in a folder or on the Hub in float32. Raises ValueError if its weights do not fit."""
+    config = load_config(name, revision)
+    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "trust_remote_code": False} | options
+    loaded: Any = model_class_of(type(config)).from_pretrained(
+        name, revision=revision or "main", config=config, output_loading_info=True, **options
+    )
+    model, info = loaded
+    wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]
+    if wrong:
+        raise ValueError(f"{name} is not a {config.model_type} checkpoint; {'; '.join(wrong)}")
+    return model
+
+
+def save_model(folder: Path, config: PreTrainedConfig, weights: dict[str, torch.Tensor], max_shard_size: str) -> None:
+    """Write `weights` (in the dtype they have) as what they are: a model of transformers."""
+    with torch.device("meta"):
+        model: Any = model_class_of(type(config))(config)
+        model = model.to(next(iter(weights.values())).dtype)
+    model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
+
+
+def embeddings(model: PreTrainedModel) -> list[nn.Module]:
+    """Embeddings of tokens, and of positions if they are learned."""
+    return list(_outside_blocks(model, nn.Embedding))
+
+
+def _outside_blocks(model: PreTrainedModel, kind: type[nn.Module]) -> Iterator[nn.Module]:
+    blocks = parts_of(type(model.config)).blocks
+    return (m for name, m in model.named_modules() if isinstance(m, kind) and not name.startswith(f"{blocks}."))
+
+
+def compile_loss(model: PreTrainedModel, **options: Any) -> None:
+    """Compile the product with the head and the cross-entropy; `options` are torch.compile's."""
+    head = model.get_output_embeddings()
+    if isinstance(head, Head):
+        head.set_loss_and_gradient(torch.compile(loss_and_gradient, **options))
+
+
+def block_activations(config: PreTrainedConfig) -> Any:
+    raise NotImplementedError
+
+
+def lookup_parameters(config: PreTrainedConfig) -> int:
+    """Parameters that are in no matrix product: those of the embeddings, but for one that is the head too."""
+    with torch.device("meta"):
+        model = model_class_of(type(config))(config)
+    head: Any = model.get_output_embeddings()
+    return sum(p.numel() for module in embeddings(model) for p in module.parameters() if p is not head.weight)

@@ -1,0 +1,167 @@
+"""Decoders of transformers as rows of Architecture: loss, gradients, initial weights, folders on disk, refusals."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PhiConfig
+
+from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import loss_gpt
+from nanogpt_hf.model.architecture import architecture_of, count_parameters, part_of
+from nanogpt_hf.model.build import build_config, build_model, load_model
+from nanogpt_hf.model.decoders import model_class_of, parts_of
+
+DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
+VOCAB = 61
+
+
+def section(architecture: str, **knobs) -> ModelSection:
+    return ModelSection(architecture=architecture, n_layer=2, n_head=4, n_embd=32, n_positions=32, **knobs)
+
+
+def model_of(architecture: str, seed: int = 0, **knobs):
+    """A tiny model with weights large enough that a mistake shows."""
+    model = build_model(build_config(section(architecture, **knobs), VOCAB), seed)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
+    return model
+
+
+def batch(rows: int = 3, length: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
+    labels = ids.roll(-1, 1)
+    labels[:, -3:] = -100
+    return ids, labels
+
+
+def gradients(model, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_loss_and_gradients_are_those_of_transformers(architecture, tied, chunked, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
+    model = model_of(architecture, n_kv_head=2, extra={"tie_word_embeddings": tied}).train()
+    standard = AutoModelForCausalLM.from_config(model.config).train()
+    standard.load_state_dict(model.state_dict())
+    ids, labels = batch()
+    theirs = standard(input_ids=ids, labels=ids, shift_labels=labels, num_items_in_batch=7).loss
+    ours = model(input_ids=ids, shift_labels=labels, num_items_in_batch=7, skip_logits=True)
+    assert ours.logits is None
+    torch.testing.assert_close(ours.loss, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(model, ours.loss), gradients(standard, theirs), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config_class", "linear"),
+    [(Gemma2Config, True), (PhiConfig, True), (GraniteConfig, False)],
+    ids=["softcap", "bias", "scaled logits"],
+)
+def test_heads_with_softcap_bias_and_scale(config_class, linear, monkeypatch):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
+    extra = {"final_logit_softcapping": 2.0} if linear and config_class is Gemma2Config else {}
+    extra |= {} if linear else {"logits_scaling": 3.0}
+    model = model_of(config_class.model_type, extra=extra).train()
+    assert model._is_linear == linear
+    standard = AutoModelForCausalLM.from_config(model.config).train()
+    standard.load_state_dict(model.state_dict())
+    ids, labels = batch()
+    theirs = standard(input_ids=ids, labels=ids, shift_labels=labels).loss
+    ours = model(input_ids=ids, shift_labels=labels).loss
+    torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(gradients(model, ours), gradients(standard, theirs), atol=1e-5, rtol=1e-5)
+    model.eval()
+    out = model(input_ids=ids, shift_labels=labels, skip_logits=False)
+    torch.testing.assert_close(out.logits, standard.eval()(ids).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_saved_folder_opens_in_transformers(architecture, tmp_path):
+    model = model_of(architecture, n_kv_head=2).eval()
+    row = architecture_of(model)
+    row.save_model(tmp_path, model.config, model.state_dict(), "1GB")
+    standard = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert type(standard) is not type(model)
+    assert type(standard).__name__ == type(model).__name__ == standard.config.architectures[0]
+    ids, _ = batch()
+    assert torch.equal(standard(ids).logits, model(ids).logits)
+    again = load_model(str(tmp_path)).eval()
+    assert type(again) is type(model)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    knobs = row.recipe_knobs(again.config)
+    assert knobs["model.architecture"] == architecture
+    assert (knobs["model.n_layer"], knobs["model.n_kv_head"], knobs["model.n_positions"]) == (2, 2, 32)
+
+
+@pytest.mark.parametrize("architecture", DECODERS)
+def test_parts_of_a_block(architecture):
+    model = model_of(architecture)
+    row = architecture_of(model)
+    block = row.blocks(model)[0]
+    assert row.attention_layers(block)[-1] is block.self_attn.o_proj
+    assert row.mlp_layers(block)[-1].out_features == 32
+    assert row.embeddings(model) == [model.model.embed_tokens]
+    assert row.final_norm(model) is model.model.norm
+    assert {part_of(name) for name, _ in model.named_parameters()} >= {"attention", "MLP", "token embedding and head"}
+    assert count_parameters(model.config) == model.num_parameters()
+
+
+def test_initial_weights_own_gpt2_and_zero_residual():
+    config = build_config(ModelSection(architecture="llama", n_layer=8, n_head=4, n_embd=64, n_positions=32), VOCAB)
+    own, gpt2, zeros = (build_model(config, 0, init) for init in ("own", "gpt2", "zero_residual"))
+    row = architecture_of(config)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        std = [
+            torch.cat([b.get_submodule(name).weight for b in row.blocks(m)]).std().item() for m in (own, gpt2, zeros)
+        ]
+        assert std == pytest.approx([0.02, 0.005, 0], rel=0.05)
+    for model in (gpt2, zeros):
+        assert torch.equal(model.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight)
+
+
+def test_default_inner_width_costs_the_same_gated_or_not():
+    gated, plain = (build_config(section(name), VOCAB).intermediate_size for name in ("llama", "nanochat"))
+    assert (gated, plain) == (96, 128)
+
+
+@pytest.mark.parametrize(
+    ("knobs", "message"),
+    [
+        ({"architecture": "qwen4"}, "model.architecture: qwen4 is no model type of transformers; did you mean qwen"),
+        ({"architecture": "t5"}, "model.architecture: t5 is not a causal language model"),
+        ({"architecture": "gemma3"}, "several models"),
+        ({"architecture": "bert"}, "is an encoder"),
+        ({"architecture": "mixtral"}, "experts"),
+        ({"architecture": "mamba"}, "has no"),
+        ({"architecture": "llama", "extra": {"atention_bias": True}}, "no such field; did you mean attention_bias"),
+        ({"architecture": "llama", "extra": {"attention_bias": "maybe"}}, "attention_bias expected bool, got str"),
+        ({"architecture": "llama", "extra": {"hidden_size": 7}}, "model.extra.hidden_size: is model.n_embd"),
+        ({"architecture": "llama", "extra": {"hidden_act": "selu2"}}, "selu2"),
+        ({"architecture": "qwen3", "extra": {"layer_types": ["full_attention"]}}, "layer_types"),
+    ],
+)
+def test_build_config_refuses_what_does_not_fit(knobs, message):
+    with pytest.raises(UserError) as error:
+        build_config(ModelSection(n_layer=2, n_head=4, n_embd=32, n_positions=32, **knobs), VOCAB)
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_padding_targets_do_not_count():
+    model = model_of("qwen3").eval()
+    ids, labels = batch()
+    loss = model(input_ids=ids, shift_labels=labels).loss
+    logits = model(input_ids=ids).logits
+    torch.testing.assert_close(loss, F.cross_entropy(logits.flatten(0, 1), labels.flatten()))
+
+
+def test_parts_are_found_once():
+    assert parts_of(Gemma2Config) is parts_of(Gemma2Config)
+    assert model_class_of(Gemma2Config) is model_class_of(Gemma2Config)
