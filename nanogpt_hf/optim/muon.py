@@ -14,30 +14,73 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 MOMENTUM = "momentum_buffer"  # the state of a matrix, as torch.optim.Muon names it
 UpdateScale = Literal["original", "match_rms_adamw"]
-_ITERATIONS, _COEFFICIENTS, _EPS = 5, (3.4445, -4.7750, 2.0315), 1e-7  # of Jordan et al., as in torch.optim.Muon
+_COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7  # of Jordan et al., as in torch.optim.Muon
+# Iterations between two products with the whole matrix, if the shorter way is used: five in all. In one pass of five
+# the rounding errors would be 60 times those of plain iterations.
+_PASSES = (3, 2)
+_ITERATIONS = sum(_PASSES)
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iteration on a batch (K, rows, columns): singular values come out between about 0.7 and 1.2."""
+    """Newton-Schulz iteration on a batch (K, rows, columns): singular values come out between about 0.7 and 1.2.
+
+    An iteration is x <- (a + b·A + c·A²)·x with A = x·xᵀ. Long float32 matrices take a shorter way to the same result:
+    the factors of some iterations are polynomials in A, so their product comes from small squares alone. In bfloat16 A
+    is not exact enough for that.
+    """
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
     x = matrices.mT if tall else matrices
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=_EPS)  # all singular values are at most 1
-    for _ in range(_ITERATIONS):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
+    if x.dtype == torch.float32 and _is_long(*x.shape[-2:]):
+        for iterations in _PASSES:
+            x = _product_of_factors(x @ x.mT, iterations) @ x
+    else:
+        for _ in range(_ITERATIONS):
+            gram = x @ x.mT
+            x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x.mT if tall else x
 
 
-def orthogonalization_flops(rows: int, columns: int) -> int:
+def _is_long(m: int, n: int) -> bool:
+    """Whether `_product_of_factors` takes fewer FLOPs for (m, n), m <= n: 8·m²·n + 28·m³ instead of 20·m²·n + 10·m³."""
+    return 2 * n > 3 * m
+
+
+def _product_of_factors(gram: torch.Tensor, iterations: int) -> torch.Tensor:
+    """The product of the factors of some iterations, from the Gram matrix A of the first."""
+    a, b, c = _COEFFICIENTS
+    product = None
+    for remaining in reversed(range(iterations)):
+        factor = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
+        factor.diagonal(dim1=-2, dim2=-1).add_(a)
+        product = factor if product is None else factor @ product
+        if remaining:
+            gram = factor @ (gram @ factor)
+    assert product is not None
+    return product
+
+
+def orthogonalization_flops(rows: int, columns: int, *, float32: bool) -> int:
     """FLOPs of `orthogonalize` for one matrix.
 
-    With m the smaller and n the larger dimension an iteration multiplies (m, n) by (n, m), (m, m) by (m, m) and (m, m)
-    by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m / tokens per step for the share of a training
-    step.
+    With m the smaller and n the larger dimension a plain iteration multiplies (m, n) by (n, m), (m, m) by (m, m) and
+    (m, m) by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m / tokens per step for the share of a
+    training step. Long float32 matrices take fewer.
     """
     m, n = sorted((rows, columns))
+    if float32 and _is_long(m, n):
+        small = sum(iterations + 3 * (iterations - 1) for iterations in _PASSES)  # products of (m, m) by (m, m)
+        return len(_PASSES) * 4 * m * m * n + small * 2 * m**3
     return _ITERATIONS * (4 * m * m * n + 2 * m**3)
+
+
+def orthogonalization_buffers(rows: int, columns: int, *, float32: bool) -> int:
+    """Values of the buffers of `orthogonalize` at its peak, for one matrix."""
+    m, n = sorted((rows, columns))
+    if float32 and _is_long(m, n):
+        return max(m * n + 5 * m * m, 2 * m * n + m * m)
+    return 2 * m * n + 2 * m * m
 
 
 def update_scale(rows: int, columns: int, kind: UpdateScale) -> float:

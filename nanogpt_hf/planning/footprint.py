@@ -15,6 +15,7 @@ from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
+from nanogpt_hf.optim.muon import orthogonalization_buffers
 from nanogpt_hf.optim.optimizer import muon_matrices
 from nanogpt_hf.planning.placement import Placement
 
@@ -229,15 +230,15 @@ def optimizer_state_bytes(model: PreTrainedModel, optim: OptimSection, shards: i
 def _muon_buffers(model: PreTrainedModel, place: Placement) -> float:
     """Bytes of the buffers of Muon's update, for the largest stack of matrices of one shape.
 
-    The stack of gradients, this process's share of it before and after an iteration, two square matrices for each.
+    They are the stack of gradients, and the buffers of the iteration for this process's share of it.
     """
     stacks = Counter(matrix.shape for matrix in muon_matrices(model))
     value = 4 if place.on_cpu else 2
     sizes = []
     for (rows, columns), count in stacks.items():
-        values, squares = count * rows * columns, count * min(rows, columns) ** 2
-        stacked = (4 if place.on_cpu else 4 + value) * values / place.shards
-        sizes.append(stacked + value * (2 * values + 2 * squares) / place.processes)
+        stacked = (4 if place.on_cpu else 4 + value) * count * rows * columns / place.shards
+        buffers = count * orthogonalization_buffers(rows, columns, float32=place.on_cpu)
+        sizes.append(stacked + value * buffers / place.processes)
     return max(sizes, default=0.0)
 
 

@@ -1,6 +1,7 @@
 """Muon: equal to torch's, skips steps without a finite gradient, and costs what is counted."""
 
 import copy
+import math
 
 import pytest
 import torch
@@ -42,8 +43,9 @@ def float32_in_torch(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "bfloat16", lambda tensor: tensor.float())
 
 
+@pytest.mark.parametrize("rank", [2, 32])
 @pytest.mark.parametrize("scale", ["original", "match_rms_adamw"])
-def test_ten_steps_equal_torch_optim_muon(scale, float32_in_torch):
+def test_ten_steps_equal_torch_optim_muon(scale, rank, float32_in_torch):
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(shape)) for shape in SHAPES.values() for _ in range(3)]
     theirs = copy.deepcopy(ours)
@@ -59,7 +61,7 @@ def test_ten_steps_equal_torch_optim_muon(scale, float32_in_torch):
     reference = torch.optim.Muon(theirs, lr=0.02, momentum=0.95, weight_decay=0.1, adjust_lr_fn=scale)
     for _ in range(10):
         for a, b in zip(ours, theirs, strict=True):
-            a.grad = torch.randn_like(a)
+            a.grad = torch.randn(len(a), rank) @ torch.randn(rank, a.shape[1])
             b.grad = a.grad.clone()
         muon.step()
         reference.step()
@@ -179,7 +181,35 @@ def test_flops_of_orthogonalization_count_its_products():
     for rows, columns in SHAPES.values():
         with FlopCounterMode(display=False) as counter:
             orthogonalize(torch.randn(3, rows, columns))
-        assert counter.get_total_flops() == 3 * orthogonalization_flops(rows, columns)
+        assert counter.get_total_flops() == 3 * orthogonalization_flops(rows, columns, float32=True)
+
+
+def test_long_float32_matrices_take_a_third_fewer_flops_than_plain_iterations():
+    shorter, plain = (orthogonalization_flops(128, 512, float32=float32) for float32 in (True, False))
+    assert shorter / plain == pytest.approx(60 / 90)
+    assert orthogonalization_flops(128, 128, float32=True) == orthogonalization_flops(128, 128, float32=False)
+
+
+def plain_newton_schulz(x: torch.Tensor) -> torch.Tensor:
+    if x.shape[-2] > x.shape[-1]:
+        return plain_newton_schulz(x.mT).mT
+    x = x / x.norm(dim=(-2, -1), keepdim=True)
+    for _ in range(5):
+        gram = x @ x.mT
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+@pytest.mark.parametrize("smallest", [1e-2, 1e-4, 1e-8])
+@pytest.mark.parametrize("shape", [(32, 128), (128, 32), (32, 56)])
+def test_shorter_orthogonalization_is_as_exact_as_plain_iterations(shape, smallest):
+    torch.manual_seed(0)
+    u, values, v = torch.linalg.svd(torch.randn(4, *shape, dtype=torch.float64), full_matrices=False)
+    values = torch.logspace(0, math.log10(smallest), values.shape[-1], dtype=torch.float64)
+    matrices = u * values @ v
+    exact = plain_newton_schulz(matrices)
+    short, plain = (f(matrices.float()) - exact for f in (orthogonalize, plain_newton_schulz))
+    assert short.norm() < 4 * plain.norm()  # one pass of five iterations: 42 to 63 times
 
 
 def test_orthogonalization_is_below_1_percent_of_gpt2_124m():
@@ -189,7 +219,7 @@ def test_orthogonalization_is_below_1_percent_of_gpt2_124m():
     architecture = architecture_of(model)
     assert model.num_parameters() == 124_439_808  # GPT-2 small, biases included
     matrices = [p for p in architecture.blocks(model).parameters() if p.dim() == 2]
-    share = sum(orthogonalization_flops(*p.shape) for p in matrices)
+    share = sum(orthogonalization_flops(*p.shape, float32=False) for p in matrices)
     share /= 491_520 * architecture.flops_per_token(config, 1024)
     assert share == pytest.approx(0.0039, abs=2e-4)
 
@@ -223,7 +253,8 @@ def test_muon_step_stacks_matrices_without_synchronization(counted):
         skip_step_unless_finite(optimizer, torch.ones(()))
         count = counted(optimizer.step)
         assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
-        assert (count["bmm"], count["baddbmm"]) == (5 * 3, 2 * 5 * 3)  # three shapes
+        # of the square matrices 5 iterations; of two long shapes two passes each
+        assert (count["bmm"], count["baddbmm"]) == (5 + 2 * 13, 2 * 5 + 2 * 5)
         assert count["_fused_adamw_"] == 2
 
 
