@@ -1,5 +1,6 @@
 """Text generation: sample tokens with a key-value cache, and decode them to text as they arrive."""
 
+import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
@@ -14,7 +15,7 @@ from transformers.generation.logits_process import (
 
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import unknown_characters_named
-from nanogpt_hf.errors import DivergedError
+from nanogpt_hf.errors import DataError, DivergedError
 
 _CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
 
@@ -23,6 +24,14 @@ def end_ids_of(model: transformers.PreTrainedModel) -> set[int]:
     """The tokens that end a text of the model: chat models list theirs in generation_config.json, others in config."""
     ends = (model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
     return {end for value in ends for end in (value if isinstance(value, list) else [value]) if end is not None}
+
+
+def answer_end_ids(model: transformers.PreTrainedModel, chat: ChatFormat) -> set[int]:
+    """The tokens that end an answer in a chat."""
+    ids = end_ids_of(model) | ({chat.hf.eos_token_id} - {None})
+    with contextlib.suppress(DataError):  # no certain end of an answer in the template: the model's own is enough
+        ids.add(chat.end_of_turn_id())
+    return ids  # pyright: ignore[reportReturnType]
 
 
 @torch.no_grad()
@@ -100,18 +109,25 @@ def continue_text(
     return "".join(text.add(token) for (token,) in steps if token is not None) + text.end()
 
 
+def encode_messages(chat: ChatFormat, messages: list[dict[str, str]]) -> list[int]:
+    """The prompt ids for the answer to the last of `messages`.
+
+    Raises DataError if the chat template fails, or for a character that the tokenizer does not have.
+    """
+    with unknown_characters_named(chat.hf, [message["content"] for message in messages]):
+        return chat.prompt_ids(messages)
+
+
 def encode_chat(
     chat: ChatFormat, messages: list[dict[str, str]], max_tokens: int
 ) -> tuple[list[int], list[dict[str, str]]]:
-    """The prompt ids for the answer to the last of `messages`, and the messages that are in them.
+    """The prompt ids of `encode_messages`, and the messages that are in them.
 
     If they are more than `max_tokens`, the oldest question and answer are dropped, and so on; a system message and the
-    last question are kept. Raises ValueError if those alone are more, and DataError for a character that the tokenizer
-    does not have.
+    last question are kept. Raises ValueError if those alone are more.
     """
     while True:
-        with unknown_characters_named(chat.hf, [message["content"] for message in messages]):
-            ids = chat.prompt_ids(messages)
+        ids = encode_messages(chat, messages)
         if len(ids) <= max_tokens:
             return ids, messages
         first = 1 if messages[0]["role"] == "system" else 0
@@ -154,3 +170,26 @@ class TextStream:
             self._ids = self._ids[self._returned :]
             self._returned = len(self._ids)
         return new
+
+
+class StopText:
+    """Ends a text before the first of several stop strings. Holds back what may be the beginning of one."""
+
+    def __init__(self, stops: list[str]):
+        self._stops, self._held = stops, ""
+
+    def add(self, text: str) -> tuple[str, bool]:
+        """The text that may be shown after `text` was added, and whether a stop string has ended it."""
+        self._held += text
+        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if starts:
+            return self._held[: min(starts)], True
+        beginnings = (stop[:n] for stop in self._stops for n in range(1, len(stop)))
+        kept = max((len(part) for part in beginnings if self._held.endswith(part)), default=0)
+        shown = self._held[: len(self._held) - kept]
+        self._held = self._held[len(shown) :]
+        return shown, False
+
+    def end(self) -> str:
+        """The text that was held back, after the last token."""
+        return self._held

@@ -23,6 +23,14 @@ ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 
 
+def harness(name: str):
+    """The module tests/NAME.py, which is no test."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""
@@ -227,9 +235,7 @@ def hub(monkeypatch, tmp_path):
     from huggingface_hub import constants
     from huggingface_hub.utils import close_session
 
-    spec = importlib.util.spec_from_file_location("fake_hub", ROOT / "tests" / "fake_hub.py")
-    fake_hub = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(fake_hub)
+    fake_hub = harness("fake_hub")
     with fake_hub.FakeHub() as hub:
         hub.token = fake_hub.TOKEN
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # what the environment said when it was imported
@@ -245,13 +251,21 @@ def hub(monkeypatch, tmp_path):
         close_session()
 
 
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Chromium with one tab."""
+    browser, driver = harness("browser"), shutil.which("chromedriver")
+    if not (driver and browser.BROWSER):
+        pytest.skip("no Chromium with its chromedriver on this machine: apt-get install chromium chromium-driver")
+    opened = browser.Browser(driver, tmp_path_factory.mktemp("browser"))
+    yield opened
+    opened.close()
+
+
 @pytest.fixture(scope="session")
 def operations():
     """The module operations.py: kills between every two changes to files."""
-    spec = importlib.util.spec_from_file_location("operations", ROOT / "tests" / "operations.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return harness("operations")
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ LAYERS = [
     "runs",
     "distributed",
     "generate",
+    "serving",
     "evaluation",
     "reports",
     "export",

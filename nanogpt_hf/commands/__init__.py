@@ -43,6 +43,7 @@ COMMANDS = {
     "finetune": Command("train a GPT-2 further on your text", knobs=True),
     "sample": Command("generate text with a model"),
     "chat": Command("chat with a model"),
+    "serve": Command("serve a model as OpenAI's API does, with a chat page"),
     "evaluate": Command("measure loss and perplexity on a text, and tasks by lm-eval", knobs=True),
     "compare": Command("compare runs with each other and with their recipe's reference"),
     "report": Command("write a run's report.html"),

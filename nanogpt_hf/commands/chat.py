@@ -60,15 +60,13 @@ class Chat:
 
     def __init__(self, model, tokenizer, arguments: argparse.Namespace):
         from nanogpt_hf.data.chat_template import ChatFormat
-        from nanogpt_hf.generate import end_ids_of
+        from nanogpt_hf.generate import answer_end_ids
 
         self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
         self.room = min(arguments.max_new_tokens, model.config.max_position_embeddings // 2)  # kept free for an answer
         self.answers = 0
         self.format = ChatFormat(tokenizer)
-        self.end_ids = end_ids_of(model) | ({tokenizer.eos_token_id} - {None})
-        with contextlib.suppress(DataError):  # no certain end of an answer in the template: the model's own is enough
-            self.end_ids.add(self.format.end_of_turn_id())
+        self.end_ids = answer_end_ids(model, self.format)
         self.reset()
 
     def reset(self) -> None:

@@ -58,11 +58,10 @@ def run(arguments: argparse.Namespace) -> None:
     model.to(accelerator.device)
     if prompt is None:
         prompt = default_prompt(tokenizer)
-    ids = prompt_ids(tokenizer, prompt)
-    if not ids:
-        if not isinstance(tokenizer.bos_token_id, int):
-            raise UserError("--prompt: this model's tokenizer has no start token, so the prompt must not be empty")
-        ids = [tokenizer.bos_token_id]
+    try:
+        ids = prompt_ids(tokenizer, prompt)
+    except ValueError as error:
+        raise UserError(f"--prompt: {error}") from None
     if not accelerator.is_main_process:
         return
     streams = [TextStream(tokenizer, ids) for _ in range(arguments.num_samples)]

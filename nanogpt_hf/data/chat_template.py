@@ -23,6 +23,7 @@ from nanogpt_hf.errors import DataError, one_line
 
 # Templates render in milliseconds, and no context is as long.
 _SECONDS, _CHARACTERS = 2.0, 10_000_000
+_SHAPES = 1000  # sequences of roles whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 _DAY = datetime(2024, 7, 26)  # the one that the template of Llama 3.1 has for programs without a clock
@@ -181,6 +182,8 @@ class ChatFormat:
         """Raises DataError unless `ids` have the special tokens of the same roles with other text."""
         shape = tuple(message["role"] for message in messages), add_generation_prompt
         if shape not in self._expected:
+            if len(self._expected) >= _SHAPES:  # a server's clients choose the shapes
+                self._expected.clear()
             other = self._tokens(self._render([{"role": role, "content": "x"} for role in shape[0]], shape[1]))
             self._expected[shape] = [i for i in other if i in self._special_ids]
         found = [i for i in ids if i in self._special_ids]

@@ -102,9 +102,15 @@ def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list
 
 
 def prompt_ids(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer itself adds one."""
+    """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer itself adds one.
+
+    Raises ValueError for an empty text if there is no start token.
+    """
     start = start_of_text_id_of(hf)
-    return [*([] if start is None else [start]), *encode_ordinary(hf, text)]
+    ids = [*([] if start is None else [start]), *encode_ordinary(hf, text)]
+    if not ids and not isinstance(hf.bos_token_id, int):
+        raise ValueError("this model's tokenizer has no start token, so the prompt must not be empty")
+    return ids or [hf.bos_token_id]  # pyright: ignore[reportReturnType]
 
 
 def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:

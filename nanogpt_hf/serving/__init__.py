@@ -1,0 +1,1 @@
+"""An OpenAI-compatible server for one model: requests, the generation thread, routes, and a chat page."""

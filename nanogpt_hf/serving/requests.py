@@ -1,0 +1,205 @@
+"""Parse and check the requests of OpenAI's API, and its error objects."""
+
+import json
+import math
+import secrets
+from dataclasses import dataclass
+from typing import Any
+
+from nanogpt_hf.errors import did_you_mean
+
+MAX_CHOICES = 16  # sequences per request
+_MAX_STOPS, _MAX_STOP_LENGTH = 4, 1000
+
+# Name -> type and inclusive bounds. `max_completion_tokens` is the newer name of `max_tokens` in chat completions.
+_NUMBERS: dict[str, tuple[type, float, float]] = {
+    "temperature": (float, 0, 2),
+    "top_p": (float, 0, 1),
+    "top_k": (int, 1, 2**31),  # not in OpenAI's API; `sample` has it
+    "seed": (int, -(2**63), 2**63 - 1),
+    "n": (int, 1, MAX_CHOICES),
+    "max_tokens": (int, 1, 2**31),
+}
+_FLAGS = ("stream",)
+_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # no effect on text
+# Parameters of the API that are not supported, and the values that are accepted because they change nothing.
+_UNSUPPORTED: dict[str, tuple[object, ...]] = {
+    "logprobs": (False,),
+    "top_logprobs": (),
+    "presence_penalty": (0, 0.0),
+    "frequency_penalty": (0, 0.0),
+    "logit_bias": ({},),
+    "echo": (False,),
+    "best_of": (1,),
+    "suffix": ("",),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "response_format": ({"type": "text"},),
+    "modalities": (["text"],),
+}
+
+
+class ApiError(Exception):
+    """An error that the client gets: an HTTP status, and the fields of OpenAI's error object."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.status, self.param, self.code = status, param, code
+
+    def body(self) -> dict[str, Any]:
+        kind = "server_error" if self.status >= 500 else "invalid_request_error"
+        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+@dataclass(frozen=True)
+class Request:
+    """A checked request for completions. Chat completions have `messages`, the others `prompts`."""
+
+    messages: list[dict[str, str]]
+    prompts: list[str]
+    truncate: bool  # drop the oldest messages if they do not fit into the context
+    temperature: float
+    top_p: float | None
+    top_k: int | None
+    seed: int
+    n: int
+    max_tokens: int | None
+    stop: list[str]
+    stream: bool
+    include_usage: bool
+
+
+def parse_request(body: bytes, model: str, chat: bool) -> Request:
+    """The request in a JSON body. Raises ApiError with the parameter's name for anything wrong in it.
+
+    `model` is the name of the model that is served; a request may leave it out. null means the default.
+    """
+    try:
+        tree = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not JSON: {error}") from None
+    if not isinstance(tree, dict):
+        raise ApiError(400, f"the body is not a JSON object but {_short(tree)}")
+    given = {name: value for name, value in tree.items() if value is not None}
+    text = "messages" if chat else "prompt"
+    more = ("max_completion_tokens", "truncation") if chat else ()
+    known = {"model", text, "stop", "stream_options", *_NUMBERS, *_FLAGS, *_IGNORED, *_UNSUPPORTED, *more}
+    for name in given.keys() - known:
+        raise ApiError(400, f"{name:.100}: unknown parameter{did_you_mean(name[:100], known)}", name[:100])
+    if given.get("model", model) != model:
+        message = f"model: {_short(given['model'])} does not exist; this server has {model!r} only"
+        raise ApiError(404, message, "model", "model_not_found")
+    for name, values in _UNSUPPORTED.items():
+        value = given.get(name)
+        if value is not None and not any(type(value) is type(v) and value == v for v in values):
+            raise ApiError(400, f"{name}: this server does not support it; leave it out", name, "unsupported_parameter")
+    if text not in given:
+        raise ApiError(400, f"{text}: is missing", text)
+    if "max_completion_tokens" in given:
+        given["max_tokens"] = _number(given, "max_completion_tokens")
+    numbers = {name: _number(given, name) for name in _NUMBERS}
+    seed = numbers["seed"]
+    return Request(
+        messages=_messages(given["messages"]) if chat else [],
+        prompts=[] if chat else _texts(given["prompt"], "prompt", MAX_CHOICES // (numbers["n"] or 1)),
+        truncate=_one_of(given, "truncation", ("disabled", "auto")) == "auto",
+        temperature=1.0 if numbers["temperature"] is None else numbers["temperature"],
+        top_p=numbers["top_p"],
+        top_k=numbers["top_k"],
+        seed=secrets.randbelow(2**62) if seed is None else seed,
+        n=numbers["n"] or 1,
+        max_tokens=numbers["max_tokens"],
+        stop=_stops(given.get("stop", [])),
+        stream=_flag(given, "stream"),
+        include_usage=_include_usage(given),
+    )
+
+
+def _short(value: object) -> str:
+    return f"{value!r:.60}"
+
+
+def _text(text: object, name: str) -> str:
+    """`text` if it is text that a tokenizer can read; else raises ApiError."""
+    param = name.partition("[")[0]
+    if not isinstance(text, str):
+        raise ApiError(400, f"{name}: expected text, got {_short(text)}", param)
+    if not text.isascii() and text != text.encode(errors="replace").decode():
+        raise ApiError(400, f"{name}: holds half of a surrogate pair, which is no character", param)
+    return text
+
+
+def _texts(value: object, name: str, limit: int) -> list[str]:
+    texts = value if isinstance(value, list) else [value]
+    if not texts or (isinstance(texts[0], int | list)):
+        raise ApiError(400, f"{name}: expected text or a list of texts, got {_short(value)}", name)
+    if len(texts) > limit:
+        raise ApiError(400, f"{name}: {len(texts)} texts are more than this server's limit of {limit}", name)
+    return [_text(text, name) for text in texts]
+
+
+def _stops(value: object) -> list[str]:
+    stops = _texts(value, "stop", _MAX_STOPS) if value != [] else []
+    if any(not 0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
+        raise ApiError(400, f"stop: expected texts of 1 to {_MAX_STOP_LENGTH} characters", "stop")
+    return stops
+
+
+def _number(given: dict[str, Any], name: str) -> Any:
+    kind, low, high = _NUMBERS["max_tokens" if name == "max_completion_tokens" else name]
+    value = given.get(name)
+    if value is None:
+        return None
+    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ApiError(400, f"{name}: expected a number, got {_short(value)}", name)
+    if kind is int and not is_whole:
+        raise ApiError(400, f"{name}: expected a whole number, got {_short(value)}", name)
+    if not low <= value <= high:
+        raise ApiError(400, f"{name}: must be at least {low} and at most {high}, got {_short(value)}", name)
+    return kind(value)
+
+
+def _flag(given: dict[str, Any], name: str) -> bool:
+    value = given.get(name, False)
+    if not isinstance(value, bool):
+        raise ApiError(400, f"{name}: expected true or false, got {_short(value)}", name)
+    return value
+
+
+def _one_of(given: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
+    value = given.get(name, values[0])
+    if value not in values:
+        raise ApiError(400, f"{name}: expected {' or '.join(values)}, got {_short(value)}", name)
+    return value
+
+
+def _include_usage(given: dict[str, Any]) -> bool:
+    options = given.get("stream_options", {})
+    if not isinstance(options, dict):
+        raise ApiError(400, f"stream_options: expected an object, got {_short(options)}", "stream_options")
+    return _flag(options, "include_usage")
+
+
+def _messages(value: object) -> list[dict[str, str]]:
+    if not isinstance(value, list) or not value:
+        raise ApiError(
+            400, f"messages: expected a list of objects with role and content, got {_short(value)}", "messages"
+        )
+    return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
+
+
+def _message(message: object, name: str) -> dict[str, str]:
+    if not isinstance(message, dict):
+        raise ApiError(400, f"{name}: expected an object with role and content, got {_short(message)}", "messages")
+    role = "system" if message.get("role") == "developer" else message.get("role")
+    if role not in ("system", "user", "assistant"):
+        reason = f"expected system, user or assistant, got {_short(role)}"
+        raise ApiError(400, f"{name}.role: {reason}", "messages")
+    content = message.get("content")
+    parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
+    for part in parts:
+        if not isinstance(part, dict) or part.get("type") != "text":
+            raise ApiError(400, f"{name}.content: expected text, got {_short(part)}", "messages")
+    return {"role": role, "content": "".join(_text(part.get("text"), f"{name}.content") for part in parts)}

@@ -1,0 +1,91 @@
+"""The command `serve`: its start, mistakes, and Ctrl-C."""
+
+import functools
+import http.client
+import importlib.util
+import json
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.commands.serve import served_name
+
+needs_server = pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="the extra `serve` is missing")
+
+
+def refused(capsys, *words: object) -> str:
+    assert main(["serve", *map(str, words)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    return err
+
+
+@needs_server
+def test_mistakes_are_one_line(capsys, letter_model, tmp_path):
+    from nanogpt_hf.serving.server import listen
+
+    with listen("127.0.0.1", 0) as taken:
+        port = taken.getsockname()[1]
+        message = refused(capsys, letter_model, "--port", port)
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in message
+    message = refused(capsys, letter_model, "--host", "no.such.host.invalid", "--port", 0)
+    assert "--host: no.such.host.invalid: " in message
+    assert "no such folder" in refused(capsys, tmp_path / "no" / "model" / "here", "--port", 0)
+    assert "must be at least 0 and at most 65535" in refused(capsys, letter_model, "--port", 70000)
+
+
+def test_a_missing_extra_is_one_line(capsys, letter_model, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    assert "pip install 'nanogpt_hf[serve]'" in refused(capsys, letter_model)
+
+
+@needs_server
+def test_only_a_host_other_than_this_machine_is_warned_about(capsys, letter_model, monkeypatch):
+    from nanogpt_hf.serving.server import Server
+
+    monkeypatch.setattr(Server, "run", lambda server, sockets: None)
+    for host, warned in (("localhost", False), ("127.0.0.2", False), ("::1", False), ("0.0.0.0", True)):
+        assert main(["serve", str(letter_model), "--host", host, "--port", "0"]) == 0
+        out, err = capsys.readouterr()
+        assert ("there is no password" in err) == warned
+        assert re.search(r": the API is at http://\S+:\d+/v1, the chat page at http://", out)
+
+
+def test_the_name_of_a_model_has_no_path(tmp_path):
+    for name in ("run/best", "model"):
+        (tmp_path / name).mkdir(parents=True)
+    assert served_name(f"{tmp_path}/run/best") == served_name(f"{tmp_path}/run/") == "run"
+    assert served_name(str(tmp_path / "model")) == "model"
+    assert served_name("ada/gpt") == "ada/gpt"
+
+
+@pytest.mark.long
+@pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
+@needs_server
+def test_ctrl_c_ends_a_busy_server_with_status_130(letter_model, root):
+    command = [sys.executable, str(root / "cli.py"), "serve", str(letter_model), "--port", "0"]
+    # a suite that runs in the background ignores SIGINT, and a child inherits that
+    restore = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, preexec_fn=restore
+    ) as process:
+        try:
+            port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())[1]
+            connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
+            body = json.dumps({"prompt": ["abc"] * 16, "max_tokens": 29, "stream": True})
+            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            assert response.readline().startswith(b"data: {")
+            process.send_signal(signal.SIGINT)
+            response.read()
+            connection.close()
+            assert process.wait(60) == 130
+        finally:
+            process.kill()
+        assert process.stderr.read() == ""

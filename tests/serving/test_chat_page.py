@@ -1,0 +1,206 @@
+"""The chat page in Chromium: streaming, stop, settings, keyboard, screen reader, script injection."""
+
+import time
+
+import pytest
+
+pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
+from nanogpt_hf.serving import app
+
+pytestmark = pytest.mark.long
+HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
+ENTER, ESCAPE, TAB = "\ue007", "\ue00c", "\ue004"
+
+
+@pytest.fixture(scope="module")
+def server(chat_folder, running):
+    with running(chat_folder, "parrot") as server:
+        yield server
+
+
+@pytest.fixture
+def answers(monkeypatch, server):
+    """Scripted answers, each a text or (text, seconds per token); returns the requests: prompt and options."""
+    asked, answers = [], []
+
+    def generate(model, ids, **options):
+        asked.append({"prompt": server.served.tokenizer.decode(ids), **options})
+        text, seconds = answers.pop(0)
+        for token in server.served.tokenizer(text, add_special_tokens=False)["input_ids"]:
+            time.sleep(seconds)
+            yield [token]
+
+    monkeypatch.setattr(app, "generate_tokens", generate)
+    return answers, asked
+
+
+@pytest.fixture
+def page(browser, server):
+    browser.requests()
+    browser.errors()
+    browser.ask("/url", {"url": f"http://127.0.0.1:{server.port}/"})
+    wait_for(browser, "document.title === 'Chat with parrot'")
+    return browser
+
+
+def wait_for(page, condition):
+    for _ in range(500):
+        if page.run(f"return {condition}"):
+            return
+        time.sleep(0.02)
+    raise AssertionError(f"{condition} did not become true within 10 seconds: {page.text('body')}")
+
+
+def ask(page, text):
+    page.keys("#input", text + ENTER)
+    wait_for(page, "running === null")
+
+
+def texts(page):
+    return page.run("return [...document.querySelectorAll('#log .text')].map(p => p.textContent)")
+
+
+def test_an_answer_is_shown_as_text_and_nothing_else_is_requested(page, server, answers):
+    answers[0].append((f"Hi {HOSTILE}", 0))
+    ask(page, f"Say {HOSTILE}")
+    assert texts(page) == [f"Say {HOSTILE}", f"Hi {HOSTILE}"]
+    assert page.run(
+        "return window.hit === undefined && document.querySelectorAll('main img, main script').length === 0"
+    )
+    own = [f"http://127.0.0.1:{server.port}{path}" for path in ("/", "/v1/models", "/v1/chat/completions")]
+    assert [url for url in page.requests() if not url.startswith("data:")] == own
+    assert page.errors() == []
+
+
+def test_the_content_security_policy_blocks_injected_scripts_and_other_hosts(page):
+    injected = "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; document.body.append(s);"
+    assert page.run(f"try {{ {injected} }} catch {{}} return window.hit === undefined")
+    assert page.run("try { document.body.innerHTML = '<b>x</b>'; return false } catch { return true }")
+    elsewhere = "return fetch('http://localhost:9/').then(() => 'sent', () => 'failed')"
+    assert page.run(elsewhere) == "failed"
+    assert any("Content Security Policy" in entry["message"] for entry in page.errors())
+
+
+def test_the_conversation_is_kept_until_new_chat(page, answers):
+    answers[0].extend([("One.", 0), ("Two.", 0), ("Three.", 0)])
+    for question in ("A?", "B?"):
+        ask(page, question)
+    assert answers[1][1]["prompt"].startswith("### User:\nA?\n\n### Assistant:\nOne.<|endoftext|>### User:\nB?")
+    page.click("#new")
+    assert texts(page) == []
+    ask(page, "C?")
+    assert answers[1][2]["prompt"] == "### User:\nC?\n\n### Assistant:\n"
+
+
+@pytest.mark.parametrize("how", ["button", "key"])
+def test_stop_ends_the_answer_and_frees_the_server(page, server, answers, how):
+    answers[0].extend([("x" * 200, 0.02), ("Done.", 0)])
+    page.keys("#input", "Go" + ENTER)
+    wait_for(page, "document.querySelectorAll('#log .text')[1]?.textContent.length > 3")
+    assert page.run("return document.querySelector('.assistant').ariaBusy") == "true"
+    if how == "key":
+        page.keys("#input", ESCAPE)
+    else:
+        page.click("#stop")
+    wait_for(page, "running === null")
+    stopped = texts(page)[1]
+    assert 3 < len(stopped) < 200
+    assert "stopped" in page.text(".note")
+    ask(page, "Next")
+    assert f"Assistant:\n{stopped}<|endoftext|>" in answers[1][1]["prompt"]
+    assert server.served.sequences == 0
+
+
+def test_settings_are_sent(page, answers):
+    answers[0].extend([("One.", 0)] * 2)
+    page.click("#toggle")
+    page.run("document.querySelectorAll('aside input').forEach((input) => { input.value = ''; })")
+    for name, value in {"temperature": "0.5", "top-p": "0.9", "top-k": "7", "seed": "42", "max-tokens": "9"}.items():
+        page.keys(f"#{name}", value)
+    page.keys("#system", "Be brief.")
+    ask(page, "A?")
+    sent = answers[1][0]
+    assert sent.pop("prompt").startswith("### System:\nBe brief.")
+    assert sent == {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 42, "max_new_tokens": 9}
+    page.keys("#temperature", "55")  # 0.555
+    page.run("document.querySelector('#temperature').value = '3'")
+    page.keys("#input", "B?" + ENTER)
+    assert len(answers[1]) == 1
+    assert page.run("return document.activeElement.id") == "temperature"
+
+
+def test_an_error_is_shown_and_the_text_is_not_lost(page):
+    ask(page, "long " * 60)
+    assert "The request failed: messages:" in page.text("#error")
+    assert page.run("return document.querySelector('#input').value").strip() == "long " * 59 + "long"
+    assert texts(page) == []
+
+
+def test_the_oldest_messages_are_dropped_with_a_note(page, answers):
+    answers[0].extend([("a" * 50, 0)] * 2)  # half of the context is kept for an answer
+    for _ in range(2):
+        ask(page, "q" * 30)
+    assert "the oldest 2 messages were dropped" in page.text("#log li:last-child .note")
+    assert (page.run("return messages.length"), len(texts(page))) == (2, 4)
+
+
+def test_keyboard_and_screen_reader(page, answers):
+    answers[0].append(("Spoken.", 0))
+    assert page.run("return document.activeElement.id") == "input"
+    ask(page, "A?")
+    assert page.run("return document.activeElement.id") == "input"
+    status = "document.querySelector('[role=status]').textContent"
+    assert page.run(f"return {status}") == "Answer: Spoken."
+    unnamed = "[...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length)"
+    assert page.run(f"return {unnamed}.length") == 0
+    assert page.run("return document.querySelector('#toggle').ariaExpanded") == "false"
+    page.run("document.querySelector('#new').focus()")
+    page.keys("#new", TAB)
+    assert page.run("return document.activeElement.id") == "toggle"
+    page.keys("#toggle", ENTER)
+    page.keys("#toggle", TAB)
+    assert page.run("return document.activeElement.id") == "temperature"
+    assert page.run("return document.querySelector('#toggle').ariaExpanded") == "true"
+
+
+CONTRAST = """
+const channel = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+const luminance = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => channel(+v));
+  return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
+const background = (node) => { const colour = getComputedStyle(node).backgroundColor;
+  return colour === "rgba(0, 0, 0, 0)" ? background(node.parentElement) : colour; };
+return Math.min(...[...document.querySelectorAll("h1, h2, p, button, label, input, textarea")]
+  .filter((n) => n.offsetParent)
+  .map((node) => { const [a, b] = [getComputedStyle(node).color, background(node)].map(luminance);
+    return (Math.max(a, b) + 0.05) / (Math.min(a, b) + 0.05); }));
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_contrast_and_small_screens(page, answers, scheme):
+    answers[0].append(("word " * 30 + "w" * 80, 0))
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    size = {"width": 360, "height": 640, "deviceScaleFactor": 1, "mobile": True}
+    page.cdp("Emulation.setEmulatedMedia", features=features)
+    page.cdp("Emulation.setDeviceMetricsOverride", **size)
+    try:
+        ask(page, "long" * 25)
+        page.click("#toggle")
+        assert page.run(CONTRAST) >= 4.5
+        assert page.run("return document.documentElement.scrollWidth <= 360")
+        assert page.run("return document.querySelector('#send').getBoundingClientRect().bottom <= 640")
+    finally:
+        page.cdp("Emulation.clearDeviceMetricsOverride")
+        page.cdp("Emulation.setEmulatedMedia", features=[])
+
+
+def test_a_model_without_chat_template_continues_texts(browser, letter_model, running):
+    with running(letter_model, "letters") as server:
+        browser.ask("/url", {"url": f"http://127.0.0.1:{server.port}/"})
+        wait_for(browser, "document.title === 'letters'")
+        assert browser.text("#send") == "Continue"
+        ask(browser, "abc")
+        question, answer = texts(browser)
+        assert question == "abc"
+        assert len(answer) == 29
+        browser.ask("/url", {"url": "about:blank"})
