@@ -324,14 +324,14 @@ def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
 
 
 def test_32_clients_at_once_lose_nothing(base_server, base):
-    expected = [complete(base, seed=seed, max_tokens=20).choices[0].text for seed in range(32)]
+    expected = [complete(base, seed=seed, max_tokens=6).choices[0].text for seed in range(32)]
     barrier = threading.Barrier(32)
 
     def client(seed: int) -> str:
         barrier.wait(60)
         if seed % 2:
-            return complete(base, seed=seed, max_tokens=20).choices[0].text
-        return "".join(c.choices[0].text for c in complete(base, seed=seed, max_tokens=20, stream=True))
+            return complete(base, seed=seed, max_tokens=6).choices[0].text
+        return "".join(c.choices[0].text for c in complete(base, seed=seed, max_tokens=6, stream=True))
 
     with ThreadPoolExecutor(32) as pool:
         assert list(pool.map(client, range(32))) == expected
