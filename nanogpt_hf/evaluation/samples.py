@@ -23,7 +23,7 @@ class TrainingSamples:
     """The prompts of `eval.samples` as token ids, encoded before the first step to report mistakes early.
 
     A prompt that the tokenizer cannot encode is skipped with a message, since a recipe may be used with other text.
-    Raises UserError if a prompt is empty.
+    Raises UserError if a prompt is empty and the tokenizer has no start token.
     """
 
     def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
@@ -36,8 +36,8 @@ class TrainingSamples:
             except DataError as error:
                 logger.info(f"eval.samples: {prompt!r:.80} is skipped: {str(error).partition('; ')[0]}")
                 continue
-            if not ids:
-                raise UserError("eval.samples: a prompt must not be empty; give a text to continue")
+            except ValueError as error:
+                raise UserError(f"eval.samples: {error}") from None
             self.prompts.append((prompt, ids))
 
     def write(self, accelerator: Accelerator, model: torch.nn.Module, step: int) -> list[dict[str, str]]:
