@@ -122,7 +122,7 @@ def tokenizer_rate(data: DataSection, windows: int) -> Spread:
     """
     files = sorted(Path(os.__file__).parent.glob("*.py"))[:_DOCUMENTS]
     texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
-    tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size)
+    tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
     return _rate(_CPU, lambda: sum(map(len, tokenizer.encode_batch(texts))), windows)
 
 

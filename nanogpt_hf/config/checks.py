@@ -42,6 +42,11 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             ("data.vocab_size", "data.tokenizer"),
             f"only data.tokenizer bpe is trained to a size, and this is {data.tokenizer}; leave it out",
         )
+    if data.tokenizer != "bpe" and data.bpe_pattern != "gpt2":
+        yield Conflict(
+            ("data.bpe_pattern", "data.tokenizer"),
+            f"only data.tokenizer bpe is trained with a pattern, and this is {data.tokenizer}; leave it out",
+        )
     if chat and data.order == "random":
         yield Conflict(("data.order", "data.format"), "random windows would cut conversations; use shuffled")
 

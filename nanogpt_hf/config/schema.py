@@ -73,6 +73,9 @@ class DataSection:
     vocab_size: int | None = knob(
         None, "bpe: tokens of the vocabulary: 256 bytes, merges, end-of-text", low=257, high=1_000_000
     )
+    bpe_pattern: Literal["gpt2", "gpt4"] = knob(
+        "gpt2", "bpe: how text is split before merging, as for GPT-2, or as for GPT-4: digits in threes, no case in 's"
+    )
     num_proc: int | None = knob(None, "tokenizing processes (default: one per core for a large text)", low=1, high=1024)
     dir: str = knob("", "folder of the prepared data (default: data/<recipe name>)")
     block_size: int = knob(1024, "tokens in a training sequence", low=1, high=100_000_000)

@@ -1,7 +1,7 @@
 """Train byte-level BPE merges on text, and encode text with them.
 
-Text is split by GPT-2's pattern and every byte is a token, so any text can be encoded. The merges depend on the text
-alone, not on the number of threads: pairs are ordered by how often they occur, then by their tokens.
+Text is split by GPT-2's or GPT-4's pattern and every byte is a token, so any text can be encoded. The merges depend on
+the text alone, not on the number of threads: pairs are ordered by how often they occur, then by their tokens.
 """
 
 import json
@@ -10,15 +10,23 @@ import queue
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
+from typing import Literal
 
 import datasets
 import numpy as np
-from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+BpePattern = Literal["gpt2", "gpt4"]
+_BEFORE_DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+_AFTER_DIGITS = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+# OpenAI's cl100k_base as Llama 3 and DBRX write it for this library; Qwen's has single digits.
+GPT4_PATTERN = _BEFORE_DIGITS + r"\p{N}{1,3}" + _AFTER_DIGITS
+QWEN_PATTERN = _BEFORE_DIGITS + r"\p{N}" + _AFTER_DIGITS
 
 TRAINING_BYTES = 100_000_000  # text that merges are trained on
 _SAMPLE_PIECE = 4096  # characters
 _ENCODE_PIECE = 2**16  # characters; while they are encoded a token takes about 100 bytes
-_WORD_END = re.compile(r"(?<=\S)[ \n]")
+_WORD_END = re.compile(r"(?<=\S) ")
 
 
 def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str]:
@@ -40,9 +48,9 @@ def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str
     return sample
 
 
-def train_merges(sample: list[str], count: int) -> list[tuple[str, str]]:
+def train_merges(sample: list[str], count: int, pattern: BpePattern = "gpt2") -> list[tuple[str, str]]:
     """Merges that make `count` new tokens, the most frequent pair first; fewer if no pair occurs twice any more."""
-    tokenizer = _byte_level(models.BPE())
+    tokenizer = _byte_level(models.BPE(), pattern)
     trainer = trainers.BpeTrainer(
         vocab_size=256 + count,
         min_frequency=2,
@@ -55,9 +63,16 @@ def train_merges(sample: list[str], count: int) -> list[tuple[str, str]]:
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def byte_level_encoder(vocabulary: dict[str, int], merges: list[tuple[str, str]]) -> Callable[[str], np.ndarray]:
+def byte_level_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: BpePattern) -> Tokenizer:
+    """A byte-level BPE tokenizer of the library `tokenizers`, without special tokens."""
+    return _byte_level(models.BPE(vocab=vocabulary, merges=merges), pattern)
+
+
+def byte_level_encoder(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: BpePattern = "gpt2"
+) -> Callable[[str], np.ndarray]:
     """A function text -> ids. It has no special tokens, and encodes long text in pieces to save memory."""
-    tokenizer = _byte_level(models.BPE(vocab=vocabulary, merges=merges))
+    tokenizer = byte_level_tokenizer(vocabulary, merges, pattern)
 
     def encode(text: str) -> np.ndarray:
         encodings = (tokenizer.encode_batch_fast([piece])[0] for piece in split_at_words(text, _ENCODE_PIECE))
@@ -67,9 +82,9 @@ def byte_level_encoder(vocabulary: dict[str, int], merges: list[tuple[str, str]]
 
 
 def split_at_words(text: str, size: int) -> Iterator[str]:
-    """Pieces of `size` characters or a few more, each but the first with a space or newline in front.
+    """Pieces of `size` characters or a few more, each but the first with a space in front.
 
-    GPT-2's pattern always splits at the end of a word, so the pieces have the tokens of the whole text.
+    Both patterns always split before a space that follows a word, so the pieces have the tokens of the whole text.
     """
     start = 0
     while word_end := _WORD_END.search(text, start + size):
@@ -78,9 +93,14 @@ def split_at_words(text: str, size: int) -> Iterator[str]:
     yield text[start:]
 
 
-def _byte_level(model: models.BPE) -> Tokenizer:
+def _byte_level(model: models.BPE, pattern: BpePattern) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # splits by GPT-2's pattern
+    if pattern == "gpt4":
+        words = pre_tokenizers.Split(Regex(GPT4_PATTERN), behavior="isolated")
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([words, in_bytes])
+    tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
 

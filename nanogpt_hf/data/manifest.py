@@ -31,6 +31,7 @@ DECIDING_KNOBS = (
     "validation_seed",
     "tokenizer",
     "vocab_size",
+    "bpe_pattern",
 )
 
 
@@ -83,6 +84,8 @@ def read_manifest(folder: Path) -> Manifest | None:
         if raw["format"] != FORMAT:
             raise DataError(f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to prepare again")
         raw["recipe"].setdefault("format", "text")  # older versions had only this one
+        if "vocab_size" in raw["recipe"]:
+            raw["recipe"].setdefault("bpe_pattern", "gpt2")  # and only this one
         manifest = Manifest(**raw | {name: _split_facts(raw[name]) for name in ("train", "validation")})
         _check_types(manifest)
         for knob, value in manifest.recipe.items():

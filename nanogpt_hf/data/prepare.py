@@ -132,7 +132,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     splits = dict(zip(("train", "validation"), _hold_out(documents, data), strict=True))
     # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
     read = [splits["train"]] if data.tokenizer == "bpe" else splits.values()
-    tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size)
+    tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size, data.bpe_pattern)
     chat = chat_format(tokenizer.hf, data.tokenizer) if data.format == "chat" else None
     # A single document needs no end-of-text token (nor does the cut through it).
     several = documents.validation is not None or len(documents.train) > 1

@@ -24,7 +24,7 @@ from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.vocabulary import vocab_size_by_name
-from nanogpt_hf.data.bpe import byte_level_encoder, spread_sample, train_merges
+from nanogpt_hf.data.bpe import BpePattern, byte_level_encoder, byte_level_tokenizer, spread_sample, train_merges
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.errors import DataError, UserError
 
@@ -162,12 +162,14 @@ def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> No
         raise
 
 
-def build_tokenizer(name: str, texts: Iterable[str], vocab_size: int | None = None) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. Only `char` and `bpe` read `texts`, and only `bpe` `vocab_size`."""
+def build_tokenizer(
+    name: str, texts: Iterable[str], vocab_size: int | None = None, bpe_pattern: BpePattern = "gpt2"
+) -> Tokenizer:
+    """The tokenizer that `data.tokenizer` names. Only `char` and `bpe` read `texts`, and only `bpe` the last two."""
     if name == "bpe":
         if vocab_size is None:
             raise ValueError("bpe needs a vocab_size")
-        return train_bpe_tokenizer(texts, vocab_size)
+        return train_bpe_tokenizer(texts, vocab_size, bpe_pattern)
     if name == "char":
         characters: set[str] = set()
         for text in texts:
@@ -231,12 +233,13 @@ def gpt2_tokenizer() -> Tokenizer:
     return Tokenizer("gpt2", hf, encode_batch)
 
 
-def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """A byte-level BPE tokenizer of `vocab_size` tokens trained on `texts`: a GPT2Tokenizer with merges of its own.
+def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, pattern: BpePattern = "gpt2") -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocab_size` tokens trained on `texts`, which are split by `pattern`.
 
-    Ids are ordered as GPT-2's: bytes, merges, end-of-text. Raises DataError if the texts support fewer tokens.
+    Ids are ordered as GPT-2's: bytes, merges, end-of-text. With GPT-2's pattern it is a GPT2Tokenizer with other
+    merges. Raises DataError if the texts support fewer tokens.
     """
-    merges = train_merges(spread_sample(texts), vocab_size - 257)
+    merges = train_merges(spread_sample(texts), vocab_size - 257, pattern)
     # Two merges may make the same token, for example of a row of dashes.
     names = list(dict.fromkeys([*_printable_bytes(), *(first + second for first, second in merges), ENDOFTEXT]))
     if len(names) < vocab_size:
@@ -245,8 +248,12 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             f"{len(names):,} tokens, when no pair of them occurred twice; use at most {len(names):,}, or more text"
         )
     vocabulary = {name: number for number, name in enumerate(names)}
-    encode = byte_level_encoder(vocabulary, merges)
-    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
+    encode = byte_level_encoder(vocabulary, merges, pattern)
+    if pattern == "gpt2":
+        hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
+    else:
+        rust = byte_level_tokenizer(vocabulary, merges, pattern)
+        hf = transformers.PreTrainedTokenizerFast(tokenizer_object=rust, bos_token=ENDOFTEXT, eos_token=ENDOFTEXT)
     return Tokenizer("bpe", hf, lambda texts: [encode(text) for text in texts])
 
 

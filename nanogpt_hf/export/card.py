@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.bpe import TRAINING_BYTES
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.source import PYTHON_DOCS
 from nanogpt_hf.export.staging import PATH_PLACEHOLDER
@@ -126,7 +127,7 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     return {
         "data": source,
         "data revision": manifest.revision,
-        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens",
+        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens{_tokenizer_training(config)}",
         "training split": split,
         "tokens seen": seen,
         "steps": f"{state.step:,} of {train.max_steps:,}",
@@ -140,6 +141,14 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
         "software": ", ".join([f"nanogpt_hf {code_version()}", *(f"{name} {v}" for name, v in packages.items())]),
         "time": f"{timedelta(seconds=round(state.seconds))} (h:mm:ss) of training and evaluation",
     }
+
+
+def _tokenizer_training(config: Config) -> str:
+    if config.data.tokenizer != "bpe":
+        return ""
+    pattern = {"gpt2": "GPT-2's", "gpt4": "GPT-4's"}[config.data.bpe_pattern]
+    limit = f"evenly spaced pieces of at most {TRAINING_BYTES // 10**6} MB of it"
+    return f": byte-level BPE trained on the training split ({limit}), which was split by {pattern} pattern"
 
 
 def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
