@@ -1,22 +1,27 @@
-"""Export a model to GGUF for llama.cpp. Needs the package `gguf`.
+"""Export a model to GGUF for llama.cpp, with the tensor names of the package `gguf`.
 
 GGUF's gpt2 has one activation function, the tanh form of GELU; for a model with exact GELU the difference is reported.
 """
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import gguf
 import torch
 import transformers
 from transformers.activations import ACT2FN
+from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
-from nanogpt_hf.data.tokenizer import save_tokenizer
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.tokenizer import save_tokenizer, start_of_text_id_of
+from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.export.model_folder import cast_weights, finite_logits_of, logits_of, max_difference
+from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
-from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 
 FILE = "model.gguf"
 _TYPES = {
@@ -24,83 +29,193 @@ _TYPES = {
     torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
     torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
 }
+_ARCHITECTURES = {  # by model_type
+    "gpt2": gguf.MODEL_ARCH.GPT2,
+    "llama": gguf.MODEL_ARCH.LLAMA,
+    "qwen3": gguf.MODEL_ARCH.QWEN3,
+    "smollm3": gguf.MODEL_ARCH.SMOLLM3,
+    "olmo2": gguf.MODEL_ARCH.OLMO2,
+}
+# Those that rotate neighbouring dimensions of a head. transformers rotates its first half with its second half.
+_ROTATE_NEIGHBOURS = ("llama", "smollm3")
 _LINEAR = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
+
+# How text is split before BPE, as tokenizers writes it, -> the name of this in GGUF, and whether a whole word that is
+# a token is found without its merges.
+_SPLITS = {
+    ("GPT-2", False): "gpt-2",
+    ("digits, GPT-2", False): "smollm",
+    (GPT4_PATTERN, True): "llama-bpe",
+    (GPT4_PATTERN, False): "dbrx",
+    (QWEN_PATTERN, False): "qwen2",
+}
 
 
 def export_gguf(
-    folder: Path, model: GPTForCausalLM, tokenizer: transformers.PreTrainedTokenizerBase | None, dtype: torch.dtype
+    folder: Path,
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase | None,
+    dtype: torch.dtype,
 ) -> tuple[float, float | None]:
-    """Write `model` as GGUF with config.json and tokenizer, and load it with transformers.
+    """Write `model` as GGUF with config.json and tokenizer, and read it again.
 
     Returns the largest difference of the logits with the model's activation function, and, if that is not the tanh GELU
-    of GGUF's readers, with theirs. Raises UserError if GGUF has no format for the model or the tokenizer.
+    of GGUF's gpt2, with theirs. Raises UserError if GGUF has no format for the model or the tokenizer.
     """
-    config = model.config
-    if config.activation_function not in ("gelu", "gelu_new"):
-        raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
+    plain: Any = architecture_of(model).standard_config(model.config)
+    name = plain.model_type
+    _check_format(plain, model)
     if tokenizer is None:
         raise UserError("--format gguf: a GGUF file contains the tokenizer, and this model has none")
     cast_weights(model, dtype)  # raises if a weight is too large
-    writer = gguf.GGUFWriter(folder / FILE, "gpt2")
-    _write_metadata(writer, config, _TYPES[dtype][1])
-    _write_tokenizer(writer, config, tokenizer)
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.GPT2, config.n_layer)
-    for name, weight in gpt2_state_dict(config, model.state_dict()).items():
-        array = (weight.T if name.endswith(_LINEAR) else weight).contiguous().numpy()
-        # llama.cpp reads biases, LayerNorms and positions only in float32.
-        small = array.ndim == 1 or name == "transformer.wpe.weight"
+    original = finite_logits_of(model)
+    writer = gguf.GGUFWriter(folder / FILE, name)
+    _write_metadata(writer, plain, _TYPES[dtype][1])
+    _write_tokenizer(writer, plain, tokenizer)
+    for tensor_name, weight in _tensors(plain, model):
+        # llama.cpp reads biases, norms and positions only in float32.
+        small = weight.ndim == 1 or tensor_name == "position_embd.weight"
         kind = _TYPES[torch.float32 if small else dtype][0]
-        stored = gguf.quants.quantize(array, kind)
-        gguf_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
-        assert gguf_name, f"gguf has no name for {name}"
-        writer.add_tensor(gguf_name, stored, raw_dtype=kind)
+        stored = gguf.quants.quantize(weight.contiguous().numpy(), kind)
+        writer.add_tensor(tensor_name, stored, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    plain = config.to_gpt2()
     plain.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
 
-    # With its config: transformers 5.23 reads neither the number of positions nor an activation from GGUF.
-    opened = transformers.AutoModelForCausalLM.from_pretrained(
-        folder, gguf_file=FILE, config=plain, dtype=torch.float32, trust_remote_code=False
-    )
-    original = finite_logits_of(model)
+    opened: Any = _read_again(folder, plain, model)
     difference = max_difference(logits_of(opened), original, exact=dtype == torch.float32)
-    if config.activation_function == "gelu_new":
+    if name != "gpt2" or plain.activation_function == "gelu_new":
         return difference, None
-    for layer in range(config.n_layer):
+    for layer in range(plain.n_layer):
         opened.get_submodule(f"transformer.h.{layer}.mlp").act = ACT2FN["gelu_new"]
     return difference, max_difference(logits_of(opened), original, exact=False)
 
 
-def _write_metadata(writer: gguf.GGUFWriter, config: GPTConfig, file_type: gguf.LlamaFileType) -> None:
-    writer.add_block_count(config.n_layer)
-    writer.add_context_length(config.n_positions)
-    writer.add_embedding_length(config.n_embd)
-    writer.add_feed_forward_length(config.inner_size)
-    writer.add_head_count(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
+def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
+    """Raises UserError if readers of GGUF would compute something else than the model."""
+    name = config.model_type
+    if name not in _ARCHITECTURES:
+        raise UserError(f"--format gguf: {name} is not supported, only {', '.join(_ARCHITECTURES)}")
+    if name == "gpt2":
+        if config.activation_function not in ("gelu", "gelu_new"):
+            raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
+        return
+    rope, layers = config.rope_parameters, range(config.num_hidden_layers)
+    wrong = None
+    if config.hidden_act != "silu":
+        wrong = f"hidden_act {config.hidden_act}, only silu"
+    elif any(parameter.endswith(".bias") for parameter in model.state_dict()):
+        wrong = "biases"
+    elif any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
+        wrong = "sliding windows"
+    elif rope["rope_type"] not in ("default", "llama3") or (rope["rope_type"] != "default" and name != "llama"):
+        wrong = f"rope_type {rope['rope_type']}"
+    elif name == "smollm3" and list(config.no_rope_layers) != [int((i + 1) % 4 != 0) for i in layers]:
+        wrong = "these no_rope_layers, only every fourth layer"
+    if wrong:
+        raise UserError(f"--format gguf: its {name} has no {wrong}")
+
+
+def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensors of the file, by name, in float32."""
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    weights = model.state_dict()
+    if isinstance(model.config, GPTConfig):
+        weights = gpt2_state_dict(model.config, weights)
+    if config.tie_word_embeddings:
+        weights.pop("lm_head.weight", None)
+    for name, weight in weights.items():
+        tensor_name = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        if not tensor_name:
+            raise UserError(f"--format gguf: its {config.model_type} has no {name}")
+        yield tensor_name, _rotation(config, name, weight.T if name.endswith(_LINEAR) else weight)
+    if (factors := _rope_factors(model)) is not None:
+        yield "rope_freqs.weight", factors
+
+
+def _rotation(config: Any, name: str, weight: torch.Tensor, back: bool = False) -> torch.Tensor:
+    """The weight of queries or keys with the rows of each head in the order of GGUF, or `back` in that of transformers.
+
+    Other weights are returned as they are.
+    """
+    heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", None)}
+    count = heads.get(name.split(".")[-2])
+    if count is None or config.model_type not in _ROTATE_NEIGHBOURS:
+        return weight
+    parts = (count, -1, 2) if back else (count, 2, weight.shape[0] // count // 2)
+    return weight.unflatten(0, parts).transpose(1, 2).reshape(weight.shape)
+
+
+def _rope_factors(model: transformers.PreTrainedModel) -> torch.Tensor | None:
+    """What the wavelengths of the rotary embedding are multiplied by, as Llama 3.1 does; None if nothing is."""
+    if getattr(model.config, "rope_parameters", {}).get("rope_type", "default") == "default":
+        return None
+    rotary: Any = model.base_model.rotary_emb
+    frequencies = rotary.inv_freq.float()
+    exponents = torch.arange(len(frequencies)) / len(frequencies)
+    return model.config.rope_parameters["rope_theta"] ** -exponents / frequencies
+
+
+def _read_again(folder: Path, config: Any, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
+    """The model in the file, by transformers' reader if it has one for this architecture, else by gguf's."""
+    if config.model_type in GGUF_CONFIG_MAPPING:
+        # With its config: transformers 5.23 reads neither the number of positions nor an activation from GGUF.
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            folder, gguf_file=FILE, config=config, dtype=torch.float32, trust_remote_code=False
+        )
+    tensors = {tensor.name: tensor for tensor in gguf.GGUFReader(folder / FILE).tensors}
+    names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
+    opened = transformers.AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+    weights = {}
+    for name in opened.state_dict():
+        if name == "lm_head.weight" and config.tie_word_embeddings:
+            continue
+        tensor = tensors[str(names.get_name(name, try_suffixes=(".weight",)))]
+        array = gguf.quants.dequantize(tensor.data, tensor.tensor_type)
+        weights[name] = _rotation(config, name, torch.from_numpy(array.copy()).float(), back=True)
+    opened.load_state_dict(weights, strict=False)
+    opened.tie_weights()
+    return opened
+
+
+def _write_metadata(writer: gguf.GGUFWriter, config: Any, file_type: gguf.LlamaFileType) -> None:
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_head_count(config.num_attention_heads)
     writer.add_vocab_size(config.vocab_size)
     writer.add_file_type(file_type)
+    if config.model_type == "gpt2":
+        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
+        writer.add_layer_norm_eps(config.layer_norm_epsilon)
+        return
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_key_length(head_dim)
+    writer.add_value_length(head_dim)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_dimension_count(head_dim)
+    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
-def _write_tokenizer(
-    writer: gguf.GGUFWriter, config: GPTConfig, tokenizer: transformers.PreTrainedTokenizerBase
-) -> None:
-    """Write GPT-2's tokens and merges, or characters. Raises UserError for any other tokenizer."""
+def _write_tokenizer(writer: gguf.GGUFWriter, config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+    """Write byte-level BPE, or characters. Raises UserError for any other tokenizer."""
     if len(tokenizer) > config.vocab_size:
         raise UserError(f"--format gguf: {len(tokenizer)} tokens in the tokenizer, {config.vocab_size} in the model")
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
-    special = set(tokenizer.all_special_ids)
-    kinds = [gguf.TokenType.CONTROL if i in special else gguf.TokenType.NORMAL for i in range(len(names))]
-    if isinstance(tokenizer, transformers.GPT2Tokenizer):
-        merges = json.loads(tokenizer.backend_tokenizer.to_str())["model"]["merges"]
+    kinds = [gguf.TokenType.NORMAL] * len(names)
+    for number, token in tokenizer.added_tokens_decoder.items():
+        kinds[number] = gguf.TokenType.CONTROL if token.special else gguf.TokenType.USER_DEFINED
+    if split := _split_name(tokenizer):
+        merges = _backend_state(tokenizer)["model"]["merges"]
         writer.add_tokenizer_model("gpt2")
-        writer.add_tokenizer_pre("gpt-2")
-        writer.add_token_merges([" ".join(pair) for pair in merges])
-    elif not special and all(len(name) == 1 for name in names):
+        writer.add_tokenizer_pre(split)
+        writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+    elif not tokenizer.added_tokens_decoder and all(len(name) == 1 for name in names):
         # llama.cpp's RWKV tokenizer takes the longest matching token and has no special tokens: with one token per
         # character it equals ours. Its tokens are written with escapes.
         writer.add_tokenizer_model("rwkv")
@@ -108,14 +223,48 @@ def _write_tokenizer(
         writer.add_unk_token_id(names.index(" ") if " " in names else 0)
         names = [_ESCAPES.get(name, name) for name in names]
     else:
-        raise UserError("--format gguf: can only write GPT-2's tokenizer or one of characters")
+        raise UserError(
+            "--format gguf: can only write a tokenizer of characters, or byte-level BPE that splits text as GPT-2, "
+            "Llama 3, Qwen or SmolLM does"
+        )
     unused = config.vocab_size - len(names)
     writer.add_token_list([*names, *(f"[PAD{len(names) + i}]" for i in range(unused))])
     writer.add_token_types([*kinds, *[gguf.TokenType.UNUSED] * unused])
     if isinstance(tokenizer.eos_token_id, int):
-        writer.add_bos_token_id(tokenizer.eos_token_id)
+        bos = tokenizer.bos_token_id
+        writer.add_bos_token_id(bos if isinstance(bos, int) else tokenizer.eos_token_id)
         writer.add_eos_token_id(tokenizer.eos_token_id)
-    writer.add_add_bos_token(False)
+    writer.add_add_bos_token(start_of_text_id_of(tokenizer) is not None)
+    if isinstance(tokenizer.chat_template, str):
+        writer.add_chat_template(tokenizer.chat_template)
+        try:
+            writer.add_eot_token_id(ChatFormat(tokenizer).end_of_turn_id())
+        except DataError:  # readers then stop at the end-of-text token alone
+            return
+
+
+def _split_name(tokenizer: transformers.PreTrainedTokenizerBase) -> str | None:
+    """GGUF's name for the way in which a byte-level BPE tokenizer splits text; None for any other tokenizer."""
+    if not tokenizer.is_fast:
+        return None
+    state = _backend_state(tokenizer)
+    before: dict[str, Any] = state["pre_tokenizer"] or {}
+    *splits, last = before.get("pretokenizers", [before])
+    if state["model"]["type"] != "BPE" or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    kinds = [split.get("pattern", {}).get("Regex") or split["type"] for split in splits]
+    whole_words = bool(state["model"].get("ignore_merges"))
+    if last["use_regex"] and kinds in ([], ["Digits"]):
+        one_digit = not splits or splits[0]["individual_digits"]
+        return _SPLITS.get(("digits, GPT-2" if splits else "GPT-2", whole_words)) if one_digit else None
+    if last["use_regex"] or len(kinds) != 1 or splits[0].get("behavior") != "Isolated" or splits[0].get("invert"):
+        return None
+    return _SPLITS.get((kinds[0], whole_words))
+
+
+def _backend_state(tokenizer: Any) -> dict[str, Any]:
+    """A fast tokenizer as tokenizer.json describes it."""
+    return json.loads(tokenizer.backend_tokenizer.to_str())
 
 
 _ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\\": r"\\"}

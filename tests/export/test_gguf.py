@@ -1,11 +1,18 @@
 """GGUF files: weights, tokens of both kinds of tokenizer, and refusals."""
 
+import json
+
+import numpy as np
 import pytest
 import torch
+import transformers
+from tokenizers import Regex, pre_tokenizers
 
-from nanogpt_hf.data.tokenizer import char_tokenizer, gpt2_tokenizer
+from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
+from nanogpt_hf.data.tokenizer import char_tokenizer, gpt2_tokenizer, train_bpe_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -54,7 +61,11 @@ def test_export_gguf_refuses_what_the_format_lacks(tmp_path):
         (make(activation_function="relu"), TOKENIZER, "its gpt2 has no relu activation, only GELU"),
         (make(), None, "a GGUF file contains the tokenizer, and this model has none"),
         (make(vocab_size=5), TOKENIZER, "6 tokens in the tokenizer, 5 in the model"),
-        (make(vocab_size=60000), other_tokenizer(), "can only write GPT-2's tokenizer or one of characters"),
+        (
+            make(vocab_size=60000),
+            other_tokenizer(),
+            "can only write a tokenizer of characters, or byte-level BPE that splits",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             export_gguf(tmp_path, model, tokenizer, torch.float32)
@@ -64,3 +75,125 @@ def other_tokenizer():
     tokenizer = char_tokenizer(list("abc")).hf
     tokenizer.add_tokens(["whole"])
     return tokenizer
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+SIZES |= {"intermediate_size": 48, "vocab_size": 264, "max_position_embeddings": 64, "pad_token_id": None}
+LLAMA_31 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
+LLAMA_31 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
+
+
+def decoder(model_type: str, **changes):
+    names = {"bos_token_id": 256, "eos_token_id": 256}
+    config = transformers.AutoConfig.for_model(model_type, **SIZES | names | changes)
+    return architecture_of(config).model_class(config)
+
+
+def byte_tokenizer_with_pattern(pattern: str | None = None, whole_words: bool = False):
+    hf = train_bpe_tokenizer([], 257, "gpt2" if pattern is None else "gpt4").hf
+    rust = hf.backend_tokenizer
+    if pattern is not None:
+        words = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+        in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        rust.pre_tokenizer = pre_tokenizers.Sequence([words, in_bytes])
+    rust.model.ignore_merges = whole_words
+    return hf
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "special"),
+    [
+        ("llama", {"head_dim": 16, "tie_word_embeddings": False}, {"rope.dimension_count": 16, "rope.freq_base": 1e4}),
+        ("llama", {"rope_parameters": LLAMA_31, "tie_word_embeddings": True}, {"rope.freq_base": 5e5}),
+        ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}, {"attention.layer_norm_rms_epsilon": 1e-5}),
+        ("smollm3", {}, {"rope.freq_base": 2e6}),
+        ("olmo2", {}, {"attention.head_count_kv": 2}),
+    ],
+)
+def test_export_gguf_of_decoders(tmp_path, model_type, changes, special):
+    model = decoder(model_type, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.1 * torch.randn_like(parameter))
+    tokenizer = byte_tokenizer_with_pattern(QWEN_PATTERN)
+    assert export_gguf(tmp_path, model, tokenizer, torch.float32) == (pytest.approx(0, abs=1e-5), None)
+    facts = reader_of(tmp_path)
+    expected = {"block_count": 4, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48}
+    expected |= {
+        "attention.head_count": 4,
+        "attention.head_count_kv": 2,
+        "attention.key_length": changes.get("head_dim", 8),
+    }
+    expected |= {"attention.value_length": changes.get("head_dim", 8), "vocab_size": 264}
+    for name, value in (expected | special).items():
+        assert facts[f"{model_type}.{name}"] == pytest.approx(value), name
+    assert [facts["general.architecture"], facts["tokenizer.ggml.pre"]] == [model_type, "qwen2"]
+    assert facts["tokenizer.ggml.eos_token_id"] == 256
+    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert ("output.weight" in tensors) == (not model.config.tie_word_embeddings)
+    assert ("rope_freqs.weight" in tensors) == ("rope_parameters" in changes)
+    # llama.cpp rotates neighbouring rows of a head for these two, and its two halves for the others.
+    query = model.get_submodule("model.layers.1.self_attn.q_proj").weight.detach().numpy()
+    head = query.shape[0] // 4
+    neighbours = query.reshape(4, 2, head // 2, -1).swapaxes(1, 2).reshape(query.shape)
+    np.testing.assert_array_equal(
+        tensors["blk.1.attn_q.weight"], neighbours if model_type in ("llama", "smollm3") else query
+    )
+
+
+def test_export_gguf_of_llama_31_scales_wavelengths_as_its_config_says(tmp_path):
+    export_gguf(
+        tmp_path, decoder("llama", rope_parameters=LLAMA_31, head_dim=32), byte_tokenizer_with_pattern(), torch.float32
+    )
+    (factors,) = (t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "rope_freqs.weight")
+    wavelengths = 2 * np.pi * 500000.0 ** (np.arange(16) / 16)
+    assert factors[wavelengths < 64 / 4] == pytest.approx(1)
+    assert factors[wavelengths > 64 / 1] == pytest.approx(8)
+    assert {1, 8} < {round(float(factor), 3) for factor in factors}
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "name"),
+    [
+        (byte_tokenizer_with_pattern(), "gpt-2"),
+        (byte_tokenizer_with_pattern(GPT4_PATTERN), "dbrx"),
+        (byte_tokenizer_with_pattern(GPT4_PATTERN, whole_words=True), "llama-bpe"),
+        (byte_tokenizer_with_pattern(QWEN_PATTERN), "qwen2"),
+    ],
+)
+def test_export_gguf_names_the_split_of_the_tokenizer(tmp_path, tokenizer, name):
+    tokenizer.chat_template = None
+    export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, torch.bfloat16)
+    assert reader_of(tmp_path)["tokenizer.ggml.pre"] == name
+
+
+def test_export_gguf_writes_chat_template_and_end_of_turn(tmp_path):
+    tokenizer = byte_tokenizer_with_pattern(QWEN_PATTERN)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
+    tokenizer.add_tokens(["<think>"])
+    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}" + (
+        "{% if add_generation_prompt %}assistant{% endif %}"
+    )
+    export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, torch.float32)
+    facts = reader_of(tmp_path)
+    assert facts["tokenizer.chat_template"] == tokenizer.chat_template
+    assert facts["tokenizer.ggml.eot_token_id"] == 257
+    assert facts["tokenizer.ggml.token_type"][255:260] == [1, 3, 3, 4, 5]  # normal, control twice, user defined, unused
+    assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3"
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes", "message"),
+    [
+        ("nanochat", {}, "nanochat is not supported, only gpt2, llama, qwen3, smollm3, olmo2"),
+        ("llama", {"hidden_act": "gelu"}, "its llama has no hidden_act gelu, only silu"),
+        ("llama", {"attention_bias": True}, "its llama has no biases"),
+        ("qwen3", {"rope_parameters": LLAMA_31}, "its qwen3 has no rope_type llama3"),
+        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "no sliding windows"),
+        ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "these no_rope_layers, only every fourth layer"),
+    ],
+)
+def test_export_gguf_refuses_decoders_that_its_readers_compute_otherwise(tmp_path, model_type, changes, message):
+    with pytest.raises(UserError, match=f"^--format gguf: .*{message}"):
+        export_gguf(tmp_path, decoder(model_type, **changes), byte_tokenizer_with_pattern(), torch.float32)
+    assert not list(tmp_path.iterdir())
