@@ -29,6 +29,8 @@ SHRINK = {
     "model.n_head": 2,
     "model.n_embd": 16,
     "model.n_positions": 32,
+    "model.n_kv_head": "null",
+    "model.n_inner": "null",
     "data.block_size": 32,
     "data.validation_fraction": 0.1,
     "optim.warmup_steps": 1,
@@ -50,6 +52,10 @@ def test_all_recipes_and_configs_are_tested():
         "gpt2_774m",
         "gpt2_1558m",
         "sft_instructions",
+        "modern_124m",
+        "modern_char_cpu",
+        "nanochat_d12",
+        "finetune_smollm2",
     }
     assert {path.stem for path in MACHINES} >= {
         "cpu",
@@ -72,6 +78,8 @@ def test_recipe_trains_two_steps(recipe, tmp_path, text_file, chat_file, monkeyp
     data = load_config(recipe).data
     if data.source != "python-docs":
         overrides |= {"data.source": chat_file if data.format == "chat" else text_file, "data.sha256": "null"}
+    if data.tokenizer == "bpe":
+        overrides |= {"data.vocab_size": 260}
     arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
     assert main(["pretrain", str(recipe), *arguments]) == 0
     run = RunFolder(tmp_path / "runs" / recipe.stem)
@@ -123,6 +131,23 @@ def test_gpt2_recipes_have_gpt2_shapes_and_nanogpt_tokens(name, with_biases):
     assert count_parameters(model) == with_biases
     assert model.padded_vocab_size == 50304
     assert config.train.tokens_per_step == 12 * 1024 * 5 * 8
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "parameters"),
+    [
+        ("modern_124m", 50257, 12 * (3 * 768**2 + 3 * 768 * 2304 + 2 * 768 + 2 * 64) + 50257 * 768 + 768),
+        ("modern_char_cpu", 65, 4 * (4 * 128**2 + 3 * 128 * 344 + 2 * 128 + 2 * 32) + 65 * 128 + 128),
+        ("nanochat_d12", 32768, 12 * 12 * 768**2 + 2 * 32768 * 768),
+    ],
+)
+def test_modern_recipes_have_the_parameters_of_their_comments(name, tokens, parameters):
+    config = load_config(ROOT / "recipes" / f"{name}.yaml")
+    assert count_parameters(build_config(config.model, tokens)) == parameters
+    assert (
+        f"{parameters / 1e6:.{1 if parameters < 1e6 else 0}f} M parameters"
+        in (ROOT / "recipes" / f"{name}.yaml").read_text()
+    )
 
 
 @pytest.mark.parametrize("machine", MACHINES, ids=lambda path: path.stem)

@@ -9,12 +9,12 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from transformers import AutoTokenizer, GPT2LMHeadModel
+from transformers import AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
-from nanogpt_hf.data.tokenizer import char_tokenizer
+from nanogpt_hf.data.tokenizer import char_tokenizer, train_bpe_tokenizer
 from nanogpt_hf.distributed import accelerator
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
@@ -270,6 +270,40 @@ def test_shipped_finetune_recipes_train(name, tiny_base, tmp_path):
     options = [option for key, value in small.items() for option in (f"--{key}", str(value))]
     assert main(["finetune", str(ROOT / "recipes" / f"{name}.yaml"), *options]) == 0
     assert (tmp_path / "runs" / name / "final").is_dir()
+
+
+CHATML = (
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_path, chat_file):
+    tokenizer = train_bpe_tokenizer(["red green blue"], 258).hf
+    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.chat_template = CHATML
+    tokenizer.save_pretrained("smol")
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, tie_word_embeddings=True, **sizes)
+    LlamaForCausalLM(config).save_pretrained("smol")
+    small = {
+        "finetune.model": "smol",
+        "data.tokenizer": "smol",
+        "data.source": chat_file,
+        "data.sha256": "null",
+        "data.block_size": 128,
+        "train.tokens_per_step": 512,
+        "train.max_steps": 2,
+        "optim.warmup_steps": 0,
+        "eval.sample_tokens": 5,
+    }
+    small |= {"lora.rank": "null"} if full else {}
+    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
+    assert main(["finetune", str(ROOT / "recipes" / "finetune_smollm2.yaml"), *words]) == 0
+    final = tmp_path / "runs" / "finetune_smollm2" / "final"
+    assert (final / ("model.safetensors" if full else "adapter_model.safetensors")).is_file()
+    assert AutoTokenizer.from_pretrained(final).chat_template == CHATML
 
 
 def test_finetune_from_adapter_is_refused(run, tiny_base, capsys):
