@@ -4,12 +4,16 @@ No recipe is needed: cli.py finetune --from gpt2 --data my.txt
 """
 
 import argparse
+from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.training_run import add_run_arguments, dry_run, run_options
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
 from nanogpt_hf.training.start import train
+
+if TYPE_CHECKING:
+    from nanogpt_hf.data.manifest import Manifest
 
 # flag -> (knob, metavar, meaning)
 _FLAGS = {
@@ -42,10 +46,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         dry_run(config)
         return
 
-    def check_tokenizer_of_data() -> None:
-        from nanogpt_hf.data.prepared import load_prepared
-
-        if load_prepared(config).manifest.tokenizer_hash != vocabulary:
+    def check_tokenizer_of_data(manifest: "Manifest") -> None:
+        if manifest.tokenizer_hash != vocabulary:
             raise DataError(
                 f"{config.data.dir}: prepared with another tokenizer than {config.data.tokenizer}; prepare it again"
             )

@@ -18,12 +18,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     config = load_config(arguments.recipe, overrides)
 
-    from nanogpt_hf.data.prepared import check_prepared
+    from nanogpt_hf.data.prepare import prepare
+    from nanogpt_hf.data.prepared import check_prepared, load_prepared
     from nanogpt_hf.data.shards import NO_CHECKSUMS
-    from nanogpt_hf.data.summary import prepare_with_summary
+    from nanogpt_hf.data.summary import summary_lines
 
-    prepared_now, lines = prepare_with_summary(config)
-    for line in lines:
+    manifest, prepared_now = prepare(config)
+    data = load_prepared(config) if config.data.format == "chat" else None  # a text may be too short for a block yet
+    logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
+    for line in summary_lines(manifest, data):
         logger.info(line)
     if not prepared_now:
         verified = check_prepared(Path(config.data.dir))

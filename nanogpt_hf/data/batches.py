@@ -2,7 +2,6 @@
 
 import time
 from collections.abc import Iterator
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -36,16 +35,18 @@ class Batches:
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
-        self._epoch_order = lru_cache(maxsize=2)(self._draw_epoch_order)  # two: a step may cross an epoch's end
-        self.indices = lru_cache(maxsize=1)(self._draw_indices)  # used twice per step: to count and to draw
+        self._orders: dict[int, np.ndarray] = {}  # of the last two epochs, since a step may cross an epoch's end
 
-    def _draw_epoch_order(self, epoch: int) -> np.ndarray:
-        # Sorting raw bits gives a permutation that no version of NumPy changes.
-        bits = np.random.Philox(key=derive_seed(self.seed, "order", epoch)).random_raw(len(self.blocks))
-        return np.argsort(bits, kind="stable")
+    def _epoch_order(self, epoch: int) -> np.ndarray:
+        if epoch not in self._orders:
+            # Sorting raw bits gives a permutation that no version of NumPy changes.
+            bits = np.random.Philox(key=derive_seed(self.seed, "order", epoch)).random_raw(len(self.blocks))
+            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
+            self._orders[epoch] = np.argsort(bits, kind="stable")
+        return self._orders[epoch]
 
-    def _draw_indices(self, step: int) -> np.ndarray:
-        """Indices of all blocks of a step (0 is the first), in its order: int64 (blocks_per_step,), read-only."""
+    def indices(self, step: int) -> np.ndarray:
+        """Indices of all blocks of a step (0 is the first), in its order: int64 (blocks_per_step,)."""
         count = self.blocks_per_step
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
@@ -55,7 +56,6 @@ class Batches:
             indices = np.empty(count, dtype=np.int64)
             for epoch in np.unique(epochs):
                 indices[epochs == epoch] = self._epoch_order(int(epoch))[places[epochs == epoch]]
-        indices.flags.writeable = False
         return indices
 
     def micro_batch_number(self, index: int) -> int:

@@ -1,30 +1,26 @@
 """Describe prepared data in a few lines: documents, tokens, and how conversations fill their blocks."""
 
-from typing import Any
-
-from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.manifest import Manifest, SplitFacts
+from nanogpt_hf.data.prepared import PreparedData
 
 
-def prepare_with_summary(config: Config) -> tuple[bool, list[str]]:
-    """Prepare the data of a recipe. Return whether it was prepared now, and lines that describe it."""
-    manifest, prepared_now = prepare(config)
-    lines = [f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}"]
-    data = load_prepared(config) if config.data.format == "chat" else None
+def summary_lines(manifest: Manifest, data: PreparedData | None = None) -> list[str]:
+    """A line for each split; with `data` that of conversations says how they fill their blocks."""
+    lines = []
     for name in ("train", "validation"):
-        facts = getattr(manifest, name)
-        if data:
-            line = chat_line(facts, getattr(data, name))
+        facts, blocks = getattr(manifest, name), getattr(data, name, None)
+        if isinstance(blocks, Examples):
+            line = chat_line(facts, blocks)
         else:
             line = (
                 f"{facts.documents:,} documents, {facts.tokens:,} tokens, {facts.bytes_per_token:.2f} bytes per token"
             )
         lines.append(f"  {name:<10} {line}")
-    return prepared_now, lines
+    return lines
 
 
-def chat_line(facts: Any, examples: Any) -> str:
+def chat_line(facts: SplitFacts, examples: Examples) -> str:
     """A split of conversations: tokens, how full its blocks are, and conversations that are cut or left out."""
     line = (
         f"{facts.documents:,} conversations, {facts.tokens:,} tokens, {facts.assistant_tokens:,} of them in answers; "

@@ -1,21 +1,22 @@
 """Gather full weights and optimizer state of a prepared model, and load them, under any kind of sharding.
 
-Tensors are whole on every process (one process, DDP), DTensors (FSDP2), or slices of DeepSpeed's flat buffers (ZeRO),
-which also hold the float32 weights if the model is in bf16 or fp16. Gathered tensors are float32 and have our names, so
-a run can be resumed under another kind of sharding. All functions are collectives: all processes call them.
+Tensors are whole on every process (one process, DDP), DTensors (FSDP2), or slices of flat buffers (deepspeed.py).
+Gathered tensors are float32 and have our names, so a run can be resumed under another kind of sharding. All functions
+are collectives: all processes call them.
 """
 
 from collections.abc import Iterator
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import broadcast
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed import deepspeed
+from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.adamw_8bit import as_float32, held_by
 from nanogpt_hf.optim.optimizer import ADAMW_STATE, state_keys
@@ -33,15 +34,10 @@ def named_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[s
     return dict(model.named_parameters())
 
 
-def full_shape(parameter: torch.nn.Parameter) -> torch.Size:
-    """The shape without sharding; ZeRO-3 replaces the parameter by an empty tensor."""
-    return getattr(parameter, "ds_shape", parameter.shape)
-
-
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
-    parameters = named_parameters(accelerator, model)
-    return _collect(accelerator, ((name, _full_weight(parameter)) for name, parameter in parameters.items()))
+    parameters, full = named_parameters(accelerator, model), deepspeed.full_weight if is_zero(accelerator) else _full
+    return _collect(accelerator, ((name, full(parameter)) for name, parameter in parameters.items()))
 
 
 def full_optimizer_state(
@@ -49,12 +45,8 @@ def full_optimizer_state(
 ) -> dict[str, torch.Tensor]:
     """The full optimizer state on the main process's CPU, as `<parameter>.<key>`; {} on other processes."""
     trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
-    if _is_zero(accelerator):
-        from deepspeed.utils import safe_get_full_optimizer_state
-
-        steps = torch.as_tensor(next(_zero_states(optimizer))["step"], dtype=torch.float32)
-        tensors = ((f"{n}.{k}", safe_get_full_optimizer_state(p, k)) for n, p in trained.items() for k in ADAMW_STATE)
-        return _collect(accelerator, tensors) | ({f"{n}.step": steps.cpu().clone() for n in trained})
+    if is_zero(accelerator):
+        return _collect(accelerator, deepspeed.full_state_tensors(trained, optimizer))
     check_optimizer_state(accelerator, model, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
     tensors = ((f"{n}.{k}", _full(as_float32(v))) for n, state in states.items() for k, v in state.items())
@@ -66,7 +58,7 @@ def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, opti
 
     Something then replaced the others when the model was prepared; the new ones would neither train nor be saved.
     """
-    if _is_zero(accelerator):  # DeepSpeed has one state for all, in flat buffers
+    if is_zero(accelerator):  # DeepSpeed has one state for all, in flat buffers
         return
     trained = {name: p for name, p in named_parameters(accelerator, model).items() if p.requires_grad}
     without = [name for name, parameter in trained.items() if not optimizer.state.get(parameter)]
@@ -117,17 +109,11 @@ def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[
     """Load the main process's full weights into the model on all processes. `weights` is {} on the others."""
     for name, parameter in named_parameters(accelerator, model).items():
         with torch.no_grad():
-            if not _is_zero(accelerator):
-                value = _shard(parameter, weights.get(name), parameter.shape, parameter.dtype)
-                parameter.copy_(value)
-                continue
-            import deepspeed
-
-            value = _broadcast(accelerator, weights.get(name), full_shape(parameter), torch.float32)
-            with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
-                parameter.data.copy_(value)
-            if parameter.requires_grad:
-                _set_zero(accelerator, parameter, value)
+            if is_zero(accelerator):
+                value = _broadcast(accelerator, weights.get(name), full_shape(parameter), torch.float32)
+                deepspeed.set_weight(parameter, value)
+            else:
+                parameter.copy_(_shard(parameter, weights.get(name), parameter.shape, parameter.dtype))
 
 
 def set_optimizer_state(
@@ -146,7 +132,7 @@ def set_optimizer_state(
     kinds = state_keys(optimizer, trained)
     for name, parameter in trained.items():
         keys = [key for key in layout if key.rpartition(".")[0] == name]
-        if not _is_zero(accelerator):
+        if not is_zero(accelerator):
             state = {key.rpartition(".")[2]: _shard(parameter, saved.get(key), *layout[key]) for key in keys}
             optimizer.state[parameter] = held_by(
                 optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
@@ -155,10 +141,9 @@ def set_optimizer_state(
         for key in keys:
             value, kind = _broadcast(accelerator, saved.get(key), *layout[key]), key.rpartition(".")[2]
             if kind in ADAMW_STATE:
-                _set_zero(accelerator, parameter, value, kind)
+                deepspeed.set_flat(parameter, value, kind)
             else:
-                for state in _zero_states(optimizer):
-                    state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
+                deepspeed.set_step_count(optimizer, value)
 
 
 def _initial_state(parameter: torch.nn.Parameter, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -173,12 +158,8 @@ def scaler_state(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> d
     """The state of fp16's loss scaler, accelerate's or DeepSpeed's; None in other precisions."""
     if accelerator.scaler is not None:
         return accelerator.scaler.state_dict()
-    if _is_zero(accelerator) and accelerator.mixed_precision == "fp16":
-        return {
-            key: value
-            for key, value in vars(cast(Any, optimizer.optimizer).loss_scaler).items()
-            if type(value) in (int, float)
-        }
+    if is_zero(accelerator) and (scaler := deepspeed.loss_scaler(accelerator, optimizer)):
+        return {key: value for key, value in scaler.items() if type(value) in (int, float)}
     return None
 
 
@@ -186,69 +167,20 @@ def set_scaler_state(accelerator: Accelerator, optimizer: AcceleratedOptimizer, 
     """Restore the loss scaler, if it is of the same kind as the saved one; else the scale is searched again."""
     if accelerator.scaler is not None and "scale" in state:
         accelerator.scaler.load_state_dict(state)
-    elif accelerator.scaler is None and scaler_state(accelerator, optimizer) and "cur_scale" in state:
-        vars(cast(Any, optimizer.optimizer).loss_scaler).update(state)
+    elif is_zero(accelerator) and "cur_scale" in state and (scaler := deepspeed.loss_scaler(accelerator, optimizer)):
+        scaler.update(state)
 
 
 def reset_optimizer_state(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
     """Reset the optimizer to its state before the first step."""
-    if not _is_zero(accelerator):
+    if is_zero(accelerator):
+        deepspeed.reset_state(optimizer)
+    else:
         optimizer.state.clear()
-        return
-    from deepspeed.utils import lazy_init_hp_params_optimizer_state
-
-    zero: Any = optimizer.optimizer
-    for flat in _zero_flats(optimizer):  # created, not zeroed: a step that overflowed in fp16 has no state
-        step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
-        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in ADAMW_STATE}
-    if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's moments accessible
-        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
-            lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
-
-
-def _is_zero(accelerator: Accelerator) -> bool:
-    return accelerator.distributed_type == DistributedType.DEEPSPEED
-
-
-def _set_zero(accelerator: Accelerator, parameter: Any, value: torch.Tensor, key: str | None = None) -> None:
-    """Copy this rank's part of a full float32 weight, or of its state `key`, into DeepSpeed's flat buffers."""
-    if not hasattr(parameter, "ds_id"):
-        parameter.set_full_hp_param(value, key)
-        return
-    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this forgets the padding
-    size = parameter.ds_tensor.numel()
-    mesh = Mesh.from_environment()
-    padded = torch.nn.functional.pad(value.flatten(), (0, size * mesh.dp_size - value.numel()))
-    part = padded.narrow(0, size * mesh.dp_rank, size)
-    parameter._z3_optimizer.set_local_hp_param(part, parameter, key)
-
-
-def _zero_flats(optimizer: AcceleratedOptimizer) -> list[torch.Tensor]:
-    zero: Any = optimizer.optimizer
-    by_stage = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
-    return next(getattr(zero, name) for name in by_stage if hasattr(zero, name))
-
-
-def _zero_states(optimizer: AcceleratedOptimizer) -> Iterator[dict]:
-    return (cast(Any, optimizer.optimizer).optimizer.state[flat] for flat in _zero_flats(optimizer))
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
-    in_zero_3, in_zero_2 = hasattr(parameter, "ds_id"), hasattr(parameter, "_hp_mapping")
-    if parameter.requires_grad and (in_zero_3 or in_zero_2):
-        from deepspeed.utils import safe_get_full_fp32_param
-
-        return cast(torch.Tensor, safe_get_full_fp32_param(parameter)).detach()
-    if in_zero_3:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().float().clone()
-    return _full(parameter)
 
 
 def _collect(accelerator: Accelerator, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:

@@ -14,11 +14,11 @@ from typing import Any, cast
 import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import check_prepared
+from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.interconnect import Link, gpu_link, network_link
 from nanogpt_hf.doctor.machine import Process
@@ -168,7 +168,7 @@ def time_steps(run: Run, count: int) -> StepTimes:
     whole = [_seconds(device, lambda s=s: train_step(run, s, _LEARNING_RATE)) for s in steps]
     data = [_seconds(device, lambda s=s: list(batches.micro_batches(s))) for s in steps]
     step, data_seconds = statistics.median(whole), statistics.median(data)
-    if run.mesh.world_size == 1 or run.accelerator.distributed_type == DistributedType.DEEPSPEED:
+    if run.mesh.world_size == 1 or is_zero(run.accelerator):
         return StepTimes(step, data_seconds, step - data_seconds)
     drawn = [list(batches.micro_batches(s)) for s in (1, *steps)]
     alone = [_seconds(device, lambda d=d: _compute(run, d)) for d in drawn][1:]

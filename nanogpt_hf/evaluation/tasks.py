@@ -21,10 +21,11 @@ import torch
 import transformers
 import yaml
 from accelerate import Accelerator
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 from datasets import config as datasets_config
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 
@@ -138,9 +139,8 @@ def run_tasks(
         )
         lm._device = accelerator.device  # a sharded model may report another
         fewest = min(min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values())
-        sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
         mesh = Mesh.from_environment()
-        if not sharded and fewest >= mesh.world_size:
+        if not is_sharded(accelerator) and fewest >= mesh.world_size:
             lm._rank, lm._world_size, lm.accelerator = mesh.rank, mesh.world_size, accelerator
         try:
             model.eval()

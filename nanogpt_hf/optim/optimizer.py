@@ -1,17 +1,14 @@
-"""Build the optimizer of a run, set its learning rates, clip gradients, step. Names of the optimizer state.
+"""Build the optimizer of a run, set its learning rates, skip steps that are not finite. Names of its state.
 
 Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updates the matrices inside the blocks.
 """
 
-import math
-from typing import Any, cast
+from typing import Any
 
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
@@ -94,44 +91,6 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
             group["lr"].fill_(learning_rate * group["scale"])
         else:
             group["lr"] = learning_rate * group["scale"]
-
-
-def clip_gradients(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
-) -> torch.Tensor:
-    """Clip the gradients to `max_norm` (0: not) and return their norm before, a scalar on the device.
-
-    If it is not finite, the next step leaves weights and state unchanged. DeepSpeed and fp16's scaler, which do their
-    step elsewhere, see to that themselves.
-    """
-    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    if sharded or accelerator.scaler is not None:
-        norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
-    else:  # accelerate would look through all gradients for shards first
-        norm = torch.nn.utils.clip_grad_norm_(_unwrap(optimizer).in_model_order, max_norm or math.inf)
-    if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and tells a number
-        return torch.tensor(norm, device=accelerator.device)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if accelerator.scaler is None:
-        skip_step_unless_finite(_unwrap(optimizer), norm)
-    return norm
-
-
-def update(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
-    """Step, and clear the gradients.
-
-    Accelerate's wrapper is bypassed if it would only forward the call: at each it searches Python's path twice for a
-    package (LOMO).
-    """
-    if accelerator.scaler is None and accelerator.distributed_type != DistributedType.DEEPSPEED:
-        optimizer = _unwrap(optimizer)
-    optimizer.step()
-    optimizer.zero_grad()
-
-
-def _unwrap(optimizer: torch.optim.Optimizer) -> Any:
-    """The optimizer in accelerate's wrapper."""
-    return cast(AcceleratedOptimizer, optimizer).optimizer
 
 
 def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:

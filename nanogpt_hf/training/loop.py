@@ -17,16 +17,11 @@ from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.distributed.accelerator import (
-    StopRequest,
-    build_accelerator,
-    describe_machine,
-    stop_on_signals,
-    sum_over_ranks,
-)
+from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.distributed.accelerator import build_accelerator, describe_machine, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.evaluation.loss import evaluate_blocks
 from nanogpt_hf.evaluation.samples import TrainingSamples
@@ -52,8 +47,8 @@ class SegmentEnd(Enum):
     LOSS_SPIKE = "loss spike"
 
 
-def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainState:
-    """Train `config` into `folder`, from scratch or from its newest checkpoint; return the final state.
+def train(config: Config, folder: RunFolder, data: PreparedData, *, resume: bool = False) -> TrainState:
+    """Train `config` on `data` into `folder`, from scratch or from its newest checkpoint; return the final state.
 
     Raises UserError before anything is written if recipe, data and machine do not fit together, and Stopped after
     saving if a signal ended the run early.
@@ -62,7 +57,7 @@ def train(config: Config, folder: RunFolder, *, resume: bool = False) -> TrainSt
     if resume and accelerator.device.type == "cpu":
         restore_threads(folder, Mesh.from_environment().local_world_size)
     step = newest_step(accelerator, folder) if resume and config.finetune.unfreeze_every else 0
-    run = build_run(config, accelerator, load_prepared(config), folder, step=step, resume=resume)
+    run = build_run(config, accelerator, data, folder, step=step, resume=resume)
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)
     start_or_resume(run, resume)
     observers = observe(run, tasks, samples)

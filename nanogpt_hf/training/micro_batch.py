@@ -5,18 +5,20 @@ import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import psutil
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import DistributedType, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.distributed.accelerator import micro_batches_not_counted
+from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
 from nanogpt_hf.distributed.full_state import (
     check_optimizer_state,
     reset_optimizer_state,
@@ -52,11 +54,9 @@ def build_batches(
 @contextmanager
 def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Iterator[None]:
     """Context for a dry-run step of one micro-batch; optimizer state and counters are restored on exit."""
-    accumulation, scaler = accelerator.gradient_accumulation_steps, scaler_state(accelerator, optimizer)
-    accelerator.gradient_accumulation_steps = 1
-    yield
-    accelerator.gradient_accumulation_steps = accumulation
-    accelerator.step = 0  # it counts micro-batches, and steps at multiples of the accumulation
+    scaler = scaler_state(accelerator, optimizer)
+    with micro_batches_not_counted(accelerator):
+        yield
     reset_optimizer_state(accelerator, optimizer)
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)
@@ -96,10 +96,8 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
     else:
         size = largest_micro_batch(accelerator, sequences, lambda size: dry_run_step(run, size))
     accelerator.gradient_accumulation_steps = sequences // size
-    if accelerator.distributed_type == DistributedType.DEEPSPEED:
-        engine: Any = run.model
-        engine.set_train_micro_batch_size(size)
-        engine.set_train_batch_size(sequences * run.mesh.dp_size)
+    if is_zero(accelerator):
+        set_batch_sizes(run.model, size, sequences * run.mesh.dp_size)
     run.config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 

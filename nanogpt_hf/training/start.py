@@ -16,6 +16,8 @@ from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_duration, format_number
 
 if TYPE_CHECKING:
+    from nanogpt_hf.data.manifest import Manifest
+    from nanogpt_hf.data.prepared import PreparedData
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.runs.state import TrainState
 
@@ -29,11 +31,11 @@ def train(
     resume: bool = False,
     overwrite: bool = False,
     auto_resume: bool = False,
-    check: Callable[[], None] = lambda: None,
+    check: Callable[["Manifest"], None] = lambda manifest: None,
 ) -> "RunFolder":
     """Prepare the data, train `config` into a run folder, by default runs/<its name>, and return the folder.
 
-    With several processes, each of them calls it. `check` is called on every process when its data is prepared, and
+    With several processes, each of them calls it. `check` is called on every process with the manifest of its data, and
     may raise UserError. Raises UserError if recipe, data, folder and machine do not fit, and Stopped if a signal ended
     the run early, after saving.
     """
@@ -42,9 +44,10 @@ def train(
     from transformers.utils.logging import disable_progress_bar
 
     from nanogpt_hf.data.manifest import identity
+    from nanogpt_hf.data.prepare import prepare
     from nanogpt_hf.data.prepared import load_prepared
-    from nanogpt_hf.data.summary import prepare_with_summary
-    from nanogpt_hf.distributed.accelerator import check_launch
+    from nanogpt_hf.data.summary import summary_lines
+    from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.model.build import build_config
     from nanogpt_hf.runs.folder import RunFolder
@@ -63,7 +66,7 @@ def train(
     if auto_resume and (resume or overwrite):
         raise UserError("--auto-resume chooses between --resume and a new start; give it alone")
 
-    def prepare_run() -> tuple[None, dict[str, Any]]:
+    def prepare_run() -> tuple["PreparedData", dict[str, Any]]:
         decision = {}
         if main_process:  # it alone decides: other processes might look after it has begun to write
             options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
@@ -75,18 +78,20 @@ def train(
                     logger.info(f"changed since the run began: {change}")
             if config.hub.push:
                 _warn_if_not_logged_in(config)
-        _, lines = prepare_with_summary(config)
-        for line in lines:
+        manifest, prepared_now = prepare(config)
+        logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
+        data = load_prepared(config)
+        for line in summary_lines(manifest, data):
             logger.info(line)
-        check()
-        return None, decision | identity(config, load_prepared(config).manifest)
+        check(manifest)
+        return data, decision | identity(config, manifest)
 
     try:
-        _, facts = prepare_on_all_ranks(prepare_run)
+        data, facts = prepare_on_all_ranks(prepare_run)
         if not facts["resumes"]:  # a resumed run keeps its number of threads
             leave_busy_cores(busy_cores)
         with one_line_for_a_lost_process(folder), _advise_on_memory(config):
-            state = loop.train(config, folder, resume=facts["resumes"])
+            state = loop.train(config, folder, data, resume=facts["resumes"])
     finally:
         folder.unlock()
     if main_process:
@@ -116,7 +121,7 @@ def _advise_on_memory(config: Config) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         from nanogpt_hf.data.manifest import read_manifest
-        from nanogpt_hf.distributed.accelerator import requested_precision
+        from nanogpt_hf.distributed.accelerate_config import requested_precision
         from nanogpt_hf.training.micro_batch import out_of_memory_advice
 
         manifest = read_manifest(Path(config.data.dir))

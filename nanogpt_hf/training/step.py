@@ -5,8 +5,9 @@ from typing import NamedTuple
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.distributed.accelerator import clip_gradients, update
 from nanogpt_hf.model.objective import Metrics
-from nanogpt_hf.optim.optimizer import clip_gradients, set_learning_rate, update
+from nanogpt_hf.optim.optimizer import set_learning_rate
 from nanogpt_hf.training.run import Run
 
 

@@ -191,7 +191,10 @@ def test_doctor_reports_processes_that_do_not_respond(tmp_path):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    script = "import sys; from nanogpt_hf.commands import doctor, main; doctor.PATIENCE = 2; sys.exit(main(['doctor']))"
+    script = (
+        "import sys; from nanogpt_hf.commands import main; from nanogpt_hf.doctor import report\n"
+        "report.PATIENCE = 2; sys.exit(main(['doctor']))"
+    )
     rendezvous = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     completed = subprocess.run(
         [sys.executable, "-c", script],

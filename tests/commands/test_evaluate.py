@@ -10,6 +10,7 @@ import pytest
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
 
@@ -48,7 +49,7 @@ def test_evaluate_text_prints_and_writes_figures(capsys, letter_model, text, tmp
 def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp_path, forget_accelerate):
     config = load_config(write_recipe(eval__tokens="all"))
     prepare(config)
-    state = loop.train(config, RunFolder(tmp_path / "run"))
+    state = loop.train(config, RunFolder(tmp_path / "run"), load_prepared(config))
     forget_accelerate()
     measure(capsys, tmp_path / "run", "--data", config.data.dir, "--output", tmp_path / "results.json")
     figures = json.loads((tmp_path / "results.json").read_text())["text"]

@@ -15,7 +15,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer, train_bpe_tokenizer
-from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -215,8 +215,10 @@ def test_changed_text_is_refused(run, tiny_base, capsys):
 
 
 def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
-    find_spec = accelerator.find_spec
-    monkeypatch.setattr(accelerator, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name))
+    find_spec = accelerate_config.find_spec
+    monkeypatch.setattr(
+        accelerate_config, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+    )
     arguments = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
     assert main(["finetune", *arguments]) == 2
     assert "bitsandbytes is not installed; run `pip install bitsandbytes`" in capsys.readouterr().err

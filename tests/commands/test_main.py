@@ -227,7 +227,7 @@ def test_run_folder_and_data_must_be_separate(capsys, tmp_path, write_recipe, da
 
 def test_missing_package_is_one_line_and_writes_nothing(capsys, monkeypatch, tmp_path, write_recipe):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: None)
+    monkeypatch.setattr("nanogpt_hf.distributed.deepspeed.find_spec", lambda name: None)
     error = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
     assert error.startswith("the accelerate config sets DeepSpeed, which is not installed")
     assert not (tmp_path / "run").exists()

@@ -14,9 +14,10 @@ from accelerate import Accelerator
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.accelerator import _configure_deepspeed, stop_on_signals
+from nanogpt_hf.distributed.deepspeed import configure
 from nanogpt_hf.distributed.full_state import reset_optimizer_state, scaler_state, set_scaler_state
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
+from nanogpt_hf.distributed.signals import stop_on_signals
 from nanogpt_hf.errors import LostProcess, UserError
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -116,7 +117,7 @@ def test_unsupported_accelerate_config_is_refused(
 def test_address_given_to_the_launcher_does_not_mean_several_processes():
     code = (
         "import os, subprocess, sys\n"
-        "check = 'from nanogpt_hf.distributed.accelerator import check_config; check_config()'\n"
+        "check = 'from nanogpt_hf.distributed.accelerate_config import check_config; check_config()'\n"
         "subprocess.run([sys.executable, '-c', check], check=True)"
     )
     environment = os.environ | {"ACCELERATE_MIXED_PRECISION": "no", "MASTER_ADDR": "node7", "MASTER_PORT": "29500"}
@@ -129,7 +130,7 @@ def deepspeed_config(**changes) -> dict:
 
 def test_deepspeed_config_follows_the_recipe():
     config, deepspeed = Config(), deepspeed_config()
-    _configure_deepspeed(deepspeed, config, 5)
+    configure(deepspeed, config, 5)
     assert deepspeed["gradient_accumulation_steps"] == 5
     assert deepspeed["gradient_clipping"] == config.optim.max_grad_norm
     assert deepspeed["train_micro_batch_size_per_gpu"] == config.train.micro_batch_size
@@ -152,7 +153,7 @@ def test_deepspeed_config_follows_the_recipe():
 )
 def test_conflicting_deepspeed_config_is_refused(entries, complaint):
     with pytest.raises(UserError, match=complaint):
-        _configure_deepspeed(deepspeed_config(**entries), Config(), 5)
+        configure(deepspeed_config(**entries), Config(), 5)
 
 
 def test_deepspeed_optimizer_state_is_reset_after_overflow():

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import tasks
@@ -155,7 +156,7 @@ def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_p
         config = load_config(recipe)
         prepare(config)
         runs[name] = RunFolder(tmp_path / name)
-        loop.train(config, runs[name])
+        loop.train(config, runs[name], load_prepared(config))
     events = [event for event in read_metrics(runs["with"]) if "val/loss" in event]
     assert [event["step"] for event in events] == [0, 3, 6]
     assert all(0 <= event["task/letters/acc"] <= 1 for event in events)

@@ -12,7 +12,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim import adamw_8bit
@@ -261,7 +261,7 @@ def test_8bit_on_unsupported_machine_is_one_line(recipe, tmp_path, monkeypatch, 
     elif lack == "compiler":
         monkeypatch.setenv("CXX", "c-plus-plus")
     else:
-        monkeypatch.setattr(accelerator, "find_spec", lambda name: "found")
+        monkeypatch.setattr(deepspeed, "find_spec", lambda name: "found")
         monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     words = ["pretrain", str(recipe), "--tracking.layers", "false", "--run-dir", str(tmp_path / "never")]
     assert main(words) == 2

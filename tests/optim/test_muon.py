@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
-from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.distributed import accelerate_config, accelerator, deepspeed
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import GPT2, architecture_of
@@ -239,10 +239,10 @@ def test_find_conflicts_refuses_what_muon_cannot_do(values, message):
 
 
 def test_muon_under_zero_is_refused(monkeypatch):
-    monkeypatch.setattr(accelerator, "find_spec", lambda name: "found")
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: "found")
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     with pytest.raises(UserError, match=r"optim\.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers"):
-        accelerator.check_launch(Config(optim=OptimSection(name="muon")))
+        accelerate_config.check_launch(Config(optim=OptimSection(name="muon")))
 
 
 def test_muon_step_stacks_matrices_without_synchronization(counted):

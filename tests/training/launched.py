@@ -17,15 +17,15 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.distributed import accelerator, full_state
+from nanogpt_hf.distributed import deepspeed, full_state
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.training import loop
 
-save_checkpoint, hand_to_deepspeed = loop.save_checkpoint, accelerator._configure_deepspeed
+save_checkpoint, configure_deepspeed = loop.save_checkpoint, deepspeed.configure
 
 
 def sharding_small_parameters(deepspeed_config, *rest):
-    hand_to_deepspeed(deepspeed_config, *rest)
+    configure_deepspeed(deepspeed_config, *rest)
     deepspeed_config["zero_optimization"]["stage3_param_persistence_threshold"] = (
         0  # otherwise up to 100,000 values stay whole
     )
@@ -62,7 +62,7 @@ def run(arguments: list[str]) -> None:
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
-    loop.save_checkpoint, accelerator._configure_deepspeed = recording, sharding_small_parameters
+    loop.save_checkpoint, deepspeed.configure = recording, sharding_small_parameters
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
         status = main(arguments)

@@ -39,7 +39,7 @@ def start(write_chat_recipe, tmp_path, forget_accelerate):
         prepare(config)
         run = RunFolder(tmp_path / name)
         forget_accelerate()
-        loop.train(config, run, resume=resume)
+        loop.train(config, run, load_prepared(config), resume=resume)
         return run
 
     return start

@@ -16,7 +16,8 @@ from transformers import GPT2LMHeadModel
 from nanogpt_hf.config.finetune import frozen_layers_at
 from nanogpt_hf.config.schema import EvalSection, FinetuneSection, OptimSection
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.build import load_model
@@ -66,7 +67,7 @@ def start(tiny_base, text_file, tmp_path, forget_accelerate):
         forget_accelerate()
         if resume:
             run.changes(config)
-        loop.train(config, run, resume=resume)
+        loop.train(config, run, load_prepared(config), resume=resume)
         return run
 
     return start
@@ -244,7 +245,7 @@ def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
 
 def test_unfreezing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr(accelerator, "find_spec", lambda name: object())
+    monkeypatch.setattr(deepspeed, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"finetune\.unfreeze_every: DeepSpeed has one step count"):
         start("run", UNFREEZING)
 

@@ -17,7 +17,7 @@ from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.distributed.accelerator import check_launch
+from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
@@ -38,7 +38,7 @@ def start(write_recipe, tmp_path, forget_accelerate, monkeypatch):
         config = load_config(write_recipe(**overrides))
         prepare(config)
         forget_accelerate()
-        loop.train(config, RunFolder(tmp_path / name))
+        loop.train(config, RunFolder(tmp_path / name), load_prepared(config))
         return RunFolder(tmp_path / name)
 
     return start
@@ -216,6 +216,6 @@ def test_layer_stats_off_measures_nothing():
 
 def test_layer_stats_under_deepspeed_are_refused(monkeypatch, write_recipe):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("nanogpt_hf.distributed.accelerator.find_spec", lambda name: True)
+    monkeypatch.setattr("nanogpt_hf.distributed.deepspeed.find_spec", lambda name: True)
     with pytest.raises(UserError, match=r"tracking\.layers: DeepSpeed gives no access to gradients and weights; leave"):
         check_launch(load_config(write_recipe(tracking__layers=True)))

@@ -18,7 +18,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.distributed import accelerator
+from nanogpt_hf.distributed import signals
 from nanogpt_hf.errors import Stopped, UserError
 from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
@@ -36,7 +36,7 @@ def start(write_recipe, tmp_path, forget_accelerate):
         prepare(config)
         run = RunFolder(tmp_path / name)
         forget_accelerate()
-        loop.train(config, run, resume=resume)
+        loop.train(config, run, load_prepared(config), resume=resume)
         return run
 
     return start
@@ -223,7 +223,7 @@ def test_resume_does_not_rewrite_its_checkpoint(start, monkeypatch, case):
     run = start(optim__schedule="constant", checkpoint__keep=9)
     before = files(run.checkpoint(6))
     if case == "stop at once":
-        monkeypatch.setattr(accelerator.StopRequest, "on_any_process", lambda self, accelerator: True)
+        monkeypatch.setattr(signals.StopRequest, "on_any_process", lambda self, accelerator: True)
         with pytest.raises(Stopped, match="stopped at step 6, saved"):
             start(resume=True, train__max_steps=9, optim__schedule="constant")
     else:
@@ -338,7 +338,7 @@ def test_max_time_saves_and_stops(start, monkeypatch):
     whole = start("whole", train__max_steps=8)
     clock = itertools.count()  # one second per call
     with monkeypatch.context() as patch:
-        patch.setattr(accelerator.time, "monotonic", lambda: next(clock))
+        patch.setattr(signals.time, "monotonic", lambda: next(clock))
         with pytest.raises(
             Stopped, match=r"stopped at step \d, saved \(train.max_time is up\); continue with --resume"
         ):

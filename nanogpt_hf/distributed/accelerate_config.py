@@ -1,0 +1,119 @@
+"""Settings of the accelerate config as its launcher passes them on, and their checks against the recipe.
+
+The only reader of ACCELERATE_*.
+"""
+
+import os
+from importlib.util import find_spec
+
+import psutil
+import torch
+from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
+from accelerate.utils import LoggerType
+
+from nanogpt_hf.config.checks import accumulation_steps
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed import deepspeed
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.optim.adamw_8bit import check_8bit
+
+
+def check_launch(config: Config) -> int:
+    """Gradient accumulation steps of `config` on this launch's processes.
+
+    Raises UserError if the tokens per step do not divide, if the accelerate config sets another accumulation, if a
+    tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed, and if `check_config` does.
+    """
+    check_config()
+    if requested("DEEPSPEED"):
+        deepspeed.check_recipe(config)
+    if config.optim.state == "8bit":
+        check_8bit(zero=requested("DEEPSPEED"))
+    if config.lora.quantize and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
+        )
+    if config.lora.quantize and (requested("DEEPSPEED") or requested("FSDP")):
+        raise UserError("lora.quantize: weights in 8 or 4 bits cannot be sharded; use accelerate_configs/ddp.yaml")
+    for tracker in config.tracking.trackers:
+        if tracker not in LOGGER_TYPE_TO_CLASS:
+            near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
+            raise UserError(f"tracking.trackers: accelerate has no tracker {tracker!r}{near}")
+        if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
+            raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
+    try:
+        accumulation = accumulation_steps(config, Mesh.from_environment().dp_size)
+    except ValueError as error:
+        raise UserError(str(error)) from None
+    stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
+    if stated not in ("auto", str(accumulation)):
+        raise UserError(
+            deepspeed.conflict("gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step")
+        )
+    return accumulation
+
+
+def requested_precision() -> str:
+    """The mixed precision of the accelerate config: no, bf16, fp16 or fp8."""
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+
+
+def check_config() -> None:
+    """Raises UserError if the accelerate config sets a precision or several processes that the run would not get."""
+    precision = requested_precision()
+    if precision == "fp8":
+        raise UserError(
+            "the accelerate config sets mixed_precision fp8, which is not supported: its layers replace weights of "
+            "the optimizer, so they would neither train nor be saved; set bf16"
+        )
+    if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
+        raise UserError(
+            "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; set bf16 or 'no'"
+        )
+    if _started_alone():
+        raise UserError(
+            "the accelerate config sets several processes, but accelerate started one: its MULTI_CPU and NO never "
+            "start more; set distributed_type MULTI_GPU with use_cpu: true, as accelerate_configs/cpu_ddp.yaml does, "
+            "or num_processes: 1"
+        )
+
+
+def _on_the_cpu() -> bool:
+    stated = requested("CPU") or os.environ.get("ACCELERATE_TORCH_DEVICE") == "cpu"
+    return stated or not torch.accelerator.is_available()
+
+
+def _started_alone() -> bool:
+    """Whether accelerate should have started several processes but started only this one.
+
+    Its launcher for one process sets MASTER_PORT if the config has several, but no WORLD_SIZE. A MASTER_PORT that the
+    launcher itself got from its environment, as on clusters, proves nothing.
+    """
+    if "MASTER_PORT" not in os.environ or "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+        return False
+    try:
+        return "MASTER_PORT" not in psutil.Process(os.getppid()).environ()
+    except psutil.Error:
+        return False
+
+
+def requested(kind: str) -> bool:
+    """Whether the accelerate config sets CPU, FSDP or DEEPSPEED."""
+    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
+
+
+def default_to_cpu() -> None:
+    """Use the CPU for several processes on a machine without an accelerator.
+
+    The launcher does not pass `use_cpu` on; without it each process would start as the only one.
+    """
+    several = Mesh.from_environment().world_size > 1
+    if several and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
+        os.environ["ACCELERATE_USE_CPU"] = "true"
+
+
+def requested_settings() -> dict[str, str]:
+    """Precision and compilation of the accelerate config, as far as the launcher passes them on."""
+    variables = {"precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}
+    return {name: os.environ[key] for name, key in variables.items() if os.environ.get(key)}

@@ -1,0 +1,175 @@
+"""DeepSpeed's ZeRO: check and configure it; gather, load and reset its weights and optimizer state.
+
+ZeRO keeps float32 weights and AdamW's state in flat buffers, of which each rank has a slice. Parameters are whole under
+stage 2 and empty under stage 3 between their uses. All functions that take a parameter or an optimizer are collectives.
+"""
+
+import warnings
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+from typing import Any, cast
+
+import torch
+from accelerate import Accelerator
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.utils import DistributedType
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.optim.optimizer import ADAMW_STATE, NO_MUON_UNDER_ZERO
+
+
+def is_zero(accelerator: Accelerator) -> bool:
+    """Whether DeepSpeed's ZeRO holds the optimizer state."""
+    return accelerator.distributed_type == DistributedType.DEEPSPEED
+
+
+def check_recipe(config: Config) -> None:
+    """Raises UserError if DeepSpeed is not installed, or cannot do what the recipe asks."""
+    if find_spec("deepspeed") is None:
+        raise UserError("the accelerate config sets DeepSpeed, which is not installed; run `pip install deepspeed`")
+    if config.finetune.unfreeze_every:
+        raise UserError(
+            "finetune.unfreeze_every: DeepSpeed has one step count for all parameters, but unfrozen ones would start "
+            "at 0; leave it out, or use accelerate_configs/fsdp2.yaml"
+        )
+    if config.tracking.layers:
+        raise UserError(
+            "tracking.layers: DeepSpeed gives no access to gradients and weights; leave it out, or use "
+            "accelerate_configs/fsdp2.yaml"
+        )
+    if config.optim.name == "muon":
+        raise UserError(NO_MUON_UNDER_ZERO)
+
+
+def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None:
+    """Set what DeepSpeed's engine does itself: accumulation, clipping, and the dtype of gradient sums."""
+    # it calls functions that torch 2.13 has renamed, with a warning at every call
+    warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
+    stage = deepspeed_config["zero_optimization"]["stage"]
+    if stage not in (2, 3):
+        raise UserError(f"DeepSpeed's ZeRO stage {stage} is not supported: use 2 or 3, or accelerate_configs/ddp.yaml")
+    for name in ("offload_optimizer", "offload_param"):
+        if (deepspeed_config["zero_optimization"].get(name) or {}).get("device") == "nvme":
+            raise UserError(f"DeepSpeed's {name} to nvme is not supported, since its state cannot be saved: use cpu")
+    ours = {
+        "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
+        "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
+    }
+    if config.train.micro_batch_size == "auto":
+        deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # until the largest that fits is known
+    else:
+        ours["train_micro_batch_size_per_gpu"] = (config.train.micro_batch_size, "train.micro_batch_size")
+    for key, (value, knob) in ours.items():
+        stated = deepspeed_config.get(key, "auto")
+        if stated not in ("auto", value):
+            raise UserError(conflict(key, stated, value, knob))
+        deepspeed_config[key] = value
+    # without these, gradients of a bf16 model are summed in bf16, and lose their small parts
+    deepspeed_config.setdefault("communication_data_type", "fp32")
+    deepspeed_config.setdefault("data_types", {}).setdefault("grad_accum_dtype", "fp32")
+
+
+def conflict(key: str, stated: object, ours: object, knob: str) -> str:
+    """The message if the accelerate config states another value than the recipe implies."""
+    return (
+        f"the accelerate config (or a DeepSpeed config it names) sets {key} {stated}, but {knob} of the recipe needs "
+        f"{ours}: set auto there"
+    )
+
+
+def set_batch_sizes(engine: Any, micro_batch_size: int, sequences: int) -> None:
+    """Set the micro-batch size and the sequences per step of DeepSpeed's engine, from which it derives accumulation."""
+    engine.set_train_micro_batch_size(micro_batch_size)
+    engine.set_train_batch_size(sequences)
+
+
+def full_shape(parameter: torch.Tensor) -> torch.Size:
+    """The shape without sharding; ZeRO-3 replaces the parameter by an empty tensor."""
+    return getattr(parameter, "ds_shape", parameter.shape)
+
+
+def full_weight(parameter: torch.nn.Parameter) -> torch.Tensor:
+    """The full weight, in float32 if the optimizer has it."""
+    if parameter.requires_grad:
+        from deepspeed.utils import safe_get_full_fp32_param
+
+        return cast(torch.Tensor, safe_get_full_fp32_param(parameter)).detach()
+    if not hasattr(parameter, "ds_id"):
+        return parameter.detach()
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter]):
+        return parameter.detach().float().clone()
+
+
+def set_weight(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
+    """Set a weight from its full float32 value, which all ranks have."""
+    import deepspeed
+
+    with deepspeed.zero.GatheredParameters([parameter], modifier_rank=0):
+        parameter.data.copy_(value)
+    if parameter.requires_grad:
+        set_flat(parameter, value)
+
+
+def set_flat(parameter: Any, value: torch.Tensor, key: str | None = None) -> None:
+    """Copy this rank's part of a full float32 weight, or of its state `key`, into DeepSpeed's flat buffers."""
+    if not hasattr(parameter, "ds_id"):
+        parameter.set_full_hp_param(value, key)
+        return
+    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this forgets the padding
+    size = parameter.ds_tensor.numel()
+    mesh = Mesh.from_environment()
+    padded = torch.nn.functional.pad(value.flatten(), (0, size * mesh.dp_size - value.numel()))
+    part = padded.narrow(0, size * mesh.dp_rank, size)
+    parameter._z3_optimizer.set_local_hp_param(part, parameter, key)
+
+
+def full_state_tensors(
+    trained: Mapping[str, torch.nn.Parameter], optimizer: AcceleratedOptimizer
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """The full optimizer state, one tensor after another, as `<parameter>.<key>`."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    for name, parameter in trained.items():
+        for key in ADAMW_STATE:
+            yield f"{name}.{key}", safe_get_full_optimizer_state(parameter, key)
+    steps = torch.as_tensor(next(_states(optimizer))["step"], dtype=torch.float32)
+    for name in trained:
+        yield f"{name}.step", steps.clone()
+
+
+def set_step_count(optimizer: AcceleratedOptimizer, steps: torch.Tensor) -> None:
+    """Set the number of steps taken, which ZeRO counts once for all parameters."""
+    for state in _states(optimizer):
+        state["step"] = steps.clone() if torch.is_tensor(state["step"]) else int(steps)
+
+
+def loss_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> dict[str, Any] | None:
+    """The attributes of fp16's loss scaler; None in other precisions."""
+    return vars(cast(Any, optimizer.optimizer).loss_scaler) if accelerator.mixed_precision == "fp16" else None
+
+
+def reset_state(optimizer: AcceleratedOptimizer) -> None:
+    """Reset the optimizer state to that before the first step."""
+    from deepspeed.utils import lazy_init_hp_params_optimizer_state
+
+    zero: Any = optimizer.optimizer
+    for flat in _flats(optimizer):  # created, not zeroed: a step that overflowed in fp16 has no state
+        step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
+        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in ADAMW_STATE}
+    if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's state accessible
+        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+            lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
+
+
+def _flats(optimizer: AcceleratedOptimizer) -> list[torch.Tensor]:
+    zero: Any = optimizer.optimizer
+    by_stage = ("fp32_partitioned_groups_flat", "single_partition_of_fp32_groups")
+    return next(getattr(zero, name) for name in by_stage if hasattr(zero, name))
+
+
+def _states(optimizer: AcceleratedOptimizer) -> Iterator[dict]:
+    return (cast(Any, optimizer.optimizer).optimizer.state[flat] for flat in _flats(optimizer))

@@ -1,0 +1,58 @@
+"""Stop a run after the current step: on a signal, or when its time is up."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from accelerate import Accelerator
+
+
+class StopRequest:
+    """Request to end the run after the current step, by a signal or because train.max_time is up."""
+
+    def __init__(self, max_seconds: float | None = None):
+        self.reason: str | None = None
+        self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
+
+    def on_any_process(self, accelerator: Accelerator) -> bool:
+        """True on all processes once one of them should end. A collective: with several processes, all must call it."""
+        if self._deadline is not None and time.monotonic() > self._deadline:
+            self.reason = self.reason or "train.max_time is up"
+        if accelerator.num_processes == 1:
+            return self.reason is not None
+        if self.reason is not None:
+            accelerator.set_trigger()
+        return accelerator.check_trigger()
+
+
+@contextmanager
+def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
+    """Context that turns SIGTERM, SIGINT, SIGUSR1, SIGHUP and a time limit into a stop request.
+
+    A second SIGINT interrupts at once. A SIGHUP that is ignored, as under nohup, stays ignored.
+    """
+    request = StopRequest(max_seconds)
+
+    def handle(number, frame):
+        if request.reason is None:  # a cluster may send several
+            request.reason = f"received {signal.Signals(number).name}"
+            with contextlib.suppress(OSError):  # the signal may interrupt a print()
+                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield request  # Python allows handlers in the main thread only
+        return
+    names = ["SIGTERM", "SIGINT", "SIGUSR1"]  # the last is SLURM's warning; Windows has none, and no SIGHUP
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        names.append("SIGHUP")  # the terminal was closed
+    before = {n: signal.signal(n, handle) for n in (getattr(signal, name, None) for name in names) if n is not None}
+    try:
+        yield request
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
