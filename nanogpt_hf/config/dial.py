@@ -9,7 +9,7 @@ The idea of one dial, and the correction of the learning rate for a batch that i
 - C = (72·L·d² + 12·L·d·T) × tokens: FLOPs of the run, without the embedding and the head, and from it
   tokens_per_step = 0.2920·C^0.3271 and learning_rate = 0.3118·C^-0.1250: DeepSeek LLM, arXiv:2401.02954, section 3.1,
   equation 1, fitted there for C from 1e17 to 2e19. For smaller runs a smaller batch and rate were better here
-  (docs/recipes.md), so the batch is rounded down and the rate is at most 4e-3.
+  (docs/log.md), so the batch is rounded down and the rate is at most 4e-3.
 - learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule, Malladi et al. 2022,
   arXiv:2205.10287.
 
