@@ -1,19 +1,22 @@
-"""What several test files need: offline libraries, the optional shared folder, a tiny text and recipe."""
+"""Fixtures of several test files: offline libraries, the shared folder, tiny texts, recipes and models, a fake Hub."""
 
+import contextlib
 import importlib.util
 import json
 import os
 import random
 import shutil
 import subprocess
+import sys
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 
-# Before any Hugging Face library is imported: a test never waits for a network.
+# Before any Hugging Face library is imported: no test waits for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tiny models are faster on one thread, and do not suffer when the machine is busy.
+# Tiny models are faster on one thread, also on a busy machine.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
@@ -24,7 +27,7 @@ SHARED = ROOT.parent / "shared"
 
 
 def harness(name: str):
-    """The module tests/NAME.py, which is no test."""
+    """Load the module tests/NAME.py, which holds no tests."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -39,7 +42,7 @@ def root() -> Path:
 
 @pytest.fixture(scope="session")
 def shared() -> Path:
-    """Text and checkpoints that lie beside the repository on a developer's machine."""
+    """The folder of texts and checkpoints beside the repository, on machines that have it."""
     if not SHARED.is_dir():
         pytest.skip("the shared folder with text and checkpoints is not beside the repository")
     return SHARED
@@ -66,8 +69,8 @@ def chat_file(tmp_path_factory) -> Path:
         for number in range(60):
             messages = [{"role": "system", "content": "Say it again."}] if number % 4 == 0 else []
             for _ in range(draw.randint(1, 3)):
-                said = " ".join(draw.choices(words, k=draw.randint(1, 5)))
-                messages += [{"role": "user", "content": said}, {"role": "assistant", "content": said.upper()}]
+                question = " ".join(draw.choices(words, k=draw.randint(1, 5)))
+                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": question.upper()}]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
 
@@ -116,7 +119,7 @@ def make_recipe(text_file):
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory, text_file) -> Path:
-    """A plain GPT-2 of four blocks as transformers makes it, with a tokenizer of the tiny text's characters."""
+    """A GPT-2 of four blocks saved by transformers, with a tokenizer of the tiny text's characters."""
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -128,9 +131,7 @@ def tiny_base(tmp_path_factory, text_file) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-        for (
-            parameter
-        ) in model.parameters():  # biases are zeros and LayerNorms ones otherwise, which would hide mistakes
+        for parameter in model.parameters():  # otherwise biases are zeros and LayerNorms ones, which hides mistakes
             parameter.data += 0.02 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     char_tokenizer(characters).hf.save_pretrained(folder)
@@ -145,7 +146,7 @@ def write_recipe(tmp_path, make_recipe):
 
 @pytest.fixture(scope="session")
 def forget_accelerate():
-    """Call it to make the next Accelerator what it would be in a process of its own: accelerate keeps its state."""
+    """A function that resets accelerate's process-wide state, so that the next Accelerator is as in a new process."""
 
     def forget():
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -162,9 +163,33 @@ def fresh_accelerate(forget_accelerate):
     forget_accelerate()
 
 
+@pytest.fixture(scope="session", autouse=True)
+def no_loss_plots():
+    """Runs draw no loss.png, which takes nearly half the time of a tiny run; `loss_plots` lets them draw it."""
+    from nanogpt_hf.reports import live
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(live, "draw_run", lambda *_: None)
+        yield
+
+
+@pytest.fixture(scope="session")
+def loss_plots(no_loss_plots):
+    """A function that gives a context in which runs draw loss.png."""
+    from nanogpt_hf.reports import curves, live
+
+    @contextlib.contextmanager
+    def context():
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(live, "draw_run", curves.draw_run)
+            yield
+
+    return context
+
+
 @pytest.fixture(scope="session")
 def letter_model(tmp_path_factory) -> Path:
-    """A model folder of a few characters, with weights large enough that answers differ."""
+    """A model folder with a vocabulary of 11 characters and weights large enough that samples differ."""
     import torch
 
     from nanogpt_hf.data.tokenizer import char_tokenizer
@@ -172,8 +197,10 @@ def letter_model(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("letters")
     torch.manual_seed(0)
-    nothing = {"bos_token_id": None, "eos_token_id": None}
-    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=32, n_embd=16, n_layer=2, n_head=2, **nothing))
+    no_special_tokens = {"bos_token_id": None, "eos_token_id": None}
+    model = GPTForCausalLM(
+        GPTConfig(vocab_size=11, n_positions=32, n_embd=16, n_layer=2, n_head=2, **no_special_tokens)
+    )
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.4)
@@ -184,7 +211,7 @@ def letter_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def letter_tasks(tmp_path_factory) -> list[str]:
-    """Two lm-eval tasks as YAML files, their questions beside them, some longer than `letter_model` can read."""
+    """Two lm-eval tasks as YAML files with their questions, some longer than the positions of `letter_model`."""
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
@@ -231,14 +258,14 @@ def letter_tasks(tmp_path_factory) -> list[str]:
 
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
-    """A Hub on this machine (fake_hub.py) that this process and those it starts talk to, logged in as `tester`."""
+    """A fake Hub (fake_hub.py) for this process and its child processes, logged in as `tester`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import close_session
 
     fake_hub = harness("fake_hub")
     with fake_hub.FakeHub() as hub:
         hub.token = fake_hub.TOKEN
-        monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # what the environment said when it was imported
+        monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # read from the environment at import
         monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", True)
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -264,28 +291,34 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def operations():
-    """The module operations.py: kills between every two changes to files."""
+    """The module operations.py, which kills a process at a change to files."""
     return harness("operations")
+
+
+@pytest.fixture(scope="session")
+def forked():
+    """The class of forked.py: the command line in a fork of this process."""
+    return harness("forked").Forked
 
 
 @pytest.fixture
 def volume(tmp_path):
-    """A file system of its own, 4 MB large."""
-    place = tmp_path / "volume"
-    place.mkdir()
+    """A mounted file system of 4 MB."""
+    folder = tmp_path / "volume"
+    folder.mkdir()
     mount = shutil.which("mount")
     if (
         not mount
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", place], capture_output=True).returncode
+        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode
     ):
         pytest.skip("no file system can be mounted here: that needs root on Linux")
-    yield place
-    subprocess.run(["umount", "--lazy", place], check=True)
+    yield folder
+    subprocess.run(["umount", "--lazy", folder], check=True)
 
 
 @pytest.fixture
 def counted():
-    """A function work -> Counter of what torch dispatches in it: aten's operations and, as `c10d.*`, collectives."""
+    """A function that counts the operations that torch dispatches in a call: aten's, and collectives as `c10d.*`."""
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):
@@ -297,9 +330,67 @@ def counted():
             self.count[str(function.overloadpacket).removeprefix("aten.")] += 1
             return function(*args, **(kwargs or {}))
 
-    def count(work) -> Counter:
+    def count(call) -> Counter:
         with Operations() as operations:
-            work()
+            call()
         return operations.count
 
     return count
+
+
+@pytest.fixture(scope="session")
+def launch_command():
+    """A function that gives `accelerate launch` of launched.py with a shipped accelerate config, on CPUs.
+
+    The config `cpu` has one process, `hsdp` four, the others two.
+    """
+
+    def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
+        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
+        config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
+        if machine == "hsdp":  # two × two processes instead of two machines of eight
+            config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
+            config += ["--parallelism_config_dp_replicate_size=2", "--parallelism_config_dp_shard_size=2"]
+        elif machine != "cpu":
+            config += ["--num_processes=2", "--main_process_port=0"]
+        if machine.startswith(("fsdp", "hsdp", "deepspeed")):
+            config += ["--mixed_precision=no", "--dynamo_backend=no"]
+        # DeepSpeed gives no access to gradients
+        knobs = ["--tracking.layers=false"] if machine.startswith("deepspeed") else []
+        entry = str(ROOT / "tests" / "training" / "launched.py")
+        return [*launch, *config, *machine_options, entry, *map(str, arguments), *knobs]
+
+    return command
+
+
+@pytest.fixture(scope="session")
+def launch_warm(launch_command):
+    """A function that trains like `accelerate launch`, in forks of a process that has imported torch: see warm.py.
+
+    Its arguments are those of `launch_command`, with --run-dir FOLDER, and environment variables; it returns that run.
+    """
+    from nanogpt_hf.runs.folder import RunFolder
+
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(
+        [sys.executable, ROOT / "tests" / "training" / "warm.py"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=environment,
+    ) as process:
+
+        def launch(
+            machine: str, *arguments: object, machine_options: Sequence[str] = (), **variables: str
+        ) -> RunFolder:
+            command = launch_command(machine, *arguments, machine_options=machine_options)
+            order = {"arguments": command[3:], "environment": variables}  # without python -m accelerate.commands.launch
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            answer = json.loads(process.stdout.readline())
+            assert answer["status"] == 0, answer["output"][-5000:]
+            return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
+
+        yield launch
+        process.stdin.close()

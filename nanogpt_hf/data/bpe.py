@@ -25,7 +25,7 @@ QWEN_PATTERN = _BEFORE_DIGITS + r"\p{N}" + _AFTER_DIGITS
 
 TRAINING_BYTES = 100_000_000  # text that merges are trained on
 _SAMPLE_PIECE = 4096  # characters
-_ENCODE_PIECE = 2**16  # characters; while they are encoded a token takes about 100 bytes
+ENCODE_PIECE = 2**16  # characters; while they are encoded a token takes about 100 bytes
 _WORD_END = re.compile(r"(?<=\S) ")
 
 
@@ -75,7 +75,7 @@ def byte_level_encoder(
     tokenizer = byte_level_tokenizer(vocabulary, merges, pattern)
 
     def encode(text: str) -> np.ndarray:
-        encodings = (tokenizer.encode_batch_fast([piece])[0] for piece in split_at_words(text, _ENCODE_PIECE))
+        encodings = (tokenizer.encode_batch_fast([piece])[0] for piece in split_at_words(text, ENCODE_PIECE))
         return np.concatenate([np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings])
 
     return encode

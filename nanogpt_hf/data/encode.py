@@ -15,8 +15,8 @@ from nanogpt_hf.data.tokenizer import Tokenizer
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
 
-_SHARD_BYTES = 500_000_000
-_PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than they save
+SHARD_BYTES = 500_000_000
+PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than they save
 
 
 def encode_split(
@@ -47,7 +47,7 @@ def encode_split(
 def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> SplitFacts:
     """Write rows of `input_ids` as arrow shards; return their facts with the checksums."""
     itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
-    shards = -(-facts.tokens * itemsize // _SHARD_BYTES)
+    shards = -(-facts.tokens * itemsize // SHARD_BYTES)
     rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
     sha256 = TokenStream.open(folder).sha256() if facts.assistant_tokens is None else examples_sha256(folder)
     return replace(facts, sha256=sha256, shards=describe_shards(folder))
@@ -60,7 +60,7 @@ def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
     """
     size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection has the data of all rows
     cores = allowed_cores()
-    return min(text.num_rows, 4 * cores, num_proc or (cores if size > _PARALLEL_FROM_BYTES else 1))
+    return min(text.num_rows, 4 * cores, num_proc or (cores if size > PARALLEL_FROM_BYTES else 1))
 
 
 def _encode_texts(

@@ -23,7 +23,7 @@ from nanogpt_hf.runs.folder import RunFolder
 # checkpoint: 15 minutes are enough for the largest recipe's 19 GB on a disk of 21 MB/s. (Not 10: accelerate would
 # replace that by the default, and gloo's is 30.)
 PEER_TIMEOUT = timedelta(minutes=15)
-_HEARTBEAT = 5.0  # seconds between two
+HEARTBEAT = 5.0  # seconds between two
 _POLL = 0.2  # seconds between two polls of the store
 _stores = []  # without a launcher, process 0 serves the store while this object lives, also to the process group
 
@@ -54,7 +54,7 @@ def prepare_on_all_ranks(prepare: Callable[[], tuple[T, dict[str, Any]]]) -> tup
         with contextlib.suppress(RuntimeError):  # the store is gone: the main thread reports it
             while not done.is_set():
                 store.add(f"alive/{rank}", 1)
-                done.wait(_HEARTBEAT)
+                done.wait(HEARTBEAT)
 
     threading.Thread(target=send_heartbeats, daemon=True).start()
     try:
@@ -89,7 +89,7 @@ def _wait_for_answers(store: Store, world_size: int) -> None:
     checked = time.monotonic()
     while not store.check([f"answer/{r}" for r in range(world_size)]) and not store.add("errors", 0):
         time.sleep(_POLL)
-        if time.monotonic() - checked < _HEARTBEAT:
+        if time.monotonic() - checked < HEARTBEAT:
             continue
         checked = time.monotonic()
         for r in range(world_size):
@@ -105,7 +105,7 @@ def _wait_for_readers(store: Store, world_size: int) -> None:
 
     After an error it waits only briefly for processes that are still preparing.
     """
-    end = time.monotonic() + 2 * _HEARTBEAT
+    end = time.monotonic() + 2 * HEARTBEAT
     with contextlib.suppress(RuntimeError):  # process 0 has ended
         store.add("read", 1)
         while store.add("read", 0) < world_size and time.monotonic() < end:

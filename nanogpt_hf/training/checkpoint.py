@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 _MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
 
 
-def _file_digest(path: Path) -> str:
+def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
@@ -79,7 +79,7 @@ def save_checkpoint(
                 save_file(weights, partial / _MODEL)
                 save_file(optimizer_state, partial / _OPTIMIZER)
                 (partial / _STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-                checksums = {path.name: _file_digest(path) for path in sorted(partial.iterdir())}
+                checksums = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
                 (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
             logger.debug(f"step {state.step:,}: saved {target}")
             run.checkpoint_written(state.step, state.last_finite_step, keep)
@@ -119,7 +119,7 @@ def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, to
                 raise ValueError(f"{name} is {'not a regular file' if (folder / name).exists() else 'missing'}")
         checksums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
         for name in (_MODEL, _OPTIMIZER, _STATE):
-            if _file_digest(folder / name) != checksums[name]:
+            if file_digest(folder / name) != checksums[name]:
                 raise ValueError(f"{name} was changed after it was written")
         facts = json.loads((folder / _STATE).read_text(encoding="utf-8"))
         _check_facts(facts, step_of(folder))

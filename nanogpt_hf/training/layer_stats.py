@@ -23,7 +23,7 @@ from nanogpt_hf.distributed.full_state import named_parameters
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
 
-_LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
+LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
 
 
 class LayerStats:
@@ -143,7 +143,7 @@ def attention_logit_max(attention: Any, x: torch.Tensor, segments: torch.Tensor 
     heads = (*x.shape[:-1], -1, attention.head_dim)
     query, key = (p(x).view(heads).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))  # (B, H, T, D)
     length, positions = x.shape[1], torch.arange(x.shape[1], device=x.device)
-    rows = max(1, _LOGITS_AT_ONCE // (query[..., 0].numel()))
+    rows = max(1, LOGITS_AT_ONCE // (query[..., 0].numel()))
     largest = torch.full((), -torch.inf, device=x.device)
     with torch.autocast(x.device.type, enabled=False):
         query, key = query.float(), key.float().transpose(-1, -2)

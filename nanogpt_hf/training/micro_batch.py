@@ -114,11 +114,11 @@ def largest_micro_batch(accelerator: Accelerator, sequences: int, dry_run: Calla
     needed: dict[int, int] = {}
     size: int | None = 1
     while size is not None:
-        available = min(_gather(accelerator, _available(accelerator)))
-        _reset_peak(accelerator)
+        available = min(_gather(accelerator, available_memory(accelerator)))
+        reset_peak_memory(accelerator)
         try:
             dry_run(size)
-            needed[size] = max(_gather(accelerator, _peak(accelerator)))
+            needed[size] = max(_gather(accelerator, peak_memory(accelerator)))
         except Exception as error:
             if Mesh.from_environment().world_size > 1 or not needed or not is_out_of_memory(error):
                 raise
@@ -145,7 +145,7 @@ def _gather(accelerator: Accelerator, count: int) -> list[int]:
     return cast(torch.Tensor, accelerator.gather(torch.tensor([count], device=accelerator.device))).tolist()
 
 
-def _available(accelerator: Accelerator) -> int:
+def available_memory(accelerator: Accelerator) -> int:
     """Bytes that this process may use in total, including those it uses now."""
     if accelerator.device.type == "cuda":
         return int(USABLE_MEMORY * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
@@ -153,7 +153,7 @@ def _available(accelerator: Accelerator) -> int:
     return int(USABLE_MEMORY * (psutil.virtual_memory().available / processes + psutil.Process().memory_info().rss))
 
 
-def _reset_peak(accelerator: Accelerator) -> None:
+def reset_peak_memory(accelerator: Accelerator) -> None:
     if accelerator.device.type == "cuda":
         torch.cuda.reset_peak_memory_stats()
         return
@@ -166,8 +166,8 @@ def _reset_peak(accelerator: Accelerator) -> None:
         ) from None
 
 
-def _peak(accelerator: Accelerator) -> int:
-    """Peak bytes of this process since `_reset_peak`."""
+def peak_memory(accelerator: Accelerator) -> int:
+    """Peak bytes of this process since `reset_peak_memory`."""
     if accelerator.device.type == "cuda":
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -29,6 +29,7 @@ def run(tmp_path_factory, make_recipe, forget_accelerate):
     return RunFolder(folder / "run")
 
 
+@pytest.mark.long
 def test_bpe_tokenizer_of_a_model_opens_without_this_package(run):
     text = "the cat sat<|endoftext|>\n 日本"
     code = """

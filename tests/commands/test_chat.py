@@ -1,11 +1,9 @@
 """The `chat` command through a pipe and a terminal, and the prompts that the model gets."""
 
-import functools
 import io
 import os
 import select
 import signal
-import subprocess
 import sys
 import time
 
@@ -171,18 +169,12 @@ def test_chat_mistakes_are_one_line(capsys, folder, tmp_path, byte_tokenizer):
         assert err.count("\n") == 1
 
 
-@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder, root):
+def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder, forked):
     import pty
 
     leader, follower = pty.openpty()
-    command = [sys.executable, str(root / "cli.py"), "chat", str(folder)]
-    # a test suite in the background ignores SIGINT, which children inherit
-    restore_sigint = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    process = subprocess.Popen(
-        command, stdin=follower, stdout=follower, stderr=follower, cwd=root, preexec_fn=restore_sigint
-    )
+    process = forked(["chat", folder], terminal=os.ttyname(follower))
     os.close(follower)
     output = b""
 
@@ -197,12 +189,10 @@ def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder, root):
         wait_for(b"/quit exits; Ctrl-C ends an answer")
         wait_for(b"> ")
         time.sleep(1)  # a signal between prompt and read is only handled at the next key
-        process.send_signal(signal.SIGINT)  # what a terminal sends on Ctrl-C
+        os.kill(process.pid, signal.SIGINT)  # what a terminal sends on Ctrl-C
         wait_for(b"(Ctrl-D or /quit exits)")
         wait_for(b"> ")
         os.write(leader, b"\x04")
-        assert process.wait(timeout=60) == 0
+        assert process.wait(60) == 0
     finally:
-        process.kill()
-        process.wait()
         os.close(leader)

@@ -221,51 +221,36 @@ def test_help_onto_full_disk_is_one_line(root):
 
 
 @needs_full
-@pytest.mark.long
-def test_run_survives_closed_stdout_and_full_disk_for_its_log(root, tmp_path, write_recipe):
+def test_run_survives_closed_stdout_and_full_disk_for_its_log(forked, tmp_path, write_recipe):
     recipe = write_recipe(train__max_steps=2)
     reading, writing = os.pipe()
     os.close(reading)
     for number, out in enumerate((writing, os.open("/dev/full", os.O_WRONLY))):
-        process = command(root, "pretrain", recipe, "--run-dir", tmp_path / str(number), out=out)
-        os.close(out)
-        assert "Traceback" not in process.communicate(timeout=120)[1]
-        assert process.returncode == 0
+        with (tmp_path / "stderr").open("w") as stderr:
+            arguments = ["pretrain", recipe, "--run-dir", tmp_path / str(number)]
+            process = forked(arguments, streams={1: out, 2: stderr.fileno()})
+            os.close(out)
+            assert process.wait(120) == 0
+        assert "Traceback" not in (tmp_path / "stderr").read_text()
         assert (tmp_path / str(number) / "final" / "model.safetensors").exists()
 
 
-IN_A_TERMINAL = """
-import os, signal, sys
-signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored if the tests were started by nohup
-os.setsid()
-terminal = os.open(sys.argv[1], os.O_RDWR)  # the first terminal that a session opens becomes its controlling one
-for descriptor in range(3):
-    os.dup2(terminal, descriptor)
-os.execv(sys.executable, [sys.executable, *sys.argv[2:]])
-"""
-
-
 @pytest.mark.skipif(sys.platform != "linux", reason="controlling terminals are set up as on Linux")
-@pytest.mark.long
-def test_closed_terminal_saves_the_run(root, tmp_path, write_recipe):
+def test_closed_terminal_saves_the_run(forked, tmp_path, write_recipe):
     import pty
 
     run = RunFolder(tmp_path / "run")
     recipe = write_recipe(train__max_steps=1_000_000, checkpoint__every=1_000_000)
     ours, theirs = pty.openpty()
-    arguments = [os.ttyname(theirs), "cli.py", "pretrain", str(recipe), "--run-dir", str(run.path)]
-    with subprocess.Popen([sys.executable, "-c", IN_A_TERMINAL, *arguments], cwd=root) as process:
-        end = time.monotonic() + 120
-        while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
-            assert process.poll() is None
-            assert time.monotonic() < end
-            os.read(ours, 100_000)
-        os.close(theirs)
-        os.close(ours)
-        try:
-            assert process.wait(timeout=60) == 75
-        finally:
-            process.kill()
+    process = forked(["pretrain", recipe, "--run-dir", run.path], terminal=os.ttyname(theirs))
+    end = time.monotonic() + 120
+    while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
+        assert process.poll() is None
+        assert time.monotonic() < end
+        os.read(ours, 100_000)
+    os.close(theirs)
+    os.close(ours)
+    assert process.wait(60) == 75
     assert int(run.newest_checkpoint().name.removeprefix("step_")) >= 5
     assert run.report.exists()
 

@@ -93,6 +93,7 @@ def test_doctor_of_two_processes(pair):
     assert lines(out, "fault") == []
 
 
+@pytest.mark.long
 def test_doctor_figures_of_two_processes_are_consistent(pair):
     _, out, by_topic = pair
     rows = by_topic["all-reduce"]["figures"]["rows"]

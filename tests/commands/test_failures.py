@@ -12,8 +12,7 @@ import pytest
 import torch
 
 from nanogpt_hf.commands import console, main
-from nanogpt_hf.runs.metrics import Event
-from nanogpt_hf.training.tracking import Tracking
+from nanogpt_hf.training import loop
 
 
 def fail_with(monkeypatch, error: Exception) -> None:
@@ -116,14 +115,15 @@ def test_next_command_is_quoted_and_files_exist(capsys, tmp_path, monkeypatch, w
 
 
 def test_run_folder_moved_during_run_is_one_line(capsys, tmp_path, monkeypatch, write_recipe):
-    keep = Tracking._append
+    train_step = loop.train_step
 
-    def keep_and_move(self, values: Event) -> None:
-        if self.run.state.step == 2:
-            shutil.move(self.folder.path, tmp_path / "elsewhere")
-        keep(self, values)
+    def train_and_move(run, step, learning_rate):
+        result = train_step(run, step, learning_rate)
+        if step == 1:
+            shutil.move(run.folder.path, tmp_path / "elsewhere")
+        return result
 
-    monkeypatch.setattr(Tracking, "_append", keep_and_move)
+    monkeypatch.setattr(loop, "train_step", train_and_move)
     recipe = write_recipe(eval__every=100, checkpoint__every=100)
     error_line = complaint(capsys, "pretrain", recipe, "--run-dir", tmp_path / "run")
     assert error_line == f"{tmp_path / 'run' / 'metrics.jsonl'}: cannot be written: No such file or directory"

@@ -22,9 +22,10 @@ RUN_FILES = {"recipe.yaml", "metrics.jsonl", "loss.png"}
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, make_recipe):
+def trained(tmp_path_factory, make_recipe, loss_plots):
     folder = tmp_path_factory.mktemp("trained")
-    assert main(["pretrain", str(make_recipe(folder / "tiny.yaml")), "--run-dir", str(folder / "run")]) == 0
+    with loss_plots():
+        assert main(["pretrain", str(make_recipe(folder / "tiny.yaml")), "--run-dir", str(folder / "run")]) == 0
     return folder / "run"
 
 

@@ -9,15 +9,17 @@ from nanogpt_hf.reports import live
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, make_recipe):
+def trained(tmp_path_factory, make_recipe, loss_plots):
     folder = tmp_path_factory.mktemp("trained")
     recipe = make_recipe(folder / "tiny.yaml", eval__samples=["A cat "], eval__sample_tokens=5)
-    assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run")]) == 0
+    with loss_plots():
+        assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run")]) == 0
     return folder / "run"
 
 
-def test_training_writes_and_names_the_report(write_recipe, tmp_path, capsys):
-    assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
+def test_training_writes_and_names_the_report(loss_plots, write_recipe, tmp_path, capsys):
+    with loss_plots():
+        assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
     assert f"  report   {tmp_path / 'run' / 'report.html'}\n" in capsys.readouterr().out
     text = (tmp_path / "run" / "report.html").read_text()
     assert "done: 6 steps" in text

@@ -93,7 +93,7 @@ def test_bpe_ids_equal_saved_tokenizer_and_decode_to_text(trained, tmp_path):
 
 
 def test_bpe_encodes_long_text_in_pieces_exactly(trained, monkeypatch):
-    monkeypatch.setattr(bpe, "_ENCODE_PIECE", 3)
+    monkeypatch.setattr(bpe, "ENCODE_PIECE", 3)
     for text in TEXTS:
         pieces = list(bpe.split_at_words(text, 3))
         assert "".join(pieces) == text

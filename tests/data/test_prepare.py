@@ -330,13 +330,13 @@ def test_number_of_processes_depends_on_text_size(monkeypatch, rows):
     monkeypatch.setattr(encode, "allowed_cores", lambda: 7)
     assert encode._processes(text, None) == 1
     assert encode._processes(text, 3) == 3
-    monkeypatch.setattr(encode, "_PARALLEL_FROM_BYTES", 50_000)
+    monkeypatch.setattr(encode, "PARALLEL_FROM_BYTES", 50_000)
     assert encode._processes(text, None) == 7
     assert encode._processes(text.select(range(0, 20, 2)), None) == 1, "a small part of a large text is small"
 
 
 def test_many_tokens_make_several_shards(monkeypatch, rows, tmp_path):
-    monkeypatch.setattr(encode, "_SHARD_BYTES", 300)
+    monkeypatch.setattr(encode, "SHARD_BYTES", 300)
     config = make(rows([f"document {i}" for i in range(100)]), tmp_path / "data")
     manifest, _ = prepare(config)
     shards = sorted(path.name for path in (tmp_path / "data" / "train").glob("*.arrow"))

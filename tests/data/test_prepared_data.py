@@ -82,7 +82,7 @@ def test_same_text_has_same_identity(prepared, tmp_path, monkeypatch):
     moved = shutil.copy(prepared.data.source, tmp_path / f"moved{Path(prepared.data.source).suffix}")
     os.utime(moved, ns=(1, 1))
     assert content(prepared, source=str(moved)) == first
-    monkeypatch.setattr(encode, "_SHARD_BYTES", 1000)
+    monkeypatch.setattr(encode, "SHARD_BYTES", 1000)
     assert content(prepared, num_proc=2) == first
     if prepared.data.format == "chat":
         assert len(list(Path(f"{prepared.data.dir}_again/train").glob("*.arrow"))) > 1

@@ -114,6 +114,18 @@ def test_unsupported_accelerate_config_is_refused(
     assert sorted(tmp_path.rglob("*")) == before
 
 
+@pytest.mark.parametrize("strategy", ["FSDP", "DEEPSPEED"])
+def test_sharding_beyond_the_machine_is_refused(capsys, monkeypatch, tmp_path, write_recipe, strategy):
+    if strategy == "DEEPSPEED":
+        pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    for name in (f"ACCELERATE_USE_{strategy}", "ACCELERATE_USE_CPU"):
+        monkeypatch.setenv(name, "true")
+    monkeypatch.setenv("FSDP_VERSION", "2")
+    assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 2
+    assert f"the accelerate config sets {strategy}, but this machine provides" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
 def test_address_given_to_the_launcher_does_not_mean_several_processes():
     code = (
         "import os, subprocess, sys\n"

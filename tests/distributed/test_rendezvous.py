@@ -7,9 +7,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -20,10 +18,8 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-HARNESSES = ROOT / "tests" / "training"
-ENTRY = HARNESSES / "launched.py"
 # several chunks of rows, so that the loss computes gradients with a gathered head
-ENVIRONMENT = {"PYTHONPATH": str(ROOT), "LOGITS_PER_CHUNK": "200"}
+CHUNKS = {"LOGITS_PER_CHUNK": "200"}
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
@@ -33,6 +29,8 @@ needs_torchao = pytest.mark.skipif(
     reason="torchao or g++ (to compile its CPU step) is not installed",
 )
 ZERO_2, ZERO_3 = (pytest.param(f"deepspeed_zero{stage}", marks=needs_deepspeed) for stage in (2, 3))
+# one config of each kind is trained by the real launcher, the others by forks of a process that has imported torch
+REAL_LAUNCHERS = ("cpu_ddp", "fsdp2", "deepspeed_zero2")
 OPTIONS = {
     "model__dropout": 0.1,
     "train__max_steps": 10,
@@ -45,59 +43,6 @@ OPTIONS = {
     "checkpoint__keep": 5,
     "tracking__layers": True,
 }
-
-
-def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
-    config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
-    if machine == "hsdp":  # two × two processes instead of two machines of eight
-        config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
-        config += ["--parallelism_config_dp_replicate_size=2", "--parallelism_config_dp_shard_size=2"]
-    elif machine != "cpu":
-        config += ["--num_processes=2", "--main_process_port=0"]
-    if machine.startswith(("fsdp", "hsdp", "deepspeed")):
-        config += ["--mixed_precision=no", "--dynamo_backend=no"]
-    # DeepSpeed gives no access to gradients
-    knobs = ["--tracking.layers=false"] if machine.startswith("deepspeed") else []
-    return [*launch, *config, *machine_options, str(ENTRY), "pretrain", *map(str, arguments), *knobs]
-
-
-def launch(machine: str, recipe: Path, folder: Path, *arguments: str, machine_options: Sequence[str] = ()) -> RunFolder:
-    """Train with a shipped accelerate config: one process on `cpu`, four with `hsdp`, otherwise two."""
-    completed = subprocess.run(
-        command(machine, recipe, "--run-dir", folder, *arguments, machine_options=machine_options),
-        capture_output=True,
-        text=True,
-        env=os.environ | ENVIRONMENT,
-        timeout=300,
-    )
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
-    return RunFolder(folder)
-
-
-@pytest.fixture(scope="module")
-def launch_warm():
-    """`launch` in forks of a process that has imported torch: see warm.py."""
-    environment = os.environ | ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(
-        [sys.executable, HARNESSES / "warm.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    ) as warm:
-
-        def launch(machine, recipe, folder, *arguments, machine_options=()) -> RunFolder:
-            arguments = command(machine, recipe, "--run-dir", folder, *arguments, machine_options=machine_options)
-            warm.stdin.write(json.dumps(arguments[3:]) + "\n")  # without python -m accelerate.commands.launch
-            warm.stdin.flush()
-            answer = json.loads(warm.stdout.readline())
-            assert answer["status"] == 0, answer["output"][-5000:]
-            return RunFolder(folder)
-
-        yield launch
-        warm.stdin.close()
 
 
 def column(run: RunFolder, name: str) -> dict[int, float]:
@@ -122,12 +67,23 @@ def recipe(tmp_path_factory, make_recipe) -> Path:
 
 
 @pytest.fixture(scope="module")
-def trained_on(recipe):
+def launch_in_chunks(launch_warm):
+    return functools.partial(launch_warm, **CHUNKS)
+
+
+@pytest.fixture(scope="module")
+def trained_on(recipe, launch_command, launch_in_chunks):
     """The run of the recipe with an accelerate config; trained once per config."""
 
     @functools.cache
     def train(machine: str) -> RunFolder:
-        return launch(machine, recipe, recipe.parent / machine)
+        arguments = ["pretrain", recipe, "--run-dir", recipe.parent / machine]
+        if machine not in REAL_LAUNCHERS:
+            return launch_in_chunks(machine, *arguments)
+        command, environment = launch_command(machine, *arguments), os.environ | {"PYTHONPATH": str(ROOT)} | CHUNKS
+        completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+        assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
+        return RunFolder(recipe.parent / machine)
 
     return train
 
@@ -186,25 +142,30 @@ def test_optimizer_state_is_sharded(trained_on, machine):
         pytest.param("deepspeed_zero3", "cpu", marks=needs_deepspeed),
     ],
 )
-def test_run_moves_between_machines(recipe, trained_on, launch_warm, tmp_path, before, after):
+def test_run_moves_between_machines(recipe, trained_on, launch_in_chunks, tmp_path, before, after):
     shutil.copytree(trained_on(before).path, tmp_path / "moved")
     moved = RunFolder(tmp_path / "moved")
     shutil.rmtree(moved.checkpoint(10))
     shutil.rmtree(moved.final)
-    launch_warm(after, recipe, moved.path, "--resume")
+    launch_in_chunks(after, "pretrain", "--run-dir", moved.path, recipe, "--resume")
     assert_same_experiment(moved, trained_on("cpu"))
 
 
 @pytest.mark.parametrize("machine", ["cpu_ddp", ZERO_3])
-def test_three_processes_resume_exactly(recipe, launch_warm, tmp_path, machine):
+def test_three_processes_resume_exactly(recipe, launch_in_chunks, tmp_path, machine):
     # With three processes the order of a sum matters. No size here is a multiple of three, so shards are padded.
-    options = ["--num_processes=3"], ["--train.tokens_per_step", "192", "--model.n_embd", "20"]
-    uninterrupted = launch_warm(machine, recipe, tmp_path / "uninterrupted", *options[1], machine_options=options[0])
+    knobs = ["--train.tokens_per_step", "192", "--model.n_embd", "20"]
+
+    def train(name: str, *arguments: str) -> RunFolder:
+        command = ["pretrain", "--run-dir", tmp_path / name, recipe, *knobs, *arguments]
+        return launch_in_chunks(machine, *command, machine_options=["--num_processes=3"])
+
+    uninterrupted = train("uninterrupted")
     shutil.copytree(uninterrupted.path, tmp_path / "resumed")
     resumed = RunFolder(tmp_path / "resumed")
     shutil.rmtree(resumed.checkpoint(10))
     shutil.rmtree(resumed.final)
-    launch_warm(machine, recipe, resumed.path, "--resume", *options[1], machine_options=options[0])
+    train("resumed", "--resume")
     for name in ("final/model.safetensors", "checkpoints/step_00000010/optimizer.safetensors"):
         assert (resumed.path / name).read_bytes() == (uninterrupted.path / name).read_bytes()
     assert column(resumed, "train/grad_norm") == column(uninterrupted, "train/grad_norm")
@@ -212,7 +173,7 @@ def test_three_processes_resume_exactly(recipe, launch_warm, tmp_path, machine):
 
 @pytest.mark.slow
 @needs_torchao
-def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_warm, tmp_path):
+def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks, tmp_path):
     options = ["--optim.state=8bit", "--optim.learning_rate=1e-3", "--train.max_steps=4", "--model.n_embd=128"]
     options += [
         "--model.n_positions=128",
@@ -223,7 +184,7 @@ def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_warm, tmp
     options += ["--checkpoint.every=2"]
 
     def train(machine: str, name: str, *arguments: str) -> RunFolder:
-        return launch_warm(machine, recipe, tmp_path / name, *options, *arguments)
+        return launch_in_chunks(machine, "pretrain", "--run-dir", tmp_path / name, recipe, *options, *arguments)
 
     uninterrupted = train("fsdp2", "uninterrupted")
     for name in ("resumed", "moved"):
@@ -248,12 +209,14 @@ MUON_PROCESSES = {"cpu": 1, "cpu_ddp": 2, "fsdp2": 3, "hsdp": 4}
 
 
 @pytest.fixture(scope="module")
-def train_muon(recipe, launch_warm):
+def train_muon(recipe, launch_in_chunks):
     """Train or resume a run with Muon: (machine, folder, arguments) -> the run."""
 
     def train(machine: str, folder: Path, *arguments: str) -> RunFolder:
         count = [] if machine == "cpu" else [f"--num_processes={MUON_PROCESSES[machine]}"]
-        return launch_warm(machine, recipe, folder, *MUON, *arguments, machine_options=count)
+        return launch_in_chunks(
+            machine, "pretrain", "--run-dir", folder, recipe, *MUON, *arguments, machine_options=count
+        )
 
     return train
 
@@ -299,15 +262,15 @@ def test_muon_run_moves_between_machines(muon_on, train_muon, tmp_path, before, 
     assert_same_experiment(second_half(train_muon, muon_on(before), after, tmp_path / "moved"), muon_on("cpu"))
 
 
-def test_sigterm_to_the_launcher_saves_and_resumes(recipe, tmp_path):
+def test_sigterm_to_the_launcher_saves_and_resumes(recipe, launch_command, launch_in_chunks, tmp_path):
     folder = tmp_path / "stopped"
     arguments = [recipe, "--run-dir", folder, "--train.max_steps", "100000"]
     process = subprocess.Popen(
-        command("cpu_ddp", *arguments),
+        launch_command("cpu_ddp", "pretrain", *arguments),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | ENVIRONMENT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | CHUNKS,
     )
     run = RunFolder(folder)
     deadline = time.monotonic() + 120
@@ -321,34 +284,6 @@ def test_sigterm_to_the_launcher_saves_and_resumes(recipe, tmp_path):
     saved = run.newest_checkpoint()
     state = json.loads((saved / "state.json").read_text())
     assert state["step"] >= 7
-    launch("cpu_ddp", recipe, folder, "--resume", "--train.max_steps", str(state["step"] + 3))
+    more = ["--resume", "--train.max_steps", str(state["step"] + 3)]
+    launch_in_chunks("cpu_ddp", "pretrain", "--run-dir", folder, recipe, *more)
     assert list(column(run, "train/loss")) == list(range(1, state["step"] + 4))
-
-
-def stderr_of_refusal(tmp_path: Path, machine: str, recipe: Path, *machine_options: str) -> str:
-    """The stderr of a launch of cli.py that fails before it creates the run folder."""
-    arguments = command(machine, recipe, "--run-dir", tmp_path / "never", machine_options=machine_options)
-    completed = subprocess.run(
-        [str(ROOT / "cli.py") if argument == str(ENTRY) else argument for argument in arguments],
-        capture_output=True,
-        text=True,
-        env=os.environ | ENVIRONMENT | {"CUDA_VISIBLE_DEVICES": ""},
-        timeout=120,
-    )
-    assert completed.returncode != 0
-    assert not (tmp_path / "never").exists()
-    return completed.stderr
-
-
-@pytest.mark.parametrize("machine", ["fsdp2", ZERO_2])
-def test_accelerate_config_beyond_the_machine_is_one_line(recipe, tmp_path, machine):
-    strategy = "FSDP" if machine == "fsdp2" else "DEEPSPEED"
-    assert f"the accelerate config sets {strategy}, but this machine provides" in stderr_of_refusal(
-        tmp_path, machine, recipe
-    )
-
-
-@needs_deepspeed
-def test_accelerate_config_with_other_accumulation_is_refused(recipe, tmp_path):
-    stderr = stderr_of_refusal(tmp_path, "deepspeed_zero2", recipe, "--gradient_accumulation_steps=3")
-    assert "sets gradient_accumulation_steps 3, but train.tokens_per_step of the recipe needs 2" in stderr

@@ -159,6 +159,7 @@ def test_load_and_save_gpt2_changes_no_weight(gpt2, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.long
 def test_saved_model_opens_without_this_package(tmp_path):
     model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
     model.save_pretrained(tmp_path / "model")

@@ -55,6 +55,7 @@ SECTIONS = {
 TOKENS = torch.arange(24)[None] % 20
 
 
+@pytest.mark.long
 def test_adapters_open_without_this_package(tiny_base, tmp_path):
     expected, folders = {}, {}
     for name, section in SECTIONS.items():

@@ -4,7 +4,6 @@ import ast
 import json
 import os
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -79,23 +78,17 @@ def with_code(tiny_base, tmp_path):
     return folder
 
 
-@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe, tmp_path, root):
+def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe, tmp_path, forked):
     import pty
 
-    commands = [
-        ["prepare", str(write_recipe()), "--data.tokenizer", str(with_code)],
-        ["sample", str(with_code), "--max-new-tokens", "2"],
-        ["finetune", "--from", str(with_code), "--data", str(text_file), "--run-dir", "run"],
-    ]
-    environment = os.environ | {"PYTHONPATH": str(root)}
-    for arguments in commands:
+    for arguments in (
+        ["prepare", write_recipe(), "--data.tokenizer", with_code],
+        ["sample", with_code, "--max-new-tokens", 2],
+        ["finetune", "--from", with_code, "--data", text_file, "--run-dir", "run"],
+    ):
         leader, follower = pty.openpty()
-        process = subprocess.Popen(
-            [sys.executable, str(root / "cli.py"), *arguments],
-            stdin=follower, stdout=follower, stderr=follower, cwd=tmp_path, env=environment,
-        )  # fmt: skip
+        process = forked(arguments, folder=tmp_path, terminal=os.ttyname(follower))
         os.close(follower)
         os.write(leader, b"y\ny\ny\n")  # a user who agrees
         output = b""
@@ -108,7 +101,7 @@ def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe
                 break
             output += block
         os.close(leader)
-        assert process.wait(timeout=60) == 2, output
+        assert process.wait(60) == 2, output
         lines = [line for line in output.decode().replace("\r", "").splitlines() if line not in ("", "y")]
         assert len(lines) == 1, output
         assert "tokenizer" in lines[0]

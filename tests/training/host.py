@@ -30,7 +30,7 @@ for line in sys.stdin:
         os.environ |= command["environment"]
         os.chdir(command["folder"])
         rendezvous.PEER_TIMEOUT = timedelta(seconds=command["peer_timeout"])
-        rendezvous._HEARTBEAT = 0.5
+        rendezvous.HEARTBEAT = 0.5
         if command["busy"]:
             summary.prepare = lambda config, busy=command["busy"]: time.sleep(busy) or prepare(config)
         status = 1

@@ -1,17 +1,23 @@
 """Started by test_kills.py: train in child processes that are killed, and resume until one finishes.
 
-Usage: killed.py PLACE SEED ARGUMENTS... PLACE is a name of PLACES, at which the first child kills itself; `anywhere`,
-to be killed at random times; or another word for no kill. Prints the number of kills. Children are forks: torch is
-imported once.
+Reads orders as lines of JSON: the arguments of `pretrain`, and `kill`: a name of PLACES, at which the first child kills
+itself; "anywhere", for kills at random times; a number n, for a kill at the nth change to the run folder; or null.
+Answers with the number of kills and the last exit status. Children are forks: torch is imported once.
 """
 
+import json
 import os
 import random
 import signal
 import sys
 import time
+from pathlib import Path
 
+import matplotlib.backends.backend_agg  # noqa: F401  (imported once for all forks)
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+import operations
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import loss
@@ -20,7 +26,6 @@ from nanogpt_hf.runs import replace
 from nanogpt_hf.training import checkpoint, loop
 
 torch.set_num_threads(1)
-place_of_kill, seed, arguments = sys.argv[1], int(sys.argv[2]), sys.argv[3:]
 
 # place -> (object, function, number of calls before the one that is killed)
 PLACES = {
@@ -47,21 +52,29 @@ def kill_at(place: str) -> None:
     setattr(owner, name, killing)
 
 
-kills, draw = 0, random.Random(seed)
-while True:
-    checkpoints = os.path.join(arguments[arguments.index("--run-dir") + 1], "checkpoints")
-    saved = os.path.isdir(checkpoints) and any(not name.startswith(".") for name in os.listdir(checkpoints))
-    child = os.fork()
-    if child == 0:
-        if place_of_kill in PLACES and kills == 0:
-            kill_at(place_of_kill)
-        os._exit(main([*arguments, "--resume" if saved else "--overwrite"]))
-    if place_of_kill == "anywhere" and kills < 12:
-        time.sleep(draw.uniform(0.1, 0.7))
-        os.kill(child, signal.SIGKILL)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    if status == -signal.SIGKILL:
+def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
+    run = arguments[arguments.index("--run-dir") + 1]
+    checkpoints, kills, draw = os.path.join(run, "checkpoints"), 0, random.Random(0)
+    while True:
+        saved = os.path.isdir(checkpoints) and any(not name.startswith(".") for name in os.listdir(checkpoints))
+        flag = "--auto-resume" if isinstance(kill, int) else "--resume" if saved else "--overwrite"
+        child = os.fork()
+        if child == 0:
+            os.dup2(2, 1)
+            if kills == 0 and isinstance(kill, int):
+                operations.kill_at(run, kill)
+            elif kills == 0 and kill in PLACES:
+                kill_at(kill)
+            os._exit(main([*arguments, flag]))
+        if kill == "anywhere" and kills < 12:
+            time.sleep(draw.uniform(0.1, 0.7))
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if status != -signal.SIGKILL:
+            return kills, status
         kills += 1
-    else:
-        print(f"kills: {kills}")
-        sys.exit(status)
+
+
+for line in sys.stdin:
+    order = json.loads(line)
+    print(json.dumps(train(order["arguments"], order["kill"])), flush=True)

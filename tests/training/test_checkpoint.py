@@ -116,7 +116,7 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(run, file, damage, cap
 
 
 @pytest.mark.parametrize(
-    ("module", "step"), [(checkpoint, "save_file"), (replace, "flush"), (checkpoint, "_file_digest")]
+    ("module", "step"), [(checkpoint, "save_file"), (replace, "flush"), (checkpoint, "file_digest")]
 )
 def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step):
     parts = build_training()
@@ -146,7 +146,7 @@ def rewrite(folder, file: str, content) -> None:
         save_file(content, folder / file)
     else:
         (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
-    sums = {path.name: checkpoint._file_digest(path) for path in folder.iterdir() if path.name != "checksums.json"}
+    sums = {path.name: checkpoint.file_digest(path) for path in folder.iterdir() if path.name != "checksums.json"}
     (folder / "checksums.json").write_text(json.dumps(sums))
 
 

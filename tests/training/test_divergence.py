@@ -62,7 +62,7 @@ def test_non_finite_checkpoint_is_neither_saved_nor_resumed(pretrain, tmp_path, 
     name = next(name for name in tensors if name.endswith("ln_f.weight" if part == "model" else "exp_avg_sq"))
     tensors[name].view(-1)[1] = math.inf
     save_file(tensors, newest)  # as an older version may have done
-    sums = {path.name: checkpoint._file_digest(path) for path in newest.parent.iterdir() if "sums" not in path.name}
+    sums = {path.name: checkpoint.file_digest(path) for path in newest.parent.iterdir() if "sums" not in path.name}
     (newest.parent / "checksums.json").write_text(json.dumps(sums))
     status, output = pretrain("--resume", train__max_steps=4, checkpoint__keep=3)
     assert status == 0

@@ -1,10 +1,8 @@
 """Frozen parameters stay bit for bit, unfrozen ones train, and a stop at any step changes nothing."""
 
+import functools
 import json
-import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -29,8 +27,6 @@ from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.finetuning import finetune_config
 from nanogpt_hf.training.tracking import read_metrics
 
-ROOT = Path(__file__).parents[2]
-ENTRY = Path(__file__).with_name("launched.py")
 KNOBS = {
     "model.dropout": 0.1,
     "data.order": "random",
@@ -49,28 +45,57 @@ KNOBS = {
 FREEZING = {"finetune.freeze_layers": 2}
 UNFREEZING = FREEZING | {"finetune.unfreeze_every": 2}
 LORA = {"lora.rank": 2, "lora.dropout": 0.1}
+RUNS = {"unfreezing": UNFREEZING, "unfreezing with muon": UNFREEZING | {"optim.name": "muon"}, "lora": LORA}
 
 
-def overrides(tiny_base, text_file, tmp_path, knobs):
-    given = {"finetune.model": tiny_base, "data.source": text_file, "data.dir": tmp_path / "data"} | KNOBS | knobs
-    return [(key, str(value)) for key, value in given.items()]
+def overrides(tiny_base, text_file, data, knobs):
+    values = {"finetune.model": tiny_base, "data.source": text_file, "data.dir": data} | KNOBS | knobs
+    return [(key, str(value)) for key, value in values.items()]
 
 
-@pytest.fixture
-def start(tiny_base, text_file, tmp_path, forget_accelerate):
-    """Fine-tune the tiny base with knobs; return the run folder."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The folder of all runs of this module and their prepared data."""
+    return tmp_path_factory.mktemp("finetuning")
 
-    def start(name: str = "run", knobs: dict | None = None, *, resume: bool = False) -> RunFolder:
-        config, _ = finetune_config(None, overrides(tiny_base, text_file, tmp_path, knobs or {}))
+
+@pytest.fixture(scope="module")
+def start(tiny_base, text_file, folder, forget_accelerate):
+    """Fine-tune the tiny base with knobs into the run folder `name`; return it."""
+
+    def start(name: str, knobs: dict | None = None, *, resume: bool = False) -> RunFolder:
+        config, _ = finetune_config(None, overrides(tiny_base, text_file, folder / "data", knobs or {}))
         prepare(config)
-        run = RunFolder(tmp_path / name)
+        run = RunFolder(folder / name)
         forget_accelerate()
         if resume:
             run.changes(config)
         loop.train(config, run, load_prepared(config), resume=resume)
+        forget_accelerate()
         return run
 
     return start
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(start):
+    """The run of RUNS[name] without interruption, and the same with a checkpoint at each step; trained once."""
+
+    @functools.cache
+    def train(name: str) -> tuple[RunFolder, RunFolder]:
+        knobs = RUNS[name]
+        return start(f"{name}", knobs), start(f"{name} with checkpoints", knobs | {"checkpoint.every": 1})
+
+    return train
+
+
+def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:
+    """Copy a run and remove its checkpoints after `step`, as if it had been killed then."""
+    copy = RunFolder(shutil.copytree(run.path, folder))
+    for checkpoint in copy.checkpoint_folders():
+        if checkpoint > copy.checkpoint(step):
+            shutil.rmtree(checkpoint)
+    return copy
 
 
 def changed(run: RunFolder, base: Path) -> set[str]:
@@ -98,27 +123,27 @@ def assert_same(a: RunFolder, b: RunFolder) -> None:
         assert trained_rows(a, name) == trained_rows(b, name)
 
 
-def test_only_what_is_not_frozen_changes(start, tiny_base):
+def test_only_unfrozen_parameters_change(start, tiny_base):
     run = start("frozen", FREEZING)
     names = changed(run, tiny_base)
     assert names == {
         n for n in load_file(tiny_base / "model.safetensors") if ".h.2." in n or ".h.3." in n or "ln_f" in n
     }
     GPT2LMHeadModel.from_pretrained(run.final)
-    _, moments, _ = read_checkpoint(run.newest_checkpoint())
-    assert moments
-    assert not any(".h.0." in name or ".h.1." in name or ".wte." in name or ".wpe." in name for name in moments)
+    _, optimizer_state, _ = read_checkpoint(run.newest_checkpoint())
+    assert optimizer_state
+    assert not any(".h.0." in name or ".h.1." in name or ".wte." in name or ".wpe." in name for name in optimizer_state)
 
 
 @pytest.mark.parametrize(("steps", "untouched"), [(3, (".h.0.", ".wte.", ".wpe.")), (7, ())])
-def test_blocks_unfreeze_from_the_top_and_the_embeddings_last(start, tiny_base, steps, untouched):
-    names = changed(start("unfreezing", UNFREEZING | {"train.max_steps": steps}), tiny_base)
+def test_blocks_unfreeze_from_the_top_and_embeddings_last(start, tiny_base, steps, untouched):
+    names = changed(start(f"{steps} steps", UNFREEZING | {"train.max_steps": steps}), tiny_base)
     every = set(load_file(tiny_base / "model.safetensors"))
     assert names == {name for name in every if not any(part in name for part in untouched)}
 
 
 def test_unfrozen_parameters_have_their_own_step_count(start):
-    run = start("unfreezing", UNFREEZING | {"train.max_steps": 5})
+    run = start("5 steps", UNFREEZING | {"train.max_steps": 5})
     counts = {}
     for name, moment in read_checkpoint(run.newest_checkpoint())[1].items():
         if name.endswith(".step"):
@@ -127,79 +152,68 @@ def test_unfrozen_parameters_have_their_own_step_count(start):
 
 
 @pytest.mark.parametrize(
-    ("knobs", "steps"),
-    [(UNFREEZING, (2, 3)), (UNFREEZING | {"optim.name": "muon"}, (2, 3)), (LORA, (3,))],
-    ids=["unfreezing", "unfreezing with muon", "lora"],
+    ("name", "step"),
+    [("unfreezing", 2), ("unfreezing", 3), ("unfreezing with muon", 2), ("unfreezing with muon", 3), ("lora", 3)],
 )
-def test_a_run_killed_at_any_step_ends_as_one_that_was_not(start, knobs, steps):
-    whole = start("whole", knobs)
-    torn = start("torn", knobs | {"checkpoint.every": 1})
-    for step in steps:  # of the unfreezing run: when it unfreezes, and between
-        shutil.rmtree(torn.path.with_name("goes-on"), ignore_errors=True)
-        shutil.copytree(torn.path, torn.path.with_name("goes-on"))
-        run = RunFolder(torn.path.with_name("goes-on"))
-        for folder in run.checkpoint_folders():
-            if folder > run.checkpoint(step):
-                shutil.rmtree(folder)
-        start("goes-on", knobs, resume=True)
-        assert_same(whole, run)
+def test_finetuning_resumes_exactly_at_any_step(start, uninterrupted, folder, name, step):
+    whole, source = uninterrupted(name)  # the run with unfreezing unfreezes at step 2, and not at 3
+    copy_at(source, step, folder / f"{name} resumed at {step}")
+    assert_same(start(f"{name} resumed at {step}", RUNS[name], resume=True), whole)
 
 
 @pytest.mark.parametrize("step", [4, 6])
-def test_a_checkpoint_at_an_unfreezing_is_not_written_again(start, step):
-    whole, torn = start("whole", UNFREEZING), start("torn", UNFREEZING | {"checkpoint.every": 1})
-    for folder in torn.checkpoint_folders():
-        if folder > torn.checkpoint(step):
-            shutil.rmtree(folder)
-    before = {path: path.stat().st_ino for path in torn.checkpoint(step).iterdir()}
-    start("torn", UNFREEZING | {"checkpoint.every": 1}, resume=True)
-    assert {path: path.stat().st_ino for path in torn.checkpoint(step).iterdir()} == before
-    assert_same(whole, torn)
+def test_resume_at_an_unfreezing_does_not_rewrite_its_checkpoint(start, uninterrupted, folder, step):
+    whole, source = uninterrupted("unfreezing")
+    run = copy_at(source, step, folder / f"checkpoint {step}")
+    before = {path: path.stat().st_ino for path in run.checkpoint(step).iterdir()}
+    start(f"checkpoint {step}", UNFREEZING | {"checkpoint.every": 1}, resume=True)
+    assert {path: path.stat().st_ino for path in run.checkpoint(step).iterdir()} == before
+    assert_same(whole, run)
 
 
-def test_a_damaged_checkpoint_after_unfreezing_gives_way_to_the_one_before_it(start):
-    whole = start("whole", UNFREEZING)
-    torn = start("torn", UNFREEZING | {"checkpoint.every": 1})
-    for folder in torn.checkpoint_folders():
-        if folder >= torn.checkpoint(4):  # the run unfreezes here
-            (folder / "optimizer.safetensors").write_bytes(b"")
-    start("torn", UNFREEZING, resume=True)
-    assert_same(whole, torn)
+def test_damaged_checkpoint_after_unfreezing_loads_an_older_one(start, uninterrupted, folder):
+    whole, source = uninterrupted("unfreezing")
+    run = copy_at(source, 8, folder / "damaged")
+    for checkpoint in run.checkpoint_folders():
+        if checkpoint >= run.checkpoint(4):  # the run unfreezes here
+            (checkpoint / "optimizer.safetensors").write_bytes(b"")
+    start("damaged", UNFREEZING, resume=True)
+    assert_same(whole, run)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft 0.21 uses the old name
-def test_an_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, tiny_base):
-    run, merged = start("lora", LORA), start("merged", LORA | {"lora.merge": "true"})
+def test_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, uninterrupted, tiny_base):
+    (run, _), merged = uninterrupted("lora"), start("merged", LORA | {"lora.merge": "true"})
     tokens = torch.arange(20)[None]
     with_adapter = AutoPeftModelForCausalLM.from_pretrained(run.final).eval()(input_ids=tokens).logits
     plain = GPT2LMHeadModel.from_pretrained(merged.final).eval()(input_ids=tokens).logits
-    beside = AutoPeftModelForCausalLM.from_pretrained(merged.final / "adapter").eval()(input_ids=tokens).logits
+    saved_adapter = AutoPeftModelForCausalLM.from_pretrained(merged.final / "adapter").eval()(input_ids=tokens).logits
     base = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=tokens).logits
     assert (base - plain).abs().max() > 1e-3
     torch.testing.assert_close(with_adapter, plain, atol=2e-5, rtol=0)
-    assert torch.equal(with_adapter, beside)
-    # the weights that the adapter lies on were not touched
+    assert torch.equal(with_adapter, saved_adapter)
+    # the base weights did not change
     weights = read_checkpoint(run.newest_checkpoint())[0]
     before = load_model(str(tiny_base)).state_dict()
-    kept = {name.replace(".base_layer.", "."): w for name, w in weights.items() if ".lora_" not in name}
-    assert len(kept) > 40
-    assert all(torch.equal(weight, before[name]) for name, weight in kept.items())
+    base_weights = {name.replace(".base_layer.", "."): w for name, w in weights.items() if ".lora_" not in name}
+    assert len(base_weights) > 40
+    assert all(torch.equal(weight, before[name]) for name, weight in base_weights.items())
 
 
-def test_another_start_or_adapter_is_another_experiment(start):
-    start("run", LORA | {"train.max_steps": 1})
+def test_resume_with_another_lora_rank_is_refused(start):
+    start("one step", LORA | {"train.max_steps": 1})
     with pytest.raises(RunFolderError, match=r"lora\.rank: 2 -> 3"):
-        start("run", LORA | {"lora.rank": 3}, resume=True)
+        start("one step", LORA | {"lora.rank": 3}, resume=True)
 
 
 @pytest.mark.parametrize(("step", "frozen"), [(0, 2), (9, 2), (10, 1), (19, 1), (20, 0), (29, 0), (30, -1), (1000, -1)])
-def test_what_is_frozen_is_a_function_of_the_step(step, frozen):
+def test_frozen_layers_at_step(step, frozen):
     assert frozen_layers_at(step, FinetuneSection(freeze_layers=2, unfreeze_every=10)) == frozen
     assert frozen_layers_at(step, FinetuneSection(freeze_layers=2)) == 2
     assert frozen_layers_at(step, FinetuneSection()) == -1
 
 
-def test_lower_layers_learn_more_slowly_by_the_decay(tiny_base):
+def test_layer_decay_scales_learning_rates(tiny_base):
     model = load_model(str(tiny_base))
     optimizer = build_optimizer(model, OptimSection(), layer_decay=0.5)
     name_of = {parameter: name for name, parameter in model.named_parameters()}
@@ -213,18 +227,18 @@ def test_lower_layers_learn_more_slowly_by_the_decay(tiny_base):
     assert all((decays[name] > 0) == (parameter.dim() > 1) for parameter, name in name_of.items())
 
 
-def test_the_decay_reaches_the_steps(start, tiny_base):
-    # AdamW's first step moves each weight by its learning rate, whatever the gradient
+def test_layer_decay_applies_to_steps(start, tiny_base):
+    # AdamW's first step changes each weight by its learning rate, for any gradient
     knobs = {"train.max_steps": 1, "optim.weight_decay": 0, "finetune.layer_decay": 0.5, "model.dropout": 0}
     before = load_file(tiny_base / "model.safetensors")
-    after = load_file(start("run", knobs).final / "model.safetensors")
+    after = load_file(start("layer decay", knobs).final / "model.safetensors")
     moved = [
         (after[n] - before[n]).abs().median().item() for n in (f"transformer.h.{i}.mlp.c_fc.weight" for i in range(4))
     ]
     assert moved == pytest.approx([1e-2 / 16, 1e-2 / 8, 1e-2 / 4, 1e-2 / 2], rel=0.02)
 
 
-def test_patience_is_a_function_of_the_state():
+def test_out_of_patience():
     waits = EvalSection(every=10, patience=2)
     state = TrainState(step=30, evaluated_step=30, best_loss=1.0, best_step=10)
     assert state.out_of_patience(waits)
@@ -243,48 +257,27 @@ def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
     ]
 
 
-def test_unfreezing_under_deepspeed_is_refused_in_one_line(start, monkeypatch):
+def test_unfreezing_under_deepspeed_is_refused(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr(deepspeed, "find_spec", lambda name: object())
     with pytest.raises(UserError, match=r"finetune\.unfreeze_every: DeepSpeed has one step count"):
-        start("run", UNFREEZING)
+        start("deepspeed", UNFREEZING)
 
 
-@pytest.mark.parametrize(
-    ("machine", "resumed"),
-    [("cpu_ddp", False), ("fsdp2", True)],
-    ids=["ddp", "fsdp2-resumed"],
-)
-def test_two_processes_unfreeze_as_one_does(start, tiny_base, text_file, tmp_path, machine, resumed):
-    reference = start("one", UNFREEZING)
-    if resumed:  # it starts with one process and resumes with two, between two steps that unfreeze
-        torn = start("two", UNFREEZING | {"checkpoint.every": 1})
-        for folder in torn.checkpoint_folders():
-            if folder > torn.checkpoint(3):
-                shutil.rmtree(folder)
-        shutil.rmtree(torn.final)
-    config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml"), "--num_processes=2"]
-    config += ["--main_process_port=0", "--num_cpu_threads_per_process=1"]
-    if machine == "fsdp2":
-        config += ["--mixed_precision=no", "--dynamo_backend=no"]
-    words = [
-        word for key, value in overrides(tiny_base, text_file, tmp_path, UNFREEZING) for word in (f"--{key}", value)
-    ]
-    going_on = ["--resume"] * resumed
-    words += ["--run-dir", str(tmp_path / "two"), *going_on]
-    done = subprocess.run(
-        [sys.executable, "-m", "accelerate.commands.launch", *config, str(ENTRY), "finetune", *words],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    run = RunFolder(tmp_path / "two")
+@pytest.mark.long
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
+def test_two_processes_unfreeze_like_one(uninterrupted, launch_warm, tiny_base, text_file, folder, machine):
+    reference, source = uninterrupted("unfreezing")
+    knobs = overrides(tiny_base, text_file, folder / "data", UNFREEZING)
+    arguments = [argument for key, value in knobs for argument in (f"--{key}", value)]
+    if machine == "fsdp2":  # it starts with one process and resumes with two, between two unfreezings
+        shutil.rmtree(copy_at(source, 3, folder / machine).final)
+        arguments.append("--resume")
+    run = launch_warm(machine, "finetune", "--run-dir", folder / machine, *arguments)
     for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
         assert trained_rows(run, name) == pytest.approx(trained_rows(reference, name), abs=tolerance), name
     ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
     assert ours.keys() == theirs.keys()
     assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
-    held = json.loads(Path(f"{run.path}.held.0.json").read_text())
-    assert {kind for kind, _, _ in held["weights"].values()} == ({"DTensor"} if machine == "fsdp2" else {"Parameter"})
+    sizes = json.loads(Path(f"{run.path}.held.0.json").read_text())
+    assert {kind for kind, _, _ in sizes["weights"].values()} == ({"DTensor"} if machine == "fsdp2" else {"Parameter"})

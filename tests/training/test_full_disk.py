@@ -28,8 +28,14 @@ def size_of(folder) -> int:
     return sum(-(-path.lstat().st_size // 4096) * 4096 for path in folder.rglob("*"))
 
 
+@pytest.fixture(scope="module", autouse=True)
+def draw_plots(loss_plots):
+    with loss_plots():
+        yield
+
+
 @pytest.fixture(scope="module")
-def reference(tmp_path_factory, make_recipe):
+def reference(tmp_path_factory, make_recipe, draw_plots):
     """A run with enough space, and the arguments that started it without the folder."""
     folder = tmp_path_factory.mktemp("reference")
     arguments = ["pretrain", str(make_recipe(folder / "tiny.yaml")), "--run-dir"]

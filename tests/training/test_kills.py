@@ -1,7 +1,9 @@
 """SIGKILL anywhere in a run: the resumed run equals an uninterrupted one bit for bit."""
 
+import itertools
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -24,17 +26,27 @@ PLACES = [
 ]
 
 
-def run(place: str, recipe: Path, folder: Path) -> int:
-    """Train to the end despite kills; return their number."""
-    completed = subprocess.run(
-        [sys.executable, Path(__file__).with_name("killed.py"), place, "0", "pretrain", recipe, "--run-dir", folder],
-        capture_output=True,
+@pytest.fixture(scope="module")
+def train():
+    """A function that trains a recipe to its end despite kills (see killed.py), and returns their number."""
+    with subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("killed.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
         text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-2000:]
-    return int(completed.stdout.rsplit("kills: ", 1)[1])
+    ) as process:
+
+        def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
+            order = {"arguments": ["pretrain", str(recipe), "--run-dir", str(folder)], "kill": kill}
+            process.stdin.write(json.dumps(order) + "\n")
+            process.stdin.flush()
+            kills, status = json.loads(process.stdout.readline())
+            assert status == 0
+            return kills
+
+        yield train
+        process.stdin.close()
 
 
 def files(folder: Path) -> dict[str, bytes]:
@@ -59,51 +71,45 @@ def assert_same(killed: Path, uninterrupted: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def uninterrupted(tmp_path_factory, make_recipe):
+def uninterrupted(tmp_path_factory, make_recipe, train):
     """A recipe with dropout and more than one epoch, and the folder of its uninterrupted run."""
     folder = tmp_path_factory.mktemp("kills")
     recipe = make_recipe(
         folder / "recipe_to_kill.yaml",
         model__n_embd=32,
         model__dropout=0.1,
-        train__max_steps=60,
+        train__max_steps=40,
         train__tokens_per_step=512,
         train__micro_batch_size=16,
         eval__every=6,
         eval__tokens=1024,
         checkpoint__every=4,
     )
-    assert run("nowhere", recipe, folder / "uninterrupted") == 0
+    assert train(recipe, folder / "uninterrupted") == 0
     return recipe, folder / "uninterrupted"
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_resume_after_kill_at_a_place_is_exact(uninterrupted, tmp_path, place):
+def test_resume_after_kill_at_a_place_is_exact(train, uninterrupted, tmp_path, place):
     recipe, expected = uninterrupted
-    assert run(place, recipe, tmp_path / "killed") == 1
+    assert train(recipe, tmp_path / "killed", place) == 1
     assert_same(tmp_path / "killed", expected)
 
 
-def test_resume_after_random_kills_is_exact(uninterrupted, tmp_path):
+def test_resume_after_random_kills_is_exact(train, uninterrupted, tmp_path):
     recipe, expected = uninterrupted
-    assert run("anywhere", recipe, tmp_path / "killed") >= 3
+    assert train(recipe, tmp_path / "killed", "anywhere") >= 3
     assert_same(tmp_path / "killed", expected)
 
 
-def test_resume_after_kill_at_file_changes_is_exact(tmp_path, make_recipe):
+def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe):
     """Every 17th change of a run; test_every_operation.py tests each change of a save and of a replacement."""
     recipe = make_recipe(tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8)
-    assert run("nowhere", recipe, tmp_path / "uninterrupted") == 0
-    runs = tmp_path / "runs"
-    completed = subprocess.run(
-        [sys.executable, Path(__file__).with_name("killed_at_changes.py"), "3", "17", runs, "pretrain", recipe],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-        timeout=300,
-    )
-    assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-2000:]
-    killed = [folder for folder in runs.iterdir() if folder.is_dir()]
-    assert len(killed) > 8
-    for folder in killed:
-        assert_same(folder, tmp_path / "uninterrupted")
+    assert train(recipe, tmp_path / "uninterrupted") == 0
+    for change in itertools.count(3, 17):
+        killed = train(recipe, tmp_path / "killed", change)
+        assert_same(tmp_path / "killed", tmp_path / "uninterrupted")
+        if not killed:
+            break
+        shutil.rmtree(tmp_path / "killed")
+    assert change > 8 * 17

@@ -21,7 +21,6 @@ from nanogpt_hf.distributed.accelerate_config import check_launch
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.reports import live
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import layer_stats, loop
 from nanogpt_hf.training.layer_stats import LayerStats, attention_logit_max
@@ -31,9 +30,7 @@ NAMES = ["embedding", "0", "1", "head"]
 
 
 @pytest.fixture
-def start(write_recipe, tmp_path, forget_accelerate, monkeypatch):
-    monkeypatch.setattr(live, "draw_run", lambda *_: None)  # takes most of a tiny run's time
-
+def start(write_recipe, tmp_path, forget_accelerate):
     def start(name: str, **overrides) -> RunFolder:
         config = load_config(write_recipe(**overrides))
         prepare(config)
@@ -149,7 +146,7 @@ def test_attention_logit_max_equals_explicit_attention(model, monkeypatch, rows,
     attention = model.transformer.h[1].attn
     x = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(1))
     segments = torch.arange(24)[None].expand(3, -1) // 7 if packed else None
-    monkeypatch.setattr(layer_stats, "_LOGITS_AT_ONCE", rows * 3 * 2 * 24)
+    monkeypatch.setattr(layer_stats, "LOGITS_AT_ONCE", rows * 3 * 2 * 24)
     query, key = (
         F.linear(x, p.weight, p.bias).reshape(3, 24, 2, 8).permute(0, 2, 1, 3)
         for p in (attention.q_proj, attention.k_proj)

@@ -6,6 +6,7 @@ import math
 import os
 import shutil
 import signal
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -27,19 +28,44 @@ from nanogpt_hf.training import loop, tracking
 from nanogpt_hf.training.tracking import read_metrics
 
 
-@pytest.fixture
-def start(write_recipe, tmp_path, forget_accelerate):
-    """Train the tiny recipe with overrides; return the run folder."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """The folder of `uninterrupted` runs."""
+    return tmp_path_factory.mktemp("loop")
 
-    def start(name: str = "run", *, resume: bool = False, **overrides) -> RunFolder:
-        config = load_config(write_recipe(**overrides))
+
+@pytest.fixture(scope="module")
+def train(make_recipe, forget_accelerate):
+    """Train the tiny recipe with overrides into a run folder."""
+
+    def train(path: Path, *, resume: bool = False, **overrides) -> RunFolder:
+        config = load_config(make_recipe(path.parent / "tiny.yaml", **overrides))
         prepare(config)
-        run = RunFolder(tmp_path / name)
         forget_accelerate()
-        loop.train(config, run, load_prepared(config), resume=resume)
-        return run
+        loop.train(config, RunFolder(path), load_prepared(config), resume=resume)
+        return RunFolder(path)
 
-    return start
+    return train
+
+
+@pytest.fixture
+def start(train, tmp_path):
+    """Train the tiny recipe with overrides; return the run folder."""
+    return lambda name="run", **options: train(tmp_path / name, **options)
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(train, folder):
+    """The run of these overrides, trained once in this module."""
+    runs = {}
+
+    def run(**overrides) -> RunFolder:
+        key = json.dumps(overrides, sort_keys=True)
+        if key not in runs:
+            runs[key] = train(folder / f"run {len(runs)}", **overrides)
+        return runs[key]
+
+    return run
 
 
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
@@ -96,8 +122,9 @@ def test_two_steps_equal_plain_pytorch(start, write_recipe, max_grad_norm):
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0, msg=name)
 
 
-def test_train_lowers_loss_and_writes_all_files(start):
-    run = start(train__max_steps=60, eval__every=20, checkpoint__every=20, data__order="random")
+def test_train_lowers_loss_and_writes_all_files(start, loss_plots):
+    with loss_plots():
+        run = start(train__max_steps=60, eval__every=20, checkpoint__every=20, data__order="random")
     losses = column(run, "val/loss")
     assert list(losses) == [0, 20, 40, 60]
     assert losses[60] < losses[0] - 0.5
@@ -135,9 +162,9 @@ def test_saved_model_has_logged_validation_loss(start, write_recipe):
     assert column(run, "val/loss")[20] == pytest.approx(total / (len(stream) - 1), abs=1e-5)
 
 
-def test_seed_determines_the_run(start):
+def test_seed_determines_the_run(start, uninterrupted):
     options = {"model__dropout": 0.1}
-    first, second = start("first", **options), start("second", **options)
+    first, second = uninterrupted(**options), start("second", **options)
     other = start("other", train__seed=7, **options)
     assert same_weights(first, second)
     assert column(first, "train/loss") == column(second, "train/loss")
@@ -159,9 +186,8 @@ class StopAfter:
         monkeypatch.setattr(loop, "train_step", counting)
 
 
-@pytest.mark.parametrize("order", ["shuffled", "random"])
-@pytest.mark.parametrize("stop_at", [1, 3, 5])
-def test_resume_after_stop_is_exact(start, write_recipe, monkeypatch, order, stop_at):
+@pytest.mark.parametrize(("order", "stop_at"), [("shuffled", 1), ("shuffled", 3), ("shuffled", 5), ("random", 5)])
+def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, stop_at):
     options = {
         "model__dropout": 0.2,
         "data__order": order,
@@ -169,8 +195,8 @@ def test_resume_after_stop_is_exact(start, write_recipe, monkeypatch, order, sto
         "train__tokens_per_step": 16 * 16 * 8,
         "train__micro_batch_size": 16,
     }
-    uninterrupted = start("uninterrupted", **options)
-    blocks = (len(load_prepared(load_config(write_recipe(**options))).train.stream) - 1) // 16
+    whole = uninterrupted(**options)
+    blocks = (len(load_prepared(load_config(whole.recipe)).train.stream) - 1) // 16
     assert 6 * 128 < blocks < 9 * 128  # the epoch ends after every stop, so a resumed run draws the next order
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
@@ -179,23 +205,23 @@ def test_resume_after_stop_is_exact(start, write_recipe, monkeypatch, order, sto
             start("stopped", **options)
     assert signal.getsignal(signal.SIGTERM) is before
     stopped = start("stopped", resume=True, **options)
-    assert same_weights(uninterrupted, stopped)
+    assert same_weights(whole, stopped)
     for name in ("train/loss", "train/grad_norm", "train/learning_rate", "val/loss"):
-        assert column(uninterrupted, name) == column(stopped, name)
+        assert column(whole, name) == column(stopped, name)
 
 
-def test_resume_from_older_checkpoint_logs_each_step_once(start):
+def test_resume_from_older_checkpoint_logs_each_step_once(start, uninterrupted, tmp_path):
     options = {"model__dropout": 0.2, "train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3}
-    uninterrupted = start("whole", **options)
-    killed = start("killed", **options)
+    whole = uninterrupted(**options)
+    killed = RunFolder(shutil.copytree(whole.path, tmp_path / "killed"))
     # as if killed in step 6 while a line was being written
     shutil.rmtree(killed.checkpoint(6))
     with killed.metrics.open("a") as file:
         file.write('{"step": 6, "tok')
     start("killed", resume=True, **options)
-    assert same_weights(uninterrupted, killed)
-    assert column(uninterrupted, "train/loss") == column(killed, "train/loss")
-    assert column(uninterrupted, "val/loss") == column(killed, "val/loss")
+    assert same_weights(whole, killed)
+    assert column(whole, "train/loss") == column(killed, "train/loss")
+    assert column(whole, "val/loss") == column(killed, "val/loss")
 
 
 def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
@@ -233,9 +259,9 @@ def test_resume_does_not_rewrite_its_checkpoint(start, monkeypatch, case):
 
 
 @pytest.mark.parametrize("every", [1, 100], ids=["checkpoint each step", "checkpoint at the end"])
-def test_evaluation_after_resume_is_logged_once(start, monkeypatch, every):
+def test_evaluation_after_resume_is_logged_once(start, uninterrupted, tmp_path, monkeypatch, every):
     options = {"train__max_steps": 6, "checkpoint__every": every, "checkpoint__keep": 9}
-    uninterrupted = start("whole", **options)
+    whole = uninterrupted(**options)
 
     class Killed(BaseException):
         pass
@@ -243,8 +269,8 @@ def test_evaluation_after_resume_is_logged_once(start, monkeypatch, every):
     with monkeypatch.context() as patch:  # a signal in the evaluation of step 3
         signal_in_evaluation_of_step_3(patch, "SIGTERM")
         with pytest.raises(Stopped, match="stopped at step 3, saved"):
-            start("torn", **options)
-    killed = RunFolder(uninterrupted.path.with_name("torn"))
+            start("killed", **options)
+    killed = RunFolder(tmp_path / "killed")
     assert json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"] == 0
 
     def kill(*arguments):
@@ -253,13 +279,13 @@ def test_evaluation_after_resume_is_logged_once(start, monkeypatch, every):
     with monkeypatch.context() as patch:  # killed in the step after the evaluation
         patch.setattr(loop, "train_step", kill)
         with pytest.raises(Killed):
-            start("torn", resume=True, **options)
+            start("killed", resume=True, **options)
     assert 3 in column(killed, "val/loss")
     # a due checkpoint is written with the evaluation in it; otherwise the resumed run evaluates again
     assert json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"] == (3 if every == 1 else 0)
-    start("torn", resume=True, **options)
-    assert column(killed, "val/loss") == column(uninterrupted, "val/loss")
-    assert same_weights(uninterrupted, killed)
+    start("killed", resume=True, **options)
+    assert column(killed, "val/loss") == column(whole, "val/loss")
+    assert same_weights(whole, killed)
 
 
 def test_finished_run_resumes_to_more_steps(start):
@@ -334,8 +360,8 @@ def test_ten_skipped_steps_end_the_run_and_name_the_checkpoint(start, monkeypatc
     assert all(torch.isfinite(weight).all() for weight in weights.values())
 
 
-def test_max_time_saves_and_stops(start, monkeypatch):
-    whole = start("whole", train__max_steps=8)
+def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
+    whole = uninterrupted(train__max_steps=8)
     clock = itertools.count()  # one second per call
     with monkeypatch.context() as patch:
         patch.setattr(signals.time, "monotonic", lambda: next(clock))
@@ -346,20 +372,20 @@ def test_max_time_saves_and_stops(start, monkeypatch):
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))
 
 
-@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT", "SIGUSR1"])
-def test_signal_in_evaluation_saves_and_resume_repeats_the_evaluation(start, monkeypatch, name):
-    uninterrupted = start("whole", train__max_steps=6)
+@pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
+def test_signal_in_evaluation_saves_and_resume_repeats_the_evaluation(start, uninterrupted, monkeypatch, name):
+    whole = uninterrupted(train__max_steps=6)
     with monkeypatch.context() as patch:
         signal_in_evaluation_of_step_3(patch, name)
         with pytest.raises(Stopped, match=f"stopped at step 3, saved .received {name}"):
             start("stopped", train__max_steps=6)
     stopped = start("stopped", resume=True, train__max_steps=6)
-    assert column(stopped, "val/loss") == column(uninterrupted, "val/loss")
-    assert same_weights(uninterrupted, stopped)
+    assert column(stopped, "val/loss") == column(whole, "val/loss")
+    assert same_weights(whole, stopped)
 
 
-def test_accelerate_config_compiles_blocks(start, monkeypatch):
-    plain = start("plain")
+def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
+    plain = uninterrupted(train__max_steps=6)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     graphs = []
     compile_block = torch.nn.Module.compile

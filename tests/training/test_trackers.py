@@ -15,7 +15,6 @@ from accelerate.tracking import GeneralTracker
 import nanogpt_hf
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import KNOBS
-from nanogpt_hf.reports import live
 from nanogpt_hf.runs import machine
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
@@ -62,7 +61,6 @@ def pretrain(tmp_path, write_recipe, forget_accelerate, monkeypatch):
     """`pretrain` of the tiny recipe, with secrets in the environment and on the command line."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("SOME_TOKEN", "t0ken")
-    monkeypatch.setattr(live, "draw_run", lambda *_: None)  # takes most of a tiny run's time
 
     def run(*arguments: str, **overrides) -> RunFolder:
         forget_accelerate()
@@ -169,6 +167,7 @@ def test_tensorboard_continues_and_has_each_step_once(pretrain):
     assert values_by_step == pytest.approx({e["step"]: e["train/loss"] for e in read_metrics(run) if "train/loss" in e})
 
 
+@pytest.mark.long
 def test_wandb_continues_the_run_without_secrets(root, tmp_path, write_recipe, monkeypatch):
     # in new processes: wandb keeps a service and settings within a process
     pytest.importorskip("wandb", reason="wandb is not installed")

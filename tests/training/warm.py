@@ -1,8 +1,8 @@
 """Started by tests: accelerate's launch command whose processes are forks of this one.
 
 They inherit the imported libraries, which saves most of a short run's time. It reads a line of JSON, the arguments of
-`accelerate launch`, and answers with one: the highest exit status and the output. Each launch runs in a fork, so that
-it leaves nothing behind.
+`accelerate launch` and environment variables, and answers with one: the highest exit status and the output. Each launch
+runs in a fork, so that it leaves nothing behind.
 """
 
 import importlib.util
@@ -64,7 +64,9 @@ for line in sys.stdin:
         if child == 0:
             os.dup2(output.fileno(), 1)
             os.dup2(output.fileno(), 2)
-            launch.launch_command(launch.launch_command_parser().parse_args(json.loads(line)))
+            order = json.loads(line)
+            os.environ |= order["environment"]
+            launch.launch_command(launch.launch_command_parser().parse_args(order["arguments"]))
             os._exit(1)  # not reached: both launchers end this process
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)

@@ -1,0 +1,72 @@
+"""The command line in a fork of the test's process: a new process without the time to import torch."""
+
+import logging
+import os
+import signal
+import sys
+import time
+import traceback
+import warnings
+
+from nanogpt_hf.commands import entry_point
+
+
+def _become_new_process(
+    arguments: list[str], streams: dict[int, int], folder: str | None, terminal: str | None
+) -> None:
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    if terminal:
+        os.setsid()
+        opened = os.open(terminal, os.O_RDWR)  # the first terminal that a session opens becomes its controlling one
+        streams = dict.fromkeys(range(3), opened)
+    for descriptor, stream in streams.items():
+        os.dup2(stream, descriptor)
+    os.closerange(3, 4096)  # such as the other end of a terminal
+    sys.stdin = os.fdopen(0, closefd=False, encoding="utf-8")
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", 1 if os.isatty(number) else -1, closefd=False, encoding="utf-8") for number in (1, 2)
+    )
+    logging.getLogger().handlers.clear()
+    warnings.resetwarnings()
+    sys.argv = ["cli.py", *arguments]
+    if folder:
+        os.chdir(folder)
+
+
+class Forked:
+    """A process that runs `cli.py` with these arguments. `terminal` is the path of its controlling terminal."""
+
+    def __init__(self, arguments: list, *, streams=None, folder=None, terminal: str | None = None):
+        self.status = None
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of threads
+            self.pid = os.fork()
+        if self.pid == 0:
+            status = 1
+            try:
+                _become_new_process(list(map(str, arguments)), streams or {}, folder, terminal)
+                entry_point()
+            except SystemExit as end:
+                status = end.code or 0
+            except BaseException:
+                traceback.print_exc()
+            os._exit(status)
+
+    def poll(self) -> int | None:
+        """The exit status, or None while the process runs."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.status = os.waitstatus_to_exitcode(status) if pid else None
+        return self.status
+
+    def wait(self, seconds: float) -> int:
+        """The exit status; kills the process and fails if it takes longer than this."""
+        end = time.monotonic() + seconds
+        while self.poll() is None:
+            if time.monotonic() > end:
+                os.kill(self.pid, signal.SIGKILL)
+                os.waitpid(self.pid, 0)
+                raise TimeoutError(f"the command did not end within {seconds} s")
+            time.sleep(0.02)
+        return self.status
