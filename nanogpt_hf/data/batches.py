@@ -35,7 +35,7 @@ class Batches:
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
-        self._orders: dict[int, np.ndarray] = {}  # of the last two epochs, since a step may cross an epoch's end
+        self._orders: dict[int, np.ndarray] = {}  # by epoch, of the last two: a step may cross an epoch's end
 
     def _epoch_order(self, epoch: int) -> np.ndarray:
         if epoch not in self._orders:
