@@ -123,17 +123,29 @@ def encode_chat(
 ) -> tuple[list[int], list[dict[str, str]]]:
     """The prompt ids of `encode_messages`, and the messages that are in them.
 
-    If they are more than `max_tokens`, the oldest question and answer are dropped, and so on; a system message and the
-    last question are kept. Raises ValueError if those alone are more.
+    If they are more than `max_tokens`, as few of the oldest questions with their answers are dropped as possible; a
+    system message and the last question are kept. Raises ValueError if those alone are more.
     """
-    while True:
-        ids = encode_messages(chat, messages)
-        if len(ids) <= max_tokens:
-            return ids, messages
-        first = 1 if messages[0]["role"] == "system" else 0
-        if len(messages) - first < 3:
-            raise ValueError(f"{len(ids)} tokens are more than {max_tokens}")
-        messages = messages[:first] + messages[first + 2 :]
+    first = 1 if messages[0]["role"] == "system" else 0
+
+    def encode(dropped: int) -> tuple[list[int], list[dict[str, str]]]:
+        kept = messages[:first] + messages[first + 2 * dropped :]
+        return encode_messages(chat, kept), kept
+
+    encoded, low, high = encode(0), 1, (len(messages) - first - 1) // 2  # the fewest are in low..high
+    if len(encoded[0]) <= max_tokens:
+        return encoded
+    encoded = encode(max(high, 0))
+    if len(encoded[0]) > max_tokens:
+        raise ValueError(f"{len(encoded[0])} tokens are more than {max_tokens}")
+    while low < high:
+        middle = (low + high) // 2
+        fewer = encode(middle)
+        if len(fewer[0]) <= max_tokens:
+            encoded, high = fewer, middle
+        else:
+            low = middle + 1
+    return encoded
 
 
 class TextStream:
@@ -173,7 +185,7 @@ class TextStream:
 
 
 class StopText:
-    """Ends a text before the first of several stop strings. Holds back what may be the beginning of one."""
+    """Ends a text before the stop string that is complete first. Holds back what may be the beginning of one."""
 
     def __init__(self, stops: list[str]):
         self._stops, self._held = stops, ""
@@ -181,9 +193,9 @@ class StopText:
     def add(self, text: str) -> tuple[str, bool]:
         """The text that may be shown after `text` was added, and whether a stop string has ended it."""
         self._held += text
-        starts = [start for stop in self._stops if (start := self._held.find(stop)) >= 0]
-        if starts:
-            return self._held[: min(starts)], True
+        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        if found:
+            return self._held[: min(found)[1]], True
         beginnings = (stop[:n] for stop in self._stops for n in range(1, len(stop)))
         kept = max((len(part) for part in beginnings if self._held.endswith(part)), default=0)
         shown = self._held[: len(self._held) - kept]

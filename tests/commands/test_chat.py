@@ -136,6 +136,19 @@ def test_encode_chat_drops_oldest_exchange_and_keeps_system_message(folder):
         encode_chat(tokenizer, messages, 20)
 
 
+def test_encode_chat_drops_as_few_messages_as_possible_in_few_encodings(folder, monkeypatch):
+    chat, encodings = ChatFormat(AutoTokenizer.from_pretrained(folder)), []
+    encode = chat.prompt_ids
+    monkeypatch.setattr(chat, "prompt_ids", lambda messages: encodings.append(messages) or encode(messages))
+    messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i:04}"} for i in range(401)]
+    for length in (40, 100, 1000, 6000):
+        encodings.clear()
+        ids, kept = encode_chat(chat, messages, length)
+        assert len(ids) <= length < len(encode(messages[-len(kept) - 2 :]))
+        assert kept == messages[-len(kept) :]
+        assert len(encodings) <= 10
+
+
 def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
     calls = scripted([*ids_of("Ye"), KeyboardInterrupt], ids_of("No."))
     out, err = talk("A?", "B?")

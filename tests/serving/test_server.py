@@ -3,6 +3,7 @@
 import http.client
 import io
 import json
+import socket
 import sys
 import threading
 import time
@@ -361,6 +362,9 @@ def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
         got, answer = post(base_server, *request)
         assert got == status, (request[:1], answer)
         assert b"Invalid host" in answer if request[-1] == evil else json.loads(answer)["error"]["message"]
+    with socket.create_connection(("127.0.0.1", base_server.port), timeout=30) as connection:
+        connection.sendall(b"\x16\x03 no HTTP\r\n\r\n")
+        assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert complete(base).choices[0].text
 
 
