@@ -132,10 +132,12 @@ def encode_chat(
         kept = messages[:first] + messages[first + 2 * dropped :]
         return encode_messages(chat, kept), kept
 
-    encoded, low, high = encode(0), 1, (len(messages) - first - 1) // 2  # the fewest are in low..high
+    high = max((len(messages) - first - 1) // 2, 0)
+    low = min(max((len(messages) - max_tokens) // 2, 0), high)  # a message is a token at least
+    encoded = encode(low)
     if len(encoded[0]) <= max_tokens:
         return encoded
-    encoded = encode(max(high, 0))
+    encoded, low = encode(high), low + 1
     if len(encoded[0]) > max_tokens:
         raise ValueError(f"{len(encoded[0])} tokens are more than {max_tokens}")
     while low < high:
