@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> None:
 
     from nanogpt_hf.data.tokenizer import load_tokenizer
     from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
+    from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_model
 
     logging.disable_progress_bar()
@@ -73,7 +74,8 @@ def run(arguments: argparse.Namespace) -> None:
         files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".gguf", ".onnx", ".data"))
         size = sum(path.stat().st_size for path in files)
     names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
-    show(f"{out}: {source} as {'plain GPT-2' if kind == 'safetensors' else kind.upper()}, {arguments.dtype}")
+    form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
+    show(f"{out}: {source} as {form}, {arguments.dtype}")
     show(f"  {names}, {size / 1e6:,.1f} MB")
     show(f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most {difference:.2g}")
     if as_gelu_new is not None:

@@ -117,8 +117,9 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict(keys, "an adapter needs a base model; name one: --from MODEL")
         elif finetune.freeze_layers is not None:
             yield Conflict(keys, "LoRA freezes the whole model; leave finetune.freeze_layers out")
-    if not lora.targets or not set(lora.targets) <= set(LORA_TARGETS):
-        yield Conflict(("lora.targets",), f"expected some of {', '.join(LORA_TARGETS)}")
+    # of another architecture, training/finetuning.py checks them
+    if not lora.targets or (model.architecture == "gpt2" and not set(lora.targets) <= set(LORA_TARGETS)):
+        yield Conflict(("lora.targets", "model.architecture"), f"expected some of {', '.join(LORA_TARGETS)}")
     if lora.quantize:
         keys = ("lora.quantize", "lora.rank", "lora.merge")
         if not lora.rank:

@@ -163,7 +163,7 @@ class TrackingSection:
     layers: bool = knob(False, "log for each layer: norms, update ratios, attention logits, activations")
 
 
-# The linear layers of a block, which LoRA can adapt: attention's four and the MLP's two.
+# The linear layers of a block of gpt2, which LoRA can adapt: attention's four and the MLP's two.
 LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "fc", "proj"]
 
 
@@ -185,8 +185,10 @@ class LoraSection:
     )
     alpha: float | None = knob(None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", low=0)
     dropout: float = knob(0.0, "dropout probability on the adapters' input", low=0, high=0.99)
-    targets: list[str] = knob(LORA_TARGETS, "linear layers that get an adapter")  # noqa: RUF009
-    merge: bool = knob(False, "write whole models with the adapters merged in, which open as plain GPT-2")
+    targets: list[str] = knob(  # noqa: RUF009
+        LORA_TARGETS, "linear layers that get an adapter (default: all of a block; these are gpt2's)"
+    )
+    merge: bool = knob(False, "write whole models with the adapters merged in, which transformers opens")
     quantize: Literal["8bit", "4bit"] | None = knob(None, "quantize the frozen weights (needs bitsandbytes)")
 
 

@@ -115,11 +115,8 @@ def evaluate_text(
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
-                hidden = architecture.hidden_states(model, batch["input_ids"])
-                losses = [
-                    architecture.summed_loss(model, *row) for row in zip(hidden, batch["shift_labels"], strict=True)
-                ]
-            nats[rows] = torch.stack(losses).cpu().double()
+                losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
+            nats[rows] = losses.cpu().double()
             progress(min(batch_size * mesh.dp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:
         nats = sum_over_ranks(accelerator, nats.to(accelerator.device)).cpu()

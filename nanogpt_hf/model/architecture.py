@@ -69,11 +69,12 @@ class Architecture:
     layers_on_disk: dict[str, tuple[str, ...]]  # layer of a block on disk -> ours in it; empty if they are the same
 
     # What training and evaluation do with it.
-    summed_loss: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (model, hidden (N, C), targets (N,))
+    row_losses: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (model, ids, targets (B, T)) -> sums (B,)
     compile_loss: Callable[..., None]  # (model, backend=..., mode=...)
     crop_positions: Callable[[Any, int], None]  # leave only the first positions
     lookup_parameters: Callable[[Any], int]  # config -> parameters that are in no matrix product
-    block_activations: Callable[[Any], BlockActivations]  # config -> without dropout and adapters
+    # config -> without dropout and adapters; None if planning/activations.py counts them
+    block_activations: Callable[[Any], BlockActivations] | None
 
     def depths(self, model: PreTrainedModel) -> dict[str, int]:
         """Parameter name -> depth: 0 for embeddings, 1, 2, ... for blocks, and one more for the layers above them."""
@@ -86,10 +87,6 @@ class Architecture:
         """Freeze the embeddings (and a tied head) and the lowest `layers` blocks; -1 freezes nothing."""
         for module in [*self.embeddings(model), *self.blocks(model)[:layers]] if layers >= 0 else []:
             module.requires_grad_(False)
-
-    def hidden_states(self, model: PreTrainedModel, input_ids: torch.Tensor) -> torch.Tensor:
-        """What the head takes in: (B, T) -> (B, T, C)."""
-        return model.base_model(input_ids, use_cache=False).last_hidden_state
 
     def standard_model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """The standard transformers model of `config`, with new weights."""
@@ -127,7 +124,7 @@ GPT2 = Architecture(
     mlp_layers=lambda block: (block.mlp.fc, block.mlp.proj),
     lora_targets=tuple(LORA_TARGETS),
     layers_on_disk=GPT2_LAYOUT,
-    summed_loss=lambda model, hidden, targets: model.summed_loss(hidden, targets),
+    row_losses=gpt2.row_losses,
     compile_loss=gpt2.compile_loss,
     crop_positions=gpt2.crop_positions,
     lookup_parameters=lambda config: config.n_positions * config.n_embd,
@@ -159,7 +156,7 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         load_config=decoders.load_config,
         load_model=decoders.load_model,
         save_model=decoders.save_model,
-        standard_config=lambda config: config,
+        standard_config=decoders.standard_config,
         blocks=lambda model: model.get_submodule(parts.blocks),
         embeddings=decoders.embeddings,
         final_norm=lambda model: model.get_submodule(parts.final_norm),
@@ -168,11 +165,11 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         mlp_layers=in_block(parts.mlp_layers),
         lora_targets=tuple(name.rpartition(".")[2] for name in layers),
         layers_on_disk={},
-        summed_loss=lambda model, hidden, targets: model.summed_loss(hidden, targets),
+        row_losses=lambda model, input_ids, targets: model.row_losses(input_ids, targets),
         compile_loss=decoders.compile_loss,
         crop_positions=lambda model, length: None,  # rotary positions are computed
         lookup_parameters=decoders.lookup_parameters,
-        block_activations=decoders.block_activations,
+        block_activations=None,
     )
 
 

@@ -4,9 +4,11 @@ The models are transformers' own classes, with our loss, which holds no logits o
 one of them: the parts of a model are found by its config's fields, `_no_split_modules` and the types of its layers.
 """
 
+import copy
 import dataclasses
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -16,7 +18,14 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from torch.nn import functional as F
-from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
@@ -74,8 +83,8 @@ def parts_of(config_class: type[PreTrainedConfig]) -> Parts:
     for knob, standard in SIZES.items():
         if knob not in _OPTIONAL_SIZES and _field(config_class, standard) is None:
             raise ValueError(f"{kind} has no {standard}, and is not supported")
-    if _field(config_class, "is_decoder"):
-        raise ValueError(f"{kind} is an encoder that can be made a decoder, and is not supported")
+    if getattr(config_class, "is_encoder_decoder", False) or _field(config_class, "add_cross_attention"):
+        raise ValueError(f"{kind} has an encoder or is one, and is not supported")
     try:
         one_block: dict[str, Any] = {str(_field(config_class, SIZES["n_layer"])): 1}
         config = config_class(**one_block)
@@ -83,8 +92,6 @@ def parts_of(config_class: type[PreTrainedConfig]) -> Parts:
             model = standard_class(config_class)(config)
     except Exception as error:
         raise ValueError(f"{kind} cannot be built with one block: {one_line(error, 100)}") from error
-    if config.is_encoder_decoder:
-        raise ValueError(f"{kind} has an encoder, and is not supported")
     return _find_parts(kind, model)
 
 
@@ -121,10 +128,15 @@ def _output_last(block: nn.Module, names: tuple[str, ...], width: int) -> tuple[
 
 
 class _WithSummedLoss(PreTrainedModel):
-    """Mixin for a causal LM of transformers: the loss of loss_gpt.py."""
+    """Mixin for a causal LM of transformers: the loss of loss_gpt.py, and a vocabulary that is padded in memory.
+
+    `config.padded_vocab_size`, if set, is the number of rows of embedding and head; the added ones are never predicted.
+    """
 
     def __init__(self, config: PreTrainedConfig):
+        vocab_size, config.vocab_size = config.vocab_size, getattr(config, "padded_vocab_size", config.vocab_size)
         super().__init__(config)
+        config.vocab_size = vocab_size
         head: Any = self.get_output_embeddings()
         self._softcap, self._is_linear = None, False
         for softcap in (None, getattr(config, "final_logit_softcapping", None)):
@@ -138,6 +150,17 @@ class _WithSummedLoss(PreTrainedModel):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
         head: Any = self.get_output_embeddings()
         return summed_loss(head, hidden, targets, self.config.vocab_size, self._softcap)
+
+    def row_losses(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
+        if not self._is_linear:
+            rows = zip(input_ids, targets, strict=True)
+            return torch.stack(
+                [self(ids[None], shift_labels=row[None], num_items_in_batch=1).loss for ids, row in rows]
+            )
+        with _no_search_for_packing(None):
+            hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
 
     @can_return_tuple
     def forward(
@@ -155,22 +178,27 @@ class _WithSummedLoss(PreTrainedModel):
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
         if shift_labels is None:
-            return super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+            out = super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+            out.logits = out.logits[..., : self.config.vocab_size]
+            return out
         use_cache = bool(use_cache)
         targets = shift_labels.reshape(-1)
         items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
         if not self._is_linear:
-            out = super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+            with _no_search_for_packing(kwargs.get("position_ids")):
+                out = super().forward(input_ids=input_ids, use_cache=use_cache, **kwargs)
+            out.logits = out.logits[..., : self.config.vocab_size]
             logits = out.logits.float().flatten(0, 1)
             out.loss = F.cross_entropy(logits, targets.to(logits.device), reduction="sum") / items
             return out
-        out = self.base_model(input_ids=input_ids, use_cache=use_cache, **kwargs)
+        with _no_search_for_packing(kwargs.get("position_ids")):
+            out = self.base_model(input_ids=input_ids, use_cache=use_cache, **kwargs)
         hidden, logits = out.last_hidden_state, None
         loss = self.summed_loss(hidden.flatten(0, 1), targets.to(hidden.device)) / items
         if not (self.training if skip_logits is None else skip_logits):
             kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
             head: Any = self.get_output_embeddings()
-            logits = cap_logits(head(hidden[:, kept]), self._softcap)
+            logits = cap_logits(head(hidden[:, kept]), self._softcap)[..., : self.config.vocab_size]
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -178,6 +206,21 @@ class _WithSummedLoss(PreTrainedModel):
             hidden_states=out.hidden_states,
             attentions=out.attentions,
         )
+
+
+@contextmanager
+def _no_search_for_packing(position_ids: torch.Tensor | None) -> Iterator[None]:
+    """Context for a forward pass: a caller without position ids packs no conversations.
+
+    transformers' models look for restarts also in positions that they compute themselves, and the host waits for it.
+    """
+    search = masking_utils.find_packed_sequence_indices
+    if position_ids is None:
+        masking_utils.find_packed_sequence_indices = lambda position_ids: None
+    try:
+        yield
+    finally:
+        masking_utils.find_packed_sequence_indices = search
 
 
 class _Hidden(nn.Module):
@@ -241,6 +284,7 @@ def build_config(
     sizes[_field(config_class, "head_dim")] = section.n_embd // section.n_head
     sizes |= {"vocab_size": vocab_size, "bos_token_id": end_of_text_id, "eos_token_id": end_of_text_id}
     sizes["pad_token_id"] = None
+    sizes |= {field.name: 0.0 for field in dataclasses.fields(config_class) if _is_dropout(field)}
     for name in section.extra:
         knob = next(
             (knob for knob, standard in SIZES.items() if name in (standard, _field(config_class, standard))), ""
@@ -263,7 +307,21 @@ def build_config(
         raise ValueError(f"model.extra: {config_class.model_type}'s config: {_field_error(error)}") from error
     if _find_parts(config_class.model_type, model) != parts_of(config_class):
         raise ValueError(f"model.extra: gives {config_class.model_type} other layers than its defaults, not supported")
+    rows = -(-vocab_size // section.pad_vocab_to_multiple_of) * section.pad_vocab_to_multiple_of
+    if rows > vocab_size:
+        config.padded_vocab_size = rows  # in memory only; standard_config has none
     return config
+
+
+def standard_config(config: PreTrainedConfig) -> PreTrainedConfig:
+    """The config without rows that pad the vocabulary in memory."""
+    config = copy.deepcopy(config)
+    vars(config).pop("padded_vocab_size", None)
+    return config
+
+
+def _is_dropout(field: dataclasses.Field) -> bool:
+    return "drop" in field.name and type(field.default) is float
 
 
 def _field_error(error: Exception) -> str:
@@ -314,8 +372,11 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
 def save_model(folder: Path, config: PreTrainedConfig, weights: dict[str, torch.Tensor], max_shard_size: str) -> None:
     """Write `weights` (in the dtype they have) as what they are: a model of transformers."""
     with torch.device("meta"):
-        model: Any = model_class_of(type(config))(config)
+        model: Any = model_class_of(type(config))(standard_config(config))
         model = model.to(next(iter(weights.values())).dtype)
+    padded = {id(p) for m in (model.get_input_embeddings(), model.get_output_embeddings()) for p in m.parameters()}
+    padded = {name for name, p in model.named_parameters(remove_duplicate=False) if id(p) in padded}
+    weights = {name: w[: config.vocab_size].contiguous() if name in padded else w for name, w in weights.items()}
     model.save_pretrained(folder, state_dict=weights, max_shard_size=max_shard_size)
 
 
@@ -334,10 +395,6 @@ def compile_loss(model: PreTrainedModel, **options: Any) -> None:
     head = model.get_output_embeddings()
     if isinstance(head, Head):
         head.set_loss_and_gradient(torch.compile(loss_and_gradient, **options))
-
-
-def block_activations(config: PreTrainedConfig) -> Any:
-    raise NotImplementedError
 
 
 def lookup_parameters(config: PreTrainedConfig) -> int:

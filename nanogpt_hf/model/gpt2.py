@@ -67,6 +67,12 @@ def crop_positions(model: GPTForCausalLM, length: int) -> None:
         model.config.n_positions = length
 
 
+def row_losses(model: GPTForCausalLM, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """(B, T), (B, T) -> the summed loss of each row, (B,)."""
+    hidden = model.transformer(input_ids, use_cache=False).last_hidden_state
+    return torch.stack([model.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
+
+
 def compile_loss(model: GPTForCausalLM, **options: Any) -> None:
     """Compile the product with the head and the cross-entropy; `options` are torch.compile's."""
     model.lm_head.set_loss_and_gradient(torch.compile(loss_and_gradient, **options))

@@ -17,6 +17,7 @@ from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
 from nanogpt_hf.optim.muon import orthogonalization_buffers
 from nanogpt_hf.optim.optimizer import muon_matrices
+from nanogpt_hf.planning.activations import saved_block_bytes
 from nanogpt_hf.planning.placement import Placement
 
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
@@ -106,6 +107,7 @@ def footprint(
     head = 0  # a gradient of the head, not yet reduced
     if counts.head_is_trainable:
         head = counts.head * (value if place.kind == "FSDP2" else 4)
+    is_tied = config.tie_word_embeddings
     logits, head_gradient, row_gradients = _loss(model, counts, place, rows)
 
     def in_block(done: int) -> dict[str, float]:
@@ -129,9 +131,9 @@ def footprint(
         },
         TOP: in_block(0),
         BOTTOM: in_block(counts.backward_blocks - 1),
-        # the gradients of head and embedding and their sum, and one more from earlier micro-batches
+        # of a tied head: its gradient, the embedding's, and their sum; and one more from earlier micro-batches
         EMBEDDING: {
-            "gradients": gradients + head * (3 if accumulates else 2),
+            "gradients": gradients + head * ((2 if is_tied else 0) + accumulates),
             "activations": 2 * residual,
             "copies": _copies(counts, place, blocks=0, backward=True),
         },
@@ -172,6 +174,8 @@ def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placem
 def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
     """Bytes of the top block's activations per token, without checkpointing."""
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
+    if architecture.block_activations is None:
+        return saved_block_bytes(model, block_size, autocast=place.autocast, half=place.zero and value == 2)
     block = architecture.blocks(model)[-1]
     eager_attention = config.dropout > 0 and place.on_cpu  # the CPU's fused kernels have no dropout
     values = architecture.block_activations(config)

@@ -33,7 +33,8 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     from nanogpt_hf.model.build import load_base_config
 
     base, commit = load_base_config(start, revision)
-    knobs, positions = architecture_of(base).recipe_knobs(base), base.max_position_embeddings
+    architecture = architecture_of(base)
+    knobs, positions = architecture.recipe_knobs(base), base.max_position_embeddings
     tokenizer = "gpt2" if start in GPT2_NAMES else start
     defaults = finetune_defaults(
         knobs,
@@ -42,6 +43,7 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
         lora=_stated_number(stated, "lora.rank") is not None,
     )
     defaults["data.tokenizer"] = tokenizer
+    defaults["lora.targets"] = list(architecture.lora_targets)
     text = _short(str(stated["data.source"]))
     name = f"{_short(start)}-{text}"
     config = load_config(recipe, overrides, defaults, name)
@@ -50,6 +52,8 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
         for key, value in knobs.items()
         if key != "model.n_positions" and get_value(config, key) != value
     ]
+    if not set(config.lora.targets) <= set(architecture.lora_targets):
+        wrong.append(f"lora.targets: expected some of {', '.join(architecture.lora_targets)}")
     if config.model.n_positions > positions:
         wrong.append(f"model.n_positions: {start} has learned only {positions} positions; leave it out")
     if config.model.pad_vocab_to_multiple_of != 1:

@@ -4,6 +4,7 @@ Layers are the blocks by index, `embedding` (tokens and learned positions; a tie
 (the last norm, and an untied head). Norms cover trainable parameters; a frozen layer has none.
 """
 
+import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
@@ -16,6 +17,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
@@ -99,23 +101,29 @@ class LayerStats:
         whole = cast(PreTrainedModel, self.accelerator.unwrap_model(model))
         architecture = architecture_of(whole)
         blocks = architecture.blocks(whole)
-        positions = self._batch.get("position_ids")
-        segments = None if positions is None else (positions == 0).cumsum(-1)  # packed conversations begin at 0
+        names = {id(architecture.attention(block)): str(i) for i, block in enumerate(blocks)}
+        implementation = str(whole.config._attn_implementation)
+        replaced = ALL_ATTENTION_FUNCTIONS.get(implementation)
 
-        def output_std(name: str, module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        def output_std(name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+            output = output[0] if isinstance(output, tuple) else output
             values[f"layers/{name}/activation_std"] = output.float().std(correction=0)
 
         def embedding_std(first_block: nn.Module, inputs: Any) -> None:
             output_std("embedding", first_block, None, inputs[0])
 
-        def logit_max(name: str, attention: nn.Module, inputs: Any) -> None:
-            values[f"layers/{name}/attention_logit_max"] = attention_logit_max(attention, inputs[0], segments)
+        def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **options: Any) -> Any:
+            name = f"layers/{names[id(module)]}/attention_logit_max"
+            values[name] = attention_logit_max(query, key, mask, options.get("scaling"))
+            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
+            return (replaced or eager)(module, query, key, value, mask, **options)
 
         with ExitStack() as handles:
             handles.callback(blocks[0].register_forward_pre_hook(embedding_std).remove)
+            # the function that all models call for attention, after rotation and normalization of queries and keys
+            ALL_ATTENTION_FUNCTIONS[implementation] = attend
+            handles.callback(ALL_ATTENTION_FUNCTIONS.pop, implementation)
             for name, block in enumerate(blocks):
-                attention = architecture.attention(block)
-                handles.callback(attention.register_forward_pre_hook(partial(logit_max, str(name))).remove)
                 handles.callback(block.register_forward_hook(partial(output_std, str(name))).remove)
             handles.callback(architecture.final_norm(whole).register_forward_hook(partial(output_std, "head")).remove)
             yield
@@ -134,25 +142,26 @@ class LayerStats:
 
 
 @torch.no_grad()
-def attention_logit_max(attention: Any, x: torch.Tensor, segments: torch.Tensor | None = None) -> torch.Tensor:
-    """The largest attention logit q·k / sqrt(D) of a layer, over heads and unmasked pairs of positions.
+def attention_logit_max(
+    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None, scaling: float | None = None
+) -> torch.Tensor:
+    """The largest attention logit of a layer, scaling * q·k, over heads and visible pairs of positions.
 
-    x is the attention's input, (B, T, C). Attention is causal and, with `segments` (B, T), within a segment. Computed
-    in float32, in chunks of rows.
+    query (B, H, T, D), key (B, K, T, D) for K heads that each serve H / K queries. Without a mask (B or 1, 1, T, T),
+    boolean or added to the logits, attention is causal. Computed in float32, in chunks of rows.
     """
-    heads = (*x.shape[:-1], -1, attention.head_dim)
-    query, key = (p(x).view(heads).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))  # (B, H, T, D)
-    length, positions = x.shape[1], torch.arange(x.shape[1], device=x.device)
+    heads, length, width = query.shape[1:]
+    positions = torch.arange(length, device=query.device)
     rows = max(1, LOGITS_AT_ONCE // (query[..., 0].numel()))
-    largest = torch.full((), -torch.inf, device=x.device)
-    with torch.autocast(x.device.type, enabled=False):
-        query, key = query.float(), key.float().transpose(-1, -2)
+    largest = torch.full((), -torch.inf, device=query.device)
+    with torch.autocast(query.device.type, enabled=False):
+        query, key = query.float(), key.float().repeat_interleave(heads // key.shape[1], dim=1).transpose(-1, -2)
         for first in range(0, length, rows):
             chunk = slice(first, first + rows)
             visible = positions[chunk, None] >= positions
-            if segments is not None:
-                visible = visible & (segments[:, chunk, None] == segments[:, None])[:, None]
-            logits = query[:, :, chunk] @ key * attention.scaling
+            if mask is not None:
+                visible = mask[:, :, chunk] if mask.dtype == torch.bool else mask[:, :, chunk] >= 0
+            logits = query[:, :, chunk] @ key * (width**-0.5 if scaling is None else scaling)
             largest = torch.maximum(largest, logits.masked_fill(~visible, -torch.inf).max())
     return largest
 

@@ -126,6 +126,12 @@ def test_initial_weights_own_gpt2_and_zero_residual():
         assert torch.equal(model.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight)
 
 
+def test_dropout_is_off_unless_stated():
+    config = build_config(section("opt"), VOCAB)
+    assert config.dropout == config.attention_dropout == config.layerdrop == 0
+    assert build_config(section("opt", extra={"dropout": 0.2}), VOCAB).dropout == 0.2
+
+
 def test_default_inner_width_costs_the_same_gated_or_not():
     gated, plain = (build_config(section(name), VOCAB).intermediate_size for name in ("llama", "nanochat"))
     assert (gated, plain) == (96, 128)
@@ -137,7 +143,8 @@ def test_default_inner_width_costs_the_same_gated_or_not():
         ({"architecture": "qwen4"}, "model.architecture: qwen4 is no model type of transformers; did you mean qwen"),
         ({"architecture": "t5"}, "model.architecture: t5 is not a causal language model"),
         ({"architecture": "gemma3"}, "several models"),
-        ({"architecture": "bert"}, "is an encoder"),
+        ({"architecture": "bert"}, "has an encoder or is one"),
+        ({"architecture": "bart"}, "has an encoder or is one"),
         ({"architecture": "mixtral"}, "experts"),
         ({"architecture": "mamba"}, "has no"),
         ({"architecture": "llama", "extra": {"atention_bias": True}}, "no such field; did you mean attention_bias"),
@@ -154,6 +161,17 @@ def test_build_config_refuses_what_does_not_fit(knobs, message):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2", "granite"])
+def test_row_losses_are_those_of_the_logits(architecture):
+    extra = {"granite": {"logits_scaling": 3.0}, "gemma2": {"final_logit_softcapping": 2.0}}.get(architecture, {})
+    model = model_of(architecture, extra=extra).eval()
+    ids, labels = batch()
+    with torch.no_grad():
+        losses = architecture_of(model).row_losses(model, ids, labels)
+        expected = F.cross_entropy(model(input_ids=ids).logits.transpose(1, 2), labels, reduction="none").sum(-1)
+    torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
+
+
 def test_padding_targets_do_not_count():
     model = model_of("qwen3").eval()
     ids, labels = batch()
@@ -165,3 +183,24 @@ def test_padding_targets_do_not_count():
 def test_parts_are_found_once():
     assert parts_of(Gemma2Config) is parts_of(Gemma2Config)
     assert model_class_of(Gemma2Config) is model_class_of(Gemma2Config)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+@pytest.mark.parametrize("architecture", ["qwen3", "nanochat", "smollm3", "granite"])
+def test_padded_vocabulary_is_never_predicted_or_saved(architecture, chunked, tmp_path, monkeypatch):
+    if chunked:
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
+    model = model_of(architecture, pad_vocab_to_multiple_of=16).train()
+    head = model.get_output_embeddings().weight
+    assert (len(head), model.config.vocab_size) == (64, VOCAB)
+    ids, labels = batch()
+    loss = model(input_ids=ids, shift_labels=labels).loss
+    loss.backward()
+    assert not head.grad[VOCAB:].any()
+    assert model(ids).logits.shape[-1] == VOCAB
+    architecture_of(model).save_model(tmp_path, model.config, model.state_dict(), "1GB")
+    standard = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert len(standard.get_output_embeddings().weight) == standard.config.vocab_size == VOCAB
+    assert not hasattr(standard.config, "padded_vocab_size")
+    torch.testing.assert_close(standard(ids, labels=ids, shift_labels=labels).loss, loss, atol=1e-5, rtol=1e-5)
+    assert count_parameters(model.config) == standard.num_parameters()

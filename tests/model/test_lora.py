@@ -8,11 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
-from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import build_config, build_model, load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
 
 # Blocks our package, opens an adapter with peft and a merged model with transformers, and saves their logits.
@@ -125,3 +127,30 @@ def test_lora_targets_are_all_linear_layers(tiny_base):
     block = load_model(str(tiny_base)).transformer.h[0]
     linear = {name.rpartition(".")[2] for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
     assert linear == set(LORA_TARGETS)
+
+
+@pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
+@pytest.mark.parametrize("architecture", ["qwen3", "nanochat"])
+def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
+    section = ModelSection(architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=24)
+    base = build_model(build_config(section, 20), seed=0)
+    row = architecture_of(base)
+    row.save_model(tmp_path / "base", base.config, base.state_dict(), "1GB")
+    lora = LoraSection(rank=3, targets=list(row.lora_targets))
+    model = base_with_adapters(tmp_path / "base", lora)
+    adapted = {name.split(".")[-4] for name, _ in model.named_parameters() if ".lora_A" in name}
+    linear = {n.rpartition(".")[2] for n, m in row.blocks(base)[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    assert adapted == linear
+    start = FinetuneSection(model=str(tmp_path / "base"))
+    save_adapter(tmp_path / "adapter", model.config, lora, start, model.state_dict())
+    with torch.no_grad():
+        expected, plain = model(TOKENS).logits, base.eval()(TOKENS).logits
+        assert (expected - plain).abs().max() > 1e-3
+        opened = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter").eval()
+        assert type(opened.base_model.model) is not type(base)
+        torch.testing.assert_close(opened(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
+        base.load_state_dict(merged_weights(model.state_dict(), lora))
+        torch.testing.assert_close(base(TOKENS).logits, expected, atol=2e-6, rtol=0)
+        torch.testing.assert_close(
+            load_model(str(tmp_path / "adapter")).eval()(TOKENS).logits, expected, atol=2e-6, rtol=0
+        )

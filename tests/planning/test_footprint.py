@@ -10,14 +10,16 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import GradientAccumulationPlugin
 from torch.profiler import ProfilerActivity, profile
+from transformers import PreTrainedModel
 
-from nanogpt_hf.config.schema import Config, LoraSection, OptimSection
+from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.synthetic import synthetic_tokens
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
-from nanogpt_hf.model.architecture import GPT2
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
@@ -31,9 +33,15 @@ SIZE = {"vocab_size": 99, "n_positions": 64, "n_embd": 128, "n_layer": 3, "n_hea
 NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
 
 
-def build(lora=None, frozen=-1, checkpointing=False, **size) -> GPTForCausalLM:
-    model = GPTForCausalLM(GPTConfig(**SIZE | NAMES | size))
-    GPT2.freeze(model, frozen)
+def build(lora=None, frozen=-1, checkpointing=False, architecture="gpt2", **size) -> PreTrainedModel:
+    if architecture == "gpt2":
+        model = GPTForCausalLM(GPTConfig(**SIZE | NAMES | size))
+    else:
+        sizes = {name: size.pop(name, SIZE[name]) for name in ("n_positions", "n_embd", "n_layer", "n_head")}
+        vocabulary = size.pop("vocab_size", SIZE["vocab_size"])
+        config = build_config(ModelSection(architecture=architecture, **sizes, **size), vocabulary)
+        model = architecture_of(config).model_class(config)
+    architecture_of(model).freeze(model, frozen)
     if lora:
         add_adapters(model, LoraSection(**lora), seed=0)
     if checkpointing:
@@ -50,7 +58,7 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
     model.train()
     sizes = accelerator.unwrap_model(model).config
     batches = Batches(
-        TokenBlocks(synthetic_tokens(sizes.vocab_size, 4096), sizes.n_positions, stride=1),
+        TokenBlocks(synthetic_tokens(sizes.vocab_size, 4096), sizes.max_position_embeddings, stride=1),
         order="random",
         seed=0,
         micro_batch_size=case.micro_batch_size,
@@ -117,6 +125,20 @@ CASES = {
         TOP, {"vocab_size": 128, "n_positions": 128}, micro_batch_size=1, optim=OptimSection(state="8bit")
     ),
     "Muon": Case(LOSS, {"vocab_size": 500}, optim=OptimSection(name="muon")),
+    "llama": Case(LOSS, {"architecture": "llama"}),
+    "qwen3, tied, in bf16": Case(
+        LOSS, {"architecture": "qwen3", "n_kv_head": 2, "extra": {"tie_word_embeddings": True}}, "bf16"
+    ),
+    "nanochat, accumulating": Case(LOSS, {"architecture": "nanochat", "vocab_size": 1000}, accumulation=2),
+    "olmo2, checkpointed": Case(BOTTOM, {"architecture": "olmo2", "n_layer": 6, "checkpointing": True}),
+    "qwen3, few tokens": Case(
+        EMBEDDING,
+        {"architecture": "qwen3", "vocab_size": 4000, "n_positions": 16},
+        micro_batch_size=1,
+        accumulation=2,
+    ),
+    "qwen3, logits in chunks": Case(LOSS, {"architecture": "qwen3", "vocab_size": 2000}, logits_per_chunk=2**18),
+    "qwen3, LoRA": Case(TOP, {"architecture": "qwen3", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}),
     "Muon with few tokens": Case(MUON, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")),
 }
 
@@ -129,7 +151,7 @@ def estimated(case: Case, *, on_cpu: bool):
         model,
         place,
         micro_batch_size=case.micro_batch_size,
-        block_size=model.config.n_positions,
+        block_size=model.config.max_position_embeddings,
         accumulates=case.accumulation > 1,
         optim=case.optim,
     )

@@ -9,9 +9,10 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 from torch.nn import functional as F
+from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.schema import Config, ModelSection, replace_knobs
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
@@ -142,23 +143,30 @@ def model() -> GPTForCausalLM:
 
 @pytest.mark.parametrize("rows", [1, 5, 1000])
 @pytest.mark.parametrize("packed", [False, True])
-def test_attention_logit_max_equals_explicit_attention(model, monkeypatch, rows, packed):
-    attention = model.transformer.h[1].attn
-    x = torch.randn(3, 24, 16, generator=torch.Generator().manual_seed(1))
-    segments = torch.arange(24)[None].expand(3, -1) // 7 if packed else None
-    monkeypatch.setattr(layer_stats, "LOGITS_AT_ONCE", rows * 3 * 2 * 24)
-    query, key = (
-        F.linear(x, p.weight, p.bias).reshape(3, 24, 2, 8).permute(0, 2, 1, 3)
-        for p in (attention.q_proj, attention.k_proj)
-    )
+def test_attention_logit_max_equals_explicit_attention(monkeypatch, rows, packed):
+    generator = torch.Generator().manual_seed(1)
+    query, key = (torch.randn(3, heads, 24, 8, generator=generator) for heads in (4, 2))  # two queries share a key
+    key[:, :, 23] = 10 * query[:, ::2, 0]  # which the query of position 0 does not see
+    segments = torch.arange(24) // 7
+    mask = (segments[:, None] == segments).tril().expand(3, 1, 24, 24) if packed else None
+    monkeypatch.setattr(layer_stats, "LOGITS_AT_ONCE", rows * 3 * 4 * 24)
     largest = -math.inf
-    for i in range(24):
-        for j in range(i + 1):
-            if not packed or i // 7 == j // 7:
-                largest = max(largest, ((query[:, :, i] * key[:, :, j]).sum(-1) / math.sqrt(8)).max().item())
-    assert attention_logit_max(attention, x, segments).item() == pytest.approx(largest, rel=1e-5)
-    unmasked = (query @ key.transpose(-1, -2)).max().item() / math.sqrt(8)
+    for head in range(4):
+        for i in range(24):
+            for j in range(i + 1):
+                if not packed or i // 7 == j // 7:
+                    logits = (query[:, head, i] * key[:, head // 2, j]).sum(-1) / math.sqrt(8)
+                    largest = max(largest, logits.max().item())
+    assert attention_logit_max(query, key, mask).item() == pytest.approx(largest, rel=1e-5)
+    added = None if mask is None else torch.zeros(3, 1, 24, 24).masked_fill(~mask, -torch.inf)
+    assert attention_logit_max(query, key, added, 8**-0.5).item() == pytest.approx(largest, rel=1e-5)
+    unmasked = (query[:, ::2] @ key.transpose(-1, -2)).max().item() / math.sqrt(8)
     assert unmasked > largest  # so the mask matters
+
+
+def queries_and_keys(model, x):
+    attention = model.transformer.h[0].attn
+    return (p(x).view(len(x), 24, 2, 8).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
 
 
 def hooks_of(model) -> list[list]:
@@ -182,10 +190,8 @@ def test_activations_are_of_fixed_validation_tokens(model, compiled):
     expected = {"embedding": hidden[0], "0": hidden[1], "head": hidden[-1]}
     for name, value in expected.items():
         assert report[f"layers/{name}/activation_std"] == pytest.approx(value.std(correction=0).item(), rel=1e-5)
-    # attention weights are a softmax of the logits: log w_ij - log w_i0 = l_ij - l_i0
-    assert report["layers/0/attention_logit_max"] == pytest.approx(
-        attention_logit_max(model.transformer.h[0].attn, model.transformer.h[0].ln_1(hidden[0])).item(), rel=1e-5
-    )
+    query, key = queries_and_keys(model, model.transformer.h[0].ln_1(hidden[0]))
+    assert report["layers/0/attention_logit_max"] == pytest.approx(attention_logit_max(query, key).item(), rel=1e-5)
     assert stats.evaluation_report(model) == report
     assert hooks_of(model) == hooks
     for block in model.transformer.h:
@@ -194,14 +200,43 @@ def test_activations_are_of_fixed_validation_tokens(model, compiled):
 
 
 def test_attention_logit_max_is_float32_under_autocast(model):
-    attention = model.transformer.h[0].attn
     x = torch.randn(1, 24, 16, generator=torch.Generator().manual_seed(2))
     with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
-        largest = attention_logit_max(attention, x)
-        query, key = (p(x).float().view(24, 2, 8).transpose(0, 1) for p in (attention.q_proj, attention.k_proj))
-    logits = (query @ key.transpose(-1, -2) / math.sqrt(8)).masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
+        query, key = queries_and_keys(model, x)
+        largest = attention_logit_max(query, key)
+    assert query.dtype == torch.bfloat16
+    logits = query.float() @ key.float().transpose(-1, -2) / math.sqrt(8)
+    logits = logits.masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf)
     assert largest.dtype == torch.float32
     assert largest.item() == pytest.approx(logits.max().item(), rel=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "nanochat", "olmo2"])
+def test_attention_logit_max_after_rotation_and_norms(architecture):
+    section = ModelSection(architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=24)
+    model = build_model(build_config(section, 11), seed=0)
+    for number, parameter in enumerate(model.parameters()):
+        torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(number))
+    stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 3 + 5).astype(np.uint16)])
+    config = replace_knobs(Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True})
+    stats = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size)
+    report = stats.evaluation_report(model)
+    assert stats.evaluation_report(model) == report  # the function for attention is restored
+    model.set_attn_implementation("eager")
+    assert stats.evaluation_report(model) == pytest.approx(report, rel=1e-4)
+    if architecture == "qwen3":
+        normed = {}
+        for name in ("q_norm", "k_norm"):
+            layer = model.model.layers[1].self_attn.get_submodule(name)
+            layer.register_forward_hook(lambda _, __, output, name=name: normed.update({name: output.transpose(1, 2)}))
+        tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in range(3)]).astype(np.int64))
+        with torch.no_grad():
+            model(tokens)
+        angles = model.model.rotary_emb(normed["q_norm"], torch.arange(24)[None])
+        query, key = apply_rotary_pos_emb(normed["q_norm"], normed["k_norm"], *angles)
+        logits = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) / math.sqrt(8)
+        largest = logits.masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf).max().item()
+        assert report["layers/1/attention_logit_max"] == pytest.approx(largest, rel=1e-4)
 
 
 def test_layer_stats_off_measures_nothing():

@@ -13,13 +13,15 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from nanogpt_hf.config.schema import Config, DataSection, OptimSection
+from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSection
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.loss import evaluate_blocks
-from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
+from nanogpt_hf.model import GPTConfig, loss_gpt
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.state import TrainState
@@ -35,12 +37,11 @@ STREAM = TokenStream([(np.arange(1000) % 64).astype(np.uint16)])
 class Steps:
     """Steps of a tiny model with three micro-batches each, run as by the loop."""
 
-    def __init__(self, data, config):
+    def __init__(self, data, config, sizes):
         plugin = GradientAccumulationPlugin(num_steps=ACCUMULATION, sync_with_dataloader=False)
         self.accelerator = Accelerator(gradient_accumulation_plugin=plugin)
         torch.manual_seed(0)
-        sizes = GPTConfig(vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, dropout=0.1, bias=False)
-        model = GPTForCausalLM(sizes).train()
+        model = architecture_of(sizes).model_class(sizes).train()
         optimizer = build_optimizer(model, OptimSection())
         with prepared_blocks(model, self.accelerator):
             self.model, self.optimizer = self.accelerator.prepare(model, optimizer)
@@ -72,7 +73,9 @@ class Steps:
 def build_steps(forget_accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     forget_accelerate()
-    yield lambda: Steps(SimpleNamespace(train=TokenBlocks(STREAM, 8)), Config(data=DataSection(block_size=8)))
+    gpt = GPTConfig(vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, dropout=0.1, bias=False)
+    config = Config(data=DataSection(block_size=8))
+    yield lambda sizes=gpt: Steps(SimpleNamespace(train=TokenBlocks(STREAM, 8)), config, sizes)
     forget_accelerate()
 
 
@@ -93,8 +96,15 @@ def _hooked(init):
     return build
 
 
-def test_step_has_no_device_synchronization(build_steps, counted):
-    steps = build_steps()
+def decoder(architecture):
+    return build_config(
+        ModelSection(architecture=architecture, n_layer=LAYERS, n_head=2, n_embd=16, n_positions=8), vocab_size=64
+    )
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "llama", "nanochat", "olmo2"])
+def test_step_has_no_device_synchronization(architecture, build_steps, counted):
+    steps = build_steps() if architecture == "gpt2" else build_steps(decoder(architecture))
     count = counted(lambda: steps.take(1))
     assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
     assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1  # the counter detects it
@@ -125,13 +135,14 @@ def test_steps_keep_no_tensors(build_steps):
     assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
-def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(build_steps, monkeypatch):
+@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "nanochat"])
+def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, build_steps, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * 64)  # two chunks per micro-batch
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    steps = build_steps()
+    steps = build_steps() if architecture == "gpt2" else build_steps(decoder(architecture))
     steps.evaluate()
     graphs = counters["stats"]["unique_graphs"]
     assert graphs == 3  # a block in training, a block in evaluation, the loss

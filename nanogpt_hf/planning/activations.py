@@ -1,0 +1,72 @@
+"""Count what autograd saves of a block of any architecture, on fake tensors: nothing is allocated or computed."""
+
+import copy
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import PreTrainedModel
+
+from nanogpt_hf.model.architecture import architecture_of
+
+
+@lru_cache(maxsize=16)
+def saved_block_bytes(model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool) -> float:
+    """Bytes per token that autograd saves of the top block of a model on the meta device.
+
+    `autocast`: products in bfloat16; `half`: weights in bfloat16, too. As the CPU's kernels do it. The difference of
+    two batches leaves out what does not grow with the batch: weights and their casts, tables of angles.
+    """
+    model = copy.deepcopy(model).train()
+    blocks = architecture_of(model).blocks(model)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        _make_fake(model, torch.bfloat16 if half else None)
+        batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
+        one, two = (_saved_bytes(model, blocks[-1], tokens, autocast) for tokens in batches)
+    return (two - one) / block_size
+
+
+def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
+    """Replace parameters and buffers on the meta device by fake ones on the CPU; those that are shared stay shared."""
+    replaced: dict[int, Any] = {}
+    for module in model.modules():
+        if hasattr(module, "gradient_checkpointing"):
+            module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in replaced:
+                    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
+                    fake = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                    is_parameter = isinstance(tensor, nn.Parameter)
+                    replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
+                tensors[name] = replaced[id(tensor)]
+
+
+def _saved_bytes(model: PreTrainedModel, block: nn.Module, tokens: torch.Tensor, autocast: bool) -> int:
+    """Bytes of the storages that autograd saves while `block` runs."""
+    saved: dict[int, int] = {}
+    is_inside = False
+
+    def switch(*_: Any) -> None:
+        nonlocal is_inside
+        is_inside = not is_inside
+
+    def note(tensor: torch.Tensor) -> torch.Tensor:
+        if is_inside:
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage.nbytes()
+        return tensor
+
+    hooks = block.register_forward_pre_hook(switch), block.register_forward_hook(switch)
+    noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
+    with noting, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        # the output keeps the graph, so that no storage is freed and its address used again
+        output = model(input_ids=tokens, shift_labels=tokens, num_items_in_batch=1, skip_logits=True, use_cache=False)
+    for hook in hooks:
+        hook.remove()
+    del output
+    return sum(saved.values())
