@@ -17,9 +17,11 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.data import summary
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.distributed import rendezvous
+from nanogpt_hf.reports import live
 from nanogpt_hf.training import loop  # noqa: F401  (imported once for all forks)
 
 torch.set_num_threads(1)
+live.draw_run = lambda *_: None  # the plot takes longer than the training
 for line in sys.stdin:
     command = json.loads(line)
     child = os.fork()

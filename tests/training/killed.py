@@ -22,6 +22,7 @@ import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
+from nanogpt_hf.reports import live
 from nanogpt_hf.runs import replace
 from nanogpt_hf.training import checkpoint, loop
 
@@ -61,6 +62,8 @@ def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
         child = os.fork()
         if child == 0:
             os.dup2(2, 1)
+            if not isinstance(kill, int):
+                live.draw_run = lambda *_: None  # the plot takes longer than the training
             if kills == 0 and isinstance(kill, int):
                 operations.kill_at(run, kill)
             elif kills == 0 and kill in PLACES:

@@ -19,6 +19,7 @@ from accelerate.utils import DistributedType
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state
 from nanogpt_hf.model import loss_gpt
+from nanogpt_hf.reports import live
 from nanogpt_hf.training import loop
 
 save_checkpoint, configure_deepspeed = loop.save_checkpoint, deepspeed.configure
@@ -63,6 +64,7 @@ def run(arguments: list[str]) -> None:
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
     loop.save_checkpoint, deepspeed.configure = recording, sharding_small_parameters
+    live.draw_run = lambda *_: None  # the plot takes longer than the training
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
         status = main(arguments)

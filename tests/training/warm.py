@@ -14,14 +14,23 @@ import tempfile
 os.environ["DS_ACCELERATOR"] = "cpu"
 
 import torch
+import torch._dynamo
 import torch.distributed.run
+import torch.utils.cpp_extension
+import transformers.models.gpt2.modeling_gpt2  # noqa: F401
 from accelerate.commands import launch
 from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from accelerate.utils.other import get_free_port
 from launched import run
 
+from nanogpt_hf.commands import finetune, pretrain  # noqa: F401
+from nanogpt_hf.training import start  # noqa: F401
+
 if importlib.util.find_spec("deepspeed") is not None:
-    import deepspeed  # noqa: F401
+    import deepspeed.runtime.engine
+    import deepspeed.runtime.zero.stage3
+    import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
+    import functorch.compile  # noqa: F401
 
 torch.set_num_threads(1)  # a thread pool does not survive a fork
 
