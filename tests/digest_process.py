@@ -37,9 +37,10 @@ def run(arguments: list[str], kind: str | None) -> int:
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
     status = main(arguments)
     if kind and status == 0:
-        found = state.AcceleratorState()
-        if (found.distributed_type.value, found.num_processes) != (kind, 2):
-            print(f"expected 2 processes under {kind}, got {found.num_processes} under {found.distributed_type.value}")
+        accelerator = state.AcceleratorState()
+        actual, processes = accelerator.distributed_type.value, accelerator.num_processes
+        if (actual, processes) != (kind, 2):
+            print(f"expected 2 processes under {kind}, got {processes} under {actual}")
             return 1
     return status
 

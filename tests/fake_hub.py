@@ -1,6 +1,6 @@
 """A small Hub on this machine's loopback, over real HTTP: accounts, repositories, commits, LFS, downloads.
 
-It keeps everything in memory and knows what huggingface_hub asks of it for pushing and loading a model, no more.
+It keeps everything in memory and answers the requests of huggingface_hub for pushing and loading a model, no others.
 """
 
 import base64
@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
             return
         for part, status in hub.faults.items():
             if part in path:
-                self.refuse(status, "Fault", "as the test wants it")
+                self.refuse(status, "Fault", "as set by the test")
                 return
         sent = self.headers.get("Authorization")
         if sent not in (None, f"Bearer {TOKEN}") and not path.startswith("/objects/"):
@@ -106,24 +106,24 @@ class _Handler(BaseHTTPRequestHandler):
             return
         self.known = sent is not None
         for pattern, action in _ROUTES:
-            if found := re.fullmatch(pattern, path):
-                action(self, body, *found.groups())
+            if match := re.fullmatch(pattern, path):
+                action(self, body, *match.groups())
                 return
         self.refuse(404, "NotFound", f"no such page: {path}")
 
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
 
     def repository(self, repo_id: str, writing: bool = False) -> Repository | None:
-        """The repository, or None after saying that there is none (for this visitor), or none to write to."""
-        found = self.hub.repositories.get(repo_id)
+        """The repository; None after refusing the request because this user may not read it or write to it."""
+        repository = self.hub.repositories.get(repo_id)
         mine = self.known and repo_id.startswith(f"{self.hub.user}/")
-        if found is None or (found.private and not mine):
+        if repository is None or (repository.private and not mine):
             self.refuse(404 if self.known else 401, "RepoNotFound", "Repository not found")
             return None
         if writing and not mine:
             self.refuse(403, "Forbidden", "you don't have the right to do that")
             return None
-        return found
+        return repository
 
     def whoami(self, body: bytes) -> None:
         if not self.known:
@@ -140,15 +140,15 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer({"errors": [], "warnings": [] if content.startswith("---") else [{"message": "no metadata"}]})
 
     def create(self, body: bytes) -> None:
-        asked = json.loads(body)
-        owner = asked.get("organization") or self.hub.user
-        repo_id = f"{owner}/{asked['name']}"
+        order = json.loads(body)
+        owner = order.get("organization") or self.hub.user
+        repo_id = f"{owner}/{order['name']}"
         if not self.known or owner != self.hub.user:
             self.refuse(403, "Forbidden", "you don't have the rights to create a model under this namespace")
         elif repo_id in self.hub.repositories:
             self.refuse(409, "Conflict", "You already created this model repo")
         else:
-            self.hub.add(repo_id, asked.get("visibility") == "private")
+            self.hub.add(repo_id, order.get("visibility") == "private")
             self.answer({"url": f"{self.hub.url}/{repo_id}", "name": repo_id})
 
     def info(self, body: bytes, repo_id: str, revision: str | None) -> None:
@@ -179,7 +179,7 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.repository(repo_id, writing=True)
         if repository is None:
             return
-        there = repository.files(revision)
+        files = repository.files(revision)
         modes = []
         for name in (file["path"] for file in json.loads(body)["files"]):
             is_lfs = self.hub.lfs and name.endswith(".safetensors")
@@ -188,7 +188,7 @@ class _Handler(BaseHTTPRequestHandler):
                     "path": name,
                     "uploadMode": "lfs" if is_lfs else "regular",
                     "shouldIgnore": False,
-                    "oid": _oid(there[name], is_lfs) if name in there else None,
+                    "oid": _oid(files[name], is_lfs) if name in files else None,
                 }
             )
         self.answer({"files": modes})

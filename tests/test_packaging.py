@@ -69,8 +69,8 @@ def test_wheel_holds_every_shipped_file(installed):
 
 @pytest.mark.long
 def test_wheel_works_outside_a_checkout(installed, tmp_path):
-    where = "import nanogpt_hf; print(nanogpt_hf.__file__)"
-    assert Path(run(installed, tmp_path, f'python -c "{where}"').strip()).is_relative_to(installed)
+    location = "import nanogpt_hf; print(nanogpt_hf.__file__)"
+    assert Path(run(installed, tmp_path, f'python -c "{location}"').strip()).is_relative_to(installed)
     script = (
         "import sys, importlib.metadata as m; d = m.distribution('nanogpt_hf'); sys.argv[1:] = ['--help'];"
         "print(d.version); (program,) = d.entry_points.select(name='nanogpt-hf'); program.load()()"
@@ -116,13 +116,13 @@ def imported(*files: Path) -> set[str]:
 def declared(*extras: str) -> dict[str, Requirement]:
     """The requirements of the package, or of these extras and the extras that they include."""
     lines = [line for extra in extras for line in PROJECT["optional-dependencies"][extra]]
-    found = {}
+    requirements = {}
     for need in map(Requirement, lines if extras else PROJECT["dependencies"]):
         if need.name == "nanogpt_hf":
-            found |= declared(*need.extras)
+            requirements |= declared(*need.extras)
         else:
-            found[canonicalize_name(need.name)] = need
-    return found
+            requirements[canonicalize_name(need.name)] = need
+    return requirements
 
 
 def test_imports_and_declared_dependencies_match():

@@ -142,9 +142,9 @@ def test_doctor_finds_unwritable_folder(monkeypatch, tmp_path):
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
-    place = machine.inspect_folder("run folder r", tmp_path / "not" / "yet")
-    assert place.path == str(tmp_path)
-    (finding,) = findings.judge_places([place], None)
+    folder = machine.inspect_folder("run folder r", tmp_path / "not" / "yet")
+    assert folder.path == str(tmp_path)
+    (finding,) = findings.judge_places([folder], None)
     assert finding.level == "fault"
     assert "not writable" in finding.text
 

@@ -75,8 +75,8 @@ def test_push_sends_a_run_in_one_commit(capsys, hub, run, lfs):
     assert hub.token.encode() not in b"".join(files.values())
     assert [path.name for path in run.iterdir() if path.name.startswith(".push")] == []
 
-    (again,) = push(capsys, run, "tester/tiny")
-    assert "nothing had changed" in again
+    (second_push,) = push(capsys, run, "tester/tiny")
+    assert "nothing had changed" in second_push
     assert len(hub.commits("tester/tiny")) == 1
 
 
@@ -249,12 +249,12 @@ def test_push_of_a_model_replaced_meanwhile_is_consistent(capsys, hub, run, monk
     torch.nn.init.ones_(model.transformer.ln_f.weight.data.mul_(3))
     model.save_pretrained(newer)
     (newer / "README.md").write_text("---\ntags: [newer]\n---\n")
-    copy, seen = staging._link_or_copy, []
+    copy, copied = staging._link_or_copy, []
 
     def replacing(path, target):
         copy(path, target)
-        seen.append(path)
-        if len(seen) == 2:
+        copied.append(path)
+        if len(copied) == 2:
             (run / "best").rename(run / ".best.old")
             newer.rename(run / "best")
 

@@ -93,10 +93,10 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("key", CHOICES)
-@pytest.mark.parametrize("where", ["recipe", "command line"])
-def test_stated_knob_overrides_the_dial(recipe, key, where):
+@pytest.mark.parametrize("source", ["recipe", "command line"])
+def test_stated_knob_overrides_the_dial(recipe, key, source):
     section, name = key.split(".")
-    if where == "recipe":  # the place that also states the depth
+    if source == "recipe":  # which also states the depth
         sections = {"model": {"depth": 2}}
         sections[section] = sections.get(section, {}) | {name: CHOICES[key]}
         config = load_config(recipe(**sections))
@@ -190,14 +190,14 @@ def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_f
 
 def test_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
     path, run = write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.2), tmp_path / "run"
-    depth, where = ["--depth", "2"], ["--run-dir", str(run)]
-    assert main(["pretrain", str(path), *depth, *where]) == 0
+    depth, run_dir = ["--depth", "2"], ["--run-dir", str(run)]
+    assert main(["pretrain", str(path), *depth, *run_dir]) == 0
     printed = capsys.readouterr().out
     assert "size dial:" in printed
     assert "done: 27 steps, 1,728 tokens" in printed
     longer = ["--train.max_steps", "29", "--resume"]
-    assert main(["pretrain", str(path), *depth, *where, *longer]) == 0
-    assert main(["pretrain", str(run / "recipe.yaml"), *where, "--train.max_steps", "31", "--resume"]) == 0
+    assert main(["pretrain", str(path), *depth, *run_dir, *longer]) == 0
+    assert main(["pretrain", str(run / "recipe.yaml"), *run_dir, "--train.max_steps", "31", "--resume"]) == 0
     assert load_config(run / "recipe.yaml").train.max_steps == 31
-    assert main(["pretrain", str(path), "--depth", "3", *where, "--resume"]) == 2
+    assert main(["pretrain", str(path), "--depth", "3", *run_dir, "--resume"]) == 2
     assert "model.n_layer: 2 -> 3" in capsys.readouterr().err

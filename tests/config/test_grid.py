@@ -17,8 +17,8 @@ def recipe(write_recipe):
 def test_grid_has_every_combination_in_order(recipe):
     overrides = [("train.seed", "1, 2"), ("optim.beta1", "0.5"), ("optim.learning_rate", "1e-2,2e-2,0.03")]
     runs = build_grid(recipe, overrides)
-    found = [(run.config.train.seed, run.config.optim.learning_rate) for run in runs]
-    assert found == [(seed, rate) for seed in (1, 2) for rate in (0.01, 0.02, 0.03)]
+    values = [(run.config.train.seed, run.config.optim.learning_rate) for run in runs]
+    assert values == [(seed, rate) for seed in (1, 2) for rate in (0.01, 0.02, 0.03)]
     assert {run.config.optim.beta1 for run in runs} == {0.5}
     assert runs[0].values == {"train.seed": 1, "optim.learning_rate": 0.01}
     assert runs[0].name == "seed=1_learning_rate=0.01"

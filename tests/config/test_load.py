@@ -29,12 +29,12 @@ def problems(path, overrides=()):
     """The problems of a recipe, without its path at the start of each line."""
     with pytest.raises(ConfigError) as raised:
         load_config(path, list(overrides))
-    found = raised.value.problems
-    assert found
-    count = len(found)
-    assert str(raised.value) == "\n".join([*found, f"{count} problem{'s' if count > 1 else ''}; nothing was started."])
-    assert not any("\n" in line for line in found), "a problem is one line"
-    return [line.removeprefix(f"{path}: ") for line in found]
+    lines = raised.value.problems
+    assert lines
+    count = len(lines)
+    assert str(raised.value) == "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}; nothing was started."])
+    assert not any("\n" in line for line in lines), "a problem is one line"
+    return [line.removeprefix(f"{path}: ") for line in lines]
 
 
 def test_removed_knobs_of_older_recipes_are_ignored(recipe, caplog):

@@ -147,13 +147,13 @@ def test_micro_batches_alternate_between_processes():
 
 
 def test_processes_have_disjoint_blocks():
-    seen = [
+    starts_by_rank = [
         tuple(batch["input_ids"][:, 0].tolist())
         for rank in range(4)
         for step in range(7)  # 7 steps of 16 sequences are less than an epoch of 125
         for batch in batches(accumulation=2, dp_rank=rank, dp_size=4).micro_batches(step)
     ]
-    starts = [start for positions in seen for start in positions]
+    starts = [start for positions in starts_by_rank for start in positions]
     assert len(starts) == len(set(starts)) == 7 * 16
 
 
@@ -178,9 +178,9 @@ def test_steps_have_random_access(order):
     first, *_ = distant.micro_batches(1_000_000)
     assert first["input_ids"].tolist() == distant.blocks.stream.windows(starts, 8).tolist()
     if order == "shuffled":  # the step's position in its epoch follows from arithmetic alone
-        epoch, place = divmod(1_000_000 * 8, 125)
+        epoch, position = divmod(1_000_000 * 8, 125)
         whole_epoch = batches(micro_batch_size=1, accumulation=125).indices(epoch)
-        assert distant.indices(1_000_000).tolist() == np.roll(whole_epoch, -place)[:8].tolist()
+        assert distant.indices(1_000_000).tolist() == np.roll(whole_epoch, -position)[:8].tolist()
 
 
 @pytest.mark.parametrize("order", ["shuffled", "random"])
@@ -219,7 +219,7 @@ def test_random_windows_differ_between_steps():
 
 
 def test_shuffled_blocks_are_uniform():
-    # In a biased shuffle a block's place in the epoch would depend on its place in the text.
+    # In a biased shuffle a block's position in the epoch would depend on its position in the text.
     part = batches(1001, micro_batch_size=1, accumulation=125)
     mean_place = np.mean([np.argsort(part.indices(step)) for step in range(400)], axis=0)
     assert np.abs(mean_place - 62).max() < 5 * 36 / np.sqrt(400)

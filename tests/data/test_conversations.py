@@ -121,11 +121,11 @@ def test_invalid_conversation_is_one_line(row, message):
     assert "\n" not in str(raised.value)
 
 
-@pytest.mark.parametrize(("name", "where"), [("rows.jsonl", "line 2"), ("rows.json", "row 2")])
-def test_invalid_conversation_names_file_and_line(prepare_rows, tmp_path, name, where):
+@pytest.mark.parametrize(("name", "position"), [("rows.jsonl", "line 2"), ("rows.json", "row 2")])
+def test_invalid_conversation_names_file_and_line(prepare_rows, tmp_path, name, position):
     with pytest.raises(DataError) as raised:
         prepare_rows([{"messages": EXCHANGE}, {"messages": EXCHANGE[:1]}], name)
-    assert str(raised.value).startswith(f"{tmp_path / name}: {where}: the last message is the user's")
+    assert str(raised.value).startswith(f"{tmp_path / name}: {position}: the last message is the user's")
     assert not (tmp_path / "data").exists()
 
 
@@ -165,9 +165,9 @@ def test_saved_template_gives_the_training_tokens(prepare_rows):
     plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")  # opened without this package
     assert plain.chat_template
     expected = [plain.apply_chat_template(row["messages"], return_dict=False) for row in rows]
-    found = trained_rows(config) + trained_rows(config, "validation")
-    assert sorted(ids for ids, _ in found) == sorted(expected)
-    assert len(found) == len(DIFFICULT)
+    rows = trained_rows(config) + trained_rows(config, "validation")
+    assert sorted(ids for ids, _ in rows) == sorted(expected)
+    assert len(rows) == len(DIFFICULT)
 
 
 def test_mask_covers_answers_and_text_has_no_special_tokens(gpt2):

@@ -34,8 +34,8 @@ def test_packing_keeps_examples_whole_and_wastes_little():
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_each_target_occurs_once(packing):
-    some = examples(LENGTHS, packing=packing)
-    batch = some.batch(np.arange(len(some)))
+    data = examples(LENGTHS, packing=packing)
+    batch = data.batch(np.arange(len(data)))
     targets = batch["shift_labels"][batch["shift_labels"] != -100]
     ends = np.cumsum(LENGTHS)
     expected_targets = [
@@ -43,14 +43,14 @@ def test_each_target_occurs_once(packing):
     ]
     assert sorted(targets.tolist()) == expected_targets
     assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)  # the stream counts up
-    assert (some.cut, some.skipped) == (0, 0)
-    assert len(some) == len(some.blocks)
+    assert (data.cut, data.skipped) == (0, 0)
+    assert len(data) == len(data.blocks)
 
 
 def test_positions_restart_with_each_example():
-    some = examples([5, 9, 3, 17])  # 4, 8, 2 and 16 positions
-    batch = some.batch(np.arange(len(some)))
-    assert [some.blocks[0], some.blocks[1]] == [[3], [1, 0, 2]]
+    data = examples([5, 9, 3, 17])  # 4, 8, 2 and 16 positions
+    batch = data.batch(np.arange(len(data)))
+    assert [data.blocks[0], data.blocks[1]] == [[3], [1, 0, 2]]
     assert batch["position_ids"][0].tolist() == list(range(16))
     assert batch["position_ids"][1].tolist() == [*range(8), *range(4), *range(2), *range(2)]
     padded = examples([5, 9, 3, 17], packing="padded").batch(np.array([0]))
@@ -61,24 +61,24 @@ def test_positions_restart_with_each_example():
 
 def test_long_examples_are_cut_and_dropped_without_answer():
     mask = np.concatenate([[0] * 16 + [1] * 4, [0] * 17 + [1] * 3, [0, 1]]).astype(np.uint8)
-    some = examples([20, 20, 2], mask=mask)
-    assert (some.cut, some.skipped) == (1, 1)
-    assert sorted(number for block in some.blocks for number in block) == [0, 2]
-    batch = some.batch(np.arange(len(some)))
+    data = examples([20, 20, 2], mask=mask)
+    assert (data.cut, data.skipped) == (1, 1)
+    assert sorted(number for block in data.blocks for number in block) == [0, 2]
+    batch = data.batch(np.arange(len(data)))
     assert batch["shift_labels"][batch["shift_labels"] != -100].tolist() == [16, 41]  # the 17th token, and the last
     assert len(examples([20], mask=mask[20:40])) == 0
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_example_batches_on_any_number_of_processes(packing):
-    some = examples(LENGTHS, packing=packing)
+    data = examples(LENGTHS, packing=packing)
 
     def step(number, processes):
         parts = {}
         for rank in range(processes):
             accumulation = 8 // (2 * processes)
             options = {"order": "shuffled", "seed": 3, "micro_batch_size": 2}
-            ours = Batches(some, accumulation=accumulation, dp_rank=rank, dp_size=processes, **options)
+            ours = Batches(data, accumulation=accumulation, dp_rank=rank, dp_size=processes, **options)
             for index, batch in enumerate(ours.micro_batches(number)):
                 parts[ours.micro_batch_number(index)] = batch
         return {name: torch.cat([parts[i][name] for i in sorted(parts)]) for name in parts[0]}
@@ -88,8 +88,8 @@ def test_example_batches_on_any_number_of_processes(packing):
         for processes in (2, 4):
             shared = step(number, processes)
             assert all(torch.equal(shared[name], alone[name]) for name in alone)
-    blocks = len(some.blocks)
-    epoch = Batches(some, order="shuffled", seed=3, micro_batch_size=1, accumulation=blocks)
+    blocks = len(data.blocks)
+    epoch = Batches(data, order="shuffled", seed=3, micro_batch_size=1, accumulation=blocks)
     first, second = epoch.indices(0), epoch.indices(1)
     assert sorted(first) == sorted(second) == list(range(blocks))
     assert first.tolist() != second.tolist()
@@ -97,6 +97,6 @@ def test_example_batches_on_any_number_of_processes(packing):
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
 def test_num_targets_equals_targets_of_batch(packing):
-    some = examples(LENGTHS, packing=packing)
-    indices = np.arange(0, len(some), 3)
-    assert some.num_targets(indices) == (some.batch(indices)["shift_labels"] != -100).sum().item()
+    data = examples(LENGTHS, packing=packing)
+    indices = np.arange(0, len(data), 3)
+    assert data.num_targets(indices) == (data.batch(indices)["shift_labels"] != -100).sum().item()

@@ -26,7 +26,7 @@ from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, encode_ordinary
 from nanogpt_hf.errors import DataError
 
-# Python 3.12 warns of any fork of a process that has threads; datasets forks, and so do some tests below.
+# Python 3.12 warns of any fork of a process with threads; datasets forks, and some tests below.
 ignore_fork_warning = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
@@ -83,7 +83,7 @@ def documents_of(folder, split):
     return [row["input_ids"] for row in datasets.load_from_disk(str(folder / split))]
 
 
-# --- what comes out --------------------------------------------------------------------------------------------------
+# --- results ---------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -131,10 +131,10 @@ def test_several_documents_end_with_end_token(rows, tmp_path):
     manifest, _ = prepare(config)
     assert manifest.end_of_text_id == 50256
     data = load_prepared(config)
-    found = documents_of(tmp_path / "data", "train") + documents_of(tmp_path / "data", "validation")
-    assert len(found) == 30
-    assert all(ids.index(50256) == len(ids) - 1 for ids in found), "once, at the end"
-    assert sorted(data.tokenizer.decode(ids[:-1]) for ids in found) == sorted(texts)
+    documents = documents_of(tmp_path / "data", "train") + documents_of(tmp_path / "data", "validation")
+    assert len(documents) == 30
+    assert all(ids.index(50256) == len(ids) - 1 for ids in documents), "once, at the end"
+    assert sorted(data.tokenizer.decode(ids[:-1]) for ids in documents) == sorted(texts)
 
 
 def test_documents_keep_their_order_and_number(rows, tmp_path):
@@ -659,16 +659,16 @@ def test_parent_folders_are_created(text, tmp_path):
 
 def test_folder_may_be_a_link(text, tmp_path):
     (tmp_path / "big_disk").mkdir()
-    for number, target in enumerate(("there", "not_yet")):
-        place = tmp_path / "big_disk" / target
-        if target == "there":
-            place.mkdir()
+    for number, target in enumerate(("existing", "new")):
+        folder = tmp_path / "big_disk" / target
+        if target == "existing":
+            folder.mkdir()
         link = tmp_path / f"link{number}"
-        link.symlink_to(place)
+        link.symlink_to(folder)
         config = make(text(), link)
         assert prepare(config)[1]
         assert link.is_symlink()
-        assert (place / "manifest.json").is_file()
+        assert (folder / "manifest.json").is_file()
         assert prepare(config)[1] is False
         assert load_prepared(config)
 
@@ -770,12 +770,12 @@ def test_prepare_uses_data_that_another_process_finishes(monkeypatch, text, tmp_
     original, calls = module.read_manifest, []
 
     def look(folder):
-        found = original(folder)
+        manifest = original(folder)
         if not calls:
             calls.append(folder)
             prepare(config)
-            return original(folder) if moment == "before" else found
-        return found
+            return original(folder) if moment == "before" else manifest
+        return manifest
 
     monkeypatch.setattr(module, "read_manifest", look)
     assert prepare(config)[1] is False

@@ -302,7 +302,7 @@ def test_damaged_parquet_file_is_an_error(write, tmp_path, data):
 
 
 @pytest.mark.parametrize(
-    ("name", "data", "where"),
+    ("name", "data", "row"),
     [
         ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "line 3"),
         ("a.json", '[{"text": "x"}, {"txt": "y", "id": 1}]', "row 2"),
@@ -310,10 +310,10 @@ def test_damaged_parquet_file_is_an_error(write, tmp_path, data):
         ("a.parquet", parquet({"txt": ["x"], "id": [1]}), "row 1"),
     ],
 )
-def test_row_without_text_column_is_named(write, tmp_path, name, data, where):
+def test_row_without_text_column_is_named(write, tmp_path, name, data, row):
     path = write(name, data)
     assert error_of(path, tmp_path) == (
-        f"{path}: {where}: no column 'text' (it has: txt, id); set data.text_column to the column that holds the text"
+        f"{path}: {row}: no column 'text' (it has: txt, id); set data.text_column to the column that holds the text"
     )
 
 
@@ -367,8 +367,8 @@ def test_nul_is_binary_in_every_format(write, tmp_path, extension, compression):
     data, _ = contents(extension, ["fine", "not\0fine"])
     message = error_of(write(f"a{extension}{compression}", COMPRESSIONS[compression](data)), tmp_path)
     assert message.endswith("holds NUL bytes: binary data, not text")
-    where = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}.get(extension, "row 2: ")
-    assert f"{extension}{compression}: {where}holds" in message
+    position = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}.get(extension, "row 2: ")
+    assert f"{extension}{compression}: {position}holds" in message
 
 
 def test_file_beyond_memory_is_one_line(write, tmp_path, monkeypatch):
@@ -426,7 +426,7 @@ def server(monkeypatch):
     """A local web server that serves {path: bytes}."""
     monkeypatch.setenv("no_proxy", "127.0.0.1,localhost")
     files = {}
-    requests = files["asked"] = []  # (host, login) of each request
+    requests = files["requests"] = []  # (host, login) of each request
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self):
@@ -532,7 +532,7 @@ def test_url_login_is_not_sent_to_another_host(server, tmp_path):
     files["/private/far/moved"] = f"{elsewhere}/a.txt".encode()
     (tmp_path / "other").mkdir()
     assert texts_of(f"{login}/private/far/moved", tmp_path / "other") == ["hello"]
-    assert files["asked"][-1] == (elsewhere.removeprefix("http://"), None)
+    assert files["requests"][-1] == (elsewhere.removeprefix("http://"), None)
 
 
 def test_url_with_capitals_unicode_and_spaces(server, tmp_path):

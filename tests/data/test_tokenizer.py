@@ -180,12 +180,12 @@ def merges():
     return module._merges_in_package()
 
 
-@pytest.mark.parametrize("place", range(4))
-def test_vocabulary_is_from_the_first_finder_that_has_it(vocabulary_finders, merges, place):
+@pytest.mark.parametrize("index", range(4))
+def test_vocabulary_is_from_the_first_finder_that_has_it(vocabulary_finders, merges, index):
     content, calls = vocabulary_finders
-    content[FINDERS[place]] = merges
+    content[FINDERS[index]] = merges
     assert len(module._gpt2_merges()) == 50_000
-    assert calls == list(FINDERS[: place + 1]), "a download is the last resort"
+    assert calls == list(FINDERS[: index + 1]), "a download is the last resort"
 
 
 @pytest.mark.parametrize("damaged", ["", "not merges", "half", PermissionError("another user's")])

@@ -81,8 +81,8 @@ def test_chunks_are_views_of_the_arrow_data(saved):
     assert stream.chunks
     assert not any(chunk.flags.owndata or chunk.flags.writeable for chunk in stream.chunks)
     memory = np.arange(6)
-    (kept,) = TokenStream([memory]).chunks
-    assert np.shares_memory(kept, memory)
+    (chunk,) = TokenStream([memory]).chunks
+    assert np.shares_memory(chunk, memory)
     assert sum(len(chunk.flatten()) for chunk in column.chunks) == len(stream)
 
 

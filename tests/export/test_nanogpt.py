@@ -91,15 +91,15 @@ def opened(folder: Path, imported):
 @torch.no_grad()
 def test_load_nanogpt_keeps_the_logits(tmp_path, bias, compiled):
     state = make_checkpoint(tmp_path / "ckpt.pt", bias=bias, compiled=compiled)
-    found = load_nanogpt(tmp_path / "ckpt.pt", make_meta(tmp_path / "meta.pkl"))
-    assert found.config.bias is bias
-    assert found.facts == {
+    imported_model = load_nanogpt(tmp_path / "ckpt.pt", make_meta(tmp_path / "meta.pkl"))
+    assert imported_model.config.bias is bias
+    assert imported_model.facts == {
         "trained with": "nanoGPT",
         "steps": "2,000",
         "best sampled validation loss": "1.8857",
         "data": "letters",
     }
-    model, tokenizer = opened(tmp_path / "out", found)
+    model, tokenizer = opened(tmp_path / "out", imported_model)
     ids = torch.tensor([tokenizer("decade éa!\nb")["input_ids"]])
     assert ids[0].tolist() == [CHARACTERS.index(character) for character in "decade éa!\nb"]
     expected = nanogpt_logits(state, 2, ids)
@@ -194,8 +194,8 @@ def test_code_in_ckpt_pt_or_meta_pkl_is_not_run(tmp_path):
     assert trace.exists()  # the pickle runs code
 
 
-def change(saved: dict, where: str, value: object) -> None:
-    *path, last = where.split("/")
+def change(saved: dict, key: str, value: object) -> None:
+    *path, last = key.split("/")
     for name in path:
         saved = saved[name]
     if value is None:
@@ -208,7 +208,7 @@ C_ATTN = "transformer.h.0.attn.c_attn.weight"
 
 
 @pytest.mark.parametrize(
-    ("where", "value", "message"),
+    ("key", "value", "message"),
     [
         ("model", None, "it has no 'model'"),
         ("model_args", [1, 2], "it has no 'model_args'"),
@@ -236,10 +236,10 @@ C_ATTN = "transformer.h.0.attn.c_attn.weight"
         ("model/extra.weight", torch.zeros(2), "it has extra.weight, which a GPT of its model_args does not"),
     ],
 )
-def test_load_nanogpt_refuses_malformed_checkpoints(tmp_path, where, value, message):
+def test_malformed_nanogpt_checkpoints_are_refused(tmp_path, key, value, message):
     make_checkpoint(tmp_path / "ckpt.pt")
     saved = torch.load(tmp_path / "ckpt.pt", weights_only=True)
-    change(saved, where, value)
+    change(saved, key, value)
     torch.save(saved, tmp_path / "ckpt.pt")
     with pytest.raises(UserError) as refused:
         load_nanogpt(tmp_path / "ckpt.pt", make_meta(tmp_path / "meta.pkl"))

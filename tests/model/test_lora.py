@@ -76,11 +76,11 @@ def test_adapters_open_without_this_package(tiny_base, tmp_path):
         timeout=240,
     )
     assert completed.returncode == 0, completed.stderr
-    found = load_file(tmp_path / "logits.safetensors")
+    logits = load_file(tmp_path / "logits.safetensors")
     reference = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
     for name in SECTIONS:
         assert (expected[name] - reference).abs().max() > 1e-4, f"{name}: the adapter does nothing"
-        torch.testing.assert_close(found[name], expected[name], atol=2e-6, rtol=0)
+        torch.testing.assert_close(logits[name], expected[name], atol=2e-6, rtol=0)
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -24,7 +24,7 @@ from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.tracking import read_metrics
 
 torchao = pytest.importorskip("torchao", reason="torchao is not installed")
-pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ is there to compile the step for a CPU")
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the step for a CPU")
 # Each shape is compiled once: (128, 128), (512, 128), (128, 512) and that of a LayerNorm.
 OPTIONS = {
     "model__n_embd": 128,
@@ -124,7 +124,7 @@ def test_8bit_losses_are_near_float32(uninterrupted, train, recipe):
 
 
 def test_8bit_run_resumes_exactly(uninterrupted, half, train, recipe):
-    assert_same_bits(train(half("again").path.name, "pretrain", recipe, "--resume"), uninterrupted)
+    assert_same_bits(train(half("resumed").path.name, "pretrain", recipe, "--resume"), uninterrupted)
 
 
 def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train, recipe):
@@ -140,11 +140,11 @@ def test_8bit_run_with_unfreezing_resumes_exactly(uninterrupted, train, folder, 
     words += ["--data.block_size", 16, "--checkpoint.keep", 5]
     unfrozen = train("thawed", *words)
     assert sorted(path.name for path in unfrozen.checkpoint_folders()) == ["step_00000003", "step_00000006"]
-    shutil.copytree(unfrozen.path, folder / "thawed again")
-    again = RunFolder(folder / "thawed again")
-    shutil.rmtree(again.checkpoint(6))
-    train(again.path.name, *words, "--resume")
-    first, second = (load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (unfrozen, again))
+    shutil.copytree(unfrozen.path, folder / "unfrozen resumed")
+    resumed = RunFolder(folder / "unfrozen resumed")
+    shutil.rmtree(resumed.checkpoint(6))
+    train(resumed.path.name, *words, "--resume")
+    first, second = (load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (unfrozen, resumed))
     steps = [first[f"transformer.{name}.weight.step"].item() for name in ("ln_f", "h.1.mlp.fc")]
     assert steps == [6.0, 3.0]
     assert all(torch.equal(first[name], second[name]) for name in first)
@@ -234,14 +234,14 @@ def test_8bit_state_converts_to_float32_and_back_exactly(stepped, kind):
     state_tensor.copy_(values)
     dequantised = adamw_8bit.as_float32(state_tensor)
     state = {"step": torch.tensor(1.0)} | dict.fromkeys(("exp_avg", "exp_avg_sq"), dequantised)
-    again = adamw_8bit.held_by(optimizer, parameter, state)[kind]
-    assert torch.equal(again.codes, state_tensor.codes)
-    assert torch.equal(again.dequantize(), dequantised)
+    resumed = adamw_8bit.held_by(optimizer, parameter, state)[kind]
+    assert torch.equal(resumed.codes, state_tensor.codes)
+    assert torch.equal(resumed.dequantize(), dequantised)
     full = (values != 0).sum(1) > 3  # other blocks may have another scale with the same values
     assert 2800 < full.sum() < 4096
-    assert torch.equal(again.scale[full], state_tensor.scale[full])
+    assert torch.equal(resumed.scale[full], state_tensor.scale[full])
     if kind == "exp_avg":  # torchao's conversion shrinks every block whose largest value is negative
-        assert 0.4 < (again.copy_(dequantised).scale != state_tensor.scale).float().mean() < 0.6
+        assert 0.4 < (resumed.copy_(dequantised).scale != state_tensor.scale).float().mean() < 0.6
 
 
 @pytest.mark.parametrize(

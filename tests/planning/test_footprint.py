@@ -86,10 +86,10 @@ def peak_allocation(work) -> int:
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()
-    held = peak = 0
+    allocated = peak = 0
     for _, size in sorted((e.start_ns(), e.nbytes()) for e in events if e.name() == "[memory]"):
-        held += size
-        peak = max(peak, held)
+        allocated += size
+        peak = max(peak, allocated)
     return peak
 
 
@@ -144,12 +144,12 @@ CASES = {
 
 
 def estimated(case: Case, *, on_cpu: bool):
-    place = Placement(precision=case.precision, on_cpu=on_cpu, checkpointing=case.model.get("checkpointing", False))
+    placement = Placement(precision=case.precision, on_cpu=on_cpu, checkpointing=case.model.get("checkpointing", False))
     with torch.device("meta"):
         model = build(**case.model)
     return footprint(
         model,
-        place,
+        placement,
         micro_batch_size=case.micro_batch_size,
         block_size=model.config.max_position_embeddings,
         accumulates=case.accumulation > 1,
@@ -186,7 +186,7 @@ def test_footprint_equals_the_gpu_allocators_peak(name):
 
 
 @pytest.mark.parametrize(
-    ("place", "bytes_each"),
+    ("placement", "bytes_each"),
     [
         (Placement(), 64),
         (Placement(precision="bf16"), 40),
@@ -194,10 +194,10 @@ def test_footprint_equals_the_gpu_allocators_peak(name):
         (Placement(precision="bf16", kind="ZeRO-2", processes=2, shards=2), 32),
     ],
 )
-def test_saved_bytes_per_token(place, bytes_each):
+def test_saved_bytes_per_token(placement, bytes_each):
     with torch.device("meta"):
-        assert saved_bytes_per_token(build(), 64, place) == bytes_each * SIZE["n_embd"]
-        on_cpu = dataclasses.replace(place, on_cpu=True)
+        assert saved_bytes_per_token(build(), 64, placement) == bytes_each * SIZE["n_embd"]
+        on_cpu = dataclasses.replace(placement, on_cpu=True)
         assert saved_bytes_per_token(build(), 64, on_cpu) == bytes_each * SIZE["n_embd"]
 
 
@@ -210,16 +210,16 @@ def test_saved_bytes_per_token_with_dropout():
     assert saved_bytes_per_token(model, 64, Placement(on_cpu=True)) == 64 * SIZE["n_embd"] + factors + matrices
 
 
-def state(place: Placement) -> dict[str, float]:
+def state(placement: Placement) -> dict[str, float]:
     with torch.device("meta"):
         model = build()
-    found = footprint(model, place, micro_batch_size=1, block_size=64, accumulates=True)
-    parts = found.phases[LOSS] | {"offloaded": found.offloaded}
+    estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulates=True)
+    parts = estimate.phases[LOSS] | {"offloaded": estimate.offloaded}
     return {part: parts[part] / model.num_parameters() for part in ("weights", "gradients", "optimizer", "offloaded")}
 
 
 @pytest.mark.parametrize(
-    ("place", "bytes_each"),
+    ("placement", "bytes_each"),
     [
         (Placement(), (4, 4, 8, 0)),
         (Placement(kind="DDP", processes=4), (4, 4, 8, 0)),
@@ -232,16 +232,16 @@ def state(place: Placement) -> dict[str, float]:
         (Placement(kind="ZeRO-2", processes=4, shards=4, precision="bf16", offloads_optimizer=True), (2, 0, 0, 4)),
     ],
 )
-def test_state_bytes_per_parameter(place, bytes_each):
-    assert tuple(map(pytest.approx, bytes_each)) == tuple(state(place).values())
+def test_state_bytes_per_parameter(placement, bytes_each):
+    assert tuple(map(pytest.approx, bytes_each)) == tuple(state(placement).values())
 
 
 def test_peak_grows_with_sequences_and_falls_with_shards():
     with torch.device("meta"):
         model = build()
 
-    def peak(size, **place):
-        return footprint(model, Placement(**place), micro_batch_size=size, block_size=64, accumulates=False).peak
+    def peak(size, **placement):
+        return footprint(model, Placement(**placement), micro_batch_size=size, block_size=64, accumulates=False).peak
 
     assert peak(1) < peak(2) < peak(3)
     assert peak(8, kind="FSDP2", processes=8, shards=8) < peak(8, kind="DDP", processes=8)

@@ -16,10 +16,10 @@ def events(row, share=1.0):
     steps = round(row.steps * share)
     rows = [{"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 5.0, "val/bits_per_byte": 7.0}]
     for step in range(1, steps + 1):
-        place = {"step": step, "tokens": row.tokens * step // row.steps, "seconds": 1.5 * step}
+        position = {"step": step, "tokens": row.tokens * step // row.steps, "seconds": 1.5 * step}
         loss = 9 * row.flops**-0.1 + 0.1 * (row.steps - step)
-        rows.append(place | {"train/loss": loss})
-        rows.append(place | {"val/loss": loss, "val/bits_per_byte": loss * 1.4})
+        rows.append(position | {"train/loss": loss})
+        rows.append(position | {"val/loss": loss, "val/bits_per_byte": loss * 1.4})
     return rows
 
 
@@ -66,14 +66,14 @@ def test_table_csv_and_json_have_equal_figures(sweep_dir):
     tree = json.loads((sweep_dir / "sweep.json").read_text())
     assert tree["fit"] is None
     assert [row["status"] for row in table] == ["done", "failed (2)", "not started"]
-    for row, found, planned in zip(table, tree["runs"], PLANNED, strict=True):
-        assert found["values"] == planned.values
+    for row, entry, planned in zip(table, tree["runs"], PLANNED, strict=True):
+        assert entry["values"] == planned.values
         assert row["model.depth"] == str(planned.values["model.depth"])
         for key in ("run", "steps", "tokens", "flops", "val_loss", "seconds"):
-            assert row[key] == str(found[key])
+            assert row[key] == str(entry[key])
         line = next(line for line in text.splitlines() if line.startswith(planned.run))
-        assert f"{found['val_loss']:.4f}" in line
-        assert f"{found['tokens']:,}" in line
+        assert f"{entry['val_loss']:.4f}" in line
+        assert f"{entry['tokens']:,}" in line
     half = tree["runs"][2]
     assert (half["steps"], half["tokens"]) == (5, 2000)
     assert half["flops"] == pytest.approx(PLANNED[2].flops / 2)

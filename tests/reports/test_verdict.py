@@ -64,8 +64,12 @@ def test_judge_above_the_band_with_an_equal_recipe_lists_other_causes(reference,
 
 def test_judge_lists_a_missing_text_as_a_cause(reference, config, monkeypatch):
     monkeypatch.setattr(verdict, "text_facts", lambda config: None)
-    seen = Reference(**{**vars(reference), "text": {"train_tokens": 1}})
-    assert judge(seen, config, run(4, 3.2)).causes[0].startswith("the text: the prepared tokens (data.dir) are missing")
+    other_text = Reference(**{**vars(reference), "text": {"train_tokens": 1}})
+    assert (
+        judge(other_text, config, run(4, 3.2))
+        .causes[0]
+        .startswith("the text: the prepared tokens (data.dir) are missing")
+    )
 
 
 def test_judge_a_loss_that_is_not_finite(reference, config):

@@ -46,7 +46,7 @@ def local_bytes(tensor) -> int:
 def recording(accelerator, model, optimizer, state, run, keep):
     states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
     optimizer_state = [value for state in states.values() for key, value in state.items() if key != "step"]
-    held = {
+    sizes = {
         "weights": {
             name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()]
             for name, p in full_state.named_parameters(accelerator, model).items()
@@ -54,7 +54,7 @@ def recording(accelerator, model, optimizer, state, run, keep):
         "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
         "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
     }
-    Path(f"{run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(held))
+    Path(f"{run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(sizes))
     return save_checkpoint(accelerator, model, optimizer, state, run, keep)
 
 
