@@ -87,13 +87,14 @@ def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:
 
 def _same_tokens(configs: dict[str, "Config"]) -> bool:
     """Whether all runs predict tokens of one tokenizer: `char` and `bpe` differ with the text."""
+    from nanogpt_hf.config.sources import source_text
     from nanogpt_hf.reports.reference import text_facts
 
     facts = [text_facts(config) for config in configs.values()]
     if all(facts):
         return len({fact["tokenizer_hash"] for fact in facts if fact}) == 1
     kinds = {
-        (data.tokenizer, data.vocab_size, data.source if data.tokenizer in ("char", "bpe") else "")
+        (data.tokenizer, data.vocab_size, source_text(data) if data.tokenizer in ("char", "bpe") else "")
         for data in (config.data for config in configs.values())
     }
     return len(kinds) == 1

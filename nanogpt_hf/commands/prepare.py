@@ -2,10 +2,10 @@
 
 import argparse
 import logging
-from pathlib import Path
 
 from nanogpt_hf.commands.arguments import list_knobs
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.sources import is_mixture
 
 logger = logging.getLogger(__name__)
 
@@ -24,10 +24,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.data.summary import summary_lines
 
     manifest, prepared_now = prepare(config)
-    data = load_prepared(config) if config.data.format == "chat" else None  # a text may be too short for a block yet
+    # A text alone may be too short for a block yet.
+    data = load_prepared(config) if config.data.format == "chat" or is_mixture(config.data) else None
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
-    for line in summary_lines(manifest, data):
+    for line in summary_lines(config, manifest, data):
         logger.info(line)
     if not prepared_now:
-        verified = check_prepared(Path(config.data.dir))
+        verified = check_prepared(config.data)
         logger.info(f"  {'verified: every byte is as it was written' if verified else NO_CHECKSUMS}")

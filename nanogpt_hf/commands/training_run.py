@@ -1,7 +1,6 @@
 """Options that `pretrain` and `finetune` share, and the dry run."""
 
 import argparse
-from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.commands.arguments import list_knobs
@@ -41,7 +40,7 @@ def run_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 def dry_run(config: Config) -> None:
     """Print the resolved recipe, and the parameters and tokens of its run as far as they are known without its data."""
-    from nanogpt_hf.data.manifest import read_manifest
+    from nanogpt_hf.data.mixed_manifest import find_manifest
     from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import build_config
@@ -50,7 +49,7 @@ def dry_run(config: Config) -> None:
     for line in ["", *dial_lines(config)]:
         show(line)
     try:
-        vocab_size, source = known_vocab_size(config.data, read_manifest(Path(config.data.dir)))
+        vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
         show(f"parameters: {count_parameters(build_config(config.model, vocab_size)):,}")
         show(f"vocabulary: {vocab_size:,} tokens, {source}")
     except DataError as error:

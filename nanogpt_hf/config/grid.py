@@ -6,14 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from nanogpt_hf.config.load import convert, load_config, parse_flow_list
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.errors import ConfigError, UserError
 
 _LARGEST_GRID = 1000  # runs
 _LONGEST_NAME = 120  # of a run folder, in characters
 # Knobs of `data` that leave the prepared tokens as they are; runs that differ in any other have separate data folders.
-_SAME_TOKENS = ("data.block_size", "data.order", "data.packing", "data.num_proc", "data.dir")
+_SAME_TOKENS = ("data.block_size", "data.order", "data.packing", "data.num_proc", "data.dir", "data.max_epochs")
 
 Overrides = list[tuple[str, str]]
 

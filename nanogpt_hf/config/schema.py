@@ -55,7 +55,14 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DataSection:
-    source: str = knob("", "the text: python-docs, a file, folder, glob, http(s) URL, or the name of a Hub data set")
+    source: str | list[dict[str, Any]] = knob(  # noqa: RUF009
+        "",
+        "the text: python-docs, a file, folder, glob, http(s) URL, or the name of a Hub data set; or a list of "
+        "{source, weight}, which are mixed",
+    )
+    max_epochs: float | None = knob(
+        None, "warn before the run if a source would be read more often than this (default: never)", low=0
+    )
     format: Literal["text", "chat"] = knob("text", "text, or conversations: only answers count in the loss")
     sha256: str | None = knob(None, "expected sha256 of the file at a URL")
     config: str | None = knob(None, "configuration of a Hub data set")
@@ -83,6 +90,12 @@ class DataSection:
     packing: Literal["packed", "padded"] = knob(
         "packed", "chat: several conversations per block, which do not attend to each other, or one and padding"
     )
+
+    @property
+    def one_source(self) -> str:
+        """The source if it is not a mixture; of a mixture, config/sources.py gives the data section of each source."""
+        assert isinstance(self.source, str)
+        return self.source
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import torch
 
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.mixture import MixedBlocks
 
 
 class Batches:
@@ -15,7 +16,8 @@ class Batches:
 
     A step sees the same `blocks_per_step` blocks in the same order however many ranks share it: micro-batch i of rank r
     is number i · dp_size + r of the step. `shuffled` takes every block once per epoch, `random` draws them with
-    replacement. `seconds_waited` adds up how long the host took to make micro-batches.
+    replacement. Of a mixture, each source has the order that it would have alone. `seconds_waited` adds up how long the
+    host took to make micro-batches.
     """
 
     def __init__(
@@ -35,27 +37,38 @@ class Batches:
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
-        self._orders: dict[int, np.ndarray] = {}  # by epoch, of the last two: a step may cross an epoch's end
+        self._mixture = blocks if isinstance(blocks, MixedBlocks) else None
+        self._lengths = self._mixture.lengths if self._mixture else [len(blocks)]
+        # By source and epoch, of each source the last two: a step may cross an epoch's end.
+        self._orders: dict[tuple[int, int], np.ndarray] = {}
 
-    def _epoch_order(self, epoch: int) -> np.ndarray:
-        if epoch not in self._orders:
+    def _epoch_order(self, source: int, epoch: int) -> np.ndarray:
+        if (source, epoch) not in self._orders:
             # Sorting raw bits gives a permutation that no version of NumPy changes.
-            bits = np.random.Philox(key=derive_seed(self.seed, "order", epoch)).random_raw(len(self.blocks))
-            self._orders = {number: order for number, order in self._orders.items() if number == epoch - 1}
-            self._orders[epoch] = np.argsort(bits, kind="stable")
-        return self._orders[epoch]
+            bits = np.random.Philox(key=derive_seed(self.seed, "order", epoch)).random_raw(self._lengths[source])
+            kept = {key: order for key, order in self._orders.items() if key[0] != source or key[1] == epoch - 1}
+            self._orders = kept | {(source, epoch): np.argsort(bits, kind="stable")}
+        return self._orders[source, epoch]
 
     def indices(self, step: int) -> np.ndarray:
         """Indices of all blocks of a step (0 is the first), in its order: int64 (blocks_per_step,)."""
         count = self.blocks_per_step
+        samples = np.arange(step * count, (step + 1) * count)
+        bits = None
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
-            indices = (bits % np.uint64(len(self.blocks))).astype(np.int64)
-        else:
-            epochs, places = np.divmod(np.arange(step * count, (step + 1) * count), len(self.blocks))
-            indices = np.empty(count, dtype=np.int64)
-            for epoch in np.unique(epochs):
-                indices[epochs == epoch] = self._epoch_order(int(epoch))[places[epochs == epoch]]
+        sources, numbers = self._mixture.interleave(samples) if self._mixture else (np.zeros_like(samples), samples)
+        indices, start = np.empty(count, dtype=np.int64), 0
+        for source, length in enumerate(self._lengths):
+            rows = np.flatnonzero(sources == source)
+            if bits is not None:
+                indices[rows] = start + (bits[rows] % np.uint64(length)).astype(np.int64)
+            else:
+                epochs, places = np.divmod(numbers[rows], length)
+                for epoch in np.unique(epochs):
+                    now = epochs == epoch
+                    indices[rows[now]] = start + self._epoch_order(source, int(epoch))[places[now]]
+            start += length
         return indices
 
     def micro_batch_number(self, index: int) -> int:

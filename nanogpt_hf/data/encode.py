@@ -17,6 +17,7 @@ from nanogpt_hf.errors import DataError
 
 SHARD_BYTES = 500_000_000
 PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than they save
+_NUMBERED = {"document": datasets.Value("int64")}
 
 
 def encode_split(
@@ -26,22 +27,28 @@ def encode_split(
     chat: ChatFormat | None,
     num_proc: int | None,
     target: Path,
-) -> tuple[datasets.Dataset, SplitFacts]:
-    """Encode texts, or conversations with `chat`; return rows of token ids in the file `target`, and their counts.
+    *,
+    numbered: bool = False,
+) -> datasets.Dataset:
+    """Encode texts, or conversations with `chat`: rows of token ids and of `bytes` of text, in the file `target`.
 
     Each text starts with the token that the tokenizer itself puts there, if any, and ends with `end_of_text_id` if that
-    is not None. Texts that are empty are left out.
+    is not None. Texts that are empty are left out, and a conversation may give several rows; with `numbered` the rows
+    have the number of their `document`.
     """
     processes = _processes(documents, num_proc)
     if chat:
-        rows = _encode_conversations(documents, chat, processes, target)
-    else:
-        rows = _encode_texts(documents, tokenizer, end_of_text_id, processes, target)
+        return _encode_conversations(documents, chat, processes, target, numbered)
+    return _encode_texts(documents, tokenizer, end_of_text_id, processes, target, numbered)
+
+
+def count_rows(rows: datasets.Dataset, documents: int) -> SplitFacts:
+    """The counts of encoded rows, which hold conversations of `documents` documents, or a text each."""
     tokens = sum(len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks)
+    chat = "assistant_mask" in rows.column_names
     assistant_tokens = _assistant_tokens(rows) if chat else None
-    count = documents.num_rows if chat else rows.num_rows  # a conversation may give several rows
-    facts = SplitFacts(count, tokens, sum(rows["bytes"]), assistant_tokens=assistant_tokens)
-    return rows.remove_columns("bytes"), facts
+    count = documents if chat else rows.num_rows
+    return SplitFacts(count, tokens, sum(rows["bytes"]), assistant_tokens=assistant_tokens)
 
 
 def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> SplitFacts:
@@ -64,7 +71,12 @@ def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
 
 
 def _encode_texts(
-    text: datasets.Dataset, tokenizer: Tokenizer, end_of_text_id: int | None, num_proc: int, target: Path
+    text: datasets.Dataset,
+    tokenizer: Tokenizer,
+    end_of_text_id: int | None,
+    num_proc: int,
+    target: Path,
+    numbered: bool,
 ) -> datasets.Dataset:
     """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`; without empty rows."""
     # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
@@ -72,7 +84,7 @@ def _encode_texts(
     kind = np.uint16 if vocab_size <= 2**16 else np.uint32
     start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
 
-    def encode(batch: dict[str, list[str]]) -> dict[str, list]:
+    def encode(batch: dict[str, list[str]], numbers: list[int] | None = None) -> dict[str, list]:
         texts = [text for text in batch["text"] if text]  # rows of a Hub data set may be empty or null
         rows = []
         for ids in encode_batch(texts) if texts else []:
@@ -80,16 +92,18 @@ def _encode_texts(
                 raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
             # checked above: larger ids would wrap
             rows.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
-        return {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
+        columns = {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
+        if numbers is not None:
+            columns["document"] = [number for number, text in zip(numbers, batch["text"], strict=True) if text]
+        return columns
 
-    features = datasets.Features(
-        {"input_ids": datasets.List(datasets.Value(np.dtype(kind).name)), "bytes": datasets.Value("int64")}
-    )
+    features = {"input_ids": datasets.List(datasets.Value(np.dtype(kind).name)), "bytes": datasets.Value("int64")}
     return text.map(
         encode,
         batched=True,
+        with_indices=numbered,
         remove_columns=text.column_names,
-        features=features,
+        features=datasets.Features(features | _NUMBERED if numbered else features),
         num_proc=num_proc if num_proc > 1 else None,
         cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
         load_from_cache_file=False,
@@ -99,7 +113,7 @@ def _encode_texts(
 
 
 def _encode_conversations(
-    conversations: datasets.Dataset, chat: ChatFormat, num_proc: int, target: Path
+    conversations: datasets.Dataset, chat: ChatFormat, num_proc: int, target: Path, numbered: bool
 ) -> datasets.Dataset:
     """Rows of messages -> rows of `input_ids`, `assistant_mask` (1 for tokens of answers) and the answers' `bytes`.
 
@@ -107,21 +121,30 @@ def _encode_conversations(
     """
     kind = np.uint16 if len(chat.hf) <= 2**16 else np.uint32
 
-    def encode(batch: dict[str, list]) -> dict[str, list]:
-        examples = chat.examples(batch["messages"])
-        return {
+    def encode(batch: dict[str, list], numbers: list[int] | None = None) -> dict[str, list]:
+        if numbers is None:
+            by_document = [chat.examples(batch["messages"])]
+        else:
+            by_document = [chat.examples([messages]) for messages in batch["messages"]]
+        examples = [example for own in by_document for example in own]
+        columns = {
             "input_ids": [np.asarray(example.input_ids, dtype=np.uint32).astype(kind) for example in examples],
             "assistant_mask": [np.asarray(example.assistant_mask, dtype=np.uint8) for example in examples],
             "bytes": [example.bytes for example in examples],
         }
+        if numbers is not None:
+            columns["document"] = [n for n, own in zip(numbers, by_document, strict=True) for _ in own]
+        return columns
 
     columns = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
     features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in columns.items()}
+    features |= {"bytes": datasets.Value("int64")}
     return conversations.map(
         encode,
         batched=True,
+        with_indices=numbered,
         remove_columns=conversations.column_names,
-        features=datasets.Features(features | {"bytes": datasets.Value("int64")}),
+        features=datasets.Features(features | _NUMBERED if numbered else features),
         num_proc=num_proc if num_proc > 1 else None,
         cache_file_name=str(target),
         load_from_cache_file=False,

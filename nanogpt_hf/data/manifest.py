@@ -143,11 +143,11 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
                 f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
                 "choose another --data.dir, or remove the folder to prepare it again"
             )
-    if is_url(data.source) and data.sha256 and manifest.revision != f"sha256:{data.sha256.lower()}":
+    if is_url(data.one_source) and data.sha256 and manifest.revision != f"sha256:{data.sha256.lower()}":
         raise DataError(f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's {data.sha256}")
     if manifest.file_state:
         try:
-            files = find_files(data.source)
+            files = find_files(data.one_source)
         except DataError:
             return  # the text is on the machine that prepared it
         if files and file_state(files) != manifest.file_state and file_digest(files) != manifest.revision:

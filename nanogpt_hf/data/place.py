@@ -5,8 +5,17 @@ is filled by a few renames at the end.
 """
 
 import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
+import filelock
+
+from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
+from nanogpt_hf.errors import DataError, Stopped
+
+Facts = TypeVar("Facts")
 _PARTIAL, _LOCK = ".partial", ".lock"
 _NO_CONTENT = {_PARTIAL, _LOCK, "lost+found"}  # the last is what ext4 makes
 
@@ -36,3 +45,53 @@ def put_in_place(partial: Path, folder: Path, last: str | None = None) -> None:
     for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
         path.rename(folder / path.name)
     partial.rmdir()
+
+
+def make_once(
+    folder: Path,
+    *,
+    find: Callable[[], Facts | None],
+    check: Callable[[], None],
+    write: Callable[[Path], Facts],
+    last: str,
+    busy: str | None = None,
+) -> tuple[Facts, bool]:
+    """Write `folder` unless `find` finds it complete; return its facts and whether it was written now.
+
+    `check` is called before any folder is made, `write` with the folder to fill; the file `last` makes it complete. If
+    another process writes it, wait, or raise DataError with the message `busy`. An interruption leaves nothing,
+    SIGKILL nothing that looks complete. Raises DataError if the folder cannot be written or holds something else, and
+    Stopped at a signal.
+    """
+    other = f"{folder}: exists and holds no {last}; choose another --data.dir"
+    try:
+        # In this order: a folder that another process has just finished is full, but its last file is there by then.
+        occupied = not is_vacant(folder) and not partial_of(folder).exists()
+        if (facts := find()) is not None:
+            return facts, False
+        if occupied:
+            raise DataError(other)
+        check()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_of(folder)
+        lock.touch()  # if no file can be made, as in /proc, filelock would retry for ever
+        with raise_on_signals(), filelock.FileLock(lock, timeout=-1 if busy is None else 0):
+            if (facts := find()) is not None:  # another process was faster
+                return facts, False
+            if not is_vacant(folder):
+                raise DataError(other)
+            partial = partial_of(folder)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
+            partial.mkdir()
+            try:
+                facts = write(partial)
+                put_in_place(partial, folder, last=last)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except filelock.Timeout:
+        raise DataError(f"{folder}: {busy}") from None
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error}") from error
+    except Interrupted as signal:
+        raise Stopped(f"{folder}: stopped by {signal} while it was being prepared; nothing was kept") from None
+    return facts, True

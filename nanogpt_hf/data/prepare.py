@@ -10,85 +10,84 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import datasets
-import filelock
 import numpy as np
 import pyarrow
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.data.chat_template import chat_format
-from nanogpt_hf.data.encode import encode_split, save_split
-from nanogpt_hf.data.interruption import Interrupted, raise_on_signals
+from nanogpt_hf.data.encode import count_rows, encode_split, save_split
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     FORMAT,
     MANIFEST,
     Manifest,
+    SplitFacts,
     check_fits,
     read_manifest,
     tool_versions,
     write_manifest,
 )
-from nanogpt_hf.data.place import is_vacant, lock_of, partial_of, put_in_place
+from nanogpt_hf.data.mixed_manifest import find_manifest
+from nanogpt_hf.data.place import make_once
 from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.progress import shows_bars
 from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents, without_login
-from nanogpt_hf.data.tokenizer import build_tokenizer, end_of_text_id_of, save_tokenizer, vocabulary_hash
-from nanogpt_hf.errors import DataError, Stopped
+from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, end_of_text_id_of, save_tokenizer, vocabulary_hash
+from nanogpt_hf.errors import DataError
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
-    """Prepare `config.data` in its folder; return the manifest and whether anything had to be done.
+    """Prepare `config.data`, each source of a mixture in its own folder.
 
-    Safe to call from several processes at once: one prepares, the others wait for it. An interruption leaves nothing,
-    SIGKILL nothing that looks complete. Raises DataError if the text cannot be read or the folder contains something
-    else, and Stopped at a signal.
+    Return the manifest and whether anything had to be done. Safe to call from several processes at once: one prepares,
+    the others wait for it. An interruption leaves nothing, SIGKILL nothing that looks complete. Raises DataError if the
+    text cannot be read or the folder contains something else, and Stopped at a signal.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
-    folder = Path(config.data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
+    if not is_mixture(config.data):
+        return _prepare_source(config.data)
+    if read_manifest(Path(config.data.dir)):
+        raise DataError(
+            f"{config.data.dir}: holds the prepared data of one source, and the recipe mixes several; "
+            "choose another --data.dir"
+        )
+    done = [_prepare_source(source.data)[1] for source in sources_of(config.data)]
+    manifest = find_manifest(config.data)
+    assert manifest is not None  # each source has one now
+    return manifest, any(done)
+
+
+def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
+    folder = Path(data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
     try:
-        # In this order: a folder that another process has just finished is full, but its manifest is there by then.
-        occupied = not is_vacant(folder) and not partial_of(folder).exists()
-        if manifest := read_manifest(folder):
-            check_fits(manifest, config.data)
-            return manifest, False
-        if occupied:
-            raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
-        _check_source(config.data, folder)  # before any folder is made
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        lock = lock_of(folder)
-        lock.touch()  # if no file can be made, as in /proc, filelock would retry for ever
-        with raise_on_signals(), filelock.FileLock(lock):
-            if manifest := read_manifest(folder):  # another process was faster
-                check_fits(manifest, config.data)
-                return manifest, False
-            if not is_vacant(folder):
-                raise DataError(f"{folder}: exists and holds no {MANIFEST}; choose another --data.dir")
-            partial = partial_of(folder)
-            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
-            partial.mkdir()
-            try:
-                manifest = _prepare_in(partial, config.data)
-                put_in_place(partial, folder, last=MANIFEST)
-            finally:
-                shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"{folder}: cannot be written: {error}") from error
-    except Interrupted as signal:
-        raise Stopped(f"{folder}: stopped by {signal} while it was being prepared; nothing was kept") from None
+        return make_once(
+            folder,
+            find=lambda: fitting_manifest(folder, data),
+            check=lambda: _check_source(data, folder),
+            write=lambda partial: _prepare_in(partial, data),
+            last=MANIFEST,
+        )
     except MemoryError:
-        source = without_login(config.data.source)
+        source = without_login(data.one_source)
         raise DataError(f"data.source: {source}: too large for the memory of this machine") from None
-    return manifest, True
+
+
+def fitting_manifest(folder: Path, data: DataSection) -> Manifest | None:
+    """The manifest in `folder`, or None. Raises DataError if it does not fit the recipe."""
+    if manifest := read_manifest(folder):
+        check_fits(manifest, data)
+    return manifest
 
 
 def _check_source(data: DataSection, folder: Path) -> None:
     """Raises DataError if a local source is missing, or contains `folder`, which would be read as text."""
-    find_files(data.source)
-    source = Path(os.path.expanduser(data.source))
+    find_files(data.one_source)
+    source = Path(os.path.expanduser(data.one_source))
     if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
-        raise DataError(f"{folder}: is inside data.source {data.source}, and would be read as text; choose another")
+        raise DataError(f"{folder}: is inside data.source {data.one_source}, and would be read as text; choose another")
 
 
 def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset, datasets.Dataset]:
@@ -97,7 +96,7 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
         return documents.train, documents.validation
     count = len(documents.train)
     if count == 1 and data.format == "chat":
-        raise DataError(f"data.source: {data.source}: one conversation is too few to validate on another; give two")
+        raise DataError(f"data.source: {data.one_source}: one conversation is too few to validate on another; give two")
     if count == 1:
         text = documents.train[0]["text"] or ""
         cut = int(len(text) * (1 - data.validation_fraction))
@@ -108,11 +107,17 @@ def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset
             return datasets.Dataset(pyarrow.table({"text": pyarrow.array([part], kind)}), fingerprint=name)
 
         return lone(text[:cut], "train"), lone(text[cut:], "validation")
+    train, validation = held_out_rows(count, data)
+    return documents.train.select(train), documents.train.select(validation)
+
+
+def held_out_rows(count: int, data: DataSection) -> tuple[np.ndarray, np.ndarray]:
+    """The rows to train on and those to validate on, of `count` documents, each in order."""
     held_out = max(1, round(count * data.validation_fraction))
     # argsort of raw bits: a permutation that no version of NumPy changes
     bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
     order = np.argsort(bits, kind="stable")
-    return documents.train.select(np.sort(order[held_out:])), documents.train.select(np.sort(order[:held_out]))
+    return np.sort(order[held_out:]), np.sort(order[:held_out])
 
 
 def _texts(splits: Collection[datasets.Dataset]) -> Iterator[str]:
@@ -140,24 +145,42 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     facts = {}
     for name, split in splits.items():
         target = scratch / f"{name}.arrow"
-        rows, counts = encode_split(split, tokenizer, end_of_text_id, chat, data.num_proc, target)
-        if not counts.tokens:
-            raise DataError(f"data.source: {data.source}: too little text: none is left for {name}")
-        facts[name] = save_split(rows, counts, folder / name)
+        rows = encode_split(split, tokenizer, end_of_text_id, chat, data.num_proc, target)
+        facts[name] = save_counted(rows, split.num_rows, folder / name, data)
+    shutil.rmtree(scratch)
+    return write_facts(folder, data, tokenizer, documents.revision, end_of_text_id, facts)
+
+
+def save_counted(rows: datasets.Dataset, documents: int, folder: Path, data: DataSection) -> SplitFacts:
+    """Write the encoded rows of a split; return its facts. Raises DataError if there is no token."""
+    counts = count_rows(rows, documents)
+    if not counts.tokens:
+        raise DataError(f"data.source: {data.one_source}: too little text: none is left for {folder.name}")
+    return save_split(rows.remove_columns("bytes"), counts, folder)
+
+
+def write_facts(
+    folder: Path,
+    data: DataSection,
+    tokenizer: Tokenizer,
+    revision: str,
+    end_of_text_id: int | None,
+    facts: dict[str, SplitFacts],
+) -> Manifest:
+    """Write tokenizer and manifest, the end of every preparation; return the manifest."""
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
-    local = find_files(data.source)
+    local = find_files(data.one_source)
     manifest = Manifest(
         format=FORMAT,
         recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
-        revision=documents.revision,
+        revision=revision,
         file_state=file_state(local) if local else None,
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
         end_of_text_id=end_of_text_id,
         **facts,
         versions=tool_versions(),
-        start_of_text_id=None if chat else tokenizer.start_of_text_id,
+        start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
     )
-    shutil.rmtree(scratch)
     write_manifest(folder, manifest)
     return manifest

@@ -5,10 +5,13 @@ from pathlib import Path
 
 import transformers
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import MANIFEST, Manifest, check_fits, read_manifest
+from nanogpt_hf.data.mixed_manifest import find_manifest
+from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.data.shards import check_bytes, check_sizes
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, start_of_text_id_of, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
@@ -21,8 +24,8 @@ TOKENIZER = "tokenizer"
 class PreparedData:
     """Prepared tokens, ready to train on."""
 
-    train: TokenBlocks | Examples
-    validation: TokenBlocks | Examples
+    train: TokenBlocks | Examples | MixedBlocks
+    validation: TokenBlocks | Examples | MixedBlocks
     tokenizer: transformers.PreTrainedTokenizerBase
     manifest: Manifest
 
@@ -37,13 +40,27 @@ class PreparedData:
 
 def load_prepared(config: Config) -> PreparedData:
     """Open prepared data. Raises DataError if it is missing, does not fit the recipe, or is too short for a block."""
-    folder = Path(config.data.dir)
+    if not is_mixture(config.data):
+        return _load_source(config.data)
+    sources = sources_of(config.data)
+    parts, weights = [_load_source(source.data) for source in sources], [source.weight for source in sources]
+    manifest = find_manifest(config.data)
+    assert manifest is not None  # each source has one
+    train, validation = (
+        MixedBlocks([p.train for p in parts], weights),
+        MixedBlocks([p.validation for p in parts], weights),
+    )
+    return PreparedData(train, validation, parts[0].tokenizer, manifest)
+
+
+def _load_source(data: DataSection) -> PreparedData:
+    folder = Path(data.dir)
     manifest = require_manifest(folder)
-    check_fits(manifest, config.data)
+    check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
     tokens = [open_tokens(folder, split, manifest) for split in ("train", "validation")]
-    block_size, packing = config.data.block_size, config.data.packing
-    if config.data.format == "chat":
+    block_size, packing = data.block_size, data.packing
+    if data.format == "chat":
         sizes = {"block_size": block_size, "packing": packing, "vocab_size": manifest.vocab_size}
         train, validation = (Examples.open(folder / split, **sizes) for split in ("train", "validation"))
         for split, examples in (("train", train), ("validation", validation)):
@@ -61,7 +78,7 @@ def load_prepared(config: Config) -> PreparedData:
         )
     if len(validation) < 2:
         raise DataError(f"{folder}: {len(validation)} validation tokens; raise data.validation_fraction")
-    blocks = TokenBlocks(train, block_size, stride=1 if config.data.order == "random" else None)
+    blocks = TokenBlocks(train, block_size, stride=1 if data.order == "random" else None)
     return PreparedData(blocks, TokenBlocks(validation, block_size, partial=True), tokenizer, manifest)
 
 
@@ -100,11 +117,17 @@ def open_tokens(folder: Path, split: str, manifest: Manifest) -> TokenStream:
     return stream
 
 
-def check_prepared(folder: Path) -> bool:
-    """Verify all prepared data; false if there are no checksums (older versions recorded none).
+def check_prepared(data: DataSection) -> bool:
+    """Verify all prepared data, of a mixture that of every source; false if there are no checksums.
 
-    Raises DataError for a byte that changed since it was prepared, and for a token beyond the vocabulary.
+    Older versions recorded none. Raises DataError for a byte that changed since it was prepared, and for a token beyond
+    the vocabulary.
     """
+    checked = [_check_folder(Path(source.data.dir)) for source in sources_of(data)]
+    return all(checked)
+
+
+def _check_folder(folder: Path) -> bool:
     manifest = require_manifest(folder)
     open_tokenizer(folder, manifest)
     for split in ("train", "validation"):

@@ -193,24 +193,24 @@ def _from_hub(data: DataSection, scratch: Path) -> Documents:
     def load(split: str) -> datasets.Dataset:
         try:
             loaded = datasets.load_dataset(
-                data.source, data.config, split=split, revision=data.revision, trust_remote_code=False
+                data.one_source, data.config, split=split, revision=data.revision, trust_remote_code=False
             )
         except Exception as error:  # of the network, of the Hub, of a loading script, of a file format, ...
             reason = " ".join(str(error).split()) or type(error).__name__
             raise DataError(
-                f"data.source: {data.source}: no file or folder here, and the Hub did not give it: {reason}"
+                f"data.source: {data.one_source}: no file or folder here, and the Hub did not give it: {reason}"
             ) from None
         if not loaded.num_rows:
-            raise DataError(f"data.source: {data.source}: split {split!r} is empty; there is no text to train on")
+            raise DataError(f"data.source: {data.one_source}: split {split!r} is empty; there is no text to train on")
         if data.format == "chat":
             return loaded
         if data.text_column not in loaded.column_names:
             raise DataError(
-                f"data.text_column: {data.source} has no column {data.text_column!r}; "
+                f"data.text_column: {data.one_source} has no column {data.text_column!r}; "
                 f"it has: {', '.join(loaded.column_names)}"
             )
         if loaded.features[data.text_column] not in (datasets.Value("string"), datasets.Value("large_string")):
-            raise DataError(f"data.text_column: column {data.text_column!r} of {data.source} does not hold text")
+            raise DataError(f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text")
         return loaded.select_columns(data.text_column).rename_columns({data.text_column: "text"})
 
     train = load(data.split)
@@ -220,7 +220,7 @@ def _from_hub(data: DataSection, scratch: Path) -> Documents:
     if data.format == "chat":
 
         def conversations(rows: datasets.Dataset, split: str | None) -> datasets.Dataset:
-            return _collect(_read_chat_rows, _CHAT, scratch, rows=rows, where=f"{data.source}: split {split}")
+            return _collect(_read_chat_rows, _CHAT, scratch, rows=rows, where=f"{data.one_source}: split {split}")
 
         train = conversations(train, data.split)
         validation = validation and conversations(validation, data.validation_split)
@@ -232,19 +232,19 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
 
     Raises DataError if the source does not exist, has no text, or cannot be read as `data.format`.
     """
-    files = find_files(data.source)
-    if not files and data.source != PYTHON_DOCS and not is_url(data.source):
+    files = find_files(data.one_source)
+    if not files and data.one_source != PYTHON_DOCS and not is_url(data.one_source):
         return _from_hub(data, scratch)
     if data.validation_split:
         raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
-    if data.source == PYTHON_DOCS:
+    if data.one_source == PYTHON_DOCS:
         return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}")
     downloaded = not files
-    files = files or [_download(data.source, data.sha256, scratch)]
+    files = files or [_download(data.one_source, data.sha256, scratch)]
     chat, chosen = data.format == "chat", [str(path) for path in files]
-    if chat and os.path.isdir(os.path.expanduser(data.source)):  # without a README in the folder
+    if chat and os.path.isdir(os.path.expanduser(data.one_source)):  # without a README in the folder
         chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
-    arguments = {"chat": chat, "text_column": data.text_column, "source": without_login(data.source)}
+    arguments = {"chat": chat, "text_column": data.text_column, "source": without_login(data.one_source)}
     try:
         documents = _collect(_read_files, _CHAT if chat else _TEXT, scratch, files=chosen, **arguments)
     except DataError as error:

@@ -2,14 +2,13 @@
 
 import contextlib
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.manifest import read_manifest
+from nanogpt_hf.data.mixed_manifest import find_manifest
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.data.tokens import TokenStream
@@ -30,7 +29,7 @@ def prepared_if_any(config: Config, use_prepared: bool) -> tuple[PreparedData | 
     if not use_prepared:
         return None, "no recipe", None
     try:
-        if read_manifest(Path(config.data.dir)) is None:
+        if find_manifest(config.data) is None:
             return None, f"{config.data.dir} is not prepared yet", None
         return load_prepared(config), config.data.dir, None
     except DataError as error:
@@ -41,7 +40,7 @@ def vocab_size_of(config: Config) -> int:
     """Tokens of the prepared data, or of the recipe's tokenizer; as many as GPT-2's if neither can be read."""
     manifest = None
     with contextlib.suppress(DataError):  # reported when the data is opened
-        manifest = read_manifest(Path(config.data.dir))
+        manifest = find_manifest(config.data)
     with contextlib.suppress(DataError):
         return known_vocab_size(config.data, manifest)[0]
     return GPT2_VOCAB_SIZE

@@ -8,7 +8,6 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -74,7 +73,7 @@ def parameter_digests(model: torch.nn.Module) -> dict[str, str]:
 def verify_data(config: Config) -> tuple[bool, str | None]:
     """Whether the prepared data has checksums, and the first mismatch. Reads all of it."""
     try:
-        return check_prepared(Path(config.data.dir)), None
+        return check_prepared(config.data), None
     except DataError as error:
         return True, str(error)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.manifest import MANIFEST
 from nanogpt_hf.data.prepared import open_tokens, require_manifest
 from nanogpt_hf.data.source import PYTHON_DOCS, find_files, is_url, load_documents
@@ -36,8 +37,10 @@ def read_corpus(data: DataSection, split: str | None, tokenizer: Tokenizer, scra
     `split` is required for a Hub data set; for prepared data it is validation by default. Raises DataError if there is
     no such text, or the model's tokenizer cannot encode it.
     """
+    if is_mixture(data):
+        raise DataError("--data: expected one source, got a list; evaluate each source alone")
     try:
-        folder = Path(os.path.expanduser(data.source))
+        folder = Path(os.path.expanduser(data.one_source))
         if os.path.isdir(folder) and (folder / MANIFEST).is_file():
             corpus = _read_prepared(folder, split or "validation", tokenizer)
         else:
@@ -63,14 +66,15 @@ def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
 
 
 def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scratch: Path) -> Corpus:
-    if not find_files(data.source) and data.source != PYTHON_DOCS and not is_url(data.source):
+    source = data.one_source
+    if not find_files(source) and source != PYTHON_DOCS and not is_url(source):
         if split is None:
-            raise DataError(f"--data: {data.source}: no file here; for a data set on the Hub give --data.split test")
+            raise DataError(f"--data: {source}: no file here; for a data set on the Hub give --data.split test")
         data = replace(data, split=split)
     elif split is not None:
         raise DataError("--data.split: only a Hub data set and prepared data have splits")
     documents = load_documents(data, scratch)
-    name = data.source if split is None else f"{data.source} ({split})"
+    name = source if split is None else f"{source} ({split})"
     return corpus_of(documents.train["text"], tokenizer, name, documents.revision)
 
 

@@ -13,6 +13,10 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
+from nanogpt_hf.data.manifest import SplitFacts
+from nanogpt_hf.data.mixed_manifest import MixedManifest
+from nanogpt_hf.data.mixture import MixedBlocks
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
@@ -84,6 +88,60 @@ def evaluate_blocks(
                 return None
     loss, count = (sum_over_ranks(accelerator, part).item() for part in (total, num_targets))
     return Evaluation(loss / count, int(count), bytes_per_token)
+
+
+def evaluate_data(
+    accelerator: Accelerator,
+    mesh: Mesh,
+    model: torch.nn.Module,
+    objective: Objective,
+    data: PreparedData,
+    *,
+    micro_batch_size: int,
+    tokens: int | Literal["all"],
+    stopping: Callable[[], bool] = lambda: False,
+) -> tuple[Evaluation, dict[str, Evaluation]] | None:
+    """The loss on the validation split by `evaluate_blocks`; of a mixture also that of each source, by name.
+
+    The loss of a mixture is the mean of its sources' losses, each weighted by its share of the training sequences; its
+    bytes per token are weighted alike. Each source is measured on the same number of tokens, `tokens` in all.
+    """
+
+    def evaluate(blocks: Blocks, tokens: int | Literal["all"], facts: SplitFacts) -> Evaluation | None:
+        return evaluate_blocks(
+            accelerator,
+            mesh,
+            model,
+            objective,
+            blocks,
+            micro_batch_size=micro_batch_size,
+            tokens=tokens,
+            bytes_per_token=facts.bytes_per_token,
+            stopping=stopping,
+        )
+
+    blocks, manifest = data.validation, data.manifest
+    if not (isinstance(blocks, MixedBlocks) and isinstance(manifest, MixedManifest)):
+        whole = evaluate(blocks, tokens, manifest.validation)
+        return whole and (whole, {})
+    each = tokens if tokens == "all" else tokens // len(manifest.sources)
+    parts: dict[str, Evaluation] = {}
+    for source, part in zip(manifest.sources, blocks.parts, strict=True):
+        evaluation = evaluate(part, each, source.manifest.validation)
+        if evaluation is None:
+            return None
+        parts[source.name] = evaluation
+    return mixed_evaluation(list(parts.values()), [source.weight for source in manifest.sources]), parts
+
+
+def mixed_evaluation(parts: list[Evaluation], weights: list[int]) -> Evaluation:
+    """The evaluations of sources as one, weighted by the sources' shares of the mixture."""
+    shares = [weight / sum(weights) for weight in weights]
+    return Evaluation(
+        sum(share * part.loss for share, part in zip(shares, parts, strict=True)),
+        sum(part.tokens for part in parts),
+        sum(share * part.bytes_per_token for share, part in zip(shares, parts, strict=True)),
+    )
 
 
 @torch.no_grad()

@@ -8,9 +8,12 @@ from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.config.sources import is_mixture, source_text, sources_of
 from nanogpt_hf.data.bpe import TRAINING_BYTES
+from nanogpt_hf.data.interleave import Interleave
 from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.mixed_manifest import MixedManifest, PreparedSource
 from nanogpt_hf.data.source import PYTHON_DOCS
 from nanogpt_hf.export.staging import PATH_PLACEHOLDER
 from nanogpt_hf.formatting import format_number
@@ -34,11 +37,12 @@ def model_card(
     `state` is the training state when it was saved, `machine` one line about the hardware, `base_model` the Hub id or
     name of the model that fine-tuning started from.
     """
-    source, results = config.data.source, _eval_results(config, manifest, state)
+    source, results = source_text(config.data), _eval_results(config, manifest, state)
+    sources = _prepared_sources(config, manifest)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
-        datasets=[config.data.source] if _is_on_hub(config, manifest) else None,
+        datasets=[part.data.one_source for part in sources if _is_on_hub(part.data, part.manifest)] or None,
         model_name=config.name if results else None,
         eval_results=results or None,
     )
@@ -67,22 +71,29 @@ def minimal_card(name: str, model_config: PreTrainedConfig) -> str:
     return _card(name, model_config, "whose training is not recorded here", ModelCardData(), sections)
 
 
-def _is_on_hub(config: Config, manifest: Manifest) -> bool:
+def _prepared_sources(config: Config, manifest: Manifest) -> tuple[PreparedSource, ...]:
+    """The sources of a mixture, or the only one."""
+    if isinstance(manifest, MixedManifest):
+        return manifest.sources
+    return tuple(PreparedSource(*source, manifest) for source in sources_of(config.data))
+
+
+def _is_on_hub(data: DataSection, manifest: Manifest) -> bool:
     """Whether the text is a data set on the Hub. The revision of files and downloads is a checksum."""
-    return config.data.source != PYTHON_DOCS and not manifest.revision.startswith("sha256:")
+    return not is_mixture(data) and data.source != PYTHON_DOCS and not manifest.revision.startswith("sha256:")
 
 
 def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list[EvalResult]:
     """The validation loss in the format of the Hub's model-index; empty if there is no finite loss."""
     if state.evaluation is None or not math.isfinite(state.evaluation.loss):
         return []
-    source = config.data.source
+    source = source_text(config.data)
     values = {
         ("loss", "validation loss, nats per token"): state.evaluation.loss,
         ("perplexity", "validation perplexity, per token"): state.evaluation.perplexity,
         ("bits_per_byte", "validation bits per byte"): state.evaluation.bits_per_byte,
     }
-    on_hub = _is_on_hub(config, manifest)
+    on_hub = _is_on_hub(config.data, manifest)
     return [
         EvalResult(
             task_type="text-generation",
@@ -99,6 +110,15 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
     ]
 
 
+def _describe_source(data: DataSection, manifest: Manifest) -> str:
+    source = source_text(data)
+    if _is_on_hub(data, manifest):
+        if data.config:
+            source += f", configuration {data.config}"
+        source += f", split {data.split}"
+    return source
+
+
 def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
     data, optim, train = config.data, config.optim, config.train
     packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
@@ -109,11 +129,15 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     else:
         split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
         seen = f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)"
-    source = data.source
-    if _is_on_hub(config, manifest):
-        if data.config:
-            source += f", configuration {data.config}"
-        source += f", split {data.split}"
+    sources = {"data": _describe_source(data, manifest), "data revision": manifest.revision}
+    if isinstance(manifest, MixedManifest):
+        samples = state.tokens // data.block_size
+        counts = Interleave([part.weight for part in manifest.sources]).counts(samples).tolist()
+        sources = {
+            f"data: {part.name}": f"{_describe_source(part.data, part.manifest)}; {count / max(1, samples):.2%} of the "
+            f"sequences; {part.manifest.train.tokens:,} tokens; revision {part.manifest.revision}"
+            for part, count in zip(manifest.sources, counts, strict=True)
+        }
     optimizer = f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
     if optim.state == "8bit":
         optimizer += ", 8-bit state (torchao)"
@@ -125,8 +149,7 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
         optimizer = f"{muon}, for the matrices inside the blocks; for the rest {optimizer}"
         rate = f"{optim.muon_learning_rate:g} (Muon) and {rate} (AdamW)"
     return {
-        "data": source,
-        "data revision": manifest.revision,
+        **sources,
         "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens{_tokenizer_training(config)}",
         "training split": split,
         "tokens seen": seen,
@@ -162,7 +185,12 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
             "bits per byte": format_number(result.bits_per_byte, 4),
         }
     )
-    if config.data.validation_split:
+    if isinstance(manifest, MixedManifest):
+        split = (
+            "Each source has its own validation split. The loss is the mean of the sources' losses, weighted by their "
+            "shares of the training sequences; bytes per token are weighted alike."
+        )
+    elif config.data.validation_split:
         split = f"The validation split is {_code(config.data.validation_split)} of the data set."
     elif "validation_fraction" in manifest.recipe:
         split = (

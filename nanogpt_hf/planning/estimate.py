@@ -8,8 +8,10 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps, divisors
-from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.manifest import Manifest, read_manifest
+from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.data.manifest import Manifest
+from nanogpt_hf.data.mixed_manifest import find_manifest
 from nanogpt_hf.data.source import find_files
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
@@ -79,7 +81,7 @@ def estimate(
         raise UserError(NOT_UNDER_ZERO)
     if config.optim.name == "muon" and place.zero:
         raise UserError(NO_MUON_UNDER_ZERO)
-    manifest = read_manifest(Path(config.data.dir))
+    manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     try:
         accumulation = accumulation_steps(config, place.processes)
@@ -182,10 +184,15 @@ def _by_part(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> int | None:
-    if manifest:
-        return sum(path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file())
-    files = find_files(config.data.source)
-    one_byte = config.data.tokenizer in ("char", "gpt2", "bpe")
+    sizes = [_source_bytes(source.data, manifest is not None, vocab_size) for source in sources_of(config.data)]
+    return None if None in sizes else sum(size or 0 for size in sizes)
+
+
+def _source_bytes(data: DataSection, prepared: bool, vocab_size: int) -> int | None:
+    if prepared:
+        return sum(path.stat().st_size for path in Path(data.dir).rglob("*") if path.is_file())
+    files = find_files(data.one_source)
+    one_byte = data.tokenizer in ("char", "gpt2", "bpe")
     if not one_byte or not files or {path.suffix for path in files} - {".txt", ".md"}:
         return None
     # none of these tokenizers makes more tokens than a text has bytes

@@ -2,9 +2,10 @@
 
 import numpy as np
 
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.sources import knob_text
 from nanogpt_hf.formatting import format_duration
-from nanogpt_hf.runs.metrics import Event, column
+from nanogpt_hf.runs.metrics import Event, column, names
 
 
 def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
@@ -22,16 +23,24 @@ def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
         else:
             row += ["–", "–", "–"]
         rows.append(row)
-    return _table(rows, right_aligned=True)
+    table = _table(rows, right_aligned=True)
+    sources = {name: None for events in runs.values() for name in names(events) if name.startswith(f"{metric}/")}
+    if not sources:
+        return table
+    rows = [[f"last {metric} of", *(name.removeprefix(f"{metric}/") for name in sources)]]
+    for run, events in runs.items():
+        values = (column(events, name)[1] for name in sources)
+        rows.append([run, *(f"{value[-1]:.4f}" if len(value) else "–" for value in values)])
+    return f"{table}\n\n{_table(rows, right_aligned=True)}"
 
 
 def compare_recipes(configs: dict[str, Config]) -> str:
     """A table of the knobs that differ between the recipes, with one column per run."""
     rows = []
     for key in KNOBS:
-        values = [get_value(config, key) for config in configs.values()]
+        values = [knob_text(config, key) for config in configs.values()]
         if any(value != values[0] for value in values):
-            rows.append([key, *map(str, values)])
+            rows.append([key, *values])
     if not rows:
         return "the recipes are equal"
     return "the recipes differ in\n" + _table([["knob", *configs], *rows])

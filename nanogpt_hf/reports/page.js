@@ -4,10 +4,10 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const BOX = { left: 64, right: 930, top: 10, bottom: 380 };
 
-// The menu: both losses together, a metric of all layers together, and every other metric alone.
+// The menu: both losses together, a metric of all layers or of all sources together, and every other metric alone.
 const families = new Map([["loss", []]]);
 data.groups.forEach((group) => Object.keys(group.metrics).forEach((name) => {
-  const family = ["train/loss", "val/loss"].includes(name) ? "loss" : name.replace(/^layers\/[^/]+\//, "layers/*/");
+  const family = ["train/loss", "val/loss"].includes(name) ? "loss" : name.replace(/^layers\/[^/]+\//, "layers/*/").replace(/^((?:val|train)\/\w+)\/.+/, "$1/*");
   if (!families.has(family)) families.set(family, []);
   families.get(family).push({ name, group, values: group.metrics[name], shown: true });
 }));

@@ -17,6 +17,7 @@ import numpy as np
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.shipped import shipped_folder
+from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -100,9 +101,9 @@ def read_reference(path: Path) -> Reference:
 
 def text_facts(config: Config) -> dict[str, Any] | None:
     """Facts that identify the prepared tokens of a recipe; None if they are not on this machine."""
-    from nanogpt_hf.data.manifest import read_manifest  # imports datasets, which is slow
+    from nanogpt_hf.data.mixed_manifest import find_manifest  # imports datasets, which is slow
 
-    manifest = read_manifest(Path(config.data.dir))
+    manifest = find_manifest(config.data)
     return manifest and {
         "revision": manifest.revision,
         "tokenizer_hash": manifest.tokenizer_hash,
@@ -119,9 +120,10 @@ def experiment_of(config: Config) -> dict[str, Any]:
     for key in keys:
         if key.startswith(_USUALLY_DEFAULT) and experiment[key] == KNOBS[key].default:
             del experiment[key]  # the defaults mean pretraining with AdamW; older references lack these knobs
-    source = Path(str(config.data.source)).expanduser()
-    if source.is_absolute() or source.exists():
-        experiment["data.source"] = None
+    if not is_mixture(config.data):
+        source = Path(config.data.one_source).expanduser()
+        if source.is_absolute() or source.exists():
+            experiment["data.source"] = None
     return experiment
 
 

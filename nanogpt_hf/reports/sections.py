@@ -7,6 +7,7 @@ from typing import Any
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.verdict import Verdict
 from nanogpt_hf.runs.folder import RunFolder
@@ -33,7 +34,9 @@ def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> st
     model, data = config.model, config.data
     shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {data.block_size:,} tokens of context"
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
-    training = f"{start} on {data.source}, tokenizer {data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
+    training = (
+        f"{start} on {source_text(data)}, tokenizer {data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
+    )
     return f"{state}. {shape}; {training}"
 
 
@@ -128,7 +131,7 @@ def recipe_section(config: Config | None) -> str:
     if config is None:
         return "<p>recipe.yaml could not be read.</p>"
     rows = [
-        [key, str(get_value(config, key)), str(knob.default), knob.meaning]
+        [key, knob_text(config, key), str(knob.default), knob.meaning]
         for key, knob in KNOBS.items()
         if get_value(config, key) != knob.default
     ]

@@ -10,6 +10,7 @@ import filelock
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.sources import source_changes
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.identity import is_fixed
@@ -156,7 +157,10 @@ class RunFolder:
             for key in KNOBS
             if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != auto
         ]
-        lines = [f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different]
+        lines = [
+            f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different if key != "data.source"
+        ]
+        lines += source_changes(before.data, config.data)
         if other := [line for line in lines if is_fixed(line)]:
             raise RunFolderError(
                 f"{self.path}: --resume continues the same experiment, but the recipe has changed: {'; '.join(other)}"

@@ -3,13 +3,14 @@
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
+from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.runs.redact import redact, redact_tree
 
 if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
 
 _FIXED = ("model.", "data.", "optim.name", "train.seed", "train.tokens_per_step", "finetune.", "lora.")
-_FREE = ("data.dir", "data.num_proc", "lora.merge")
+_FREE = ("data.dir", "data.num_proc", "data.max_epochs", "lora.merge")
 _FREE += ("model.depth", "model.aspect_ratio")  # sizes that the dial chose are in the knobs that it sets
 
 
@@ -22,7 +23,7 @@ def run_identity(config: Config, manifest: "Manifest") -> dict[str, Any]:
     """The fixed knobs and the data of a run. The tokens count, not the path of the text or of the prepared data."""
     knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
     knobs = redact_tree(knobs)  # a checkpoint may be shared
-    return {"knobs": knobs, "data": {"source": redact(config.data.source), **manifest.content()}}
+    return {"knobs": knobs, "data": {"source": redact(source_text(config.data)), **manifest.content()}}
 
 
 def differences(before: Any, now: dict[str, Any]) -> list[str]:
@@ -39,6 +40,9 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
         old, new = before["data"], now["data"]
         known = [name for name in new if None not in (old.get(name), new[name])]
         changed = {name for name in known if old[name] != new[name]} - {"source"}
+        if "weights" in changed:
+            lines.append(f"data.source: weights {old['weights']} -> {new['weights']}")
+            changed.remove("weights")
         tokenizer = changed & {"tokenizer_hash", "vocab_size"}
         if tokenizer:
             lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")

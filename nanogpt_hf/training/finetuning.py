@@ -5,8 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.finetune import finetune_defaults
-from nanogpt_hf.config.load import convert, load_config, stated_knobs
+from nanogpt_hf.config.load import load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
+from nanogpt_hf.config.values import convert
 from nanogpt_hf.config.vocabulary import GPT2_NAMES
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.find import find_model
@@ -44,7 +45,9 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     )
     defaults["data.tokenizer"] = tokenizer
     defaults["lora.targets"] = list(architecture.lora_targets)
-    text = _short(str(stated["data.source"]))
+    source = stated["data.source"]
+    sources = source if isinstance(source, list) else [source]
+    text = "-".join(_short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources)[:60]
     name = f"{_short(start)}-{text}"
     config = load_config(recipe, overrides, defaults, name)
     wrong = [

@@ -23,7 +23,7 @@ from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
-from nanogpt_hf.evaluation.loss import evaluate_blocks
+from nanogpt_hf.evaluation.loss import evaluate_data
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.save_trained import save_trained
@@ -145,18 +145,18 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
 def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bool:
     """Evaluate, save the model if it is the best so far, and log; False if a signal interrupted the evaluation."""
     state, config = run.state, run.config
-    evaluation = evaluate_blocks(
+    evaluated = evaluate_data(
         run.accelerator,
         run.mesh,
         run.model,
         run.objective,
-        run.data.validation,
+        run.data,
         micro_batch_size=run.batches.micro_batch_size,
         tokens=config.eval.tokens,
-        bytes_per_token=run.data.manifest.validation.bytes_per_token,
         stopping=lambda: stop.on_any_process(run.accelerator),
     )
-    if evaluation is not None:
+    if evaluated is not None:
+        evaluation, by_source = evaluated
         state.evaluation, state.evaluated_step = evaluation, state.step
         is_best = state.step > 0 and evaluation.loss < (math.inf if state.best_loss is None else state.best_loss)
         if is_best:
@@ -164,12 +164,12 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
             save_model(run, run.folder.best)
         observers.tracking.samples(observers.samples.write(run.accelerator, run.model, state.step))
         metrics = observers.tasks.run(run.accelerator, run.model) | observers.layers.evaluation_report(run.model)
-        observers.tracking.evaluation(evaluation, is_best, metrics)
+        observers.tracking.evaluation(evaluation, by_source, is_best, metrics)
         observers.reports.plot(observers.tracking.events)
         if is_best:
             observers.push.new_model(run.folder.best)
     observers.tracking.restart_clock()
-    return evaluation is not None
+    return evaluated is not None
 
 
 def save_model(run: Run, path: Path) -> None:

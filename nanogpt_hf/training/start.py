@@ -46,7 +46,7 @@ def train(
     from nanogpt_hf.data.manifest import identity
     from nanogpt_hf.data.prepare import prepare
     from nanogpt_hf.data.prepared import load_prepared
-    from nanogpt_hf.data.summary import summary_lines
+    from nanogpt_hf.data.summary import repetition_warnings, summary_lines
     from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.model.build import build_config
@@ -81,8 +81,10 @@ def train(
         manifest, prepared_now = prepare(config)
         logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
         data = load_prepared(config)
-        for line in summary_lines(manifest, data):
+        for line in summary_lines(config, manifest, data):
             logger.info(line)
+        for line in repetition_warnings(config, data):
+            logger.warning(line)
         check(manifest)
         return data, decision | identity(config, manifest)
 
@@ -120,11 +122,11 @@ def _advise_on_memory(config: Config) -> Iterator[None]:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        from nanogpt_hf.data.manifest import read_manifest
+        from nanogpt_hf.data.mixed_manifest import find_manifest
         from nanogpt_hf.distributed.accelerate_config import requested_precision
         from nanogpt_hf.training.micro_batch import out_of_memory_advice
 
-        manifest = read_manifest(Path(config.data.dir))
+        manifest = find_manifest(config.data)
         if manifest is None:
             raise
         advice = out_of_memory_advice(config, manifest.vocab_size, requested_precision())

@@ -9,6 +9,8 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number
@@ -111,6 +113,7 @@ class Tracking:
             "train/learning_rate": learning_rate,
             "train/tokens_per_second": round(rate, 1),
             "train/data_wait": round(waited / elapsed, 4),
+            **self._epochs(),
             **metrics,
         }
         if self.peak:
@@ -123,6 +126,15 @@ class Tracking:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
             self._log(f"{self._progress()}: train loss {format_number(loss, 4)}, {speed}, {format_duration(left)} left")
+
+    def _epochs(self) -> dict[str, float]:
+        """How often each source of a mixture has been read."""
+        state, batches = self.run.state, self.run.batches
+        if not isinstance(batches.blocks, MixedBlocks):
+            return {}
+        epochs = batches.blocks.epochs((state.step + state.skipped_steps) * batches.blocks_per_step)
+        names = [source.name for source in sources_of(self.config.data)]
+        return {f"train/epochs/{name}": value for name, value in zip(names, epochs, strict=True)}
 
     def _show(self, metrics: str) -> None:
         """Show metrics next to the progress bar, if there is one."""
@@ -138,13 +150,18 @@ class Tracking:
         if self.main:
             logger.info(line)
 
-    def evaluation(self, result: Evaluation, is_best: bool, metrics: dict[str, float]) -> None:
-        """Log the evaluation `result`, with further metrics by name."""
+    def evaluation(
+        self, result: Evaluation, by_source: dict[str, Evaluation], is_best: bool, metrics: dict[str, float]
+    ) -> None:
+        """Log the evaluation `result`, of a mixture those of its sources, and further metrics by name."""
+        sources = {f"val/loss/{name}": part.loss for name, part in by_source.items()}
+        sources |= {f"val/bits_per_byte/{name}": part.bits_per_byte for name, part in by_source.items()}
         self._write(
             {
                 "val/loss": result.loss,
                 "val/perplexity": result.perplexity,
                 "val/bits_per_byte": result.bits_per_byte,
+                **sources,
                 **metrics,
             },
         )
@@ -153,6 +170,8 @@ class Tracking:
             f"{format_number(result.perplexity, 2)}, "
             f"{format_number(result.bits_per_byte, 3)} bits per byte){' -> best/' if is_best else ''}"
         )
+        if by_source:
+            self._log(f"  {', '.join(f'{name} {format_number(part.loss, 4)}' for name, part in by_source.items())}")
         if self.bar:
             self._show(f"validation loss {format_number(result.loss, 4)}")
         tasks = {name.removeprefix("task/"): value for name, value in metrics.items() if name.startswith("task/")}

@@ -4,7 +4,6 @@ from typing import Literal
 import pytest
 
 from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
-from nanogpt_hf.config.load import convert
 from nanogpt_hf.config.schema import (
     KNOBS,
     SECTIONS,
@@ -13,6 +12,7 @@ from nanogpt_hf.config.schema import (
     kind_options,
     replace_knobs,
 )
+from nanogpt_hf.config.values import convert
 
 
 @pytest.mark.parametrize("key", KNOBS)

@@ -120,10 +120,10 @@ def test_identity_covers_masks_and_ends_of_conversations(tmp_path):
 
 
 def test_data_is_verified_and_older_data_opens_without_checksums(prepared):
-    assert check_prepared(folder_of(prepared)) is True
+    assert check_prepared(prepared.data) is True
     tokens = len(load_prepared(prepared).train.batch(np.array([0]))["input_ids"])
     edit_manifest(prepared, without_checksums)
-    assert check_prepared(folder_of(prepared)) is False
+    assert check_prepared(prepared.data) is False
     assert prepare(prepared)[1] is False
     assert len(load_prepared(prepared).train.batch(np.array([0]))["input_ids"]) == tokens
 
@@ -142,7 +142,7 @@ def test_file_of_wrong_size_is_named_at_opening(prepared, split, damage, tmp_pat
         whole = path.read_bytes()
         path.write_bytes(whole[:-8] if damage == "cut" else whole + bytes(8))
     assert complaint(load_prepared, prepared).startswith(f"{path}: ")
-    assert complaint(check_prepared, folder_of(prepared)).startswith(f"{path}: ")
+    assert complaint(check_prepared, prepared.data).startswith(f"{path}: ")
 
 
 def test_token_count_is_checked_without_checksums(prepared):
@@ -159,7 +159,7 @@ def test_verify_finds_one_flipped_bit(prepared, split, caplog, capsys):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     load_prepared(prepared)  # a run does not read all data before its first step
-    assert complaint(check_prepared, folder_of(prepared)).startswith(f"{path}: is damaged: its sha256 has changed")
+    assert complaint(check_prepared, prepared.data).startswith(f"{path}: is damaged: its sha256 has changed")
     recipe = str(folder_of(prepared).parent / "tiny.yaml")
     assert main(["prepare", recipe]) == 2
     assert f"{path}: is damaged" in capsys.readouterr().err
@@ -192,7 +192,7 @@ def test_token_beyond_the_vocabulary_is_one_line(prepared):
         train.batch(np.arange(len(train)))
 
     assert message in complaint(read_all)
-    assert message in complaint(check_prepared, folder_of(prepared))
+    assert message in complaint(check_prepared, prepared.data)
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------------

@@ -1,0 +1,152 @@
+"""Sources of a mixture: check the entries of `data.source`; the data section and the integer weight of each source."""
+
+import dataclasses
+import itertools
+import math
+import os
+import re
+from fractions import Fraction
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from nanogpt_hf.config.schema import KNOBS, Config, DataSection, Knob, get_value
+from nanogpt_hf.config.values import SHORT, convert
+from nanogpt_hf.errors import did_you_mean
+
+# Knobs of `data` that an entry may set for its own source.
+_OF_A_SOURCE = ("config", "split", "validation_split", "revision", "text_column", "validation_fraction", "sha256")
+_KEYS = ("source", "weight", "name", "dir", *_OF_A_SOURCE)
+_EXAMPLE = "{source: web.txt, weight: 0.7}"
+_NAME = re.compile(r"[\w-][\w.-]{0,99}")
+_LONGEST_PERIOD = 1_000_000  # samples after which the weights are met exactly; the order of one period is a table
+_WEIGHT = Knob("weight", int | float, None, "share of the samples, relative to the other weights", None, None)
+
+
+class Source(NamedTuple):
+    """One source of a mixture."""
+
+    name: str
+    weight: int  # samples of it in each period of the mixture; the weights have no common divisor
+    data: DataSection  # with this source alone, and its own folder
+
+
+def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
+    """The entries of `data.source`, converted and named. Raises ValueError with the number of the wrong entry."""
+    if not entries:
+        raise ValueError(f"an empty list; give sources such as {_EXAMPLE}")
+    sources = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            sources.append(_read_source(entry))
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from None
+    names = [source["name"] for source in sources]
+    if repeated := [name for name in names if names.count(name) > 1]:
+        raise ValueError(f"two sources are named {repeated[0]}; set another `name` for one of them")
+    _integer_weights(sources)  # raises if the period is too long
+    return sources
+
+
+def _read_source(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}")
+    if unknown := [str(key) for key in entry if key not in _KEYS]:
+        raise ValueError(f"{unknown[0]:.80}: unknown key{did_you_mean(unknown[0], _KEYS)}; known: {', '.join(_KEYS)}")
+    for key in ("source", "weight"):
+        if entry.get(key) in (None, ""):
+            raise ValueError(f"no {key}; expected for example {_EXAMPLE}")
+    if not isinstance(entry["source"], str):
+        raise ValueError(f"source: expected text, got {SHORT.repr(entry['source'])}")
+    source = {"source": convert(KNOBS["data.dir"], entry["source"]), "weight": _read_weight(entry["weight"])}
+    try:
+        name = str(entry.get("name") or short_name(source["source"]))
+        if not _NAME.fullmatch(name):
+            raise ValueError(f"name: {name!r:.80}: expected letters, digits, - and _, since it names a folder")
+        source["name"] = name
+        for key in ("dir", *_OF_A_SOURCE):
+            if entry.get(key) is not None:
+                source[key] = convert(KNOBS[f"data.{key}"], str(entry[key]))
+    except ValueError as error:
+        raise ValueError(f"{source['source']}: {error}") from None
+    if "dir" in source:
+        source["dir"] = os.path.expanduser(source["dir"])
+    return source
+
+
+def _read_weight(value: Any) -> int | float:
+    try:
+        weight = convert(_WEIGHT, value if isinstance(value, str) else str(value))
+    except ValueError:
+        weight = 0
+    if weight <= 0:
+        raise ValueError(f"weight: expected a number above 0, got {SHORT.repr(value)}")
+    return weight
+
+
+def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
+    """The weights as the smallest integers in the same, exact proportion; 0.7 is seven tenths.
+
+    Raises ValueError if their sum, the period of the mixture, is too large.
+    """
+    fractions = [Fraction(str(source["weight"])) for source in sources]
+    unit = math.lcm(*(fraction.denominator for fraction in fractions))
+    counts = [int(fraction * unit) for fraction in fractions]
+    counts = [count // math.gcd(*counts) for count in counts]
+    if sum(counts) > _LONGEST_PERIOD:
+        raise ValueError(
+            f"the weights {', '.join(str(source['weight']) for source in sources)} are met exactly only every "
+            f"{sum(counts):,} samples, more than {_LONGEST_PERIOD:,}; round them"
+        )
+    return counts
+
+
+def short_name(source: str) -> str:
+    """`texts/my.txt` -> my, `user/set` -> set: a name for a folder."""
+    path = Path(re.sub(r"[?#].*", "", source) if "://" in source else source)
+    word = path.stem if re.fullmatch(r"\.[a-z]\w{0,7}", path.suffix) else path.name
+    return re.sub(r"[^\w.-]+", "-", word).strip("-.")[:60] or "text"
+
+
+def is_mixture(data: DataSection) -> bool:
+    return isinstance(data.source, list)
+
+
+def sources_of(data: DataSection) -> list[Source]:
+    """The sources of a mixture, or the only source: for each, its name, weight and data section."""
+    if isinstance(data.source, str):
+        return [Source(short_name(data.source), 1, data)]
+    sources = []
+    for entry, weight in zip(data.source, _integer_weights(data.source), strict=True):
+        own = {key: entry[key] for key in _OF_A_SOURCE if key in entry}
+        folder = entry.get("dir") or f"{data.dir}/{entry['name']}"
+        sources.append(
+            Source(entry["name"], weight, dataclasses.replace(data, source=entry["source"], dir=folder, **own))
+        )
+    return sources
+
+
+def source_text(data: DataSection) -> str:
+    """The source for messages; of a mixture `0.7 web.txt + 0.3 books/*.txt`."""
+    if isinstance(data.source, str):
+        return data.source
+    return " + ".join(f"{entry['weight']} {entry['source']}" for entry in data.source)
+
+
+def knob_text(config: Config, key: str) -> str:
+    """The value of a knob as text, for tables."""
+    return source_text(config.data) if key == "data.source" else str(get_value(config, key))
+
+
+def source_changes(before: DataSection, now: DataSection) -> list[str]:
+    """What differs in `data.source`, as `key: before -> now`: the weights alone if all else is equal."""
+    if isinstance(before.source, list) and isinstance(now.source, list):
+        changed, rest = [], []
+        for old, new in itertools.zip_longest(before.source, now.source, fillvalue={}):
+            rest += [old | {"weight": 0}, new | {"weight": 0}]
+            if old.get("weight") != new.get("weight"):
+                changed.append(f"data.source: weight of {new.get('name')}: {old.get('weight')} -> {new.get('weight')}")
+        if rest[::2] == rest[1::2]:
+            return changed
+    if before.source == now.source:
+        return []
+    return [f"data.source: {source_text(before)} -> {source_text(now)}"]

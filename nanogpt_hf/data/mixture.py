@@ -1,0 +1,53 @@
+"""Blocks of a mixture of sources."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks
+from nanogpt_hf.data.interleave import Interleave
+
+
+class MixedBlocks:
+    """The blocks of several sources, one after another by index; `interleave` gives the order of training."""
+
+    def __init__(self, parts: Sequence[Blocks], weights: list[int]):
+        self.parts, self.interleave = parts, Interleave(weights)
+        self.block_size = parts[0].block_size
+        self.lengths = [len(part) for part in parts]
+        self._ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
+        """(source, rows, its own indices) for each source that has some of `indices`."""
+        owners = np.searchsorted(self._ends, indices, side="right")
+        starts = self._ends - self.lengths
+        split = ((number, np.flatnonzero(owners == number)) for number in range(len(self.parts)))
+        return [(self.parts[number], rows, indices[rows] - starts[number]) for number, rows in split if len(rows)]
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        """The blocks at `indices`, in their order."""
+        batches = [(rows, part.batch(own)) for part, rows, own in self._split(indices)]
+        if len(batches) == 1:
+            return batches[0][1]
+        mixed: dict[str, torch.Tensor] = {}
+        for rows, batch in batches:
+            for name, tensor in batch.items():
+                mixed.setdefault(name, tensor.new_empty(len(indices), self.block_size))[torch.from_numpy(rows)] = tensor
+        return mixed
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return sum(part.num_targets(own) for part, _, own in self._split(indices))
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each source is read in the first `samples` samples."""
+        counts = self.interleave.counts(samples).tolist()
+        return [count / samples_per_epoch(part) for count, part in zip(counts, self.parts, strict=True)]
+
+
+def samples_per_epoch(blocks: Blocks) -> float:
+    """How many blocks hold all tokens once; windows at random offsets (stride 1) are more than that."""
+    return len(blocks) * blocks.stride / blocks.block_size if isinstance(blocks, TokenBlocks) else len(blocks)

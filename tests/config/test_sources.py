@@ -1,0 +1,109 @@
+import pytest
+import yaml
+
+from nanogpt_hf.config.load import config_to_yaml, load_config
+from nanogpt_hf.config.sources import read_sources, short_name, source_changes, source_text, sources_of
+from nanogpt_hf.errors import ConfigError
+
+
+def sources(*weights, **more):
+    return read_sources([{"source": f"{number}.txt", "weight": w} | more for number, w in enumerate(weights)])
+
+
+def load(entries, **overrides):
+    return load_config(None, {"data.source": entries, "data.dir": "data/mix"} | overrides, name="mix")
+
+
+@pytest.mark.parametrize(
+    ("weights", "integers"),
+    [
+        (["0.7", "0.2", "0.1"], [7, 2, 1]),
+        ([70, 20, 10], [7, 2, 1]),
+        (["0.333", "0.667"], [333, 667]),
+        (["1e-3", 1], [1, 1000]),
+        ([0.1 + 0.2, 0.3], None),  # 0.30000000000000004: an accident of floats, not a weight
+        ([3], [1]),
+    ],
+)
+def test_weights_become_integers_exactly(weights, integers):
+    if integers is None:
+        with pytest.raises(ValueError, match=r"are met exactly only every .* samples, more than 1,000,000; round them"):
+            sources(*weights)
+    else:
+        assert [source.weight for source in sources_of(load(sources(*weights)).data)] == integers
+
+
+@pytest.mark.parametrize(
+    ("entries", "message"),
+    [
+        ([], "an empty list"),
+        (["a.txt"], r"entry 1: expected a source and its weight, such as .* got 'a.txt'"),
+        ([{"source": "a.txt"}], "entry 1: no weight"),
+        ([{"weight": "1"}], "entry 1: no source"),
+        ([{"source": "a.txt", "weight": "0"}], "entry 1: weight: expected a number above 0, got '0'"),
+        ([{"source": "a.txt", "weight": "-1"}], "above 0, got '-1'"),
+        ([{"source": "a.txt", "weight": "nan"}], "above 0, got 'nan'"),
+        ([{"source": "a.txt", "weight": "many"}], "above 0, got 'many'"),
+        ([{"source": ["a"], "weight": "1"}], "entry 1: source: expected text"),
+        ([{"source": "a.txt", "wieght": "1"}], "entry 1: wieght: unknown key; did you mean weight"),
+        ([{"source": "a.txt", "weight": "1", "name": "../x"}], "name: '../x'"),
+        ([{"source": "a.txt", "weight": "1", "validation_fraction": "2"}], "a.txt: must be at most 0.5"),
+        (
+            [{"source": "x/a.txt", "weight": 1}, {"source": "y/a.txt", "weight": 1}],
+            "two sources are named a; set another",
+        ),
+    ],
+)
+def test_a_wrong_entry_is_one_line(entries, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        read_sources(entries)
+    assert "\n" not in str(caught.value)
+
+
+def test_an_entry_overrides_the_knobs_of_its_source_alone():
+    entries = [
+        {"source": "web.txt", "weight": "3", "validation_fraction": "0.01"},
+        {"source": "user/set", "weight": "1", "split": "all", "text_column": "content", "dir": "shared/set"},
+    ]
+    web, hub = sources_of(load(entries, **{"data.validation_fraction": 0.1}).data)
+    assert (web.name, web.data.source, web.data.dir, web.data.validation_fraction) == (
+        "web",
+        "web.txt",
+        "data/mix/web",
+        0.01,
+    )
+    assert (hub.name, hub.data.split, hub.data.text_column, hub.data.dir) == ("set", "all", "content", "shared/set")
+    assert (web.data.split, hub.data.validation_fraction) == ("train", 0.1)
+
+
+def test_a_mixture_survives_being_written_and_read(tmp_path):
+    config = load(sources("0.7", "1e-3", validation_fraction="0.01"))
+    (tmp_path / "recipe.yaml").write_text(config_to_yaml(config))
+    assert load_config(tmp_path / "recipe.yaml").data == config.data
+
+
+def test_a_mixture_on_the_command_line():
+    text = "[{source: a.txt, weight: 2}, {source: 'b,c.txt', weight: 1}]"
+    config = load_config(None, [("data.source", text)], name="mix")
+    assert [source.data.source for source in sources_of(config.data)] == ["a.txt", "b,c.txt"]
+    assert load_config(None, [("data.source", "[ab].txt")], name="glob").data.source == "[ab].txt", "a glob"
+
+
+@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
+def test_a_tokenizer_of_one_text_is_refused_for_a_mixture(tokenizer):
+    with pytest.raises(ConfigError, match=f"data.tokenizer: {tokenizer} is made from one text; for a mixture use gpt2"):
+        load(sources(1, 1), **{"data.tokenizer": tokenizer, "data.vocab_size": 300 if tokenizer == "bpe" else None})
+
+
+def test_names_of_sources():
+    names = {"texts/my.txt": "my", "user/set": "set", "https://x.org/a.jsonl.gz?key=1": "a.jsonl", "./x/*.txt": "text"}
+    assert {source: short_name(source) for source in names} == names
+
+
+def test_changed_weights_are_named_alone():
+    before, now, other = (load(sources(*weights)).data for weights in ((2, 1), (3, 1), (2, 1, 1)))
+    assert source_changes(before, now) == ["data.source: weight of 0: 2 -> 3"]
+    assert source_changes(before, other) == ["data.source: 2 0.txt + 1 1.txt -> 2 0.txt + 1 1.txt + 1 2.txt"]
+    assert source_changes(before, before) == []
+    assert source_text(before) == "2 0.txt + 1 1.txt"
+    assert yaml.safe_load(config_to_yaml(load(sources(2, 1))))["data"]["source"] == before.source

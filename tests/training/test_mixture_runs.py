@@ -1,0 +1,176 @@
+"""Training on a mixture: it resumes bit for bit, reports each source, and refuses other weights."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.data.summary import repetition_warnings, summary_lines
+from nanogpt_hf.errors import DataError, RunFolderError
+from nanogpt_hf.reports.comparison import compare_runs
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training import loop
+
+WORDS = {"web": "the cat sat on a mat", "code": "def x return y if z", "math": "one plus two is three"}
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("texts")
+    for number, (name, words) in enumerate(WORDS.items()):
+        draw = random.Random(number)
+        lines = (" ".join(draw.choices(words.split(), k=6)) + "\n" for _ in range(200 - 60 * number))
+        (folder / f"{name}.txt").write_text("".join(lines))
+    return folder
+
+
+@pytest.fixture
+def recipe(write_recipe, texts, byte_tokenizer):
+    def recipe(weights=(7, 2, 1), **overrides):
+        source = [{"source": f"{texts}/{name}.txt", "weight": w} for name, w in zip(WORDS, weights, strict=True)]
+        return write_recipe(**{"data__source": source, "data__tokenizer": str(byte_tokenizer)} | overrides)
+
+    return recipe
+
+
+@pytest.fixture
+def start(recipe, tmp_path, forget_accelerate):
+    def start(name="run", *, resume=False, **overrides):
+        config = load_config(recipe(**overrides))
+        prepare(config)
+        run = RunFolder(tmp_path / name)
+        forget_accelerate()
+        if resume:
+            run.changes(config)
+        loop.train(config, run, load_prepared(config), resume=resume)
+        return run
+
+    return start
+
+
+def losses(run):
+    return [{key: v for key, v in event.items() if "loss" in key} for event in read_metrics(run)]
+
+
+def test_a_resumed_mixture_equals_an_uninterrupted_one(start, tmp_path):
+    whole = start("whole")
+    start("stopped", train__max_steps=3)
+    resumed = start("stopped", resume=True)
+    a, b = (load_file(run.checkpoint(6) / "model.safetensors") for run in (whole, resumed))
+    assert a.keys() == b.keys()
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert losses(whole)[-1] == losses(resumed)[-1]
+
+
+def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
+    run = start()
+    events = read_metrics(run)
+    last = next(event for event in reversed(events) if "val/loss" in event)
+    parts = [last[f"val/loss/{name}"] for name in WORDS]
+    assert last["val/loss"] == pytest.approx(np.dot(parts, [0.7, 0.2, 0.1]), rel=1e-12)
+    assert len(set(parts)) == 3
+    epochs = [event["train/epochs/web"] for event in events if "train/loss" in event]
+    data = load_prepared(load_config(run.recipe))
+    per_step = 128 // 16
+    counts = [data.train.interleave.counts(per_step * step)[0] for step in range(1, 7)]
+    np.testing.assert_allclose(epochs, np.array(counts) / len(data.train.parts[0]))
+    table = compare_runs({"one": events, "other": events}, "val/loss")
+    assert f"{last['val/loss/math']:.4f}" in table
+    assert "math" in run.report.read_text()
+
+
+def test_a_source_has_the_order_that_it_has_alone(recipe):
+    config = load_config(recipe())
+    prepare(config)
+    blocks = load_prepared(config).train
+    options = {"order": "shuffled", "seed": 5, "micro_batch_size": 1}
+    mixed = Batches(blocks, accumulation=10, **options)
+    for number, part in enumerate(blocks.parts):
+        start = sum(blocks.lengths[:number])
+        steps = np.concatenate([mixed.indices(step) for step in range(100)])
+        own = steps[(steps >= start) & (steps < start + len(part))] - start
+        alone = Batches(part, accumulation=len(own), **options)
+        np.testing.assert_array_equal(own, alone.indices(0))
+        index = mixed.indices(3)[:1]
+        assert blocks.batch(index).keys() == part.batch(np.array([0])).keys()
+
+
+@pytest.mark.parametrize("order", ["shuffled", "random"])
+def test_micro_batches_of_a_mixture_hold_the_blocks_of_their_sources(recipe, order):
+    config = load_config(recipe(data__order=order))
+    prepare(config)
+    blocks = load_prepared(config).train
+    batches = Batches(blocks, order=order, seed=1, micro_batch_size=20, accumulation=1)
+    (batch,) = batches.micro_batches(4)
+    sources, _ = blocks.interleave(np.arange(80, 100))
+    assert len(set(sources.tolist())) == 3
+    starts = np.cumsum([0, *blocks.lengths])
+    for row, (index, source) in enumerate(zip(batches.indices(4), sources, strict=True)):
+        expected = blocks.parts[source].batch(np.array([index - starts[source]]))
+        for name, tensor in expected.items():
+            assert torch.equal(batch[name][row], tensor[0])
+    assert batches.num_targets(4) == (batch["shift_labels"] != -100).sum()
+
+
+def test_other_weights_need_no_other_tokens_and_are_refused_on_resume(start, recipe, tmp_path):
+    run = start(train__max_steps=2)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.arrow")}
+    assert len(before) == 6
+    equal = load_config(recipe((1, 1, 1)))
+    manifest, prepared_now = prepare(equal)
+    assert not prepared_now
+    lines = summary_lines(equal, manifest, load_prepared(equal))
+    assert lines[-1].split()[1] == "33.33%"
+    assert {path: path.stat().st_mtime_ns for path in (tmp_path / "data").rglob("*.arrow")} == before
+    with pytest.raises(RunFolderError, match=r"data.source: weight of web: 7 -> 3") as caught:
+        start(resume=True, weights=(3, 2, 1))
+    assert "\n" not in str(caught.value)
+    run.recipe.write_text(recipe((3, 2, 1)).read_text())  # a checkpoint records the weights too
+    with pytest.raises(RunFolderError, match="weights web 7, code 2, math 1 -> web 3, code 2, math 1"):
+        start(resume=True, weights=(3, 2, 1))
+
+
+def test_a_source_read_too_often_is_named_before_the_run(recipe):
+    config = load_config(recipe(data__max_epochs=0.1, train__max_steps=20))
+    prepare(config)
+    (line,) = [line for line in repetition_warnings(config, load_prepared(config)) if "math" in line]
+    blocks = load_prepared(config).train
+    count = blocks.interleave.counts(20 * 128 // 16)[2] / blocks.lengths[2]
+    assert f"data.max_epochs: math is read {count:,.2f} times in 20 steps, more than 0.1: lower its weight" in line
+    assert repetition_warnings(load_config(recipe(data__max_epochs=1000)), load_prepared(config)) == []
+
+
+def test_the_card_names_every_source(start):
+    run = start(train__max_steps=2)
+    card = (run.final / "README.md").read_text()
+    for name, share in zip(WORDS, ("68.75", "18.75", "12.50"), strict=True):
+        assert f"data: {name}" in card
+        assert f"{share}% of the sequences" in card
+    assert "weighted by their shares" in " ".join(card.split())
+
+
+def test_folders_of_one_source_and_of_a_mixture_are_not_confused(recipe, write_recipe, texts, byte_tokenizer):
+    single = load_config(write_recipe(data__source=f"{texts}/web.txt", data__tokenizer=str(byte_tokenizer)))
+    prepare(single)
+    with pytest.raises(DataError, match="holds the prepared data of one source, and the recipe mixes several"):
+        prepare(load_config(recipe()))
+
+
+def test_a_source_prepared_by_another_recipe_is_used_where_it_is(recipe, write_recipe, texts, byte_tokenizer, tmp_path):
+    single = {"data__tokenizer": str(byte_tokenizer), "data__dir": str(tmp_path / "web")}
+    prepare(load_config(write_recipe(data__source=f"{texts}/web.txt", **single)))
+    source = [
+        {"source": f"{texts}/web.txt", "weight": 1, "dir": str(tmp_path / "web")},
+        {"source": f"{texts}/code.txt", "weight": 1},
+    ]
+    config = load_config(recipe(data__source=source))
+    prepare(config)
+    assert not (tmp_path / "data" / "web").exists()
+    assert len(load_prepared(config).train.lengths) == 2
