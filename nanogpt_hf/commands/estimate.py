@@ -161,9 +161,7 @@ def _tokens(found: "Estimate") -> list[str]:
         f"  compute-optimal is about 20 (Chinchilla, arXiv:2203.15556): {_amount(best)};",
         f"  this is {float(f'{found.tokens / best:.2g}'):,g} times as many",
     ]
-    if found.epochs:
-        lines.append(f"  {found.epochs:,.1f} epochs of the prepared data")
-    return lines
+    return lines + [f"  {count:,.1f} epochs of {name}" for name, count in found.epochs.items()]
 
 
 def _disk(found: "Estimate") -> list[str]:

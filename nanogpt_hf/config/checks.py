@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from nanogpt_hf.config.schema import LORA_TARGETS, Config, ModelSection
-from nanogpt_hf.config.sources import is_mixture, sources_of
+from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
 
 # user/name on the Hub
 REPO_ID = re.compile(r"(?!.*(?:--|\.\.|\.git$))(?=.{3,96}$)[A-Za-z0-9](?:[\w.-]*\w)?/\w(?:[\w.-]*\w)?", re.ASCII)
@@ -23,7 +23,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Every rule that `config` breaks."""
     model, data, optim, train = config.model, config.data, config.optim, config.train
     finetune, lora, hub = config.finetune, config.lora, config.hub
-    chat = data.format == "chat"
+    chat = has_conversations(data)
 
     if not data.source:
         yield Conflict(("data.source",), "required: the text to train on, for example python-docs")
@@ -33,7 +33,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
                 ("data.validation_fraction", "data.validation_split", "data.source"),
                 "must be above 0 if data.validation_split is not given",
             )
-        if chat and source.data.source == "python-docs":
+        if source.data.format == "chat" and source.data.source == "python-docs":
             yield Conflict(("data.source", "data.format"), "python-docs is text; name a file of conversations")
     if chat and data.tokenizer == "char":
         yield Conflict(("data.tokenizer", "data.format"), "char has no token that ends an answer; use gpt2")
@@ -42,6 +42,11 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             ("data.tokenizer", "data.source"),
             f"{data.tokenizer} is made from one text; for a mixture use gpt2 or a tokenizer's folder, such as "
             "data/NAME/tokenizer of another prepared text",
+        )
+    if data.tokenizer in ("char", "bpe") and any(source.data.format == "datatrove" for source in sources_of(data)):
+        yield Conflict(
+            ("data.tokenizer", "data.format", "data.source"),
+            f"{data.tokenizer} is made from text, and datatrove has made the tokens; name the tokenizer that it used",
         )
     if data.tokenizer == "bpe" and data.vocab_size is None:
         yield Conflict(("data.vocab_size", "data.tokenizer"), "required by data.tokenizer bpe, for example 4096")

@@ -63,7 +63,9 @@ class DataSection:
     max_epochs: float | None = knob(
         None, "warn before the run if a source would be read more often than this (default: never)", low=0
     )
-    format: Literal["text", "chat"] = knob("text", "text, or conversations: only answers count in the loss")
+    format: Literal["text", "chat", "datatrove"] = knob(
+        "text", "text; conversations, of which only answers count in the loss; or token files of datatrove (.ds)"
+    )
     sha256: str | None = knob(None, "expected sha256 of the file at a URL")
     config: str | None = knob(None, "configuration of a Hub data set")
     split: str = knob("train", "split of a Hub data set to train on")

@@ -14,7 +14,8 @@ from nanogpt_hf.config.values import SHORT, convert
 from nanogpt_hf.errors import did_you_mean
 
 # Knobs of `data` that an entry may set for its own source.
-_OF_A_SOURCE = ("config", "split", "validation_split", "revision", "text_column", "validation_fraction", "sha256")
+_OF_A_SOURCE = ("format", "config", "split", "validation_split", "revision", "text_column")
+_OF_A_SOURCE += ("validation_fraction", "sha256")
 _KEYS = ("source", "weight", "name", "dir", *_OF_A_SOURCE)
 _EXAMPLE = "{source: web.txt, weight: 0.7}"
 _NAME = re.compile(r"[\w-][\w.-]{0,99}")
@@ -109,6 +110,11 @@ def short_name(source: str) -> str:
 
 def is_mixture(data: DataSection) -> bool:
     return isinstance(data.source, list)
+
+
+def has_conversations(data: DataSection) -> bool:
+    """Whether a source is conversations."""
+    return any(source.data.format == "chat" for source in sources_of(data))
 
 
 def sources_of(data: DataSection) -> list[Source]:

@@ -11,7 +11,7 @@ from typing import Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, DataSection, get_value, kind_options
 from nanogpt_hf.data.shards import ShardFacts
-from nanogpt_hf.data.source import file_digest, file_state, find_files, is_url, without_login
+from nanogpt_hf.data.source import file_digest, file_state, is_url, local_files, without_login
 from nanogpt_hf.errors import DataError
 
 MANIFEST = "manifest.json"
@@ -91,7 +91,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         for knob, value in manifest.recipe.items():
             _check_type(f"recipe: {knob}", value, KNOBS[f"data.{knob}"].kind)
         for split in (manifest.train, manifest.validation):
-            if (split.assistant_tokens is None) != (manifest.recipe["format"] == "text"):
+            if (split.assistant_tokens is None) != (manifest.recipe["format"] != "chat"):
                 raise ValueError(f"assistant_tokens is {split.assistant_tokens} of format {manifest.recipe['format']}")
         return manifest
     except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -147,8 +147,10 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
         raise DataError(f"{data.dir}: prepared from a text with {manifest.revision}, not the recipe's {data.sha256}")
     if manifest.file_state:
         try:
-            files = find_files(data.one_source)
+            files = local_files(data)
         except DataError:
+            if data.format == "datatrove":  # its tokens are read where they are
+                raise
             return  # the text is on the machine that prepared it
         if files and file_state(files) != manifest.file_state and file_digest(files) != manifest.revision:
             raise DataError(

@@ -29,14 +29,14 @@ class MixedBlocks:
         return [(self.parts[number], rows, indices[rows] - starts[number]) for number, rows in split if len(rows)]
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices`, in their order."""
-        batches = [(rows, part.batch(own)) for part, rows, own in self._split(indices)]
-        if len(batches) == 1:
-            return batches[0][1]
-        mixed: dict[str, torch.Tensor] = {}
+        """The blocks at `indices`, in their order. Next to packed conversations text has positions from 0 on."""
+        batches = [(torch.from_numpy(rows), part.batch(own)) for part, rows, own in self._split(indices)]
+        names = {name: None for _, batch in batches for name in batch}
+        positions = torch.arange(self.block_size)
+        mixed = {name: torch.empty(len(indices), self.block_size, dtype=torch.int64) for name in names}
         for rows, batch in batches:
-            for name, tensor in batch.items():
-                mixed.setdefault(name, tensor.new_empty(len(indices), self.block_size))[torch.from_numpy(rows)] = tensor
+            for name, tensor in mixed.items():
+                tensor[rows] = batch.get(name, positions)
         return mixed
 
     def num_targets(self, indices: np.ndarray) -> int:

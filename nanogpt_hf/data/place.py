@@ -37,6 +37,11 @@ def lock_of(folder: Path) -> Path:
     return folder / _LOCK if folder.is_dir() else folder.with_name(f".{folder.name}{_LOCK}")
 
 
+def parts_of(folder: Path) -> Path:
+    """The folder of the parts that several machines prepare for `folder`."""
+    return folder.with_name(f"{folder.name}.parts")
+
+
 def put_in_place(partial: Path, folder: Path, last: str | None = None) -> None:
     """Move the folder of `partial_of` to its place. In an existing folder the file `last` is moved at the end."""
     if partial.parent != folder:

@@ -17,6 +17,7 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.data.chat_template import chat_format
+from nanogpt_hf.data.datatrove import describe_token_files
 from nanogpt_hf.data.encode import count_rows, encode_split, save_split
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
@@ -30,10 +31,10 @@ from nanogpt_hf.data.manifest import (
     write_manifest,
 )
 from nanogpt_hf.data.mixed_manifest import find_manifest
-from nanogpt_hf.data.place import make_once
+from nanogpt_hf.data.place import make_once, parts_of
 from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.progress import shows_bars
-from nanogpt_hf.data.source import Documents, file_state, find_files, load_documents, without_login
+from nanogpt_hf.data.source import Documents, file_state, load_documents, local_files, without_login
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, end_of_text_id_of, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 
@@ -83,8 +84,18 @@ def fitting_manifest(folder: Path, data: DataSection) -> Manifest | None:
 
 
 def _check_source(data: DataSection, folder: Path) -> None:
+    """Raises DataError if this data cannot be prepared in `folder` by one machine."""
+    check_source(data, folder)
+    if any(parts_of(folder).glob("*-of-*")):
+        raise DataError(
+            f"{folder}: parts of it are in {parts_of(folder)}; run `prepare --merge` when all are prepared, or remove "
+            "them to prepare the data on one machine"
+        )
+
+
+def check_source(data: DataSection, folder: Path) -> None:
     """Raises DataError if a local source is missing, or contains `folder`, which would be read as text."""
-    find_files(data.one_source)
+    local_files(data)
     source = Path(os.path.expanduser(data.one_source))
     if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
         raise DataError(f"{folder}: is inside data.source {data.one_source}, and would be read as text; choose another")
@@ -131,6 +142,9 @@ def _texts(splits: Collection[datasets.Dataset]) -> Iterator[str]:
 
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
+    if data.format == "datatrove":
+        tokenizer = build_tokenizer(data.tokenizer, ())
+        return write_facts(folder, data, tokenizer, *describe_token_files(data, tokenizer))
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
@@ -169,7 +183,7 @@ def write_facts(
 ) -> Manifest:
     """Write tokenizer and manifest, the end of every preparation; return the manifest."""
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
-    local = find_files(data.one_source)
+    local = local_files(data)
     manifest = Manifest(
         format=FORMAT,
         recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},

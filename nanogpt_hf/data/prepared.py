@@ -8,11 +8,13 @@ import transformers
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.datatrove import open_token_files, token_stream
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import MANIFEST, Manifest, check_fits, read_manifest
 from nanogpt_hf.data.mixed_manifest import find_manifest
 from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.data.shards import check_bytes, check_sizes
+from nanogpt_hf.data.source import file_digest
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, start_of_text_id_of, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
@@ -50,7 +52,9 @@ def load_prepared(config: Config) -> PreparedData:
         MixedBlocks([p.train for p in parts], weights),
         MixedBlocks([p.validation for p in parts], weights),
     )
-    return PreparedData(train, validation, parts[0].tokenizer, manifest)
+    # All tokenizers have the same ids; that of conversations also has the chat template.
+    chat = next((part for part in parts if part.tokenizer.chat_template), parts[0])
+    return PreparedData(train, validation, chat.tokenizer, manifest)
 
 
 def _load_source(data: DataSection) -> PreparedData:
@@ -58,7 +62,7 @@ def _load_source(data: DataSection) -> PreparedData:
     manifest = require_manifest(folder)
     check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
-    tokens = [open_tokens(folder, split, manifest) for split in ("train", "validation")]
+    tokens = [open_tokens(folder, split, manifest, data) for split in ("train", "validation")]
     block_size, packing = data.block_size, data.packing
     if data.format == "chat":
         sizes = {"block_size": block_size, "packing": packing, "vocab_size": manifest.vocab_size}
@@ -100,15 +104,21 @@ def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedT
     return tokenizer
 
 
-def open_tokens(folder: Path, split: str, manifest: Manifest) -> TokenStream:
-    """The tokens of a split. Raises DataError if they cannot be read or their number is not the manifest's.
+def open_tokens(folder: Path, split: str, manifest: Manifest, data: DataSection | None = None) -> TokenStream:
+    """The tokens of a split; those of datatrove are in the source of `data`.
 
-    Ids are checked against the vocabulary when they are read, and all bytes by `check_prepared`.
+    Raises DataError if they cannot be read or their number is not the manifest's. Ids are checked against the
+    vocabulary when they are read, and all bytes by `check_prepared`.
     """
     facts = getattr(manifest, split)
     if facts.shards is not None:
         check_sizes(folder / split, facts.shards)
-    stream = TokenStream.open(folder / split, manifest.vocab_size)
+    if manifest.recipe["format"] == "datatrove":
+        if data is None:
+            raise DataError(f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote")
+        stream = token_stream(data, split, manifest.train.tokens, manifest.vocab_size)
+    else:
+        stream = TokenStream.open(folder / split, manifest.vocab_size)
     if len(stream) != facts.tokens:
         raise DataError(
             f"{folder / split}: holds {len(stream):,} tokens, but {MANIFEST} says {facts.tokens:,}; "
@@ -123,13 +133,20 @@ def check_prepared(data: DataSection) -> bool:
     Older versions recorded none. Raises DataError for a byte that changed since it was prepared, and for a token beyond
     the vocabulary.
     """
-    checked = [_check_folder(Path(source.data.dir)) for source in sources_of(data)]
+    checked = [_check_source(source.data) for source in sources_of(data)]
     return all(checked)
 
 
-def _check_folder(folder: Path) -> bool:
+def _check_source(data: DataSection) -> bool:
+    folder = Path(data.dir)
     manifest = require_manifest(folder)
     open_tokenizer(folder, manifest)
+    if data.format == "datatrove":
+        if file_digest([file.path for file in open_token_files(data)]) != manifest.revision:
+            raise DataError(
+                f"data.source: {data.one_source}: its tokens have changed since it was prepared; copy it again"
+            )
+        return True
     for split in ("train", "validation"):
         stream, shards = open_tokens(folder, split, manifest), getattr(manifest, split).shards
         if shards is None:

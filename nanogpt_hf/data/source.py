@@ -21,12 +21,22 @@ from datasets.exceptions import DatasetGenerationError
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.conversations import conversation_of, read_conversations
 from nanogpt_hf.data.files import KNOWN_FORMATS, ROW_FORMATS, file_format, read_file
+from nanogpt_hf.data.space import check_space
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import plural
 
 PYTHON_DOCS = "python-docs"
 _TEXT = datasets.Features({"text": datasets.Value("large_string")})  # a single document may exceed 2 GiB
 _MESSAGE = {"role": datasets.Value("string"), "content": datasets.Value("string")}
 _CHAT = datasets.Features({"messages": datasets.List(_MESSAGE)})
+
+
+@dataclass(frozen=True)
+class Part:
+    """One of `number` parts of the documents of a source, in its order."""
+
+    index: int
+    number: int
 
 
 @dataclass(frozen=True)
@@ -50,10 +60,15 @@ def without_login(source: str) -> str:
     return re.sub(r"(?<=//)[^/?#]*@", "", source, count=1) if is_url(source) else source
 
 
-def find_files(source: str) -> list[Path]:
+def local_files(data: DataSection) -> list[Path]:
+    """`find_files` of the recipe's source and format."""
+    return find_files(data.one_source, (".ds",) if data.format == "datatrove" else KNOWN_FORMATS)
+
+
+def find_files(source: str, formats: tuple[str, ...] = KNOWN_FORMATS) -> list[Path]:
     """The files of a local source, sorted; [] for a URL, python-docs or a name that may be a Hub data set.
 
-    Hidden files in folders are skipped. Raises DataError for a path without files.
+    Of a folder, those of the given formats that are not hidden. Raises DataError for a path without files.
     """
     if source == PYTHON_DOCS or is_url(source):
         return []
@@ -64,12 +79,12 @@ def find_files(source: str) -> list[Path]:
         files = sorted(
             file
             for file in path.rglob("*")
-            if file_format(file) in KNOWN_FORMATS
+            if file_format(file) in formats
             and file.is_file()
             and not any(part.startswith(".") for part in file.relative_to(path).parts)
         )
         if not files:
-            raise DataError(f"data.source: {source}: the folder holds no {', '.join(KNOWN_FORMATS)} file")
+            raise DataError(f"data.source: {source}: the folder holds no {', '.join(formats)} file")
         return files
     if glob.has_magic(source):
         files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
@@ -98,6 +113,41 @@ def file_digest(files: list[Path]) -> str:
             while block := file.read(1 << 20):
                 digest.update(block)
     return f"sha256:{digest.hexdigest()}"
+
+
+def file_digests(groups: list[list[Path]]) -> tuple[str, list[str]]:
+    """`file_digest` of all files, and of each group of them, reading each file once."""
+    whole, digests, first = hashlib.sha256(), [], True
+    for files in groups:
+        digest = hashlib.sha256()
+        for number, path in enumerate(files):
+            digest.update(b"\0" * (number > 0))
+            whole.update(b"\0" * (not first))
+            first = False
+            with path.open("rb") as file:
+                while block := file.read(1 << 20):
+                    digest.update(block)
+                    whole.update(block)
+        digests.append(f"sha256:{digest.hexdigest()}")
+    return f"sha256:{whole.hexdigest()}", digests
+
+
+def files_of_part(files: list[Path], part: Part) -> list[Path]:
+    """The files that hold a part's documents: a run of them, or all if there are fewer files than parts."""
+    if len(files) < part.number:
+        return files
+    return files[part.index * len(files) // part.number : (part.index + 1) * len(files) // part.number]
+
+
+def _rows_of_part(rows: datasets.Dataset, part: Part, source: str) -> datasets.Dataset:
+    """The part's rows, a run of them. Raises DataError if there are fewer rows than parts."""
+    count, number = rows.num_rows, part.number
+    if count < max(2, number):
+        raise DataError(
+            f"data.source: {source}: {plural(count, 'document')} cannot be divided into {number} parts; "
+            "prepare it on one machine"
+        )
+    return rows.select(range(part.index * count // number, (part.index + 1) * count // number))
 
 
 def _read_files(files: list[str], chat: bool, text_column: str, source: str) -> Iterator[dict[str, Any]]:
@@ -213,6 +263,7 @@ def _from_hub(data: DataSection, scratch: Path) -> Documents:
             raise DataError(f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text")
         return loaded.select_columns(data.text_column).rename_columns({data.text_column: "text"})
 
+    check_space(data, scratch)
     train = load(data.split)
     commit = re.search(r"@([0-9a-f]{40})/", " ".join(train.info.download_checksums or ()))
     revision = commit[1] if commit else data.revision or "unknown"
@@ -227,19 +278,32 @@ def _from_hub(data: DataSection, scratch: Path) -> Documents:
     return Documents(train, validation, revision)
 
 
-def load_documents(data: DataSection, scratch: Path) -> Documents:
-    """The documents of `data.source`. `scratch` is a folder for temporary files.
+def load_documents(data: DataSection, scratch: Path, part: Part | None = None) -> Documents:
+    """The documents of `data.source`, or those of one part of it. `scratch` is a folder for temporary files.
 
+    A part of at least as many files as parts reads its own files only; the revision is then that of these files.
     Raises DataError if the source does not exist, has no text, or cannot be read as `data.format`.
     """
+    documents, divided = _load(data, scratch, part)
+    if part is None or divided:
+        return documents
+    source = without_login(data.one_source)
+    validation = documents.validation and _rows_of_part(documents.validation, part, source)
+    return Documents(_rows_of_part(documents.train, part, source), validation, documents.revision)
+
+
+def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Documents, bool]:
+    """The documents, and whether they are those of the part only."""
     files = find_files(data.one_source)
     if not files and data.one_source != PYTHON_DOCS and not is_url(data.one_source):
-        return _from_hub(data, scratch)
+        return _from_hub(data, scratch), False
     if data.validation_split:
         raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
     if data.one_source == PYTHON_DOCS:
-        return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}")
+        return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}"), False
     downloaded = not files
+    divided = part is not None and len(files) >= max(2, part.number)
+    files = files_of_part(files, part) if part and divided else files
     files = files or [_download(data.one_source, data.sha256, scratch)]
     chat, chosen = data.format == "chat", [str(path) for path in files]
     if chat and os.path.isdir(os.path.expanduser(data.one_source)):  # without a README in the folder
@@ -251,4 +315,4 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
         if not downloaded:
             raise
         raise DataError(str(error).replace(chosen[0], arguments["source"])) from None  # the file is temporary
-    return Documents(documents, None, file_digest(files))
+    return Documents(documents, None, file_digest(files)), divided

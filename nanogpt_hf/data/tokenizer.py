@@ -265,6 +265,24 @@ def _printable_bytes() -> dict[str, int]:
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
 
+def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
+    """Bytes of text per token, by id; 0 for special tokens.
+
+    In names of byte-level tokens a letter is a byte. Others are text, with U+2581 for a space and <0x0A> for a byte.
+    """
+    names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
+    special, letters = set(tokenizer.hf.all_special_tokens), _printable_bytes().keys()
+    plain = [name for name in names if name is not None and name not in special]
+    if tokenizer.name != "char" and all(letters >= set(name) for name in plain):
+        sizes = {name: len(name) for name in plain}
+    else:
+        sizes = {
+            name: 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", name) else len(name.replace("\u2581", " ").encode())
+            for name in plain
+        }
+    return np.array([sizes.get(name, 0) for name in names])
+
+
 def _gpt2_merges() -> list[str]:
     """The 50,000 merges of GPT-2, from the first place that has them; a download is the last resort."""
     for find in (_merges_in_tiktoken_cache, _merges_in_package, _merges_in_hub_cache, _merges_by_download):

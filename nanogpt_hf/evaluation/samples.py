@@ -9,6 +9,7 @@ from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.errors import DataError, DivergedError, UserError
@@ -28,7 +29,7 @@ class TrainingSamples:
 
     def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
         self.config, self.tokenizer, self.prompts = config, tokenizer, []
-        is_chat = config.data.format == "chat" and config.eval.samples
+        is_chat = has_conversations(config.data) and config.eval.samples
         chat = ChatFormat(tokenizer, fixed_day=True) if is_chat else None
         for prompt in config.eval.samples:
             try:

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config, DataSection
-from nanogpt_hf.config.sources import is_mixture, source_text, sources_of
+from nanogpt_hf.config.sources import has_conversations, is_mixture, source_text, sources_of
 from nanogpt_hf.data.bpe import TRAINING_BYTES
 from nanogpt_hf.data.interleave import Interleave
 from nanogpt_hf.data.manifest import Manifest
@@ -122,7 +122,7 @@ def _describe_source(data: DataSection, manifest: Manifest) -> str:
 def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
     data, optim, train = config.data, config.optim, config.train
     packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
-    if data.format == "chat":
+    if manifest.train.assistant_tokens:
         split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, "
         split += f"{manifest.train.assistant_tokens:,} in answers"
         seen = f"{state.tokens:,} positions ({data.packing}), padding included"
@@ -199,7 +199,7 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
         )
     else:  # prepared by nanoGPT
         split = "The validation split is part of the data."
-    if config.data.format == "chat":
+    if manifest.validation.assistant_tokens:
         return f"""{table}
 
 Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.assistant_tokens:,} tokens
@@ -220,7 +220,7 @@ text, which makes tokenizers comparable.
 
 
 def _limits(config: Config, model_config: PreTrainedConfig) -> str:
-    answers = config.data.format == "chat"
+    answers = has_conversations(config.data)
     purpose = (
         "answers in the style of its training conversations" if answers else "continues text like its training text"
     )

@@ -13,7 +13,7 @@ from tqdm import tqdm
 from nanogpt_hf.data.encode import save_split
 from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions, write_manifest
 from nanogpt_hf.data.prepared import TOKENIZER
-from nanogpt_hf.data.tokenizer import Tokenizer, gpt2_tokenizer, save_tokenizer, vocabulary_hash
+from nanogpt_hf.data.tokenizer import Tokenizer, bytes_of_tokens, gpt2_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.export.nanogpt import load_meta
 
@@ -37,7 +37,7 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     counts, digest = {}, hashlib.sha256()
     for split, tokens in bins.items():  # check everything before anything is written
         counts[split] = _count(tokens, source / BINS[split], tokenizer, digest)
-    facts, lengths = {}, _bytes_of_tokens(tokenizer)
+    facts, lengths = {}, bytes_of_tokens(tokenizer)
     for split, tokens in bins.items():
         scratch = folder / f"{split}.scratch"
         documents = _write_rows(tokens, end_of_text_id, scratch, f"writing {split}")
@@ -87,14 +87,6 @@ def _count(tokens: np.ndarray, path: Path, tokenizer: Tokenizer, digest) -> np.n
             digest.update(piece)
             bar.update(len(piece))
     return counts
-
-
-def _bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
-    """Bytes of text per token: a character in UTF-8; one byte per letter in the names of GPT-2's tokens."""
-    names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
-    special = tokenizer.hf.all_special_tokens
-    char = tokenizer.name == "char"
-    return np.array([0 if name in special else len(name.encode() if char else name) for name in names])
 
 
 def _write_rows(tokens: np.ndarray, end_of_text_id: int | None, file: Path, description: str) -> int:

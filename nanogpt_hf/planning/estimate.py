@@ -11,8 +11,8 @@ from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.manifest import Manifest
-from nanogpt_hf.data.mixed_manifest import find_manifest
-from nanogpt_hf.data.source import find_files
+from nanogpt_hf.data.mixed_manifest import MixedManifest, find_manifest
+from nanogpt_hf.data.source import local_files
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
@@ -58,7 +58,7 @@ class Estimate:
     devices: list[Device]
     tokens: int
     chinchilla_tokens: int
-    epochs: float | None  # of the prepared data
+    epochs: dict[str, float]  # of the prepared data, or of each source of a mixture
     data_bytes: int | None  # of the prepared data, or an upper bound; None if unknown
     data_is_prepared: bool
     run_bytes: int
@@ -146,11 +146,18 @@ def estimate(
         devices=devices,
         tokens=tokens,
         chinchilla_tokens=CHINCHILLA * (total - padding),
-        epochs=tokens / manifest.train.tokens if manifest else None,
+        epochs=_epochs(tokens, manifest),
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
         run_bytes=run_bytes(total, optimizer_state_bytes(model, in_float32), config.checkpoint.keep),
     )
+
+
+def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:
+    if isinstance(manifest, MixedManifest):
+        period = sum(source.weight for source in manifest.sources)
+        return {s.name: tokens * s.weight / period / s.manifest.train.tokens for s in manifest.sources}
+    return {"the prepared data": tokens / manifest.train.tokens} if manifest else {}
 
 
 def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:
@@ -191,7 +198,7 @@ def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> i
 def _source_bytes(data: DataSection, prepared: bool, vocab_size: int) -> int | None:
     if prepared:
         return sum(path.stat().st_size for path in Path(data.dir).rglob("*") if path.is_file())
-    files = find_files(data.one_source)
+    files = local_files(data)
     one_byte = data.tokenizer in ("char", "gpt2", "bpe")
     if not one_byte or not files or {path.suffix for path in files} - {".txt", ".md"}:
         return None

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.sources import has_conversations, sources_of
 from nanogpt_hf.cpu import CpuTimes, allowed_cores, free_threads, stated_threads
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
@@ -57,7 +58,8 @@ def train(
     disable_progress_bar()
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
     main_process = Mesh.from_environment().is_main
-    _check_separate(folder.path, Path(config.data.dir))
+    for data_folder in (config.data.dir, *(source.data.dir for source in sources_of(config.data))):
+        _check_separate(folder.path, Path(data_folder))
     check_launch(config)
     if config.finetune.model is None:
         build_config(config.model, vocab_size=256)  # raises for a wrong section `model` before the data is prepared
@@ -173,7 +175,7 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
     lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]  # a short run has no curve
     path = shlex.quote(str(folder.path))
-    command = f"chat {path}" if config.data.format == "chat" else f"sample {path} --prompt 'The '"
+    command = f"chat {path}" if has_conversations(config.data) else f"sample {path} --prompt 'The '"
     return "\n".join([*lines, f"next: python cli.py {command}"])
 
 

@@ -96,7 +96,7 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     prepared = sum(path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file())
     assert (figures.data_is_prepared, figures.data_bytes) == (True, prepared)
     assert figures.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
-    assert figures.epochs == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
+    assert figures.epochs["the prepared data"] == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
     assert "of the prepared data" in figures.vocabulary
 
 

@@ -183,6 +183,28 @@ def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, reci
     assert_same_experiment(run, one_process)
 
 
+def test_two_hosts_without_shared_files_prepare_halves(hosts, recipe, tmp_path, byte_tokenizer):
+    folders = tmp_path / "first", tmp_path / "second"
+    for folder in folders:
+        (folder / "text").mkdir(parents=True)
+        for number in range(4):
+            (folder / "text" / f"{number}.txt").write_text(f"text {number} " * (10 + number))
+    options = ["--data.source", "text", "--data.tokenizer", str(byte_tokenizer)]
+    for host, folder in zip(hosts, folders, strict=True):
+        host.send(next(ports), ["prepare", recipe, *options, "--shard", f"{host.rank}/2"], 60, folder)
+    assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text()
+    shutil.copytree(folders[1] / "data.parts" / "1-of-2", folders[0] / "data.parts" / "1-of-2")
+    for words in (["--merge"], ["--data.dir", "alone"]):
+        hosts[0].send(next(ports), ["prepare", recipe, *options, *words], 60, folders[0])
+        assert hosts[0].status() == 0, hosts[0].log.read_text()
+    merged, alone = (
+        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+        for folder in (folders[0] / "data", folders[0] / "alone")
+    )
+    assert len(alone) > 5
+    assert merged == alone
+
+
 @pytest.mark.parametrize("difference", ["data", "recipe", "no text"])
 def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, text_file, difference):
     folders = tmp_path / "first", tmp_path / "second"

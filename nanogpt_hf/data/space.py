@@ -1,0 +1,70 @@
+"""Check that a Hub data set fits on the disk before it is downloaded."""
+
+import os
+import re
+import shutil
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import datasets
+from datasets import config as datasets_config
+from huggingface_hub import HfApi, constants, try_to_load_from_cache
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import format_bytes
+
+_BYTES_PER_TOKEN = 4  # of English text, with GPT-2's tokenizer; a token takes 2 bytes
+_HUB_FILE = re.compile(r"hf://datasets/(?P<repo>[^/]+/[^/@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
+
+
+def check_space(data: DataSection, folder: Path) -> None:
+    """Raises DataError if a Hub data set needs more space than is free for its download, its rows and its tokens.
+
+    `folder` gets the tokens. Without sizes from the Hub it does nothing.
+    """
+    try:
+        builder = datasets.load_dataset_builder(data.one_source, data.config, revision=data.revision)
+        download, rows = _bytes_needed(builder)
+    except Exception:  # of the network, of the Hub, of a data set without files: load_dataset will report it
+        return
+    _compare(data.one_source, download, rows, folder)
+
+
+def _bytes_needed(builder: Any) -> tuple[int, int]:
+    """Bytes that remain to be downloaded, and those of the rows that `datasets` then writes."""
+    sizes: dict[str, dict[str, int]] = {}
+    download = 0
+    for url in {str(url) for urls in (builder.config.data_files or {}).values() for url in urls}:
+        if not (file := _HUB_FILE.fullmatch(url)):
+            continue
+        repo, revision, path = file["repo"], file["revision"], file["path"]
+        if repo not in sizes:
+            siblings = HfApi().dataset_info(repo, revision=revision, files_metadata=True).siblings or []
+            sizes[repo] = {sibling.rfilename: sibling.size or 0 for sibling in siblings}
+        if not isinstance(try_to_load_from_cache(repo, path, revision=revision, repo_type="dataset"), str):
+            download += sizes[repo].get(path, 0)
+    if os.path.isdir(builder.cache_dir):
+        return 0, 0
+    return download, builder.info.dataset_size or download
+
+
+def _compare(source: str, download: int, rows: int, folder: Path) -> None:
+    tokens = rows * 2 // _BYTES_PER_TOKEN
+    needs = ((constants.HF_HUB_CACHE, download), (datasets_config.HF_DATASETS_CACHE, rows), (folder, tokens))
+    needed, places = defaultdict[int, int](int), {}
+    for place, size in needs:
+        existing = next(path for path in (Path(place), *Path(place).absolute().parents) if path.exists())
+        device = existing.stat().st_dev
+        needed[device] += size
+        places.setdefault(device, existing)
+    for device, size in needed.items():
+        free = shutil.disk_usage(places[device]).free
+        if size > free:
+            raise DataError(
+                f"data.source: {source}: needs about {format_bytes(size)} on the disk of {places[device]}, where "
+                f"{format_bytes(free)} are free: {format_bytes(download)} to download, {format_bytes(rows)} of rows, "
+                f"{format_bytes(tokens)} of tokens; set HF_HOME to a larger disk, name a smaller data.config, or let "
+                "datatrove make the tokens (data.format datatrove)"
+            )

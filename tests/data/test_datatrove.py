@@ -1,0 +1,171 @@
+"""Token files in datatrove's format are read in place: .ds with ids, .ds.index with the ends of documents."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import check_prepared, load_prepared
+from nanogpt_hf.data.tokenizer import build_tokenizer, bytes_of_tokens
+from nanogpt_hf.errors import ConfigError, DataError
+
+END = 256  # of byte_tokenizer
+TEXTS = [f"Document {number} says {'many ' * (number % 9)}words: é." for number in range(60)]
+
+
+def write(folder: Path, name: str, texts: list[str], encode, kind="<u2") -> Path:
+    """What datatrove writes: ids with an end-of-text id after each document, and the documents' ends."""
+    folder.mkdir(exist_ok=True)
+    rows = [[*encode(text), END] for text in texts]
+    path = folder / f"{name}.ds"
+    np.array([token for row in rows for token in row], dtype=kind).tofile(path)
+    np.cumsum([len(row) for row in rows]).astype("<u8").tofile(folder / f"{name}.ds.index")
+    return path
+
+
+@pytest.fixture
+def encode(byte_tokenizer):
+    tokenizer = build_tokenizer(str(byte_tokenizer), ())
+    return lambda text: tokenizer.encode_batch([text])[0].tolist()
+
+
+@pytest.fixture
+def make(write_recipe, byte_tokenizer, tmp_path):
+    def make(source, **overrides):
+        options = {"data__source": str(source), "data__format": "datatrove", "data__tokenizer": str(byte_tokenizer)}
+        return load_config(write_recipe(**options | overrides))
+
+    return make
+
+
+def complaint(use, *arguments) -> str:
+    with pytest.raises(DataError) as caught:
+        use(*arguments)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def tokens_of(config) -> list[int]:
+    data = load_prepared(config)
+    return [int(t) for blocks in (data.train, data.validation) for chunk in blocks.stream.chunks for t in chunk]
+
+
+@pytest.mark.parametrize("kind", ["<u2", "<u4"])
+def test_a_folder_of_files_is_one_stream_without_a_copy(make, encode, tmp_path, kind):
+    for number in (2, 0, 1):
+        write(tmp_path / "tokens", f"{number:05}_all", TEXTS[20 * number : 20 * (number + 1)], encode, kind)
+    (tmp_path / "tokens" / "00009_all.ds").touch()  # a task without documents
+    config = make(tmp_path / "tokens")
+    manifest, _ = prepare(config)
+    expected = [token for text in TEXTS for token in [*encode(text), END]]
+    assert tokens_of(config) == expected
+    data = load_prepared(config)
+    assert isinstance(data.train.stream.chunks[0], np.memmap)
+    assert not list((tmp_path / "data").rglob("*.arrow"))
+    assert manifest.train.documents + manifest.validation.documents == 60
+    assert manifest.train.bytes + manifest.validation.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert manifest.end_of_text_id == END
+    assert data.train.stream.windows(np.array([manifest.train.tokens - 1]), 1) == END, "documents stay whole"
+    assert 0 < manifest.validation.tokens <= 0.1 * len(expected) + 80
+    assert check_prepared(config.data)
+
+
+def test_one_file_trains(make, encode, tmp_path):
+    config = make(write(tmp_path / "tokens", "one", TEXTS, encode), train__max_steps=2)
+    assert main(["pretrain", str(tmp_path / "tiny.yaml"), "--run-dir", str(tmp_path / "run")]) == 0
+    assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
+    assert config.data.format == "datatrove"
+
+
+def test_wrong_files_are_one_line(make, encode, tmp_path):
+    folder = tmp_path / "tokens"
+    path = write(folder, "one", TEXTS, encode)
+    index = folder / "one.ds.index"
+    whole, ends = path.read_bytes(), index.read_bytes()
+    path.write_bytes(whole[:-2])
+    count = len(whole) // 2
+    size = len(whole) - 2
+    assert f"{path}: {size:,} bytes are not the {count:,} tokens of its index" in complaint(prepare, make(path))
+    path.write_bytes(whole)
+    index.write_bytes(ends[:-3])
+    assert "one.ds.index: 477 bytes are not numbers of 8 bytes" in complaint(prepare, make(folder))
+    index.unlink()
+    assert "one.ds.index: cannot be read: No such file" in complaint(prepare, make(folder))
+    assert "expected a .ds file" in complaint(prepare, make(write_text(tmp_path / "a.txt")))
+    assert "the folder holds no .ds file" in complaint(prepare, make(write_text(tmp_path / "x" / "a.txt").parent))
+    assert "expected .ds files of datatrove on this machine" in complaint(prepare, make("some/set"))
+    assert not (tmp_path / "data").exists()
+
+
+def write_text(path: Path) -> Path:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("text")
+    return path
+
+
+def test_ids_beyond_the_vocabulary_are_refused(make, encode, tmp_path):
+    path = write(tmp_path / "tokens", "one", TEXTS, lambda text: [*encode(text), 300])
+    message = complaint(prepare, make(path))
+    assert f"{path}: token 300 is beyond the vocabulary of data.tokenizer" in message
+    assert "(257 tokens); name the tokenizer that made it" in message
+
+
+def test_changed_or_missing_files_are_found(make, encode, tmp_path):
+    path = write(tmp_path / "tokens", "one", TEXTS, encode)
+    config = make(path)
+    prepare(config)
+    copy = tmp_path / "copy.ds"
+    shutil.copy(path, copy)
+    whole = bytearray(path.read_bytes())
+    whole[10] ^= 1
+    path.write_bytes(whole)
+    assert "has changed since it was prepared" in complaint(load_prepared, config)
+    shutil.copy(copy, path)  # the same bytes, another time
+    assert len(tokens_of(config)) == len(whole) // 2
+    path.unlink()
+    assert "no such file" in complaint(load_prepared, config)
+
+
+def test_tokenizers_that_are_made_from_text_are_refused(make, tmp_path):
+    with pytest.raises(ConfigError, match=r"data.tokenizer: char is made from text, and datatrove has made the tokens"):
+        make(tmp_path, data__tokenizer="char")
+
+
+def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, caplog):
+    path = write(tmp_path / "tokens", "one", TEXTS, encode)
+    path.with_name("one.ds.metadata").write_text("their/tokenizer|2\n1000\n1.0 kT")
+    prepare(make(path))
+    assert "made with the tokenizer their/tokenizer" in caplog.text
+
+
+def test_datatrove_and_text_mix(make, encode, byte_tokenizer, text_file, tmp_path):
+    path = write(tmp_path / "tokens", "one", TEXTS, encode)
+    source = [{"source": str(path), "weight": 1, "format": "datatrove"}, {"source": str(text_file), "weight": 3}]
+    config = load_config(
+        None,
+        {
+            "data.source": json.loads(json.dumps(source)),
+            "data.tokenizer": str(byte_tokenizer),
+            "data.dir": str(tmp_path / "mix"),
+            "data.block_size": 16,
+            "data.validation_fraction": 0.1,
+            "train.tokens_per_step": 16 * 12,
+        },
+        name="mix",
+    )
+    prepare(config)
+    train = load_prepared(config).train
+    (batch,) = (train.batch(np.array([0, len(train) - 1])),)
+    assert batch["input_ids"][0].tolist() == [*encode(TEXTS[0]), END][:16]
+
+
+def test_bytes_of_tokens_of_sentencepiece_names():
+    names = ["<s>", "\u2581the", "<0x0A>", "né", None]
+    hf = SimpleNamespace(all_special_tokens=["<s>"], convert_ids_to_tokens=lambda ids: names)
+    assert bytes_of_tokens(SimpleNamespace(name="x", vocab_size=5, hf=hf)).tolist() == [0, 4, 1, 3, 0]
