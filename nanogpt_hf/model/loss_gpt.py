@@ -50,7 +50,9 @@ def loss_and_gradient(
     The gradient, by the logits before they are capped, is softmax minus one at the target; for rows with an IGNORED
     target, as if it were token 0.
     """
-    logits = cap_logits(F.linear(rows, weight, bias), softcap)
+    logits = F.linear(rows, weight, bias)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
     logits[:, vocab_size:] = -torch.inf  # softmax 0; slicing instead would copy
     log_softmax = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     counts = targets != IGNORED

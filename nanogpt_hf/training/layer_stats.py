@@ -115,8 +115,9 @@ class LayerStats:
         def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **options: Any) -> Any:
             name = f"layers/{names[id(module)]}/attention_logit_max"
             values[name] = attention_logit_max(query, key, mask, options.get("scaling"))
-            eager = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
-            return (replaced or eager)(module, query, key, value, mask, **options)
+            # eager attention is in no table: each model's module has its own
+            compute: Any = replaced or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+            return compute(module, query, key, value, mask, **options)
 
         with ExitStack() as handles:
             handles.callback(blocks[0].register_forward_pre_hook(embedding_std).remove)

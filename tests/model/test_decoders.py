@@ -1,8 +1,12 @@
 """Decoders of transformers as rows of Architecture: loss, gradients, initial weights, folders on disk, refusals."""
 
+from collections import Counter
+
 import pytest
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, Gemma2Config, GraniteConfig, PhiConfig
 
 from nanogpt_hf.config.schema import ModelSection
@@ -204,3 +208,59 @@ def test_padded_vocabulary_is_never_predicted_or_saved(architecture, chunked, tm
     assert not hasattr(standard.config, "padded_vocab_size")
     torch.testing.assert_close(standard(ids, labels=ids, shift_labels=labels).loss, loss, atol=1e-5, rtol=1e-5)
     assert count_parameters(model.config) == standard.num_parameters()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "nanochat", "phi"])
+def test_training_never_holds_all_logits(architecture, monkeypatch):
+    rows, vocab = 256, 5000
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", vocab * rows // 8)
+    config = build_config(section(architecture), vocab)
+    ids = torch.arange(rows).view(8, 32)
+    largest = {}
+    for ours, model in ((True, build_model(config, 0)), (False, AutoModelForCausalLM.from_config(config))):
+        sizes = Counter()
+
+        class Sizes(TorchDispatchMode):
+            def __torch_dispatch__(self, function, types, args=(), kwargs=None, sizes=sizes):
+                out = function(*args, **(kwargs or {}))
+                for tensor in tree_leaves(out):
+                    if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (vocab,):
+                        sizes[tensor.numel()] += 1
+                return out
+
+        with Sizes():
+            model.train()(input_ids=ids, labels=ids).loss.backward()
+        largest[ours] = max(sizes)
+    assert largest[False] == rows * vocab
+    assert largest[True] == rows * vocab // 8
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_freeze_and_depths_of_a_decoder(tied):
+    model = model_of("qwen3", extra={"tie_word_embeddings": tied})
+    row = architecture_of(model)
+    depths = row.depths(model)
+    assert set(depths.values()) == {0, 1, 2, 3}
+    assert depths["model.embed_tokens.weight"] == 0
+    assert depths["model.layers.1.mlp.down_proj.weight"] == 2
+    assert depths["model.norm.weight"] == 3
+    assert depths.get("lm_head.weight", 3) == 3
+    row.freeze(model, 1)
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    assert frozen == {name for name, depth in depths.items() if depth < 2}
+    assert model.lm_head.weight.requires_grad != tied
+    labels = batch()[1]
+    model.train()(input_ids=batch()[0], shift_labels=labels).loss.backward()
+    assert {
+        name for name, parameter in model.named_parameters() if parameter.grad is not None
+    } == depths.keys() - frozen
+
+
+def test_flops_count_the_head_but_not_what_is_only_looked_up():
+    tied, untied = (
+        build_config(section("llama", extra={"tie_word_embeddings": tied}), VOCAB) for tied in (True, False)
+    )
+    row = architecture_of(tied)
+    assert count_parameters(untied) == count_parameters(tied) + VOCAB * 32
+    assert row.flops_per_token(tied, 16) == row.flops_per_token(untied, 16)
+    assert row.flops_per_token(tied, 16) == 6 * count_parameters(tied) + 12 * 2 * 32 * 16
