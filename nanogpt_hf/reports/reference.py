@@ -118,7 +118,8 @@ def experiment_of(config: Config) -> dict[str, Any]:
     keys = [key for key in KNOBS if key in _DEFINING + _MOVING]
     experiment = {key: get_value(config, key) for key in keys}
     for key in keys:
-        if key.startswith(_USUALLY_DEFAULT) and experiment[key] == KNOBS[key].default:
+        usual = "gpt2" if key == "model.init" else KNOBS[key].default  # GPT-2's own init is `gpt2`
+        if key.startswith(_USUALLY_DEFAULT) and experiment[key] == usual:
             del experiment[key]  # the defaults mean pretraining with AdamW; older references lack these knobs
     if not is_mixture(config.data):
         source = Path(config.data.one_source).expanduser()

@@ -77,7 +77,14 @@ def _configuration(config: Config, start: dict[str, Any]) -> dict[str, Any]:
     sections["start"] |= {f"versions.{name}": version for name, version in start["versions"].items()}
     flat = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
     shown = {name: redact_tree(value) for name, value in flat.items() if value is not None}
-    return {name: ", ".join(value) if isinstance(value, list) else value for name, value in shown.items()}
+    return {name: _as_scalar(value) for name, value in shown.items()}
+
+
+def _as_scalar(value: Any) -> Any:
+    """Lists and mappings as text: TensorBoard accepts nothing else."""
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return ", ".join(value)
+    return json.dumps(value) if isinstance(value, list | dict) else value
 
 
 def _wandb_options(config: Config, run: RunFolder) -> dict[str, Any]:
