@@ -358,9 +358,14 @@ def load_config(name: str, revision: str | None = None) -> PreTrainedConfig:
 def load_model(name: str, revision: str | None = None, **options: Any) -> PreTrainedModel:
     """The model in a folder or on the Hub in float32. Raises ValueError if its weights do not fit."""
     config = load_config(name, revision)
-    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True, "trust_remote_code": False} | options
+    options = {"dtype": torch.float32, "ignore_mismatched_sizes": True} | options
     loaded: Any = model_class_of(type(config)).from_pretrained(
-        name, revision=revision or "main", config=config, output_loading_info=True, **options
+        name,
+        revision=revision or "main",
+        config=config,
+        output_loading_info=True,
+        trust_remote_code=False,
+        **options,
     )
     model, info = loaded
     wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]

@@ -30,7 +30,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed.runtime.engine
     import deepspeed.runtime.zero.stage3
     import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
-    import functorch.compile  # noqa: F401
+    import torch._functorch.aot_autograd
 
 torch.set_num_threads(1)  # a thread pool does not survive a fork
 
