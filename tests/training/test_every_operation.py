@@ -19,7 +19,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import Evaluation, TrainState
 from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")]
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
 CONFIG = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, **NO_SPECIAL_TOKENS)
 LAST = 8  # its newest step

@@ -14,6 +14,8 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training import tracking
 
+pytestmark = pytest.mark.long
+
 
 def fill_disk(volume, room: int):
     """Write a file that leaves `room` bytes free."""
