@@ -38,7 +38,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     config, base = finetune_config(
         arguments.recipe, [(key, value) for key, value in flags if value is not None] + overrides
     )
-    vocabulary = check_tokenizer(config, base.vocab_size)
+    vocabulary = check_tokenizer(config, base)
     if arguments.dry_run:
         from nanogpt_hf.model.build import describe_trainable, meta_model
 

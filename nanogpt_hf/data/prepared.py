@@ -8,6 +8,7 @@ import transformers
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.datatrove import open_token_files, token_stream
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.manifest import MANIFEST, Manifest, check_fits, read_manifest
@@ -30,6 +31,7 @@ class PreparedData:
     validation: TokenBlocks | Examples | MixedBlocks
     tokenizer: transformers.PreTrainedTokenizerBase
     manifest: Manifest
+    end_of_turn_id: int | None = None  # the token that ends an answer of conversations
 
     @property
     def vocab_size(self) -> int:
@@ -53,8 +55,8 @@ def load_prepared(config: Config) -> PreparedData:
         MixedBlocks([p.validation for p in parts], weights),
     )
     # All tokenizers have the same ids; that of conversations also has the chat template.
-    chat = next((part for part in parts if part.tokenizer.chat_template), parts[0])
-    return PreparedData(train, validation, chat.tokenizer, manifest)
+    chat = next((part for part in parts if part.end_of_turn_id is not None), parts[0])
+    return PreparedData(train, validation, chat.tokenizer, manifest, chat.end_of_turn_id)
 
 
 def _load_source(data: DataSection) -> PreparedData:
@@ -73,7 +75,8 @@ def _load_source(data: DataSection) -> PreparedData:
                     f"data.block_size: {block_size} tokens are too few for every conversation of {folder / split}: "
                     "none has an answer within them"
                 )
-        return PreparedData(train, validation, tokenizer, manifest)
+        end_of_turn_id = ChatFormat(tokenizer, fixed_day=True).end_of_turn_id()
+        return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
     train, validation = tokens
     if len(train) <= block_size:
         raise DataError(

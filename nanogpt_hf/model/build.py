@@ -5,7 +5,7 @@ import pickle
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -126,12 +126,23 @@ def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, ste
     if lora.quantize:
         options["quantization_config"] = _quantization(lora.quantize)
     model = load_model(finetune.model, finetune.revision, **options)
-    if vocab_size > model.config.vocab_size:
-        raise UserError(
-            f"data.tokenizer: has {vocab_size:,} tokens, {finetune.model} only {model.config.vocab_size:,}; leave "
-            "data.tokenizer out to use the model's own"
-        )
+    if vocab_size > model.config.vocab_size:  # training/finetuning.py has checked that all its own tokens stay
+        extend_vocabulary(model, vocab_size)
     return _prepare_for_finetuning(model, config, step)
+
+
+def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
+    """Add rows to embedding and head until there are `tokens`; a new row is the mean of the others."""
+    embedding, head = cast(Any, model.get_input_embeddings()), cast(Any, model.get_output_embeddings())
+    tied = head.weight is embedding.weight
+    for layer in (embedding, head):
+        weight = layer.weight.detach()
+        layer.weight = nn.Parameter(torch.cat([weight, weight.mean(0, keepdim=True).expand(tokens - len(weight), -1)]))
+    if tied:
+        head.weight = embedding.weight
+    embedding.num_embeddings = head.out_features = model.config.vocab_size = tokens
+    if hasattr(model, "vocab_size"):  # transformers' models keep a copy
+        model.vocab_size = tokens
 
 
 def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -> PreTrainedModel:

@@ -12,6 +12,8 @@ from nanogpt_hf.config.vocabulary import GPT2_NAMES
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.find import find_model
 
+_LONGEST_DEFAULT = 1024  # tokens of a block; a model of 131,072 positions should not start with blocks of as many
+
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
@@ -36,10 +38,11 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     base, commit = load_base_config(start, revision)
     architecture = architecture_of(base)
     knobs, positions = architecture.recipe_knobs(base), base.max_position_embeddings
+    learned_positions = knobs.get("model.architecture", "gpt2") == "gpt2"
     tokenizer = "gpt2" if start in GPT2_NAMES else start
     defaults = finetune_defaults(
         knobs,
-        block_size=_stated_number(stated, "data.block_size") or positions,
+        block_size=_stated_number(stated, "data.block_size") or min(positions, _LONGEST_DEFAULT),
         max_steps=_stated_number(stated, "train.max_steps"),
         lora=_stated_number(stated, "lora.rank") is not None,
     )
@@ -53,18 +56,18 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     wrong = [
         f"{key}: {start} has {value}; leave it out, fine-tuning changes no sizes"
         for key, value in knobs.items()
-        if key != "model.n_positions" and get_value(config, key) != value
+        if (key != "model.n_positions" or not learned_positions) and get_value(config, key) != value
     ]
     if not set(config.lora.targets) <= set(architecture.lora_targets):
         wrong.append(f"lora.targets: expected some of {', '.join(architecture.lora_targets)}")
-    if config.model.n_positions > positions:
+    if config.model.n_positions > positions and learned_positions:
         wrong.append(f"model.n_positions: {start} has learned only {positions} positions; leave it out")
     if config.model.pad_vocab_to_multiple_of != 1:
         wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
         raise ConfigError(wrong)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
-    if "model.n_positions" not in stated:
+    if "model.n_positions" not in stated and learned_positions:  # those beyond a block would not be trained
         resolved["model.n_positions"] = config.data.block_size
     if stated.get("data.dir") is None:
         resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
@@ -88,8 +91,12 @@ def _short(name: str) -> str:
     return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
 
 
-def check_tokenizer(config: Config, vocab_size: int) -> str:
-    """The hash of the tokenizer's vocabulary. Raises UserError where it is not that of the model to start from."""
+def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
+    """The hash of the tokenizer's vocabulary.
+
+    It is that of the model to start from, whose configuration is `base`, or has more tokens after the same ones: then
+    `base` gets their number. Raises UserError for any other tokenizer.
+    """
     from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 
     start, name = config.finetune.model, config.data.tokenizer
@@ -109,10 +116,23 @@ def check_tokenizer(config: Config, vocab_size: int) -> str:
             "leave it out to use the model's own"
         )
     given = own if name == start and own is not None else build_tokenizer(name, ()).hf
-    if own is not None and vocabulary_hash(given) != vocabulary_hash(own):
+    new = 0
+    if own is not None:
+        new = len(given) - len(own)
+        if new < 0 or not own.get_vocab().items() <= given.get_vocab().items():
+            raise UserError(
+                f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model has learned; leave it "
+                "out, or add tokens to that one"
+            )
+    if len(given) - new > base.vocab_size:
         raise UserError(
-            f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model has learned; leave it out"
+            f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {base.vocab_size:,}; leave it out"
         )
-    if len(given) > vocab_size:
-        raise UserError(f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {vocab_size:,}; leave it out")
+    frozen = config.finetune.freeze_layers is not None and config.finetune.unfreeze_every is None
+    if new and (config.lora.rank or frozen):
+        option = "lora.rank" if config.lora.rank else "finetune.freeze_layers"
+        raise UserError(
+            f"{option}: freezes the embeddings, so the {new} new tokens of {name} would not be learned; leave it out"
+        )
+    base.vocab_size = max(base.vocab_size, len(given))
     return vocabulary_hash(given)

@@ -5,12 +5,14 @@ import logging
 import sys
 
 from accelerate import Accelerator
+from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.generate import end_ids_of
 from nanogpt_hf.model.build import describe_trainable, start_model
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
@@ -71,6 +73,7 @@ def rebuild_model(run: Run) -> None:
 
 def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, step: int) -> dict:
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
+    _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
         logger.info(f"{f'from step {step:,} on ' if step else ''}{describe_trainable(model, config, step)}")
     optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
@@ -78,6 +81,15 @@ def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, s
         prepared, optimizer = accelerator.prepare(model, optimizer)
     prepared.train()
     return {"model": prepared, "model_config": model.config, "optimizer": optimizer}
+
+
+def _record_end_ids(model: PreTrainedModel, end_of_turn_id: int | None) -> None:
+    """Put every token that ends a text into the config, which is saved: that of chat models has not all of them."""
+    own = model.config.eos_token_id
+    first = own if isinstance(own, list) else [own]
+    ends = [end for end in dict.fromkeys([*first, *sorted(end_ids_of(model)), end_of_turn_id]) if end is not None]
+    if ends:
+        model.config.eos_token_id = ends[0] if len(ends) == 1 else ends
 
 
 def keep_freed_memory() -> None:

@@ -1,0 +1,159 @@
+"""Fine-tune a model that plain transformers trained, and go back to plain transformers."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from tokenizers import processors
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
+
+START, END, TURN = "<|begin|>", "<|endoftext|>", "<|eot|>"
+TEMPLATE = (
+    "{{- bos_token }}{% for m in messages %}"
+    "{{- '[' + m['role'] + ']\n' + m['content'] | trim + '<|eot|>' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{- '[assistant]\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory, text_file):
+    """A folder with a Llama in bfloat16, tokenizer included, that a loop of a few lines trained."""
+    folder = tmp_path_factory.mktemp("llama")
+    hf = train_bpe_tokenizer([text_file.read_text()], 280, "gpt4").hf
+    hf.add_special_tokens({"bos_token": START, "additional_special_tokens": [TURN]})
+    hf.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{START} $A", special_tokens=[(START, hf.convert_tokens_to_ids(START))]
+    )
+    hf.chat_template = TEMPLATE
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes |= {"intermediate_size": 48, "max_position_embeddings": 2048, "vocab_size": len(hf), "pad_token_id": None}
+    config = transformers.LlamaConfig(**sizes, bos_token_id=hf.bos_token_id, eos_token_id=hf.eos_token_id)
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(config)
+    model.generation_config.eos_token_id = [hf.eos_token_id, 5]
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    ids = torch.tensor(hf(text_file.read_text())["input_ids"][:2048]).view(-1, 32)
+    for _ in range(10):
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    model.bfloat16().save_pretrained(folder)
+    hf.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def finetune(base, text_file, tmp_path, monkeypatch, forget_accelerate):
+    monkeypatch.chdir(tmp_path)
+
+    def finetune(*options: str, data=text_file, status: int = 0):
+        forget_accelerate()
+        command = ["finetune", "--from", str(base), "--data", str(data), "--run-dir", str(tmp_path / "run")]
+        sizes = {"data.block_size": 32, "train.tokens_per_step": 128, "train.max_steps": 4, "eval.every": 4}
+        sizes |= {"train.micro_batch_size": 2, "eval.tokens": 128, "optim.learning_rate": 0.01}
+        knobs = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+        assert main([*command, *knobs, *options]) == status
+        return tmp_path / "run" / "final"
+
+    return finetune
+
+
+def logits_of(folder, ids) -> torch.Tensor:
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    assert type(model).__module__.startswith("transformers.")
+    with torch.no_grad():
+        return model(ids).logits
+
+
+def test_finetune_continues_a_llama_of_transformers_and_saves_one(base, finetune, text_file, capsys):
+    final = finetune()
+    before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, final))
+    assert after == before | {"dtype": "float32", "eos_token_id": [before["eos_token_id"], 5]}
+    weights, trained = (load_file(folder / "model.safetensors") for folder in (base, final))
+    assert weights.keys() == trained.keys()
+    assert all(0 < (trained[name] - weights[name]).abs().max() < 0.1 for name in weights)
+    opened = transformers.AutoTokenizer.from_pretrained(final)
+    ids = opened(text_file.read_text()[:200], return_tensors="pt")["input_ids"]
+    assert ids[0, 0] == opened.bos_token_id
+    models = {f: transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (base, final)}
+    loss = {folder: model(ids, labels=ids).loss for folder, model in models.items()}
+    assert loss[final] < loss[base]
+    capsys.readouterr()
+    assert main(["export", str(final.parent), str(final.parent / "plain")]) == 0
+    torch.testing.assert_close(logits_of(final.parent / "plain", ids), logits_of(final.parent / "best", ids))
+
+
+def test_documents_of_a_finetuning_run_start_with_the_tokenizers_start_token(base, finetune, text_file, tmp_path):
+    import datasets
+
+    finetune()
+    opened = transformers.AutoTokenizer.from_pretrained(base)
+    (folder,) = (path.parent for path in tmp_path.glob("data/*/train"))
+    (ids,) = datasets.load_from_disk(str(folder / "train"))["input_ids"]
+    assert ids == opened(opened.decode(ids, skip_special_tokens=True))["input_ids"]
+    assert json.loads((folder / "manifest.json").read_text())["start_of_text_id"] == opened.bos_token_id
+
+
+def test_chat_finetuning_keeps_the_template_and_records_the_end_of_a_turn(
+    base, finetune, chat_file, capsys, monkeypatch
+):
+    final = finetune("--data.format", "chat", "--data.block_size", "64", data=chat_file)
+    opened = transformers.AutoTokenizer.from_pretrained(final)
+    assert opened.chat_template == TEMPLATE
+    ends = [opened.eos_token_id, 5, opened.convert_tokens_to_ids(TURN)]
+    assert json.loads((final / "generation_config.json").read_text())["eos_token_id"] == ends
+
+
+def test_lora_and_unfreezing_of_a_llama(base, finetune, tmp_path):
+    weights = load_file(base / "model.safetensors")
+    finetune("--freeze-layers", "2", "--unfreeze-every", "2")
+    final = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    same = {name for name in weights if torch.equal(final[name], weights[name].float())}
+    assert same == {name for name in weights if "embed" in name or ".layers.0." in name}
+    finetune("--lora", "2", "--lora.merge", "true", "--overwrite")
+    merged = load_file(tmp_path / "run" / "final" / "model.safetensors")
+    changed = {name for name in weights if not torch.equal(merged[name], weights[name].float())}
+    assert changed == {name for name in weights if "_proj" in name}
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, tmp_path, rows, capsys):
+    hf = transformers.AutoTokenizer.from_pretrained(base)
+    before = len(hf)
+    hf.add_special_tokens({"additional_special_tokens": [f"<|tool{n}|>" for n in range(rows)]})
+    hf.save_pretrained(tmp_path / "more")
+    more = ["--data.tokenizer", str(tmp_path / "more")]
+    final = finetune(*more, "--optim.learning_rate", "0", "--optim.min_learning_rate", "0")
+    weights, trained = (load_file(folder / "model.safetensors") for folder in (base, final))
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        old = weights[name].float()
+        torch.testing.assert_close(trained[name], torch.cat([old, old.mean(0).expand(rows, -1)]))
+    assert json.loads((final / "config.json").read_text())["vocab_size"] == before + rows
+    logits_of(final, torch.tensor([[before + rows - 1]]))
+    capsys.readouterr()
+    for option in (["--lora", "2"], ["--freeze-layers", "1"]):
+        finetune(*more, *option, "--overwrite", status=2)
+        error = capsys.readouterr().err
+        assert f"freezes the embeddings, so the {rows} new tokens of {tmp_path / 'more'} would not be learned" in error
+
+
+def test_a_tokenizer_with_other_ids_is_refused(base, finetune, byte_tokenizer, capsys):
+    finetune("--data.tokenizer", str(byte_tokenizer), status=2)
+    assert (
+        f"{byte_tokenizer} is not the tokenizer of {base}, whose tokens the model has learned"
+        in capsys.readouterr().err
+    )
+
+
+def test_default_block_is_not_as_long_as_all_rotary_positions(base, finetune, text_file, capsys):
+    assert main(["finetune", "--from", str(base), "--data", str(text_file), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "block_size: 1024" in out
+    assert "n_positions: 2048" in out
+    finetune("--model.n_positions", "512", status=2)
+    assert "model.n_positions" in capsys.readouterr().err
