@@ -61,6 +61,8 @@ def run(arguments: argparse.Namespace) -> None:
     show(compare_runs(events, metric))
     if metric != "val/loss":
         show("\nthe tokenizers differ, so the runs are compared by bits per byte instead of loss per token")
+    if len({(c.data.source, c.data.format, c.data.validation_split) for c in configs.values()}) > 1:
+        show("\nthe validation texts differ, so the losses are of different texts")
     if len(folders) > 1:
         show(f"\n{compare_recipes(configs)}")
     references = {name: given or find_reference(config) for name, config in configs.items()}

@@ -80,6 +80,11 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     out = compare(write_run("one"), write_run("other", data__source=str(text)))
     assert "best val/bits_per_byte" in out
     assert "the tokenizers differ, so the runs are compared by bits per byte" in out
+    assert "the validation texts differ, so the losses are of different texts" in out
+    bpe = [write_run(f"bpe-{size}", data__tokenizer="bpe", data__vocab_size=size) for size in (270, 300)]
+    out = compare(*bpe)
+    assert "best val/bits_per_byte" in out
+    assert "validation texts" not in out
 
 
 def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
