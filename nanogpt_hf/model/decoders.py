@@ -84,7 +84,7 @@ def parts_of(config_class: type[PreTrainedConfig]) -> Parts:
         if knob not in _OPTIONAL_SIZES and _field(config_class, standard) is None:
             raise ValueError(f"{kind} has no {standard}, and is not supported")
     if getattr(config_class, "is_encoder_decoder", False) or _field(config_class, "add_cross_attention"):
-        raise ValueError(f"{kind} has an encoder or is one, and is not supported")
+        raise ValueError(f"{kind} has an encoder, is one, or can attend to one, and is not supported")
     try:
         one_block: dict[str, Any] = {str(_field(config_class, SIZES["n_layer"])): 1}
         config = config_class(**one_block)
