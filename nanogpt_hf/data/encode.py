@@ -55,6 +55,9 @@ def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> Split
     """Write rows of `input_ids` as arrow shards; return their facts with the checksums."""
     itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
     shards = -(-facts.tokens * itemsize // SHARD_BYTES)
+    # Without what the source's own data set was, such as its size: one machine and merged parts write the same bytes.
+    info = datasets.DatasetInfo(features=rows.features)
+    rows = datasets.Dataset(rows.data, info, indices_table=rows._indices, fingerprint=rows._fingerprint)
     rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
     sha256 = TokenStream.open(folder).sha256() if facts.assistant_tokens is None else examples_sha256(folder)
     return replace(facts, sha256=sha256, shards=describe_shards(folder))

@@ -275,7 +275,7 @@ def _join(
         desc="merging",
     )
     # Not with_format(None), which would change the fingerprint in state.json.
-    return datasets.Dataset(rows.data, rows.info, rows.split, fingerprint=target.stem), int(wanted.sum())
+    return datasets.Dataset(rows.data, rows.info, fingerprint=target.stem), int(wanted.sum())
 
 
 def _revision(data: DataSection, folders: list[Path], parts: list[PartFacts]) -> str:
