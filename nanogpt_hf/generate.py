@@ -14,7 +14,7 @@ from transformers.generation.logits_process import (
 )
 
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.tokenizer import unknown_characters_named
+from nanogpt_hf.data.tokenizer import end_of_text_id_of, unknown_characters_named
 from nanogpt_hf.errors import DataError, DivergedError
 
 _CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
@@ -28,10 +28,11 @@ def end_ids_of(model: transformers.PreTrainedModel) -> set[int]:
 
 def answer_end_ids(model: transformers.PreTrainedModel, chat: ChatFormat) -> set[int]:
     """The tokens that end an answer in a chat."""
-    ids = end_ids_of(model) | ({chat.hf.eos_token_id} - {None})
+    end_of_text = end_of_text_id_of(chat.hf)
+    ids = end_ids_of(model) | (set() if end_of_text is None else {end_of_text})
     with contextlib.suppress(DataError):  # no certain end of an answer in the template: the model's own is enough
         ids.add(chat.end_of_turn_id())
-    return ids  # pyright: ignore[reportReturnType]
+    return ids
 
 
 @torch.no_grad()
