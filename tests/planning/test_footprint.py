@@ -132,7 +132,7 @@ CASES = {
     "nanochat, accumulating": Case(LOSS, {"architecture": "nanochat", "vocab_size": 1000}, accumulation=2),
     "olmo2, checkpointed": Case(BOTTOM, {"architecture": "olmo2", "n_layer": 6, "checkpointing": True}),
     "qwen3, few tokens": Case(
-        EMBEDDING,
+        TOP,
         {"architecture": "qwen3", "vocab_size": 4000, "n_positions": 16},
         micro_batch_size=1,
         accumulation=2,
