@@ -61,17 +61,14 @@ def _product_of_factors(gram: torch.Tensor, iterations: int) -> torch.Tensor:
     return product
 
 
-def orthogonalization_flops(rows: int, columns: int, *, float32: bool) -> int:
-    """FLOPs of `orthogonalize` for one matrix.
+def orthogonalization_flops(rows: int, columns: int) -> int:
+    """FLOPs of `orthogonalize` for one matrix by plain iterations; long float32 matrices take fewer.
 
-    With m the smaller and n the larger dimension a plain iteration multiplies (m, n) by (n, m), (m, m) by (m, m) and
-    (m, m) by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m / tokens per step for the share of a
-    training step. Long float32 matrices take fewer.
+    With m the smaller and n the larger dimension an iteration multiplies (m, n) by (n, m), (m, m) by (m, m) and (m, m)
+    by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m / tokens per step for the share of a training
+    step.
     """
     m, n = sorted((rows, columns))
-    if float32 and _is_long(m, n):
-        small = sum(iterations + 3 * (iterations - 1) for iterations in _PASSES)  # products of (m, m) by (m, m)
-        return len(_PASSES) * 4 * m * m * n + small * 2 * m**3
     return _ITERATIONS * (4 * m * m * n + 2 * m**3)
 
 

@@ -93,7 +93,7 @@ def estimate(
     flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
 
     matrices = muon_matrices(model) if config.optim.name == "muon" else []
-    muon_flops = sum(orthogonalization_flops(*matrix.shape, float32=place.on_cpu) for matrix in matrices)
+    muon_flops = sum(orthogonalization_flops(*matrix.shape) for matrix in matrices)
 
     def footprint_of(size: int, placement: Placement) -> Footprint:
         return footprint(

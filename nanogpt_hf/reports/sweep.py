@@ -20,7 +20,7 @@ from nanogpt_hf.runs.metrics import Event, column, read_metrics, smooth
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-_DEPTH = "model.depth"
+_DEPTH, _SEED = "model.depth", "train.seed"
 _LEGEND_ROWS = 24
 _SHOWN_FROM = 0.01  # share of a run's tokens at which its curve begins in the plot
 
@@ -40,6 +40,20 @@ class Row:
     best_val_loss: float | None = None
     val_bits_per_byte: float | None = None
     seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class SeedMean:
+    """The final validation loss over several seeds."""
+
+    values: dict[str, Any]  # swept knob -> value, without the seed
+    val_loss: float
+    standard_deviation: float
+    seeds: int
+
+    def __str__(self) -> str:
+        label = "".join(f"{key} {value}: " for key, value in self.values.items())
+        return f"{label}{self.val_loss:.4f} ± {self.standard_deviation:.4f} over {self.seeds} seeds"
 
 
 @dataclass(frozen=True)
@@ -94,6 +108,20 @@ def sweep_table(rows: Sequence[Row]) -> str:
     )
 
 
+def seed_means(rows: Sequence[Row]) -> list[SeedMean]:
+    """The mean final loss over the seeds that are done, for each combination of the other swept knobs."""
+    losses: dict[tuple[tuple[str, Any], ...], list[float]] = {}
+    for row in rows:
+        if _SEED in row.values and row.val_loss is not None and row.status == "done":
+            others = tuple((key, value) for key, value in row.values.items() if key != _SEED)
+            losses.setdefault(others, []).append(row.val_loss)
+    return [
+        SeedMean(dict(others), float(np.mean(values)), float(np.std(values, ddof=1)), len(values))
+        for others, values in losses.items()
+        if len(values) > 1
+    ]
+
+
 def fit_scaling(rows: Sequence[Row]) -> PowerLaw | None:
     """The scaling law over the best run of each depth; None without three depths that are done."""
     best: dict[int, tuple[float, float]] = {}  # depth -> loss, FLOPs
@@ -122,11 +150,12 @@ def write_sweep(planned: Sequence[Row], statuses: dict[str, str], sweep_dir: Pat
     """Write sweep.csv, sweep.json and sweep.png of the runs so far; return the table and the names of the files."""
     metrics = {row.run: read_metrics(RunFolder(sweep_dir / row.run)) for row in planned}
     rows = result_rows(planned, metrics, statuses)
-    law = fit_scaling(rows)
+    law, means = fit_scaling(rows), seed_means(rows)
     sweep_dir.mkdir(parents=True, exist_ok=True)
     with written_whole(sweep_dir / "sweep.json") as partial:
         law_fields = law and dataclasses.asdict(law)
         tree = {"sweep": sweep_dir.resolve().name, "runs": [dataclasses.asdict(row) for row in rows], "fit": law_fields}
+        tree["seed_means"] = [dataclasses.asdict(mean) for mean in means]
         partial.write_text(json.dumps(tree, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     with written_whole(sweep_dir / "sweep.csv") as partial, partial.open("w", newline="", encoding="utf-8") as file:
         knobs = list(rows[0].values)
@@ -137,6 +166,8 @@ def write_sweep(planned: Sequence[Row], statuses: dict[str, str], sweep_dir: Pat
             table.writerow([row.run, row.status, *row.values.values(), *(getattr(row, name) for name in fields[2:])])
     drawn = draw_sweep(rows, metrics, law, sweep_dir.resolve().name, sweep_dir / "sweep.png")
     lines = [sweep_table(rows)]
+    if means:
+        lines += ["\nfinal validation loss, mean and standard deviation:", *(f"  {mean}" for mean in means)]
     if law:
         error = "" if law.standard_error is None else f" ± {law.standard_error:.4f}"
         lines.append(f"\nscaling over depths: loss = {law.coefficient:.4g} × FLOPs^{law.exponent:.4f}{error}")

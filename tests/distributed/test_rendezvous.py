@@ -248,7 +248,7 @@ def test_muon_state_is_one_sharded_buffer_per_matrix(muon_on, machine):
     assert state_sizes == [total] * 2 if machine == "cpu_ddp" else sum(state_sizes) == total
 
 
-@pytest.mark.parametrize("machine", ["cpu", "fsdp2"])
+@pytest.mark.parametrize("machine", MUON_PROCESSES)
 def test_muon_resumes_exactly(muon_on, train_muon, tmp_path, machine):
     uninterrupted = muon_on(machine)
     resumed = second_half(train_muon, uninterrupted, machine, tmp_path / "resumed")

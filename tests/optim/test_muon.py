@@ -14,11 +14,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils.flop_counter import FlopCounterMode
 
 from nanogpt_hf.config.checks import find_conflicts
-from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
+from nanogpt_hf.config.schema import Config, ModelSection, OptimSection, replace_knobs
 from nanogpt_hf.distributed import accelerate_config, accelerator, deepspeed
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import GPT2, architecture_of
+from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.optim.muon import Muon, orthogonalization_flops, orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, muon_matrices, set_learning_rate, skip_step_unless_finite
 
@@ -95,6 +96,25 @@ def test_muon_updates_block_matrices_and_adamw_the_rest():
     assert (muon["weight_decay"], decayed["weight_decay"], plain["weight_decay"]) == (0.3, 0.3, 0.0)
     set_learning_rate(optimizer, 0.001)  # a quarter of the peak
     assert [group["lr"] for group in optimizer.param_groups] == pytest.approx([0.005, 0.001, 0.001])
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "olmo2", "nanochat"])
+def test_muon_updates_the_linear_weights_of_each_decoder(architecture):
+    section = ModelSection(architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=8)
+    model = build_model(build_config(section, 11), seed=0)
+    optimizer = build_optimizer(model, OptimSection(name="muon", weight_decay=0.0))
+    blocks = architecture_of(model).blocks(model)
+    linear = [m.weight for m in blocks.modules() if isinstance(m, torch.nn.Linear)]
+    shapes = {tuple(weight.shape) for weight in linear}
+    assert {(32, 32), (16, 32)} < shapes  # q and o, k and v
+    muon = [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]
+    assert {id(p) for p in muon} == {id(weight) for weight in linear}
+    backward(model, 0)
+    before = [weight.detach().clone() for weight in linear]
+    optimizer.step()
+    for weight, old in zip(linear, before, strict=True):
+        update = (old - weight.detach()) / (0.02 * max(1, weight.shape[0] / weight.shape[1]) ** 0.5)
+        assert 0.1 < update.norm() / min(weight.shape) ** 0.5 < 1.25
 
 
 def test_layer_decay_scales_learning_rates_of_muon():
@@ -177,17 +197,21 @@ def test_fp16_scaler_skips_muon_step_without_synchronization(monkeypatch):
     assert not any(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
+def flops_of_orthogonalize(*shape: int, dtype: torch.dtype = torch.float32) -> int:
+    with FlopCounterMode(display=False) as counter:
+        orthogonalize(torch.randn(shape, dtype=dtype))
+    return counter.get_total_flops()
+
+
 def test_flops_of_orthogonalization_count_its_products():
-    for rows, columns in SHAPES.values():
-        with FlopCounterMode(display=False) as counter:
-            orthogonalize(torch.randn(3, rows, columns))
-        assert counter.get_total_flops() == 3 * orthogonalization_flops(rows, columns, float32=True)
+    for shape in SHAPES.values():
+        assert flops_of_orthogonalize(3, *shape, dtype=torch.bfloat16) == 3 * orthogonalization_flops(*shape)
+    assert flops_of_orthogonalize(3, 16, 16) == 3 * orthogonalization_flops(16, 16)
 
 
-def test_long_float32_matrices_take_a_third_fewer_flops_than_plain_iterations():
-    shorter, plain = (orthogonalization_flops(128, 512, float32=float32) for float32 in (True, False))
-    assert shorter / plain == pytest.approx(60 / 90)
-    assert orthogonalization_flops(128, 128, float32=True) == orthogonalization_flops(128, 128, float32=False)
+@pytest.mark.parametrize("shape", [(8, 32), (32, 8)])
+def test_long_float32_matrices_take_a_third_fewer_flops(shape):
+    assert flops_of_orthogonalize(1, *shape) / orthogonalization_flops(*shape) == pytest.approx(60 / 90)
 
 
 def plain_newton_schulz(x: torch.Tensor) -> torch.Tensor:
@@ -219,7 +243,7 @@ def test_orthogonalization_is_below_1_percent_of_gpt2_124m():
     architecture = architecture_of(model)
     assert model.num_parameters() == 124_439_808  # GPT-2 small, biases included
     matrices = [p for p in architecture.blocks(model).parameters() if p.dim() == 2]
-    share = sum(orthogonalization_flops(*p.shape, float32=False) for p in matrices)
+    share = sum(orthogonalization_flops(*p.shape) for p in matrices)
     share /= 491_520 * architecture.flops_per_token(config, 1024)
     assert share == pytest.approx(0.0039, abs=2e-4)
 

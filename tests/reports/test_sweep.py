@@ -6,7 +6,16 @@ import json
 import numpy as np
 import pytest
 
-from nanogpt_hf.reports.sweep import Row, draw_sweep, fit_power_law, fit_scaling, result_rows, sweep_table, write_sweep
+from nanogpt_hf.reports.sweep import (
+    Row,
+    draw_sweep,
+    fit_power_law,
+    fit_scaling,
+    result_rows,
+    seed_means,
+    sweep_table,
+    write_sweep,
+)
 
 PLANNED = [Row(f"depth={n}", "planned", {"model.depth": n}, 100 * n, 10, 1000 * n, 6e5 * n**2) for n in (1, 2, 4)]
 
@@ -57,6 +66,20 @@ def test_scaling_fit_uses_best_finished_run_per_depth():
     assert fit_scaling(rows[:2]) is None  # two points determine a line exactly
     assert fit_scaling(result_rows(PLANNED, metrics, done | {"depth=4": "interrupted"})) is None
     assert fit_scaling([Row(str(n), "done", {"train.seed": n}, 1, 1, 1, 10.0**n, 1.0) for n in range(4)]) is None
+
+
+def test_seed_means_average_finished_runs_of_equal_knobs():
+    def row(rate: float, seed: int, loss: float, status: str = "done") -> Row:
+        return Row(f"{rate}{seed}", status, {"optim.learning_rate": rate, "train.seed": seed}, 1, 1, 1, 1.0, loss)
+
+    rows = [row(1e-3, 1, 2.0), row(1e-3, 2, 3.0), row(2e-3, 1, 5.0), row(2e-3, 2, 9.0, "interrupted")]
+    (mean,) = seed_means(rows)
+    assert (mean.values, mean.val_loss, mean.seeds) == ({"optim.learning_rate": 1e-3}, 2.5, 2)
+    assert str(mean) == "optim.learning_rate 0.001: 2.5000 ± 0.7071 over 2 seeds"
+    assert [
+        str(mean) for mean in seed_means([Row("a", "done", {"train.seed": n}, 1, 1, 1, 1.0, 1.5) for n in (1, 2)])
+    ] == ["1.5000 ± 0.0000 over 2 seeds"]
+    assert seed_means(PLANNED) == []
 
 
 def test_table_csv_and_json_have_equal_figures(sweep_dir):
