@@ -109,12 +109,13 @@ def test_muon_updates_the_linear_weights_of_each_decoder(architecture):
     assert {(32, 32), (16, 32)} < shapes  # q and o, k and v
     muon = [p for group in optimizer.param_groups if group["muon"] for p in group["params"]]
     assert {id(p) for p in muon} == {id(weight) for weight in linear}
-    backward(model, 0)
+    for weight in linear:
+        weight.grad = torch.randn_like(weight)
     before = [weight.detach().clone() for weight in linear]
     optimizer.step()
     for weight, old in zip(linear, before, strict=True):
         update = (old - weight.detach()) / (0.02 * max(1, weight.shape[0] / weight.shape[1]) ** 0.5)
-        assert 0.1 < update.norm() / min(weight.shape) ** 0.5 < 1.25
+        assert 0.6 < update.norm() / min(weight.shape) ** 0.5 < 1.25
 
 
 def test_layer_decay_scales_learning_rates_of_muon():
