@@ -183,4 +183,4 @@ def _time(seconds: float | None) -> str:
     for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
         if seconds >= length:
             return f"{seconds / length:,.1f} {unit}"
-    return f"{seconds:.1f} seconds"
+    return f"{seconds:.1f} seconds" if seconds >= 1 else "under a second"

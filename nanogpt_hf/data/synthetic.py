@@ -22,6 +22,7 @@ class SyntheticData:
     train: TokenBlocks
     vocab_size: int
     end_of_text_id: None = None
+    end_of_turn_id: None = None
 
 
 def prepared_if_any(config: Config, use_prepared: bool) -> tuple[PreparedData | None, str, str | None]:

@@ -34,7 +34,8 @@ _WINDOWS = 40  # of the training losses; each is averaged
 # Runs that differ in one of these cannot be compared. Prepared tokens, if there are any, decide about the text.
 _TEXT = ("data.source", "data.config", "data.split", "data.validation_split", "data.revision", "data.text_column")
 _TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer", "data.vocab_size")
-_MODEL_KNOBS = ("n_layer", "n_head", "n_embd", "n_positions", "bias", "activation_function")
+_MODEL_KNOBS = ("architecture", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "n_positions", "extra")
+_MODEL_KNOBS += ("bias", "activation_function")
 _DEFINING = (*(f"model.{name}" for name in _MODEL_KNOBS), "data.format", "data.block_size", "data.packing")
 _DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora.")) and key != "lora.merge") + _TEXT
 # Runs that differ only in these can be compared, and these are the first suspects if the losses differ.
@@ -43,6 +44,7 @@ _MOVING += ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", 
 _MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
 _MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
 _USUALLY_DEFAULT = ("data.vocab_size", "finetune.", "lora.", "optim.name", "optim.muon_", "model.init")
+_USUALLY_DEFAULT += ("model.architecture", "model.n_kv_head", "model.n_inner", "model.extra")
 
 
 @dataclass(frozen=True)
@@ -229,7 +231,6 @@ def write_reference(reference: Reference, path: Path) -> None:
     """Write a reference atomically. Raises UserError if `path` is not writable."""
     tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
     text = json.dumps(tree, indent=2, ensure_ascii=False)
-    # one line per list
     text = re.sub(
         r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text
     )  # one line per list

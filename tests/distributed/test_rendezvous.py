@@ -151,6 +151,21 @@ def test_run_moves_between_machines(recipe, trained_on, launch_in_chunks, tmp_pa
     assert_same_experiment(moved, trained_on("cpu"))
 
 
+@needs_deepspeed
+@pytest.mark.parametrize("architecture", ["qwen3", "nanochat"])
+def test_decoder_under_zero_3_equals_one_process_and_moves_to_fsdp2(recipe, launch_in_chunks, tmp_path, architecture):
+    knobs = [f"--model.architecture={architecture}", "--model.n_kv_head=1", "--model.dropout=0"]
+
+    def train(machine: str, name: str, *arguments: str) -> RunFolder:
+        return launch_in_chunks(machine, "pretrain", "--run-dir", tmp_path / name, recipe, *knobs, *arguments)
+
+    one, sharded = train("cpu", "one"), train("deepspeed_zero3", "sharded")
+    assert_same_experiment(sharded, one)
+    shutil.rmtree(sharded.checkpoint(10))
+    shutil.rmtree(sharded.final)
+    assert_same_experiment(train("fsdp2", "sharded", "--resume"), one)
+
+
 @pytest.mark.parametrize("machine", ["cpu_ddp", ZERO_3])
 def test_three_processes_resume_exactly(recipe, launch_in_chunks, tmp_path, machine):
     # With three processes the order of a sum matters. No size here is a multiple of three, so shards are padded.

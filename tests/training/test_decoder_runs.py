@@ -62,7 +62,7 @@ def train(write_recipe, tmp_path, forget_accelerate):
     return train
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "nanochat"])
+@pytest.mark.parametrize("architecture", DECODERS)
 def test_resumed_run_of_a_decoder_equals_uninterrupted(architecture, train):
     whole = train(architecture, "whole", train__max_steps=6)
     train(architecture, "stopped", train__max_steps=4)
