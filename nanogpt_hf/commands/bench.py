@@ -34,7 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--against",
         metavar="BASELINES",
         help="alternate with baselines in this process: bare (the same model in a loop of plain PyTorch), "
-        "trainer (transformers' Trainer on GPT2LMHeadModel), or bare,trainer",
+        "trainer (transformers' Trainer on its own class), or bare,trainer",
     )
     parser.add_argument(
         "--profile", metavar="FILE", type=output_file, help="write a trace of a few steps there, for Perfetto"
