@@ -45,15 +45,15 @@ def dry_run(config: Config) -> None:
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import build_config
 
-    show(config_to_yaml(config), end="")
-    for line in ["", *dial_lines(config)]:
-        show(line)
     try:
         vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
-        show(f"parameters: {count_parameters(build_config(config.model, vocab_size)):,}")
-        show(f"vocabulary: {vocab_size:,} tokens, {source}")
+        parameters = count_parameters(build_config(config.model, vocab_size))  # a mistake in it ends the command here
+        sizes = [f"parameters: {parameters:,}", f"vocabulary: {vocab_size:,} tokens, {source}"]
     except DataError as error:
-        show(f"parameters: not known before `prepare`: {error}")
+        sizes = [f"parameters: not known before `prepare`: {error}"]
+    show(config_to_yaml(config), end="")
+    for line in ["", *dial_lines(config), *sizes]:
+        show(line)
     tokens = config.train.max_steps * config.train.tokens_per_step
     show(f"tokens per step: {config.train.tokens_per_step:,}; tokens in {config.train.max_steps:,} steps: {tokens:,}")
     show("nothing was started")
