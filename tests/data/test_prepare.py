@@ -262,7 +262,7 @@ class FakeVocabulary:
 
 
 def fake_tokenizer(monkeypatch, size, ids):
-    def build(name, texts, vocab_size):
+    def build(name, texts, vocab_size, bpe_pattern):
         return Tokenizer("fake", FakeVocabulary(size), lambda texts: [np.asarray(ids, np.uint32) for _ in texts])
 
     monkeypatch.setattr(module, "build_tokenizer", build)

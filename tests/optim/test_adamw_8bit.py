@@ -138,7 +138,7 @@ def test_8bit_run_with_unfreezing_resumes_exactly(uninterrupted, train, folder, 
     words = ["finetune", "--from", uninterrupted.best, "--freeze-layers", 2, "--unfreeze-every", 3, "--data", text_file]
     words += ["--optim.state", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
     words += ["--data.block_size", 16, "--checkpoint.keep", 5]
-    unfrozen = train("thawed", *words)
+    unfrozen = train("unfrozen", *words)
     assert sorted(path.name for path in unfrozen.checkpoint_folders()) == ["step_00000003", "step_00000006"]
     shutil.copytree(unfrozen.path, folder / "unfrozen resumed")
     resumed = RunFolder(folder / "unfrozen resumed")
