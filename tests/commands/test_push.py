@@ -201,8 +201,8 @@ def test_push_without_network_or_in_offline_mode(capsys, hub, trained, monkeypat
     ("fault", "status", "reason"),
     [
         ("/preupload/", 403, "your token has no write permission"),
-        ("/commit/", 413, "the Hub answered 413: as the test wants it"),
-        ("/objects/", 400, "the Hub answered 400: as the test wants it"),
+        ("/commit/", 413, "the Hub answered 413: as set by the test"),
+        ("/objects/", 400, "the Hub answered 400: as set by the test"),
     ],
 )
 def test_a_failed_push_leaves_only_an_empty_repository(capsys, hub, run, fault, status, reason):

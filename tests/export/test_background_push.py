@@ -59,7 +59,7 @@ def test_pretrain_continues_when_the_hub_fails(hub, pretrain, tmp_path):
     hub.faults = {"/commit/": 413}
     status, output = pretrain(*HUB)
     assert status == 0
-    assert "tester/tiny: the Hub answered 413: as the test wants it; nothing was pushed" in output
+    assert "tester/tiny: the Hub answered 413: as set by the test; nothing was pushed" in output
     assert f"by hand: python cli.py push {tmp_path / 'run' / 'best'} tester/tiny" in output
     assert "done: 6 steps" in output
 
