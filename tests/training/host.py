@@ -14,12 +14,12 @@ from datetime import timedelta
 import torch
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.data import summary
-from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data import prepare as preparation
 from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.reports import live
 from nanogpt_hf.training import loop  # noqa: F401  (imported once for all forks)
 
+prepare = preparation.prepare
 torch.set_num_threads(1)
 live.draw_run = lambda *_: None  # the plot takes longer than the training
 for line in sys.stdin:
@@ -34,7 +34,7 @@ for line in sys.stdin:
         rendezvous.PEER_TIMEOUT = timedelta(seconds=command["peer_timeout"])
         rendezvous.HEARTBEAT = 0.5
         if command["busy"]:
-            summary.prepare = lambda config, busy=command["busy"]: time.sleep(busy) or prepare(config)
+            preparation.prepare = lambda config, busy=command["busy"]: time.sleep(busy) or prepare(config)
         status = 1
         try:
             status = main(command["arguments"])
