@@ -1,5 +1,6 @@
 """train.micro_batch_size auto: dry-run steps that find the largest size; the advice after an out-of-memory error."""
 
+import mmap
 import os
 import sys
 import traceback
@@ -100,9 +101,11 @@ def test_peak_memory_is_measured():
         try:
             micro_batch.reset_peak_memory(accelerator)
             before = micro_batch.peak_memory(accelerator)
-            tensor = torch.ones(size // 4)
+            memory = mmap.mmap(-1, size)  # new pages; an allocator may reuse those that an earlier test freed
+            tensor = torch.frombuffer(memory, dtype=torch.uint8).fill_(1)
             assert 0.9 * size < micro_batch.peak_memory(accelerator) - before < 1.1 * size
             del tensor
+            memory.close()
             assert micro_batch.peak_memory(accelerator) - before > 0.9 * size
             micro_batch.reset_peak_memory(accelerator)
             assert micro_batch.peak_memory(accelerator) - before < 0.5 * size
