@@ -1,5 +1,6 @@
 """Encode documents or conversations as token ids, in several processes, and write them as arrow shards."""
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -100,19 +101,7 @@ def _encode_texts(
             columns["document"] = [number for number, text in zip(numbers, batch["text"], strict=True) if text]
         return columns
 
-    features = {"input_ids": datasets.List(datasets.Value(np.dtype(kind).name)), "bytes": datasets.Value("int64")}
-    return text.map(
-        encode,
-        batched=True,
-        with_indices=numbered,
-        remove_columns=text.column_names,
-        features=datasets.Features(features | _NUMBERED if numbered else features),
-        num_proc=num_proc if num_proc > 1 else None,
-        cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
-        load_from_cache_file=False,
-        new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
-        desc="tokenizing",
-    )
+    return _map(text, encode, {"input_ids": np.dtype(kind).name}, num_proc, target, numbered)
 
 
 def _encode_conversations(
@@ -139,19 +128,26 @@ def _encode_conversations(
             columns["document"] = [n for n, own in zip(numbers, by_document, strict=True) for _ in own]
         return columns
 
-    columns = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
-    features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in columns.items()}
-    features |= {"bytes": datasets.Value("int64")}
-    return conversations.map(
+    lists = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
+    return _map(conversations, encode, lists, num_proc, target, numbered)
+
+
+def _map(
+    rows: datasets.Dataset, encode: Callable, lists: dict[str, str], num_proc: int, target: Path, numbered: bool
+) -> datasets.Dataset:
+    """The rows that `encode` makes, in the file `target`: `lists`, `bytes`, and with `numbered` their `document`."""
+    features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in lists.items()}
+    features |= {"bytes": datasets.Value("int64")} | (_NUMBERED if numbered else {})
+    return rows.map(
         encode,
         batched=True,
         with_indices=numbered,
-        remove_columns=conversations.column_names,
-        features=datasets.Features(features | _NUMBERED if numbered else features),
+        remove_columns=rows.column_names,
+        features=datasets.Features(features),
         num_proc=num_proc if num_proc > 1 else None,
-        cache_file_name=str(target),
+        cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
         load_from_cache_file=False,
-        new_fingerprint=target.stem,
+        new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
         desc="tokenizing",
     )
 

@@ -1,6 +1,7 @@
 """Blocks of a mixture of sources."""
 
 from collections.abc import Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -13,13 +14,18 @@ class MixedBlocks:
     """The blocks of several sources, one after another by index; `interleave` gives the order of training."""
 
     def __init__(self, parts: Sequence[Blocks], weights: list[int]):
-        self.parts, self.interleave = parts, Interleave(weights)
+        self.parts, self._weights = parts, weights
         self.block_size = parts[0].block_size
         self.lengths = [len(part) for part in parts]
         self._ends = np.cumsum(self.lengths)
 
     def __len__(self) -> int:
         return int(self._ends[-1])
+
+    @cached_property
+    def interleave(self) -> Interleave:
+        """The order of training; validation, which has none, does not make its table."""
+        return Interleave(self._weights)
 
     def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
         """(source, rows, its own indices) for each source that has some of `indices`."""

@@ -115,7 +115,7 @@ def push(
 
 
 def _login(repo_id: str) -> str:
-    """Return the user's token. Raises UserError if nobody is logged in, or the user may not write to `repo_id`."""
+    """Return the user's token. Raises UserError if no user is logged in, or the user may not write to `repo_id`."""
     token = get_token()
     if token is None:
         raise UserError("not logged in to the Hub; run `hf auth login`, or set HF_TOKEN to a token with write access")

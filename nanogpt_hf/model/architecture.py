@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.schema import LORA_TARGETS, ModelSection
-from nanogpt_hf.model import decoders, gpt2
+from nanogpt_hf.model import decoders, gpt2, loss_decoders
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -150,7 +150,7 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         title=decoders.title_of(config_class),
         model_types=(config_class.model_type,),
         config_class=config_class,
-        model_class=decoders.model_class_of(config_class),
+        model_class=loss_decoders.model_class_of(config_class),
         build_config=partial(decoders.build_config, config_class),
         recipe_knobs=decoders.recipe_knobs,
         load_config=decoders.load_config,
@@ -166,7 +166,7 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         lora_targets=tuple(name.rpartition(".")[2] for name in layers),
         layers_on_disk={},
         row_losses=lambda model, input_ids, targets: model.row_losses(input_ids, targets),
-        compile_loss=decoders.compile_loss,
+        compile_loss=loss_decoders.compile_loss,
         crop_positions=lambda model, length: None,  # rotary positions are computed
         lookup_parameters=decoders.lookup_parameters,
         block_activations=None,

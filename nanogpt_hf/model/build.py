@@ -51,7 +51,7 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
         model = architecture.model_class(config)
-        if init != "own" and not (init == "gpt2" and architecture is GPT2):
+        if init != "own" and not (init == "gpt2" and architecture is GPT2):  # GPT-2's own weights are so already
             std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
             for block in architecture.blocks(model):
                 for layer in (architecture.attention_layers(block)[-1], architecture.mlp_layers(block)[-1]):

@@ -22,174 +22,17 @@ from starlette.requests import Request as HTTPRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.tokenizer import prompt_ids
-from nanogpt_hf.errors import DataError, explain
-from nanogpt_hf.generate import (
-    StopText,
-    TextStream,
-    answer_end_ids,
-    encode_chat,
-    encode_messages,
-    end_ids_of,
-    generate_tokens,
-)
+from nanogpt_hf.errors import explain
+from nanogpt_hf.serving.generation import Generation, Served
 from nanogpt_hf.serving.page import load_page
-from nanogpt_hf.serving.requests import ApiError, Request, parse_request
-from nanogpt_hf.serving.scheduler import Job, Scheduler, ShuttingDown
+from nanogpt_hf.serving.requests import ApiError, parse_request
+from nanogpt_hf.serving.scheduler import ShuttingDown
 
 MAX_BODY = 2**20  # bytes of a request
-MAX_SEQUENCES = 128  # generated or waiting; more are refused
 _BODY_SECONDS = 30  # to send a body
-_ALIVE_SECONDS = 10  # between two comments in a stream without new text, so that no proxy closes it
 _DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API; chat completions may fill the context
 _log = logging.getLogger(__name__)
-
-
-class Served:
-    """The model that is served, and the sequences of all requests."""
-
-    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, scheduler: Scheduler):
-        self.name, self.model, self.tokenizer, self.scheduler = name, model, tokenizer, scheduler
-        self.chat = ChatFormat(tokenizer) if tokenizer.chat_template else None
-        self.end_ids = end_ids_of(model)
-        self.answer_end_ids = answer_end_ids(model, self.chat) if self.chat else set[int]()
-        self.context = int(model.config.max_position_embeddings)
-        self.created = int(time.time())
-        self.sequences = 0
-
-    def entry(self) -> dict[str, Any]:
-        """The model in the list of models; `max_model_len` and `chat` are not in OpenAI's API."""
-        about = {"max_model_len": self.context, "chat": self.chat is not None}
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "nanogpt_hf", **about}
-
-    def encode(self, request: Request) -> tuple[list[list[int]], int]:
-        """The prompt ids of each prompt, and the number of messages that were dropped to fit the context."""
-        if request.messages:
-            return self._encode_messages(request)
-        try:
-            prompts = [prompt_ids(self.tokenizer, text) for text in request.prompts]
-        except (DataError, ValueError) as error:
-            raise ApiError(400, f"prompt: {error}", "prompt") from None
-        for ids in prompts:
-            self._check_length(ids, "prompt")
-        return prompts, 0
-
-    def _encode_messages(self, request: Request) -> tuple[list[list[int]], int]:
-        if not self.chat:
-            reason = "its tokenizer has no chat template, so it was not trained to chat; use /v1/completions"
-            raise ApiError(400, f"{self.name}: {reason}", "messages")
-        kept = request.messages
-        try:
-            if request.truncate:  # as in `chat`
-                room = min(request.max_tokens or self.context, self.context // 2)
-                ids, kept = encode_chat(self.chat, request.messages, self.context - room)
-            else:
-                ids = encode_messages(self.chat, request.messages)
-        except DataError as error:
-            raise ApiError(400, f"messages: {error}", "messages") from None
-        except ValueError as error:  # of encode_chat
-            raise self._too_long(error, "messages") from None
-        self._check_length(ids, "messages")
-        return [ids], len(request.messages) - len(kept)
-
-    def _check_length(self, ids: list[int], param: str) -> None:
-        if len(ids) >= self.context:
-            raise self._too_long(f"{len(ids)} tokens are more than {self.context - 1}", param)
-
-    def _too_long(self, reason: object, param: str) -> ApiError:
-        message = f"{param}: {reason}, this model's context without room for an answer; shorten it"
-        return ApiError(400, message, param, "context_length_exceeded")
-
-
-class Choice:
-    """One sequence of a response, and its text so far."""
-
-    def __init__(self, job: Job, limit: int, text: TextStream, stops: list[str]):
-        self.job, self.limit, self.length, self.finish_reason = job, limit, 0, ""
-        self._text, self._stop = text, StopText(stops)
-
-    def add(self, token: int | None) -> str:
-        """The text that a token adds; None is the end."""
-        self.length += token is not None
-        text, stopped = self._stop.add(self._text.end() if token is None else self._text.add(token))
-        if token is None and not stopped:
-            text += self._stop.end()
-        if stopped or token is None:
-            self.finish_reason = "length" if self.length == self.limit and not stopped else "stop"
-            self.job.cancelled = True
-        return text
-
-
-class Generation:
-    """The sequences of one request, generated from its creation until all have ended or `cancel`."""
-
-    def __init__(self, served: Served, request: Request, prompts: list[list[int]], default_max_tokens: int):
-        self._served, self._items = served, asyncio.Queue[tuple[int, Any]]()
-        self.prompt_tokens, self.choices = sum(map(len, prompts)), list[Choice]()
-        count = len(prompts) * request.n
-        if served.sequences + count > MAX_SEQUENCES:
-            reason = f"{served.sequences} sequences are being generated or wait; try again later"
-            raise ApiError(429, f"the server is busy: {reason}", None, "rate_limit_exceeded")
-        for ids in prompts:
-            limit = min(request.max_tokens or default_max_tokens, served.context - len(ids))
-            for i in range(request.n):
-                steps = generate_tokens(
-                    served.model,
-                    ids,
-                    max_new_tokens=limit,
-                    temperature=request.temperature,
-                    top_k=request.top_k,
-                    top_p=request.top_p,
-                    seed=request.seed + i,
-                    end_ids=served.answer_end_ids if request.messages else served.end_ids,
-                )
-                job = Job(len(self.choices), steps, self._items)
-                text = TextStream(served.tokenizer, () if request.messages else ids)
-                self.choices.append(Choice(job, limit, text, request.stop))
-        self._unfinished, self._began = count, time.monotonic()
-        served.sequences += count
-        for choice in self.choices:
-            served.scheduler.submit(choice.job)
-
-    async def pieces(self) -> AsyncIterator[tuple[int, str] | None]:
-        """(index of a choice, its next text), until all have a finish reason; None for a while without any."""
-        while not all(choice.finish_reason for choice in self.choices):
-            try:
-                index, item = await asyncio.wait_for(self._items.get(), _ALIVE_SECONDS)
-            except TimeoutError:
-                yield None
-                continue
-            if self.choices[index].finish_reason:
-                continue
-            if isinstance(item, Exception):
-                raise item
-            yield index, self.choices[index].add(item)
-
-    def cancel(self) -> None:
-        """Free what the request holds; its jobs that have not ended generate no further token."""
-        if not self._unfinished:
-            return
-        self._served.sequences -= self._unfinished
-        self._unfinished = 0
-        usage, seconds = self.usage(), time.monotonic() - self._began
-        ended = all(choice.finish_reason for choice in self.choices)
-        _log.info(
-            "%d tokens read, %d generated in %.1f s%s",
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-            seconds,
-            "" if ended else "; not finished",
-        )
-        for choice in self.choices:
-            choice.job.cancelled = True
-
-    def usage(self) -> dict[str, int]:
-        completion = sum(choice.length for choice in self.choices)
-        total = self.prompt_tokens + completion
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
 
 
 class EventStream(StreamingResponse):
@@ -333,7 +176,7 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
         try:
             return await _respond(served, http, chat)
         except ClientDisconnect:
-            return Response(status_code=499)  # nobody receives it
+            return Response(status_code=499)  # the client has gone
         except Exception as error:
             raise _error_of(error) from None
 

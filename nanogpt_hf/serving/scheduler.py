@@ -40,7 +40,7 @@ class Job:
         return isinstance(item, int)
 
     def deliver(self, item: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the event loop is closed: nobody receives it
+        with contextlib.suppress(RuntimeError):  # the event loop is closed
             self._loop.call_soon_threadsafe(self._receiver.put_nowait, (self._index, item))
 
 

@@ -11,7 +11,8 @@ import uvicorn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.serving.app import Served, build_app
+from nanogpt_hf.serving.app import build_app
+from nanogpt_hf.serving.generation import Served
 from nanogpt_hf.serving.scheduler import Scheduler
 
 _MAX_CONNECTIONS = 512  # open at once; more get a 503

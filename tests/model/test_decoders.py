@@ -1,5 +1,6 @@
 """Decoders of transformers as rows of Architecture: loss, gradients, initial weights, folders on disk, refusals."""
 
+import dataclasses
 from collections import Counter
 
 import pytest
@@ -14,7 +15,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, count_parameters, part_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
-from nanogpt_hf.model.decoders import model_class_of, parts_of
+from nanogpt_hf.model.decoders import parts_of
+from nanogpt_hf.model.loss_decoders import model_class_of
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
 VOCAB = 61
@@ -128,6 +130,16 @@ def test_initial_weights_own_gpt2_and_zero_residual():
         assert std == pytest.approx([0.02, 0.005, 0], rel=0.05)
     for model in (gpt2, zeros):
         assert torch.equal(model.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight)
+
+
+def test_narrow_heads_are_rotated_whole():
+    """GPT-J rotates 64 values of a head by default; a narrower head has fewer."""
+    section = ModelSection(architecture="gptj", n_layer=1, n_head=2, n_embd=32, n_positions=8)
+    config = build_config(section, 11)
+    assert config.rotary_dim == 16
+    assert build_model(config, 1)(input_ids=torch.arange(8)[None]).logits.shape == (1, 8, 11)
+    wide = dataclasses.replace(section, n_head=1, n_embd=128)
+    assert build_config(wide, 11).rotary_dim == 64
 
 
 def test_dropout_is_off_unless_stated():

@@ -5,7 +5,7 @@ import time
 import pytest
 
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-from nanogpt_hf.serving import app
+from nanogpt_hf.serving import generation
 
 pytestmark = pytest.mark.long
 HOSTILE = "<img src=x onerror='window.hit = 1'><script>window.hit = 1</script>"
@@ -30,7 +30,7 @@ def answers(monkeypatch, server):
             time.sleep(seconds)
             yield [token]
 
-    monkeypatch.setattr(app, "generate_tokens", generate)
+    monkeypatch.setattr(generation, "generate_tokens", generate)
     return answers, asked
 
 
