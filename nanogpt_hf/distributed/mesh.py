@@ -1,6 +1,7 @@
-"""Mesh: rank and world size of this process; the only reader of WORLD_SIZE, RANK, LOCAL_RANK and LOCAL_WORLD_SIZE.
+"""Mesh: rank and size of this process in each kind of parallelism.
 
-Imports no torch, so that a command can use it before heavy imports.
+The only reader of WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and PARALLELISM_CONFIG_*. Imports no torch, so that a
+command can use it before heavy imports.
 """
 
 import os
@@ -9,12 +10,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Mesh:
-    """Rank and size in each kind of parallelism. Without a launcher: rank 0 of 1."""
+    """Rank and size in each kind of parallelism. Without a launcher: rank 0 of 1.
+
+    Ranks are numbered as in accelerate's device mesh, pipeline stages outermost: (pp, dp, cp, tp), tp varies fastest.
+    So the processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0  # within this machine
     local_world_size: int = 1
+    tp_size: int = 1  # tensor parallelism: each matrix is split
+    cp_size: int = 1  # context parallelism: each sequence is split
+    pp_size: int = 1  # pipeline parallelism: the layers are split
 
     @classmethod
     def from_environment(cls) -> "Mesh":
@@ -24,6 +32,9 @@ class Mesh:
             world_size=int(os.environ.get("WORLD_SIZE") or 1),
             local_rank=int(os.environ.get("LOCAL_RANK") or 0),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
+            tp_size=int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE") or 1),
+            cp_size=int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE") or 1),
+            pp_size=int(os.environ.get("PARALLELISM_CONFIG_PP_SIZE") or 1),
         )
 
     @property
@@ -31,11 +42,24 @@ class Mesh:
         """Whether this process writes files and prints."""
         return self.rank == 0
 
-    # All parallelism is data parallelism: each process gets different sequences of a step.
-    @property
-    def dp_rank(self) -> int:
-        return self.rank
-
     @property
     def dp_size(self) -> int:
-        return self.world_size
+        """Data-parallel size: how many groups of processes have different sequences of a step, sharded or not."""
+        return self.world_size // (self.pp_size * self.cp_size * self.tp_size)
+
+    @property
+    def dp_rank(self) -> int:
+        return self.rank // (self.cp_size * self.tp_size) % self.dp_size
+
+    @property
+    def cp_rank(self) -> int:
+        return self.rank // self.tp_size % self.cp_size
+
+    @property
+    def tp_rank(self) -> int:
+        return self.rank % self.tp_size
+
+    @property
+    def pp_rank(self) -> int:
+        """The pipeline stage of this process."""
+        return self.rank // (self.dp_size * self.cp_size * self.tp_size)

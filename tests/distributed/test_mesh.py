@@ -1,0 +1,32 @@
+"""Mesh: sizes and ranks of every process of a layout."""
+
+import math
+
+import pytest
+
+from nanogpt_hf.distributed.mesh import Mesh
+
+SIZES = [(1, 1, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1), (2, 3, 2, 4)]
+
+
+@pytest.mark.parametrize("sizes", SIZES)
+def test_ranks_of_a_layout_are_numbered_in_the_order_pp_dp_cp_tp(sizes):
+    pp, dp, cp, tp = sizes
+    meshes = [Mesh(rank, math.prod(sizes), pp_size=pp, cp_size=cp, tp_size=tp) for rank in range(math.prod(sizes))]
+    ranks = [(mesh.pp_rank, mesh.dp_rank, mesh.cp_rank, mesh.tp_rank) for mesh in meshes]
+    assert ranks == [(p, d, c, t) for p in range(pp) for d in range(dp) for c in range(cp) for t in range(tp)]
+    assert {mesh.dp_size for mesh in meshes} == {dp}
+
+
+def test_from_environment_reads_the_launchers_variables(monkeypatch):
+    for name, value in {
+        "RANK": "5",
+        "WORLD_SIZE": "8",
+        "LOCAL_RANK": "1",
+        "LOCAL_WORLD_SIZE": "4",
+        "PARALLELISM_CONFIG_TP_SIZE": "2",
+        "PARALLELISM_CONFIG_CP_SIZE": "1",
+        "PARALLELISM_CONFIG_PP_SIZE": "2",
+    }.items():
+        monkeypatch.setenv(name, value)
+    assert Mesh.from_environment() == Mesh(5, 8, 1, 4, tp_size=2, cp_size=1, pp_size=2)
