@@ -80,10 +80,10 @@ def byte_tokenizer(tmp_path_factory) -> Path:
     """The folder of a GPT-2 tokenizer without merges: 256 bytes and the end of text, so that models stay tiny."""
     from transformers import GPT2Tokenizer
 
-    from nanogpt_hf.data.tokenizer import _printable_bytes
+    from nanogpt_hf.data.tokenizer import printable_bytes
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    vocabulary = {token: number for number, token in enumerate([*_printable_bytes(), "<|endoftext|>"])}
+    vocabulary = {token: number for number, token in enumerate([*printable_bytes(), "<|endoftext|>"])}
     GPT2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
     return folder
 

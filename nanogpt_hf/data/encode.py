@@ -37,7 +37,7 @@ def encode_split(
     is not None. Texts that are empty are left out, and a conversation may give several rows; with `numbered` the rows
     have the number of their `document`.
     """
-    processes = _processes(documents, num_proc)
+    processes = number_of_processes(documents, num_proc)
     if chat:
         return _encode_conversations(documents, chat, processes, target, numbered)
     return _encode_texts(documents, tokenizer, end_of_text_id, processes, target, numbered)
@@ -64,7 +64,7 @@ def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> Split
     return replace(facts, sha256=sha256, shards=describe_shards(folder))
 
 
-def _processes(text: datasets.Dataset, num_proc: int | None) -> int:
+def number_of_processes(text: datasets.Dataset, num_proc: int | None) -> int:
     """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough for that to pay.
 
     At most four per core: more are of no use, and each takes memory.

@@ -67,7 +67,7 @@ def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
         return make_once(
             folder,
             find=lambda: fitting_manifest(folder, data),
-            check=lambda: _check_source(data, folder),
+            check=lambda: check_preparable(data, folder),
             write=lambda partial: _prepare_in(partial, data),
             last=MANIFEST,
         )
@@ -83,7 +83,7 @@ def fitting_manifest(folder: Path, data: DataSection) -> Manifest | None:
     return manifest
 
 
-def _check_source(data: DataSection, folder: Path) -> None:
+def check_preparable(data: DataSection, folder: Path) -> None:
     """Raises DataError if this data cannot be prepared in `folder` by one machine."""
     check_source(data, folder)
     if any(parts_of(folder).glob("*-of-*")):

@@ -212,7 +212,7 @@ def _opener(url: str) -> tuple[str, urllib.request.OpenerDirector]:
     return plain, urllib.request.build_opener(urllib.request.HTTPBasicAuthHandler(passwords))
 
 
-def _download(url: str, sha256: str | None, folder: Path) -> Path:
+def download(url: str, sha256: str | None, folder: Path) -> Path:
     digest = hashlib.sha256()
     try:
         plain, opener = _opener(url)
@@ -304,7 +304,7 @@ def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Document
     downloaded = not files
     divided = part is not None and len(files) >= max(2, part.number)
     files = files_of_part(files, part) if part and divided else files
-    files = files or [_download(data.one_source, data.sha256, scratch)]
+    files = files or [download(data.one_source, data.sha256, scratch)]
     chat, chosen = data.format == "chat", [str(path) for path in files]
     if chat and os.path.isdir(os.path.expanduser(data.one_source)):  # without a README in the folder
         chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]

@@ -213,7 +213,7 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
 def gpt2_tokenizer() -> Tokenizer:
     """GPT-2's 50,257 tokens: tiktoken encodes, and transformers' GPT2Tokenizer with the same ids is saved."""
     merges = [tuple(line.split(" ")) for line in _gpt2_merges()]
-    byte_of = _printable_bytes()
+    byte_of = printable_bytes()
     names = [*byte_of, *(first + second for first, second in merges)]
     ranks = {bytes(byte_of[c] for c in token): rank for rank, token in enumerate(names)}
     encoding = tiktoken.Encoding(
@@ -241,7 +241,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, pattern: BpePatte
     """
     merges = train_merges(spread_sample(texts), vocab_size - 257, pattern)
     # Two merges may make the same token, for example of a row of dashes.
-    names = list(dict.fromkeys([*_printable_bytes(), *(first + second for first, second in merges), ENDOFTEXT]))
+    names = list(dict.fromkeys([*printable_bytes(), *(first + second for first, second in merges), ENDOFTEXT]))
     if len(names) < vocab_size:
         raise DataError(
             f"data.vocab_size: {vocab_size:,} is more than the training text supports: training ended at "
@@ -257,7 +257,7 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, pattern: BpePatte
     return Tokenizer("bpe", hf, lambda texts: [encode(text) for text in texts])
 
 
-def _printable_bytes() -> dict[str, int]:
+def printable_bytes() -> dict[str, int]:
     """GPT-2's names for single bytes, in the order of their ids: the printable ones stand for themselves, and the
     others are moved up from U+0100 on (`bytes_to_unicode` in openai/gpt-2, src/encoder.py)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
@@ -271,7 +271,7 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
     In names of byte-level tokens a letter is a byte. Others are text, with U+2581 for a space and <0x0A> for a byte.
     """
     names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
-    special, letters = set(tokenizer.hf.all_special_tokens), _printable_bytes().keys()
+    special, letters = set(tokenizer.hf.all_special_tokens), printable_bytes().keys()
     plain = [name for name in names if name is not None and name not in special]
     if tokenizer.name != "char" and all(letters >= set(name) for name in plain):
         sizes = {name: len(name) for name in plain}

@@ -81,7 +81,7 @@ def _gather(stage: Path, folder: Path, extra: tuple[Path, ...]) -> list[str]:
                 raise RunFolderError(f"{folder}: has no weights as safetensors, GGUF or ONNX")
             for path in [*(folder / name for name in chosen), *(path for path in extra if path.is_file())]:
                 if path.resolve().is_relative_to(path.parent.resolve()):
-                    _link_or_copy(path, stage / path.name)
+                    link_or_copy(path, stage / path.name)
                 else:
                     links.append(f"{path}: is a link to {path.resolve()}, outside its folder; replace it by a copy")
             if folder.stat().st_ino == inode:
@@ -92,7 +92,7 @@ def _gather(stage: Path, folder: Path, extra: tuple[Path, ...]) -> list[str]:
     raise RunFolderError(f"{folder}: was replaced {_READ_ATTEMPTS} times while it was read; try again later")
 
 
-def _link_or_copy(path: Path, target: Path) -> None:
+def link_or_copy(path: Path, target: Path) -> None:
     if matches(path.name, WEIGHT_FILES):
         with contextlib.suppress(OSError):  # another disk, or a file system without links
             os.link(path.resolve(), target)  # no copy, and the content stays if the name is removed

@@ -249,7 +249,7 @@ def test_push_of_a_model_replaced_meanwhile_is_consistent(capsys, hub, run, monk
     torch.nn.init.ones_(model.transformer.ln_f.weight.data.mul_(3))
     model.save_pretrained(newer)
     (newer / "README.md").write_text("---\ntags: [newer]\n---\n")
-    copy, copied = staging._link_or_copy, []
+    copy, copied = staging.link_or_copy, []
 
     def replacing(path, target):
         copy(path, target)
@@ -258,7 +258,7 @@ def test_push_of_a_model_replaced_meanwhile_is_consistent(capsys, hub, run, monk
             (run / "best").rename(run / ".best.old")
             newer.rename(run / "best")
 
-    monkeypatch.setattr(staging, "_link_or_copy", replacing)
+    monkeypatch.setattr(staging, "link_or_copy", replacing)
     push(capsys, run, "tester/tiny")
     files = hub.repositories["tester/tiny"].files()
     assert b"newer" in files["README.md"]

@@ -10,7 +10,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalize
 
 from nanogpt_hf.data import chat_template
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
-from nanogpt_hf.data.tokenizer import _printable_bytes, char_tokenizer, start_of_text_id_of
+from nanogpt_hf.data.tokenizer import char_tokenizer, printable_bytes, start_of_text_id_of
 from nanogpt_hf.errors import DataError
 
 LLAMA3_SPLIT = (
@@ -21,7 +21,7 @@ MERGES = [("Ġ", "a"), ("Ċ", "Ċ"), ("h", "e"), (":", "Ċ"), ("Ġ", "Ġ"), ("."
 
 def byte_level(special, ordinary=(), template=None, start=None):
     """A byte-level BPE tokenizer with a few merges, as those of GPT-2, Llama 3 and Qwen."""
-    names = [*_printable_bytes(), *("".join(pair) for pair in MERGES)]
+    names = [*printable_bytes(), *("".join(pair) for pair in MERGES)]
     rust = Tokenizer(models.BPE(vocab={name: i for i, name in enumerate(names)}, merges=MERGES))
     rust.pre_tokenizer = pre_tokenizers.Sequence(
         [

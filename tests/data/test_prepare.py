@@ -328,11 +328,11 @@ def test_more_processes_than_documents(rows, tmp_path):
 def test_number_of_processes_depends_on_text_size(monkeypatch, rows):
     text = datasets.Dataset.from_dict({"text": ["x" * 1000] * 100})
     monkeypatch.setattr(encode, "allowed_cores", lambda: 7)
-    assert encode._processes(text, None) == 1
-    assert encode._processes(text, 3) == 3
+    assert encode.number_of_processes(text, None) == 1
+    assert encode.number_of_processes(text, 3) == 3
     monkeypatch.setattr(encode, "PARALLEL_FROM_BYTES", 50_000)
-    assert encode._processes(text, None) == 7
-    assert encode._processes(text.select(range(0, 20, 2)), None) == 1, "a small part of a large text is small"
+    assert encode.number_of_processes(text, None) == 7
+    assert encode.number_of_processes(text.select(range(0, 20, 2)), None) == 1, "a small part of a large text is small"
 
 
 def test_many_tokens_make_several_shards(monkeypatch, rows, tmp_path):
@@ -531,7 +531,7 @@ def test_sha256_of_url_is_checked_on_later_calls(monkeypatch, text, tmp_path):
     def download(url, sha256, folder):
         return Path(shutil.copy(path, folder))
 
-    monkeypatch.setattr(source_module, "_download", download)
+    monkeypatch.setattr(source_module, "download", download)
     config = make("https://example.org/input.txt", tmp_path / "data")
     manifest, _ = prepare(config)
     config = replace_knobs(config, {"data.sha256": manifest.revision.removeprefix("sha256:").upper()})
@@ -784,7 +784,7 @@ def test_prepare_uses_data_that_another_process_finishes(monkeypatch, text, tmp_
 def test_prepare_refuses_data_of_another_process_with_other_knobs(monkeypatch, text, tmp_path):
     config = make(text(), tmp_path / "data")
     other = make(text(), tmp_path / "data", validation_fraction=0.2)
-    original, calls = module._check_source, []
+    original, calls = module.check_preparable, []
 
     def look(*arguments):
         if not calls:
@@ -792,7 +792,7 @@ def test_prepare_refuses_data_of_another_process_with_other_knobs(monkeypatch, t
             prepare(other)
         original(*arguments)
 
-    monkeypatch.setattr(module, "_check_source", look)
+    monkeypatch.setattr(module, "check_preparable", look)
     with pytest.raises(DataError, match=r"prepared with data\.validation_fraction 0\.2, the recipe says 0\.1"):
         prepare(config)
 
