@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import datasets
 import pytest
 import yaml
 
@@ -42,6 +43,32 @@ SHRINK = {
 }
 
 
+def rows_of_hub_set(name, config=None, *, split, revision, trust_remote_code):
+    """Twenty rows with the columns of the Hub data set."""
+    numbers = range(20)
+    exchange = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello, how can I help?"}]
+    rows = {
+        ("HuggingFaceTB/smol-smoltalk", None, "train"): {
+            "messages": [exchange * (number % 2 + 1) for number in numbers],
+            "source": ["everyday-conversations"] * 20,
+        },
+        ("openai/gsm8k", "main", "train"): {
+            "question": [f"What is {number} + 1?" for number in numbers],
+            "answer": [f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}" for n in numbers],
+        },
+    }
+    for part in ("auxiliary_train", "validation"):
+        rows["cais/mmlu", "all", part] = {
+            "question": [f"Which is {number % 4}?" for number in numbers],
+            "subject": [""] * 20,
+            "choices": [["0", "1", "2", "3"]] * 20,
+            "answer": [number % 4 for number in numbers],
+        }
+    answer = {"answer": datasets.ClassLabel(names=["A", "B", "C", "D"])} if name == "cais/mmlu" else {}
+    made = datasets.Dataset.from_dict(rows[name, config, split])
+    return made.cast(datasets.Features(made.features | answer))
+
+
 def test_all_recipes_and_configs_are_tested():
     assert {path.stem for path in RECIPES} >= {
         "quickstart",
@@ -52,6 +79,7 @@ def test_all_recipes_and_configs_are_tested():
         "gpt2_774m",
         "gpt2_1558m",
         "sft_instructions",
+        "sft_mixture",
         "modern_124m",
         "modern_char_cpu",
         "nanochat_d12",
@@ -76,7 +104,10 @@ def test_recipe_trains_two_steps(recipe, tmp_path, text_file, chat_file, monkeyp
     monkeypatch.chdir(tmp_path)
     overrides = dict(SHRINK)
     data = load_config(recipe).data
-    if data.source != "python-docs":
+    if isinstance(data.source, list):
+        monkeypatch.setattr(datasets, "load_dataset", rows_of_hub_set)
+        overrides |= {"model.n_positions": 64, "data.block_size": 64, "eval.tokens": 192}
+    elif data.source != "python-docs":
         overrides |= {"data.source": chat_file if data.format == "chat" else text_file, "data.sha256": "null"}
     if data.tokenizer == "bpe":
         overrides |= {"data.vocab_size": 260}

@@ -1,14 +1,20 @@
 """Rows of a file or data set -> conversations."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.data.files import check_text, read_rows
 from nanogpt_hf.errors import DataError
 
 Conversation = list[dict[str, str]]  # [{"role": system, user or assistant, "content": text}, ...]
 
-_SHAPES = "messages, prompt and completion, or instruction and output (input may be left out)"
+_Named = list[tuple[str, object, object]]  # the name of each message in error messages, its role and its content
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's notes for a calculator: 48/2 = <<48/2=24>>24
+_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
 def read_conversations(path: Path) -> Iterator[Conversation]:
@@ -26,31 +32,89 @@ def conversation_of(row: object) -> Conversation:
     A conversation may start with a system message; then user and assistant alternate, and the assistant is last.
     """
     if not isinstance(row, dict):
-        raise ValueError(f"expected an object with {_SHAPES}, got {row!r:.40}")
+        raise ValueError(f"expected a row with {_shapes()}, got {row!r:.40}")
     has = {key for key, value in row.items() if value is not None}
-    if "messages" in has:
-        return _checked(_named_messages(row["messages"]))
-    if has >= {"prompt", "completion"}:
-        return _checked([("prompt", "user", row["prompt"]), ("completion", "assistant", row["completion"])])
-    if has >= {"instruction", "output"}:
-        _require_text("instruction", row["instruction"])
-        more = row.get("input") or ""
-        if not isinstance(more, str):
-            raise ValueError(f"input holds {more!r:.40}, not text")
-        question = f"{str(row['instruction']).strip()}\n\n{more.strip()}".strip()
-        return _checked([("instruction", "user", question), ("output", "assistant", row["output"])])
-    raise ValueError(f"expected {_SHAPES}; it has: {', '.join(map(str, row)) or 'nothing'}")
+    for keys, named_messages in _SHAPES.items():
+        if has.issuperset(keys):
+            return _checked(named_messages(row))
+    raise ValueError(f"expected a row with {_shapes()}; it has: {', '.join(map(str, row)) or 'nothing'}")
 
 
-def _named_messages(messages: object) -> list[tuple[str, object, object]]:
+def multiple_choice_question(question: str, choices: list[str]) -> str:
+    """A question with its choices by letter, and how to answer it."""
+    lines = "\n".join(f"{letter}. {choice.strip()}" for letter, choice in zip(_LETTERS, choices, strict=False))
+    return f"{question.strip()}\n\n{lines}\n\nAnswer with the letter only."
+
+
+def without_calculations(answer: str) -> str:
+    """A solution of GSM8K, which ends in `#### 72`, without its notes for a calculator; any other text as it is."""
+    return _CALCULATION.sub("", answer) if "\n####" in answer else answer
+
+
+def _from_messages(row: dict[str, Any], column: str = "messages") -> _Named:
+    messages = row[column]
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"messages: expected a list of objects with role and content, got {messages!r:.40}")
+        raise ValueError(f"{column}: expected a list of objects with role and content, got {messages!r:.40}")
     named = []
     for number, message in enumerate(messages, 1):
-        if not isinstance(message, dict) or not {"role", "content"} <= message.keys():
-            raise ValueError(f"message {number}: expected an object with role and content, got {message!r:.60}")
-        named.append((f"message {number}", message["role"], message["content"]))
+        keys = message.keys() if isinstance(message, dict) else ()
+        if {"role", "content"} <= set(keys):
+            named.append((f"message {number}", message["role"], message["content"]))
+        elif {"from", "value"} <= set(keys):  # ShareGPT
+            role = message["from"]
+            role = _SHAREGPT_ROLES.get(role, role) if isinstance(role, str) else role
+            named.append((f"message {number}", role, message["value"]))
+        else:
+            raise ValueError(
+                f"message {number}: expected an object with role and content, or from and value, got {message!r:.60}"
+            )
     return named
+
+
+def _from_instruction(row: dict[str, Any]) -> _Named:
+    _require_text("instruction", row["instruction"])
+    more = row.get("input") or ""
+    if not isinstance(more, str):
+        raise ValueError(f"input holds {more!r:.40}, not text")
+    question = f"{row['instruction'].strip()}\n\n{more.strip()}".strip()
+    return [("instruction", "user", question), ("output", "assistant", row["output"])]
+
+
+def _from_choices(row: dict[str, Any]) -> _Named:
+    question, choices, answer = row["question"], row["choices"], row["answer"]
+    _require_text("question", question)
+    if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS):
+        raise ValueError(f"choices: expected a list of 2 to {len(_LETTERS)} texts, got {choices!r:.40}")
+    for number, choice in enumerate(choices, 1):
+        _require_text(f"choice {number}", choice)
+    if type(answer) is not int or not 0 <= answer < len(choices):
+        raise ValueError(f"answer: expected the index of a choice, 0 to {len(choices) - 1}, got {answer!r:.40}")
+    asked = multiple_choice_question(question, choices)
+    return [("question", "user", asked), ("answer", "assistant", _LETTERS[answer])]
+
+
+def _from_question(row: dict[str, Any]) -> _Named:
+    answer = row["answer"]
+    answer = without_calculations(answer) if isinstance(answer, str) else answer
+    return [("question", "user", row["question"]), ("answer", "assistant", answer)]
+
+
+# The accepted rows: the columns of each shape, and its messages. The first that fits is taken.
+_SHAPES: dict[tuple[str, ...], Callable[[dict[str, Any]], _Named]] = {
+    ("messages",): _from_messages,
+    ("conversations",): lambda row: _from_messages(row, "conversations"),
+    ("prompt", "completion"): lambda row: [
+        ("prompt", "user", row["prompt"]),
+        ("completion", "assistant", row["completion"]),
+    ],
+    ("instruction", "output"): _from_instruction,
+    ("question", "choices", "answer"): _from_choices,
+    ("question", "answer"): _from_question,
+}
+
+
+def _shapes() -> str:
+    return " or ".join(" + ".join(keys) for keys in _SHAPES)
 
 
 def _require_text(name: str, content: object) -> None:

@@ -42,13 +42,13 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     tokenizer = "gpt2" if start in GPT2_NAMES else start
     defaults = finetune_defaults(
         knobs,
-        block_size=_stated_number(stated, "data.block_size") or min(positions, _LONGEST_DEFAULT),
-        max_steps=_stated_number(stated, "train.max_steps"),
-        lora=_stated_number(stated, "lora.rank") is not None,
+        block_size=_stated_value(stated, "data.block_size") or min(positions, _LONGEST_DEFAULT),
+        max_steps=_stated_value(stated, "train.max_steps"),
+        lora=_stated_value(stated, "lora.rank") is not None,
     )
     defaults["data.tokenizer"] = tokenizer
     defaults["lora.targets"] = list(architecture.lora_targets)
-    source = stated["data.source"]
+    source = _stated_value(stated, "data.source") or ""
     sources = source if isinstance(source, list) else [source]
     text = "-".join(_short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources)[:60]
     name = f"{_short(start)}-{text}"
@@ -74,8 +74,8 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     return replace_knobs(config, resolved), base
 
 
-def _stated_number(stated: dict[str, Any], key: str) -> int | None:
-    """The number that recipe or command line say; None where they say none, or nothing right: load_config complains."""
+def _stated_value(stated: dict[str, Any], key: str) -> Any:
+    """The value that recipe or command line state; None without one, and for a wrong one, which load_config reports."""
     try:
         return convert(KNOBS[key], stated[key])
     except (KeyError, ValueError):

@@ -74,10 +74,35 @@ def trained_rows(config, split="train") -> list[tuple[list[int], list[int]]]:
         {"instruction": "Why?", "output": "Because."},
         {"instruction": "Why?", "input": "", "output": "Because."},
         {"instruction": "Why?", "input": None, "output": "Because.", "messages": None},
+        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+        {"conversations": EXCHANGE, "id": 5},
+        {"question": "Why?", "answer": "Because."},
     ],
 )
-def test_three_row_shapes_are_conversations(row):
+def test_row_shapes_are_conversations(row):
     assert conversation_of(row) == EXCHANGE
+
+
+def test_sharegpt_row_with_system_and_several_turns():
+    turns = [("system", "Be brief."), ("human", "Why?"), ("gpt", "Because."), ("human", "How?"), ("gpt", "So.")]
+    messages = conversation_of({"id": "a", "conversations": [{"from": f, "value": v, "weight": 0} for f, v in turns]})
+    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
+    assert [m["content"] for m in messages] == [value for _, value in turns]
+
+
+def test_gsm8k_answer_loses_calculator_notes():
+    answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all <<48+24=72>>72.\n#### 72"
+    messages = conversation_of({"question": "How many clips?", "answer": answer})
+    assert messages[1]["content"] == "Natalia sold 48/2 = 24 clips in May.\nIn all 72.\n#### 72"
+    assert conversation_of({"question": "C++?", "answer": "cout <<x>> y"})[1]["content"] == "cout <<x>> y"
+
+
+def test_multiple_choice_row_is_answered_by_a_letter():
+    row = {"question": "2 + 2?\n", "subject": "arithmetic", "choices": ["3", " 4 ", "5", "6"], "answer": 1}
+    assert conversation_of(row) == [
+        {"role": "user", "content": "2 + 2?\n\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer with the letter only."},
+        {"role": "assistant", "content": "B"},
+    ]
 
 
 def test_input_follows_instruction():
@@ -88,14 +113,36 @@ def test_input_follows_instruction():
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ("text", "expected an object with messages, prompt and completion, or instruction and output"),
-        ({"question": "a", "answer": "b"}, "it has: question, answer"),
+        ("text", "expected a row with messages or conversations or prompt + completion or instruction + output or"),
+        ({"question": "a", "answers": "b"}, "it has: question, answers"),
         ({}, "it has: nothing"),
-        ({"prompt": "a"}, "expected messages"),
+        ({"prompt": "a"}, "expected a row with messages"),
         ({"messages": []}, "messages: expected a list of objects with role and content"),
         ({"messages": "hello"}, "messages: expected a list"),
         ({"messages": ["hello"]}, "message 1: expected an object with role and content"),
-        ({"messages": [{"from": "human", "value": "a"}]}, "message 1: expected an object with role and content"),
+        (
+            {"messages": [{"from": "human", "content": "a"}]},
+            "message 1: expected an object with role and content, or",
+        ),
+        ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: role 'bing': expected system, user or"),
+        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, "message 1: role ['gpt']: expected system, user or"),
+        (
+            {"conversations": [{"from": "gpt", "value": "a"}]},
+            "message 1: expected the user's turn, got the assistant's",
+        ),
+        ({"conversations": {"from": "gpt"}}, "conversations: expected a list"),
+        ({"question": "a", "answer": 5}, "answer holds 5, not text"),
+        ({"question": "a", "answer": ""}, "answer is empty"),
+        ({"question": 5, "choices": ["a", "b"], "answer": 0}, "question holds 5, not text"),
+        ({"question": "a", "choices": "b", "answer": 0}, "choices: expected a list of 2 to 26 texts, got 'b'"),
+        ({"question": "a", "choices": ["b"], "answer": 0}, "choices: expected a list of 2 to 26 texts, got ['b']"),
+        ({"question": "a", "choices": ["b", ""], "answer": 0}, "choice 2 is empty"),
+        (
+            {"question": "a", "choices": ["b", "c"], "answer": 2},
+            "answer: expected the index of a choice, 0 to 1, got",
+        ),
+        ({"question": "a", "choices": ["b", "c"], "answer": True}, "0 to 1, got True"),
+        ({"question": "a", "choices": ["b", "c"], "answer": "B"}, "0 to 1, got 'B'"),
         (
             {"messages": [{"role": "tool", "content": "a"}]},
             "message 1: role 'tool': expected system, user or assistant",
