@@ -57,7 +57,7 @@ class ModelSection:
 class DataSection:
     source: str | list[dict[str, Any]] = knob(  # noqa: RUF009
         "",
-        "the text: python-docs, a file, folder, glob, http(s) URL, or the name of a Hub data set; or a list of "
+        "the text: python-docs, arithmetic, a file, folder, glob, http(s) URL, or a Hub data set's name; or a list of "
         "{source, weight}, which are mixed",
     )
     max_epochs: float | None = knob(

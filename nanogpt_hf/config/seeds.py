@@ -2,7 +2,8 @@
 
 import numpy as np
 
-_STREAMS = {name: number for number, name in enumerate(("weights", "order", "dropout", "validation", "samples"))}
+_NAMES = ("weights", "order", "dropout", "validation", "samples", "questions", "rollouts")  # append only
+_STREAMS = {name: number for number, name in enumerate(_NAMES)}
 
 
 def derive_seed(seed: int, stream: str, *counters: int) -> int:

@@ -7,10 +7,7 @@ broken, and the text of a message must not become a token that ends a turn or st
 import contextlib
 import json
 import re
-import signal
-import threading
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
@@ -20,6 +17,7 @@ import transformers
 from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.tokenizer import start_of_text_id_of
 from nanogpt_hf.errors import DataError, one_line
+from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 # Templates render in milliseconds, and no context is as long.
 _SECONDS, _CHARACTERS = 2.0, 10_000_000
@@ -33,29 +31,6 @@ _PROBE: Conversation = [
     {"role": "user", "content": "How?"},
     {"role": "assistant", "content": "So."},
 ]
-
-
-class _TimeUp(BaseException):
-    """Not an Exception, so that neither a template nor a library can catch it."""
-
-
-@contextlib.contextmanager
-def _time_limit(seconds: float) -> Iterator[None]:
-    """Raise _TimeUp in the block after `seconds`. Python allows it in the main thread and on Unix only."""
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
-        yield
-        return
-
-    def give_up(*_: object) -> None:
-        raise _TimeUp
-
-    before = signal.signal(signal.SIGALRM, give_up)
-    try:
-        signal.setitimer(signal.ITIMER_REAL, seconds)
-        yield
-    finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
-        signal.signal(signal.SIGALRM, before)
 
 
 @dataclass(frozen=True)
@@ -152,14 +127,14 @@ class ChatFormat:
         transformers renders templates in Jinja's sandbox, which protects the system, but does not stop endless loops.
         """
         try:
-            with _time_limit(_SECONDS):
+            with time_limit(_SECONDS):
                 text = self.hf.apply_chat_template(
                     messages,
                     chat_template=self._template,
                     add_generation_prompt=add_generation_prompt,
                     tokenize=False,
                 )
-        except _TimeUp:
+        except TimeUpError:
             raise DataError(
                 f"the model's chat template takes more than {_SECONDS:g} seconds; choose another model"
             ) from None

@@ -101,7 +101,7 @@ def check_source(data: DataSection, folder: Path) -> None:
         raise DataError(f"{folder}: is inside data.source {data.one_source}, and would be read as text; choose another")
 
 
-def _hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset, datasets.Dataset]:
+def hold_out(documents: Documents, data: DataSection) -> tuple[datasets.Dataset, datasets.Dataset]:
     """Split into train and validation: a single document is cut near its end, of several some are drawn by seed."""
     if documents.validation is not None:
         return documents.train, documents.validation
@@ -148,7 +148,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
-    splits = dict(zip(("train", "validation"), _hold_out(documents, data), strict=True))
+    splits = dict(zip(("train", "validation"), hold_out(documents, data), strict=True))
     # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
     read = [splits["train"]] if data.tokenizer == "bpe" else splits.values()
     tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size, data.bpe_pattern)

@@ -1,4 +1,4 @@
-"""Load documents from files, folders, URLs, Hub data sets, or Python's documentation."""
+"""Load documents from files, folders, URLs, Hub data sets, Python's documentation, or generated arithmetic."""
 
 import glob
 import hashlib
@@ -19,6 +19,7 @@ import datasets
 from datasets.exceptions import DatasetGenerationError
 
 from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.arithmetic import ARITHMETIC, arithmetic_conversations, arithmetic_text
 from nanogpt_hf.data.conversations import conversation_of, read_conversations
 from nanogpt_hf.data.files import KNOWN_FORMATS, ROW_FORMATS, file_format, read_file
 from nanogpt_hf.data.space import check_space
@@ -26,6 +27,7 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural
 
 PYTHON_DOCS = "python-docs"
+BUILT_IN = (PYTHON_DOCS, ARITHMETIC)  # sources that are neither files nor downloads
 _TEXT = datasets.Features({"text": datasets.Value("large_string")})  # a single document may exceed 2 GiB
 _MESSAGE = {"role": datasets.Value("string"), "content": datasets.Value("string")}
 _CHAT = datasets.Features({"messages": datasets.List(_MESSAGE)})
@@ -66,11 +68,11 @@ def local_files(data: DataSection) -> list[Path]:
 
 
 def find_files(source: str, formats: tuple[str, ...] = KNOWN_FORMATS) -> list[Path]:
-    """The files of a local source, sorted; [] for a URL, python-docs or a name that may be a Hub data set.
+    """The files of a local source, sorted; [] for a URL, a built-in source or a name that may be a Hub data set.
 
     Of a folder, those of the given formats that are not hidden. Raises DataError for a path without files.
     """
-    if source == PYTHON_DOCS or is_url(source):
+    if source in BUILT_IN or is_url(source):
         return []
     path = Path(os.path.expanduser(source))  # unlike Path.expanduser, accepts an unknown user's ~
     if os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
@@ -295,12 +297,16 @@ def load_documents(data: DataSection, scratch: Path, part: Part | None = None) -
 def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Documents, bool]:
     """The documents, and whether they are those of the part only."""
     files = find_files(data.one_source)
-    if not files and data.one_source != PYTHON_DOCS and not is_url(data.one_source):
+    if not files and data.one_source not in BUILT_IN and not is_url(data.one_source):
         return _from_hub(data, scratch), False
     if data.validation_split:
         raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
     if data.one_source == PYTHON_DOCS:
         return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}"), False
+    if data.one_source == ARITHMETIC:
+        if data.format == "chat":
+            return Documents(_collect(arithmetic_conversations, _CHAT, scratch), None, f"{ARITHMETIC} 1"), False
+        return Documents(_collect(arithmetic_text, _TEXT, scratch), None, f"{ARITHMETIC} 1"), False
     downloaded = not files
     divided = part is not None and len(files) >= max(2, part.number)
     files = files_of_part(files, part) if part and divided else files

@@ -11,7 +11,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.manifest import MANIFEST
 from nanogpt_hf.data.prepared import open_tokens, require_manifest
-from nanogpt_hf.data.source import PYTHON_DOCS, find_files, is_url, load_documents
+from nanogpt_hf.data.source import BUILT_IN, find_files, is_url, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
@@ -32,7 +32,7 @@ class Corpus:
 
 
 def read_corpus(data: DataSection, split: str | None, tokenizer: Tokenizer, scratch: Path) -> Corpus:
-    """All the text of `data.source`: a file, folder, glob, URL, python-docs, a Hub data set, or prepared data.
+    """All the text of `data.source`: a file, folder, glob, URL, built-in source, a Hub data set, or prepared data.
 
     `split` is required for a Hub data set; for prepared data it is validation by default. Raises DataError if there is
     no such text, or the model's tokenizer cannot encode it.
@@ -67,7 +67,7 @@ def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
 
 def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scratch: Path) -> Corpus:
     source = data.one_source
-    if not find_files(source) and source != PYTHON_DOCS and not is_url(source):
+    if not find_files(source) and source not in BUILT_IN and not is_url(source):
         if split is None:
             raise DataError(f"--data: {source}: no file here; for a data set on the Hub give --data.split test")
         data = replace(data, split=split)

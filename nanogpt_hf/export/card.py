@@ -14,7 +14,7 @@ from nanogpt_hf.data.bpe import TRAINING_BYTES
 from nanogpt_hf.data.interleave import Interleave
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.mixed_manifest import MixedManifest, PreparedSource
-from nanogpt_hf.data.source import PYTHON_DOCS
+from nanogpt_hf.data.source import BUILT_IN
 from nanogpt_hf.export.staging import PATH_PLACEHOLDER
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
@@ -80,7 +80,7 @@ def _prepared_sources(config: Config, manifest: Manifest) -> tuple[PreparedSourc
 
 def _is_on_hub(data: DataSection, manifest: Manifest) -> bool:
     """Whether the text is a data set on the Hub. The revision of files and downloads is a checksum."""
-    return not is_mixture(data) and data.source != PYTHON_DOCS and not manifest.revision.startswith("sha256:")
+    return not is_mixture(data) and data.source not in BUILT_IN and not manifest.revision.startswith("sha256:")
 
 
 def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list[EvalResult]:

@@ -1,0 +1,171 @@
+"""Load a task by name: arithmetic, reasoning-gym's tasks, or the conversations of `data.source` as questions."""
+
+import dataclasses
+import hashlib
+import importlib.util
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, overload
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.data.arithmetic import ARITHMETIC, arithmetic_question, is_held_out
+from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.data.prepare import hold_out
+from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
+from nanogpt_hf.tasks.reward import load_reward
+from nanogpt_hf.tasks.scores import SCORES, exact_match, reference_problem
+from nanogpt_hf.tasks.task import Question, Task
+
+GYM = "reasoning_gym:"
+TASKS = (ARITHMETIC, *SCORES, f"{GYM}NAME")
+GENERATED_QUESTIONS = 1_000_000  # of a generated task; each split has as many
+_WINDOW = 64  # items of reasoning-gym searched for one question of a split; more if none of them is in the split
+
+
+@dataclass(frozen=True)
+class Generated(Sequence[Question]):
+    """Questions that are generated from their index."""
+
+    generate: Callable[[int], Question]
+
+    def __len__(self) -> int:
+        return GENERATED_QUESTIONS
+
+    @overload
+    def __getitem__(self, index: int) -> Question: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Question]: ...
+    def __getitem__(self, index: int | slice) -> Question | list[Question]:
+        if isinstance(index, slice):
+            return [self.generate(i) for i in range(*index.indices(len(self)))]
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        return self.generate(index)
+
+
+def load_task(
+    name: str,
+    data: DataSection,
+    *,
+    reward: str | None = None,
+    options: dict[str, Any] | None = None,
+    seed: int = 0,
+    where: str = "rl.task",
+) -> Task:
+    """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the rows of `data.source`.
+
+    `reward`, such as my_reward.py:score, replaces the task's own score. Raises UserError for an unknown task, a package
+    that is not installed, and questions or a reward that cannot be used.
+    """
+    if name == ARITHMETIC:
+        task = _arithmetic(seed)
+    elif name.startswith(GYM):
+        task = _reasoning_gym(name.removeprefix(GYM), options or {}, seed, where)
+    elif name in SCORES:
+        task = _from_source(name, data, compare=reward is None)
+    else:
+        raise UserError(f"{where}: {name}: no such task{did_you_mean(name, TASKS)}; known: {', '.join(TASKS)}")
+    if options and not name.startswith(GYM):
+        raise UserError(f"rl.options: only tasks of reasoning-gym have options, and this is {name}; leave it out")
+    if reward is None:
+        return task
+    score, digest = load_reward(reward)
+    return dataclasses.replace(task, score=score, revision=f"{task.revision}, {digest}")
+
+
+def _user(text: str) -> Conversation:
+    return [{"role": "user", "content": text}]
+
+
+def _arithmetic(seed: int) -> Task:
+    def questions(held_out: bool) -> Generated:
+        def generate(index: int) -> Question:
+            question, answer = arithmetic_question(seed, index, held_out=held_out)
+            return Question(_user(question), answer)
+
+        return Generated(generate)
+
+    return Task(ARITHMETIC, questions(False), questions(True), exact_match, f"{ARITHMETIC} 1")
+
+
+def _from_source(name: str, data: DataSection, *, compare: bool) -> Task:
+    """Conversations as questions, split as for training; with `compare`, each must have an answer to compare with."""
+    if is_mixture(data):
+        raise DataError("data.source: questions come from one source; a list is not supported")
+    if not data.source:
+        raise DataError(f"data.source: {name} has no questions of its own; name a file or data set of them")
+    chat = dataclasses.replace(data, format="chat")
+    with tempfile.TemporaryDirectory() as scratch:
+        documents = load_documents(chat, Path(scratch))
+        splits = [_questions(name, split["messages"], compare) for split in hold_out(documents, chat)]
+    return Task(name, splits[0], splits[1], SCORES[name], documents.revision)
+
+
+def _questions(name: str, conversations: list[Conversation], compare: bool) -> list[Question]:
+    questions = [Question(messages[:-1], messages[-1]["content"]) for messages in conversations]
+    for question in questions if compare else ():
+        if problem := reference_problem(name, question.answer):
+            raise DataError(f"data.source: the answer {question.answer!r:.60} {problem}, which task {name} compares")
+    return questions
+
+
+def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) -> Task:
+    if importlib.util.find_spec("reasoning_gym") is None:
+        raise UserError(f"{where}: {GYM}{name}: needs reasoning-gym; run `pip install 'nanogpt_hf[reasoning-gym]'`")
+    import reasoning_gym  # pyright: ignore[reportMissingImports]
+    from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
+
+    if name not in DATASETS:
+        raise UserError(f"{where}: {name}: reasoning-gym has no such task{did_you_mean(name, DATASETS)}")
+    size = GENERATED_QUESTIONS * _WINDOW
+
+    def split(held_out: bool) -> tuple[Any, Callable[[int], Any]]:
+        seed_of_split = derive_seed(seed, "questions", int(held_out)) % 2**31
+        dataset = reasoning_gym.create_dataset(name, size=size, seed=seed_of_split, **options)
+
+        def item(index: int) -> Any:
+            candidates: Iterator[int] = itertools.count(index * _WINDOW)
+            found = (dataset[number % size] for number in itertools.islice(candidates, 100 * _WINDOW))
+            for entry in found:
+                if is_held_out(entry["question"]) == held_out:
+                    return entry
+            raise UserError(f"{where}: {GYM}{name}: has too few questions to hold some of them out")
+
+        return dataset, item
+
+    try:
+        (train, train_item), (_, held_out_item) = split(False), split(True)
+        train_item(0)
+    except UserError:
+        raise
+    except Exception as error:  # of the task's own checks
+        raise UserError(f"rl.options: {GYM}{name}: {type(error).__name__}: {one_line(error)}") from None
+
+    def questions(item: Callable[[int], Any]) -> Generated:
+        def generate(index: int) -> Question:
+            entry = item(index)
+            return GymQuestion(_user(entry["question"]), str(entry["answer"]), entry)
+
+        return Generated(generate)
+
+    def score(completion: str, question: Question) -> float:
+        assert isinstance(question, GymQuestion)
+        return float(train.score_answer(completion.strip(), question.entry))
+
+    digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
+    revision = f"reasoning-gym {version('reasoning-gym')}, options {digest}"
+    return Task(f"{GYM}{name}", questions(train_item), questions(held_out_item), score, revision)
+
+
+@dataclass(frozen=True)
+class GymQuestion(Question):
+    """A question of reasoning-gym with its entry, which its score needs."""
+
+    entry: Any = None

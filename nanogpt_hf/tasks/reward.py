@@ -1,0 +1,100 @@
+"""Rewards of completions: a task's score or a user's Python function, with a time limit and errors counted."""
+
+import hashlib
+import importlib.util
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from nanogpt_hf.errors import UserError, one_line
+from nanogpt_hf.tasks.task import Question, Score
+from nanogpt_hf.time_limit import TimeUpError, time_limit
+
+
+def _is_model_folder(folder: Path) -> bool:
+    whole = (folder / "config.json").is_file() and any(folder.glob("*.safetensors"))
+    return whole or (folder / "adapter_config.json").is_file()
+
+
+def load_reward(spec: str) -> tuple[Score, str]:
+    """The function of `FILE.py:NAME`, called as NAME(prompt, completion, answer), and the sha256 of the file.
+
+    The file is Python code of the user's own, so it is never read from a model folder or the Hub. Raises UserError if
+    there is no such file or function.
+    """
+    file, _, name = spec.rpartition(":")
+    path = Path(file).expanduser()
+    if not file or path.suffix != ".py" or not name.isidentifier():
+        raise UserError(f"rl.reward: expected a Python file and a function, such as my_reward.py:score, got {spec!r}")
+    if not path.is_file():
+        raise UserError(f"rl.reward: {path}: no such file")
+    if any(map(_is_model_folder, path.resolve().parents)):
+        raise UserError(f"rl.reward: {path}: is in a model folder, whose code is never run; copy it elsewhere")
+    module_spec = importlib.util.spec_from_file_location("user_reward", path)
+    assert module_spec is not None
+    assert module_spec.loader is not None
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except Exception as error:  # whatever the user's code raises
+        raise UserError(f"rl.reward: {path} cannot be imported: {type(error).__name__}: {one_line(error)}") from None
+    function = getattr(module, name, None)
+    if not callable(function):
+        raise UserError(f"rl.reward: {path}: has no function {name!r}")
+
+    def score(completion: str, question: Question) -> float:
+        return function(question.prompt, completion, question.answer)  # pyright: ignore[reportReturnType]
+
+    return score, f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
+
+
+@dataclass(frozen=True)
+class Rewards:
+    """Rewards of completions in order, and the errors of those whose score failed: their reward is 0."""
+
+    values: list[float]
+    errors: list[str]
+
+
+@dataclass(frozen=True)
+class RewardFunction:
+    """A score that may raise, hang or return something else than a number.
+
+    `on_error` says what happens then: `stop` ends the run with one line, `zero` counts the error and gives reward 0.
+    """
+
+    score: Score
+    seconds: float
+    on_error: Literal["stop", "zero"]
+
+    def rewards(self, completions: Sequence[str], questions: Sequence[Question]) -> Rewards:
+        """The reward of each completion. Does not raise; `check` does."""
+        values, errors = [], []
+        for completion, question in zip(completions, questions, strict=True):
+            value, error = self._reward(completion, question)
+            values.append(value)
+            if error:
+                errors.append(f"{error}, for the completion {completion!r:.60} of {question.prompt!r:.60}")
+        return Rewards(values, errors)
+
+    def check(self, errors: Sequence[str]) -> None:
+        """Raises UserError for the first of the errors, unless they count as zeros."""
+        if errors and self.on_error == "stop":
+            raise UserError(
+                f"the reward function {errors[0]}; correct it, or set --rl.reward_errors zero to count such errors as "
+                "reward 0"
+            )
+
+    def _reward(self, completion: str, question: Question) -> tuple[float, str | None]:
+        try:
+            with time_limit(self.seconds):
+                value = float(self.score(completion, question))
+        except TimeUpError:
+            return 0.0, f"takes more than {self.seconds:g} seconds"
+        except Exception as error:  # whatever the user's code raises
+            return 0.0, f"raises {type(error).__name__}: {one_line(error, 100)}"
+        if not math.isfinite(value):
+            return 0.0, f"returns {value}"
+        return value, None

@@ -1,0 +1,91 @@
+"""Loading tasks: questions as functions of (seed, index), disjoint splits, mistakes in one line."""
+
+import json
+
+import pytest
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.arithmetic import arithmetic_conversations, arithmetic_text, is_held_out
+from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.tasks.load import load_task
+
+
+def test_arithmetic_questions_depend_only_on_seed_and_index():
+    first, again, other = (load_task("arithmetic", DataSection(), seed=seed) for seed in (1, 1, 2))
+    assert first.train[900:910] == again.train[900:910] == [again.train[i] for i in range(900, 910)]
+    assert first.train[900:910] != other.train[900:910]
+    with pytest.raises(IndexError):
+        first.train[len(first.train)]
+
+
+def test_arithmetic_answers_are_right_and_scored():
+    task = load_task("arithmetic", DataSection())
+    for question in task.train[:50]:
+        assert int(question.answer) == eval(question.prompt)
+        assert task.score(f" {question.answer}\n", question) == 1
+        assert task.score(question.answer + "0", question) == 0
+
+
+def test_arithmetic_held_out_questions_are_in_no_text_or_conversation():
+    task = load_task("arithmetic", DataSection())
+    held_out = {question.prompt for question in task.held_out[:300]}
+    assert all(is_held_out(prompt) for prompt in held_out)
+    text = {line.partition("=")[0] for row in arithmetic_text() for line in row["text"].splitlines()}
+    asked = {row["messages"][0]["content"] for row in arithmetic_conversations()}
+    assert len(text) > 5000
+    assert not held_out & (text | asked | {question.prompt for question in task.train[:300]})
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return DataSection(source=str(path), validation_fraction=0.25)
+
+
+def test_questions_of_a_file_are_split_and_keep_system_messages(tmp_path):
+    rows = [{"prompt": f"{n} apples?", "completion": f"#### {n}"} for n in range(7)]
+    rows.append(
+        {"messages": [{"role": r, "content": c} for r, c in (("system", "Hi"), ("user", "8"), ("assistant", "#### 8"))]}
+    )
+    task = load_task("gsm8k", write_rows(tmp_path / "questions.jsonl", rows))
+    questions = [*task.train, *task.held_out]
+    assert (len(task.train), len(task.held_out)) == (6, 2)
+    assert {q.answer for q in questions} == {f"#### {n}" for n in range(9) if n != 7}
+    assert [m["role"] for q in questions for m in q.messages if q.answer == "#### 8"] == ["system", "user"]
+    assert task.revision.startswith("sha256:")
+
+
+def test_mistakes_end_in_one_line(tmp_path):
+    data = write_rows(tmp_path / "q.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}])
+    mistakes = [
+        (("aritmetic", data), "did you mean arithmetic"),
+        (("gsm8k", data), "has no number after ####"),
+        (("gsm8k", DataSection()), "no questions of its own"),
+    ]
+    for arguments, message in mistakes:
+        with pytest.raises((UserError, DataError), match=message) as caught:
+            load_task(*arguments)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(UserError, match=r"rl\.options: only tasks of reasoning-gym"):
+        load_task("exact", data, options={"x": 1})
+
+
+def test_reasoning_gym_questions_and_scores():
+    pytest.importorskip("reasoning_gym")
+    task = load_task("reasoning_gym:chain_sum", DataSection(), options={"max_terms": 3}, seed=3)
+    again = load_task("reasoning_gym:chain_sum", DataSection(), options={"max_terms": 3}, seed=3)
+    question = task.train[777_777]
+    assert question == again.train[777_777]
+    assert task.score(question.answer, question) == 1 > task.score("nonsense", question)
+    train, held_out = ({q.prompt for q in split[:200]} for split in (task.train, task.held_out))
+    assert len(held_out) > 50
+    assert not train & held_out
+    with pytest.raises(UserError, match="did you mean chain_sum"):
+        load_task("reasoning_gym:chain_sums", DataSection())
+    with pytest.raises(UserError, match=r"rl\.options: .*max_term"):
+        load_task("reasoning_gym:chain_sum", DataSection(), options={"max_term": 3})
+
+
+def test_missing_reasoning_gym_is_named(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"pip install .nanogpt_hf\[reasoning-gym\]"):
+        load_task("reasoning_gym:chain_sum", DataSection())
