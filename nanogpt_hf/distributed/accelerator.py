@@ -1,7 +1,8 @@
 """Build and describe the Accelerator; every workaround for it.
 
-Workarounds: gradients of FSDP2 in bf16 are summed in float32; blocks are compiled in place; activation checkpointing is
-that of transformers; clipping and the optimizer's step bypass the wrapper; a dry-run step counts as no micro-batch.
+Workarounds: FSDP2 shards gradients after each micro-batch, and in bf16 sums them in float32; blocks are compiled in
+place; activation checkpointing is that of transformers; clipping and the optimizer's step bypass the wrapper; a dry-run
+step counts as no micro-batch.
 """
 
 import math
@@ -19,7 +20,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
 )
-from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -64,7 +65,9 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     accumulation = check_launch(config)
     default_to_cpu()
     # No dataloader is prepared, so none may end an accumulation early.
-    plugin = GradientAccumulationPlugin(num_steps=accumulation, sync_with_dataloader=False)
+    plugin = GradientAccumulationPlugin(
+        num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
+    )
     accelerator = Accelerator(
         gradient_accumulation_plugin=plugin,
         log_with=list(config.tracking.trackers) or None,
@@ -167,6 +170,19 @@ def prepared_blocks(
         plugin.backend = backend
         if checkpointing and fsdp is not None:
             fsdp.activation_checkpointing = True
+
+
+@contextmanager
+def accumulate(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
+    """Context for the forward and backward pass of a micro-batch; the last one of a step reduces the gradients.
+
+    FSDP2 reduce-scatters them after each (`sync_each_batch`), since it would otherwise accumulate whole gradients, 4
+    bytes per parameter on each process. HSDP's all-reduce over the copies waits for the last.
+    """
+    with accelerator.accumulate(model):
+        if isinstance(model, FSDPModule):
+            model.set_requires_all_reduce(accelerator.sync_gradients)
+        yield
 
 
 @contextmanager

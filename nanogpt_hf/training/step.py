@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.distributed.accelerator import clip_gradients, update
+from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, update
 from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate
 from nanogpt_hf.training.run import Run
@@ -29,7 +29,7 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     metric_sums: Metrics = {}
     for index, batch in enumerate(batches.micro_batches(step)):
         seed_dropout(accelerator.device, derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
-        with accelerator.accumulate(run.model):
+        with accumulate(accelerator, run.model):
             batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
             summed_loss, metrics = run.objective(run.model, batch)
             loss = summed_loss / num_targets

@@ -1,0 +1,123 @@
+"""What two processes hold and send in a step, tensor by tensor, against the estimate."""
+
+import json
+import multiprocessing
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import state
+from accelerate.utils import DistributedType
+
+from nanogpt_hf.bench.communication import communicated_bytes
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.synthetic import synthetic_data
+from nanogpt_hf.distributed.accelerator import build_accelerator
+from nanogpt_hf.model.objective import next_token_loss
+from nanogpt_hf.planning.estimate import estimate
+from nanogpt_hf.planning.footprint import LOSS
+from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.setup import build_run
+from nanogpt_hf.training.step import train_step
+
+ACCUMULATION = 3
+VALUES = {
+    "model.n_layer": 3,
+    "model.n_head": 4,
+    "model.n_embd": 64,
+    "model.n_positions": 16,
+    "model.dropout": 0.0,
+    "data.source": "python-docs",
+    "data.tokenizer": "gpt2",
+    "data.block_size": 16,
+    "data.dir": "none",
+    "train.micro_batch_size": 2,
+    "train.tokens_per_step": 16 * 2 * 2 * ACCUMULATION,
+    "optim.warmup_steps": 0,
+}
+KINDS = {
+    "DDP": {"ACCELERATE_USE_CPU": "true"},
+    "FSDP2": {
+        "ACCELERATE_TORCH_DEVICE": "cpu",
+        "ACCELERATE_USE_FSDP": "true",
+        "FSDP_VERSION": "2",
+        "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+        "FSDP_RESHARD_AFTER_FORWARD": "true",
+    },
+}
+
+
+def local_bytes(tensors) -> int:
+    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors if tensor is not None)
+
+
+def whole_gradient_bytes(model) -> int:
+    """Bytes of gradients that FSDP2 holds next to those of the shards."""
+    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if hasattr(module, "unshard")]
+    parameters = [parameter for group in groups if group for parameter in group.fsdp_params]
+    return local_bytes(parameter.unsharded_accumulated_grad for parameter in parameters)
+
+
+def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 2, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1", **KINDS[kind])
+    if kind == "FSDP2":
+        state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+    config = load_config(None, VALUES, name="tiny")
+    accelerator = build_accelerator(config, RunFolder(file.parent / "run"))
+    run = build_run(config, accelerator, synthetic_data(config, 50257))
+    held: dict = {"gradients": [], "whole gradients": []}
+
+    def objective(model, batch):
+        held["gradients"].append(local_bytes(parameter.grad for parameter in model.parameters()))
+        held["whole gradients"].append(whole_gradient_bytes(model))
+        return next_token_loss(model, batch)
+
+    run.objective = objective
+    train_step(run, 0, 1e-3)
+    held["sent"] = communicated_bytes(lambda: train_step(run, 1, 1e-3))
+    held["weights"] = local_bytes(run.model.parameters())
+    states = run.optimizer.state.values()
+    held["optimizer"] = local_bytes(value for values in states for name, value in values.items() if name != "step")
+    file.write_text(json.dumps(held))
+    os._exit(0)  # gloo processes sometimes abort during teardown
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def measured(request, tmp_path_factory):
+    """(kind, what each of two processes held and sent)."""
+    if sys.platform != "linux":
+        pytest.skip("needs fork")
+    folder, kind = tmp_path_factory.mktemp("shards"), request.param
+    port, fork = 20_000 + os.getpid() % 20_000, multiprocessing.get_context("fork")
+    files = [folder / f"{rank}.json" for rank in range(2)]
+    torch.set_num_threads(1)  # a thread pool does not survive a fork
+    ranks = [fork.Process(target=on_rank, args=(rank, port, kind, file)) for rank, file in enumerate(files)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(timeout=120)
+        process.kill()
+        assert process.exitcode == 0
+    return kind, [json.loads(file.read_text()) for file in files]
+
+
+pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")]
+
+
+def test_two_processes_hold_the_estimated_bytes(measured):
+    kind, ranks = measured
+    place = Placement(kind=kind, processes=2, shards=2 if kind == "FSDP2" else 1, on_cpu=True)
+    phase = estimate(load_config(None, VALUES, name="tiny"), place).memory.phases[LOSS]
+    for part in ("weights", "optimizer"):  # a row of odd matrices more on the first process
+        assert [held[part] for held in ranks] == pytest.approx([phase[part]] * 2, rel=1e-3), part
+        assert sum(held[part] for held in ranks) == phase[part] * 2
+    # before each micro-batch of two steps: none before the first, then those of the shards only
+    expected = [0, phase["gradients"], phase["gradients"]] * 2
+    for held in ranks:
+        assert held["gradients"] == pytest.approx(expected, rel=1e-3)
+        assert not any(held["whole gradients"])
