@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, DataSection, get_value, kind_options
+from nanogpt_hf.data.download import is_url, without_login
 from nanogpt_hf.data.shards import ShardFacts
-from nanogpt_hf.data.source import file_digest, file_state, is_url, local_files, without_login
+from nanogpt_hf.data.source import file_digest, file_state, local_files
 from nanogpt_hf.errors import DataError
 
 MANIFEST = "manifest.json"

@@ -18,12 +18,13 @@ import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
+from nanogpt_hf.data.download import without_login
 from nanogpt_hf.data.encode import count_rows, encode_split
 from nanogpt_hf.data.manifest import DECIDING_KNOBS, MANIFEST, Manifest, tool_versions
 from nanogpt_hf.data.place import make_once, parts_of
 from nanogpt_hf.data.prepare import check_source, fitting_manifest, held_out_rows, save_counted, write_facts
 from nanogpt_hf.data.shards import ShardFacts, check_bytes, describe_shards
-from nanogpt_hf.data.source import Part, file_digests, files_of_part, find_files, load_documents, without_login
+from nanogpt_hf.data.source import Part, file_digests, files_of_part, find_files, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, end_of_text_id_of, vocabulary_hash
 from nanogpt_hf.errors import DataError
 

@@ -18,6 +18,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.datatrove import describe_token_files
+from nanogpt_hf.data.download import without_login
 from nanogpt_hf.data.encode import count_rows, encode_split, save_split
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
@@ -34,7 +35,7 @@ from nanogpt_hf.data.mixed_manifest import find_manifest
 from nanogpt_hf.data.place import make_once, parts_of
 from nanogpt_hf.data.prepared import TOKENIZER
 from nanogpt_hf.data.progress import shows_bars
-from nanogpt_hf.data.source import Documents, file_state, load_documents, local_files, without_login
+from nanogpt_hf.data.source import Documents, file_state, load_documents, local_files
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, end_of_text_id_of, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 

@@ -2,14 +2,10 @@
 
 import glob
 import hashlib
-import http.client
 import json
 import os
 import re
 import sys
-import urllib.error
-import urllib.parse
-import urllib.request
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,6 +17,7 @@ from datasets.exceptions import DatasetGenerationError
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.arithmetic import ARITHMETIC, arithmetic_conversations, arithmetic_text
 from nanogpt_hf.data.conversations import conversation_of, read_conversations
+from nanogpt_hf.data.download import download, is_url, without_login
 from nanogpt_hf.data.files import KNOWN_FORMATS, ROW_FORMATS, file_format, read_file
 from nanogpt_hf.data.space import check_space
 from nanogpt_hf.errors import DataError
@@ -51,15 +48,6 @@ class Documents:
     train: datasets.Dataset
     validation: datasets.Dataset | None
     revision: str
-
-
-def is_url(source: str) -> bool:
-    return source.lower().startswith(("http://", "https://"))
-
-
-def without_login(source: str) -> str:
-    """A source for messages: a URL without its user and password."""
-    return re.sub(r"(?<=//)[^/?#]*@", "", source, count=1) if is_url(source) else source
 
 
 def local_files(data: DataSection) -> list[Path]:
@@ -187,60 +175,6 @@ def _collect(generator: Callable, features: datasets.Features, cache_dir: Path, 
         raise
 
 
-def _quoted(part: str) -> str:
-    """A part of a URL in ASCII; existing escapes are kept."""
-    return urllib.parse.quote(part, safe="/%:@!$&'()*+,;=~?")
-
-
-def _opener(url: str) -> tuple[str, urllib.request.OpenerDirector]:
-    """The URL in ASCII without its login, and an opener that sends the login only to that host.
-
-    Raises ValueError if it is not a URL.
-    """
-    parts = urllib.parse.urlsplit(url)
-    login, _, address = parts.netloc.rpartition("@")
-    host = urllib.parse.urlsplit(f"//{address}")
-    if not host.hostname or host.port == 0:  # reading an invalid port raises ValueError
-        raise ValueError("no host")
-    address = address if address.isascii() else address.encode("idna").decode()
-    passwords = urllib.request.HTTPPasswordMgrWithPriorAuth()
-    if login:
-        user, _, password = login.partition(":")
-        root = f"{parts.scheme}://{address}/"
-        passwords.add_password(
-            None, root, urllib.parse.unquote(user), urllib.parse.unquote(password), is_authenticated=True
-        )
-    plain = urllib.parse.urlunsplit((parts.scheme, address, _quoted(parts.path), _quoted(parts.query), ""))
-    return plain, urllib.request.build_opener(urllib.request.HTTPBasicAuthHandler(passwords))
-
-
-def download(url: str, sha256: str | None, folder: Path) -> Path:
-    digest = hashlib.sha256()
-    try:
-        plain, opener = _opener(url)
-    except ValueError:  # the error might quote a part of a password
-        raise DataError(
-            "data.source: cannot be downloaded: not a URL; in a user name or password write / as %2F, : as %3A, "
-            "@ as %40, ? as %3F and # as %23"
-        ) from None
-    target = folder / (Path(urllib.parse.urlsplit(url).path).name or "download.txt")
-    url = without_login(url)
-    try:
-        with opener.open(plain, timeout=60) as response, target.open("wb") as file:
-            while block := response.read(1 << 20):
-                digest.update(block)
-                file.write(block)
-            if response.length:  # read() with a size does not report a lost connection
-                raise OSError(f"the connection ended {response.length:,} bytes early")
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        if isinstance(error, urllib.error.HTTPError):
-            error.close()  # the connection is left open with it
-        raise DataError(f"data.source: {url}: cannot be downloaded: {getattr(error, 'reason', error)}") from None
-    if sha256 and digest.hexdigest() != sha256.lower():
-        raise DataError(f"data.sha256: {url} has sha256 {digest.hexdigest()}, not {sha256}; nothing was kept")
-    return target
-
-
 def _from_hub(data: DataSection, scratch: Path) -> Documents:
     def load(split: str) -> datasets.Dataset:
         try:
@@ -310,7 +244,8 @@ def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Document
     downloaded = not files
     divided = part is not None and len(files) >= max(2, part.number)
     files = files_of_part(files, part) if part and divided else files
-    files = files or [download(data.one_source, data.sha256, scratch)]
+    if downloaded:
+        files = [download(data.one_source, scratch, sha256=data.sha256, knobs=("data.source", "data.sha256"))]
     chat, chosen = data.format == "chat", [str(path) for path in files]
     if chat and os.path.isdir(os.path.expanduser(data.one_source)):  # without a README in the folder
         chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]

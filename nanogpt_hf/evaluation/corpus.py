@@ -9,9 +9,10 @@ import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.data.download import is_url
 from nanogpt_hf.data.manifest import MANIFEST
 from nanogpt_hf.data.prepared import open_tokens, require_manifest
-from nanogpt_hf.data.source import BUILT_IN, find_files, is_url, load_documents
+from nanogpt_hf.data.source import BUILT_IN, find_files, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError

@@ -528,7 +528,7 @@ def test_prepared_folder_can_be_moved(text, tmp_path):
 def test_sha256_of_url_is_checked_on_later_calls(monkeypatch, text, tmp_path):
     path = text()
 
-    def download(url, sha256, folder):
+    def download(url, folder, *, sha256, knobs):
         return Path(shutil.copy(path, folder))
 
     monkeypatch.setattr(source_module, "download", download)
