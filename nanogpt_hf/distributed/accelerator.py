@@ -186,13 +186,13 @@ def accumulate(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Non
 
 
 @contextmanager
-def micro_batches_not_counted(accelerator: Accelerator) -> Iterator[None]:
-    """Context for a step of one micro-batch that leaves accelerate's counter of micro-batches at 0.
+def micro_batches_not_counted(accelerator: Accelerator, count: int = 1) -> Iterator[None]:
+    """Context for a step of `count` micro-batches that leaves accelerate's counter of micro-batches at 0.
 
     Accelerate lets the optimizer step at multiples of the accumulation.
     """
     accumulation = accelerator.gradient_accumulation_steps
-    accelerator.gradient_accumulation_steps = 1
+    accelerator.gradient_accumulation_steps = count
     yield
     accelerator.gradient_accumulation_steps = accumulation
     accelerator.step = 0

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast
@@ -17,6 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
+from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.adamw_8bit import as_float32, held_by
 from nanogpt_hf.optim.optimizer import ADAMW_STATE, state_keys
@@ -31,13 +33,20 @@ def named_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[s
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    return dict(model.named_parameters())
+    pipeline = pipeline_of(model)
+    return pipeline.named_parameters() if pipeline else dict(model.named_parameters())
+
+
+def _parameters_of_all_stages(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    """As `named_parameters`, and those of other pipeline stages on the meta device; in the same order on all ranks."""
+    parameters, pipeline = named_parameters(accelerator, model), pipeline_of(model)
+    return pipeline.whole_parameters() if pipeline else parameters
 
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
     parameters, full = named_parameters(accelerator, model), deepspeed.full_weight if is_zero(accelerator) else _full
-    return _collect(accelerator, ((name, full(parameter)) for name, parameter in parameters.items()))
+    return _collect(accelerator, model, ((name, full(parameter)) for name, parameter in parameters.items()))
 
 
 def full_optimizer_state(
@@ -46,11 +55,11 @@ def full_optimizer_state(
     """The full optimizer state on the main process's CPU, as `<parameter>.<key>`; {} on other processes."""
     trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
     if is_zero(accelerator):
-        return _collect(accelerator, deepspeed.full_state_tensors(trained, optimizer))
+        return _collect(accelerator, model, deepspeed.full_state_tensors(trained, optimizer))
     check_optimizer_state(accelerator, model, optimizer)
     states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
     tensors = ((f"{n}.{k}", _full(as_float32(v))) for n, state in states.items() for k, v in state.items())
-    return _collect(accelerator, tensors)
+    return _collect(accelerator, model, tensors)
 
 
 def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:
@@ -80,7 +89,7 @@ def first_mismatch(
 
     A parameter without any saved optimizer state may have just been unfrozen.
     """
-    parameters = named_parameters(accelerator, model)
+    parameters = _parameters_of_all_stages(accelerator, model)
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     keys = state_keys(optimizer, trained)
     sizes = {f"{n}.{k}": (full_shape(p), p) for n, p in trained.items() for k in keys[n]}
@@ -107,13 +116,15 @@ def first_mismatch(
 
 def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
     """Load the main process's full weights into the model on all processes. `weights` is {} on the others."""
-    for name, parameter in named_parameters(accelerator, model).items():
+    for name, parameter in _parameters_of_all_stages(accelerator, model).items():
         with torch.no_grad():
             if is_zero(accelerator):
                 value = _broadcast(accelerator, weights.get(name), full_shape(parameter), torch.float32)
                 deepspeed.set_weight(parameter, value)
             else:
-                parameter.copy_(_shard(parameter, weights.get(name), parameter.shape, parameter.dtype))
+                value = _shard(accelerator, parameter, weights.get(name), parameter.shape, parameter.dtype)
+                if not parameter.is_meta:
+                    parameter.copy_(value)
 
 
 def set_optimizer_state(
@@ -128,15 +139,18 @@ def set_optimizer_state(
     `saved` is {} on the others; `layout` has its names -> (shape, dtype) on all. A trainable parameter that is not in
     it was just unfrozen and gets the initial state.
     """
-    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    trained = {n: p for n, p in _parameters_of_all_stages(accelerator, model).items() if p.requires_grad}
     kinds = state_keys(optimizer, trained)
     for name, parameter in trained.items():
         keys = [key for key in layout if key.rpartition(".")[0] == name]
         if not is_zero(accelerator):
-            state = {key.rpartition(".")[2]: _shard(parameter, saved.get(key), *layout[key]) for key in keys}
-            optimizer.state[parameter] = held_by(
-                optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
-            )
+            state = {
+                key.rpartition(".")[2]: _shard(accelerator, parameter, saved.get(key), *layout[key]) for key in keys
+            }
+            if not parameter.is_meta:
+                optimizer.state[parameter] = held_by(
+                    optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
+                )
             continue
         for key in keys:
             value, kind = _broadcast(accelerator, saved.get(key), *layout[key]), key.rpartition(".")[2]
@@ -183,9 +197,14 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _collect(accelerator: Accelerator, tensors: Iterator[tuple[str, torch.Tensor | None]]) -> dict[str, torch.Tensor]:
+def _collect(
+    accelerator: Accelerator, model: torch.nn.Module, tensors: Iterator[tuple[str, torch.Tensor | None]]
+) -> dict[str, torch.Tensor]:
+    pipeline = pipeline_of(model)
+    keep = pipeline.is_main_of_stage if pipeline else accelerator.is_main_process
     # only one full tensor at a time is on the device
-    return {name: cast(torch.Tensor, tensor).cpu() for name, tensor in tensors if accelerator.is_main_process}
+    full = {name: cast(torch.Tensor, tensor).cpu() for name, tensor in tensors if keep}
+    return pipeline.gather(full) if pipeline else full
 
 
 def _broadcast(
@@ -195,9 +214,21 @@ def _broadcast(
     return cast(torch.Tensor, broadcast(whole.to(accelerator.device, dtype), from_process=0))
 
 
-def _shard(parameter: torch.Tensor, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+def _shard(
+    accelerator: Accelerator,
+    parameter: torch.Tensor,
+    whole: torch.Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> torch.Tensor:
     """The main process's tensor on this process's device, sharded like the parameter."""
-    whole = (torch.empty(shape, dtype=dtype) if whole is None else whole).to(parameter.device, dtype)
-    if isinstance(parameter, DTensor) and whole.dim():
-        return distribute_tensor(whole, parameter.device_mesh, parameter.placements)  # rank 0's data, scattered
-    return cast(torch.Tensor, broadcast(whole, from_process=0))
+    device = accelerator.device if parameter.is_meta else parameter.device
+    whole = (torch.empty(shape, dtype=dtype) if whole is None else whole).to(device, dtype)
+    if not (isinstance(parameter, DTensor) and whole.dim()):
+        return cast(torch.Tensor, broadcast(whole, from_process=0))
+    mesh, placements = parameter.device_mesh, parameter.placements
+    if mesh.size() == dist.get_world_size():
+        return distribute_tensor(whole, mesh, placements)  # rank 0's data, scattered
+    # rank 0 is in the mesh of one pipeline stage only
+    whole = cast(torch.Tensor, broadcast(whole, from_process=0))
+    return distribute_tensor(whole, mesh, placements, src_data_rank=None)

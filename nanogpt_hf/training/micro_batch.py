@@ -53,9 +53,9 @@ def build_batches(
 
 @contextmanager
 def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Context for a dry-run step of one micro-batch; optimizer state and counters are restored on exit."""
+    """Context for a dry-run step of one micro-batch per pipeline stage; optimizer state and counters are restored."""
     scaler = scaler_state(accelerator, optimizer)
-    with micro_batches_not_counted(accelerator):
+    with micro_batches_not_counted(accelerator, Mesh.from_environment().pp_size):
         yield
     reset_optimizer_state(accelerator, optimizer)
     if scaler is not None:
@@ -63,7 +63,7 @@ def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) ->
 
 
 def dry_run_step(run: Run, micro_batch_size: int) -> None:
-    """Take one step of one micro-batch at learning rate 0, which changes nothing in the run.
+    """Take one step at learning rate 0, which changes nothing in the run, of one micro-batch per pipeline stage.
 
     It shows that a step fits in memory before anything is written. It also makes DDP rebuild its buckets, which happens
     after the first backward pass and changes how sums over three or more processes are rounded: without it the first
@@ -94,7 +94,7 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
     if size is not None and sequences % size == 0:
         dry_run_step(run, size)
     else:
-        size = largest_micro_batch(accelerator, sequences, lambda size: dry_run_step(run, size))
+        size = largest_micro_batch(accelerator, sequences, lambda size: dry_run_step(run, size), run.mesh.pp_size)
     accelerator.gradient_accumulation_steps = sequences // size
     if is_zero(accelerator):
         set_batch_sizes(run.model, size, sequences * run.mesh.dp_size)
@@ -102,7 +102,9 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 
 
-def largest_micro_batch(accelerator: Accelerator, sequences: int, dry_run: Callable[[int], None]) -> int:
+def largest_micro_batch(
+    accelerator: Accelerator, sequences: int, dry_run: Callable[[int], None], min_accumulation: int = 1
+) -> int:
     """The largest divisor of `sequences` (per process and step) for which `dry_run` fits in memory.
 
     All processes call it and get the same answer: the one with the least memory decides. Memory is linear in the
@@ -110,7 +112,7 @@ def largest_micro_batch(accelerator: Accelerator, sequences: int, dry_run: Calla
     tried; with several it is fatal, since other ranks could hang. Raises UserError on machines without a memory
     counter.
     """
-    sizes = divisors(sequences)
+    sizes = [size for size in divisors(sequences) if sequences // size >= min_accumulation]
     needed: dict[int, int] = {}
     size: int | None = 1
     while size is not None:

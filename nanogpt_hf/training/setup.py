@@ -19,6 +19,7 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import build_batches, settle_micro_batch
+from nanogpt_hf.training.pipeline import build_stage
 from nanogpt_hf.training.run import Run
 
 logger = logging.getLogger(__name__)
@@ -76,9 +77,12 @@ def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, s
     _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
         logger.info(f"{f'from step {step:,} on ' if step else ''}{describe_trainable(model, config, step)}")
-    optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
-    with prepared_blocks(model, accelerator, optimizer):
-        prepared, optimizer = accelerator.prepare(model, optimizer)
+    if (mesh := Mesh.from_environment()).pp_size > 1:
+        prepared, optimizer = build_stage(model, config, accelerator, mesh)
+    else:
+        optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
+        with prepared_blocks(model, accelerator, optimizer):
+            prepared, optimizer = accelerator.prepare(model, optimizer)
     prepared.train()
     return {"model": prepared, "model_config": model.config, "optimizer": optimizer}
 

@@ -8,6 +8,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, update
 from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate
+from nanogpt_hf.training.pipeline import pipelined_step
 from nanogpt_hf.training.run import Run
 
 
@@ -21,6 +22,8 @@ class StepResult(NamedTuple):
 
 def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the micro-batches of `step`."""
+    if run.mesh.pp_size > 1:
+        return StepResult(*pipelined_step(run, step, learning_rate, seed_dropout), {})
     accelerator, batches = run.accelerator, run.batches
     set_learning_rate(run.optimizer, learning_rate)
     # The loss is divided once by all targets of the step, so each counts the same in every micro-batch and rank.
