@@ -5,6 +5,9 @@
 Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-resume continues), 1 any other failure.
 SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started, stops a training run after its current
 step and saves, however long that takes. The path of a script in place of COMMAND is launched unchanged.
+
+parallelism_config_pp_size, the number of pipeline stages, may be among the sizes of the config's parallelism_config, or
+an option: accelerate 1.15 does not know it, so this command passes it on, as PARALLELISM_CONFIG_PP_SIZE.
 """
 
 import contextlib
@@ -20,6 +23,8 @@ from typing import NoReturn
 from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
 
+_STAGES = "parallelism_config_pp_size"
+
 
 def run(words: list[str], commands: Collection[str]) -> int:
     """Launch a command; return its exit status. `words` are accelerate's options, the command and its arguments."""
@@ -28,11 +33,13 @@ def run(words: list[str], commands: Collection[str]) -> int:
         return 0
     # These imports take seconds.
     import psutil
+    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
     parser = launch_command_parser()
     parser.error = _refuse
+    parser.add_argument(f"--{_STAGES}", type=int)
     arguments = parser.parse_args(words)
     command = arguments.training_script
     if command in commands:
@@ -63,6 +70,11 @@ def run(words: list[str], commands: Collection[str]) -> int:
     # it logs how the processes ended, which they or `_status` print
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
+        stages, file = vars(arguments)[_STAGES], arguments.config_file
+        if stages is None and (file or os.path.isfile(default_config_file)):
+            stages = (vars(load_config_from_file(file)).get("parallelism_config") or {}).get(_STAGES)
+        if stages is not None:
+            os.environ[_STAGES.upper()] = str(stages)
         launch_command(arguments)
         return 0
     except subprocess.CalledProcessError as error:
