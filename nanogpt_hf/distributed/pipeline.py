@@ -172,9 +172,8 @@ class Pipeline:
             "mp_policy": plugin.mixed_precision_policy or MixedPrecisionPolicy(),
             "offload_policy": plugin.cpu_offload,
         }
-        for block in architecture_of(model).blocks(model):
-            if not isinstance(block, AbsentBlock):
-                fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **options)
+        for block in own_blocks(architecture_of(model).blocks(model)).values():
+            fully_shard(block, reshard_after_forward=plugin.reshard_after_forward, **options)
         fully_shard(model, **options)
 
     def _replace_forward(self, model: PreTrainedModel) -> None:
@@ -307,6 +306,20 @@ class Pipeline:
 def pipeline_of(model: Any) -> Pipeline | None:
     """The pipeline that a prepared model is a stage of; None without pipeline parallelism."""
     return vars(model).get("pipeline")
+
+
+def own_blocks(blocks: nn.ModuleList) -> dict[int, nn.Module]:
+    """The blocks of this stage by index; all of them without pipeline parallelism."""
+    return {index: block for index, block in enumerate(blocks) if not isinstance(block, AbsentBlock)}
+
+
+def merged_over_stages(pipeline: Pipeline | None, values: dict[str, float]) -> dict[str, float]:
+    """Values of all stages by name, on all of them."""
+    if pipeline is None:
+        return values
+    gathered: list[dict[str, float]] = [{}] * pipeline.stages
+    dist.all_gather_object(gathered, values, group=pipeline.pp_group)
+    return {name: value for part in gathered for name, value in part.items()}
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:

@@ -22,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.full_state import named_parameters
+from nanogpt_hf.distributed.pipeline import Pipeline, merged_over_stages, own_blocks, pipeline_of
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
 
@@ -35,6 +36,7 @@ class LayerStats:
         self.accelerator, self.on = accelerator, config.tracking.layers
         self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
         self._norms: dict[str, dict[str, torch.Tensor]] = {}
+        self._pipeline: Pipeline | None = None
         if self.on:  # the same micro-batch at every evaluation, spread over the split
             if isinstance(validation, TokenBlocks):  # leave out the last, shorter block if there is another
                 validation = TokenBlocks(validation.stream, validation.block_size)
@@ -48,7 +50,7 @@ class LayerStats:
         if not self.on or step % self.every:
             yield
             return
-        layers = self._trainable(model)
+        self._pipeline, layers = pipeline_of(model), self._trainable(model)
         before = {name: [p.detach().clone() for p in parameters] for name, parameters in layers.items()}
         gradients: dict[str, torch.Tensor] = {}
 
@@ -83,7 +85,7 @@ class LayerStats:
             values[f"layers/{name}/weight_norm"] = norm
             if norm:
                 values[f"layers/{name}/update_ratio"] = norms["update"][name] / norm
-        return values
+        return merged_over_stages(self._pipeline, values)
 
     @torch.no_grad()
     def evaluation_report(self, model: nn.Module) -> dict[str, float]:
@@ -94,14 +96,14 @@ class LayerStats:
         # a compiled block runs no new hooks
         with eval_mode(model), torch.compiler.set_stance("force_eager"), self._hooks(model, values):
             model(**self._batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
-        return dict(zip(values, _numbers(values.values()), strict=True))
+        return merged_over_stages(pipeline_of(model), dict(zip(values, _numbers(values.values()), strict=True)))
 
     @contextmanager
     def _hooks(self, model: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
         whole = cast(PreTrainedModel, self.accelerator.unwrap_model(model))
         architecture = architecture_of(whole)
-        blocks = architecture.blocks(whole)
-        names = {id(architecture.attention(block)): str(i) for i, block in enumerate(blocks)}
+        blocks, pipeline = own_blocks(architecture.blocks(whole)), pipeline_of(model)
+        names = {id(architecture.attention(block)): str(i) for i, block in blocks.items()}
         implementation = str(whole.config._attn_implementation)
         replaced = ALL_ATTENTION_FUNCTIONS.get(implementation)
 
@@ -120,18 +122,25 @@ class LayerStats:
             return compute(module, query, key, value, mask, **options)
 
         with ExitStack() as handles:
-            handles.callback(blocks[0].register_forward_pre_hook(embedding_std).remove)
+            if 0 in blocks:
+                handles.callback(blocks[0].register_forward_pre_hook(embedding_std).remove)
             # the function that all models call for attention, after rotation and normalization of queries and keys
             ALL_ATTENTION_FUNCTIONS[implementation] = attend
             handles.callback(ALL_ATTENTION_FUNCTIONS.pop, implementation)
-            for name, block in enumerate(blocks):
+            for name, block in blocks.items():
                 handles.callback(block.register_forward_hook(partial(output_std, str(name))).remove)
-            handles.callback(architecture.final_norm(whole).register_forward_hook(partial(output_std, "head")).remove)
+            if pipeline is None or pipeline.is_last:
+                last = architecture.final_norm(whole).register_forward_hook(partial(output_std, "head"))
+                handles.callback(last.remove)
             yield
 
     def _trainable(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """Trainable parameters by layer."""
-        trained = [p for p in named_parameters(self.accelerator, model).values() if p.requires_grad]
+        pipeline = pipeline_of(model)
+        parameters = named_parameters(self.accelerator, model)
+        if pipeline and pipeline.is_last:  # a tied head is the embedding, on the first stage
+            parameters.pop(pipeline.tied_name, None)
+        trained = [p for p in parameters.values() if p.requires_grad]
         whole = cast(PreTrainedModel, self.accelerator.unwrap_model(model))
         architecture = architecture_of(whole)
         modules = {"embedding": architecture.embeddings(whole)}

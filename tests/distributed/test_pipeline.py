@@ -23,6 +23,7 @@ OPTIONS = {
     "eval__sample_tokens": 20,  # more than the 16 positions of the model
     "checkpoint__every": 5,
     "checkpoint__keep": 5,
+    "tracking__layers": True,
 }
 
 
