@@ -1,8 +1,8 @@
 """Build and describe the Accelerator; every workaround for it.
 
-Workarounds: FSDP2 shards gradients after each micro-batch, and in bf16 sums them in float32; blocks are compiled in
-place; activation checkpointing is that of transformers; clipping and the optimizer's step bypass the wrapper; a dry-run
-step counts as no micro-batch.
+Workarounds: tensor parallelism on CPUs and under FSDP2; our own context parallelism; FSDP2 shards gradients after each
+micro-batch, and in bf16 sums them in float32; blocks are compiled in place; activation checkpointing is that of
+transformers; clipping and the optimizer's step bypass the wrapper; a dry-run step counts as no micro-batch.
 """
 
 import math
@@ -36,6 +36,27 @@ from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 from nanogpt_hf.runs.folder import RunFolder
 
 
+class _Accelerator(Accelerator):
+    """Accelerate's, for models that are split before `prepare`."""
+
+    @property
+    def multi_device(self) -> bool:
+        """Accelerate refuses tensor parallelism on CPU processes, where it works alike."""
+        on_cpus = self.distributed_type == DistributedType.MULTI_CPU and Mesh.from_environment().tp_size > 1
+        return on_cpus or super().multi_device
+
+    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+        """Nothing: parameters that are not split stay plain, which FSDP2 takes.
+
+        Accelerate 1.15 imports ReplicateParallel here, which transformers 5.23 no longer has.
+        """
+        return args
+
+    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+        """Nothing: context_parallel.py does it. Accelerate's own hooks drop the masks of evaluations, too."""
+        return args
+
+
 def _check_processes(accelerator: Accelerator) -> None:
     started = Mesh.from_environment().world_size
     if accelerator.num_processes != started:
@@ -52,7 +73,7 @@ def build_evaluation_accelerator() -> Accelerator:
     """
     check_config()
     default_to_cpu()
-    accelerator = Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
+    accelerator = _Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
     _check_processes(accelerator)
     return accelerator
 
@@ -68,7 +89,7 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
     )
-    accelerator = Accelerator(
+    accelerator = _Accelerator(
         gradient_accumulation_plugin=plugin,
         log_with=list(config.tracking.trackers) or None,
         project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
@@ -98,12 +119,16 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
 
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether each process holds a part of the model or of the optimizer state only."""
-    return accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
+    return sharded or Mesh.from_environment().tp_size > 1
 
 
-def sum_over_ranks(accelerator: Accelerator, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes, on all of them."""
-    return cast(torch.Tensor, accelerator.reduce(tensor, "sum"))
+def sum_over_ranks(accelerator: Accelerator, mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of a tensor over all processes, on all of them; of tensor-parallel ranks, which have the same, the first.
+
+    Exact for any number of ranks and any dtype.
+    """
+    return cast(torch.Tensor, accelerator.reduce(tensor if mesh.tp_rank == 0 else torch.zeros_like(tensor), "sum"))
 
 
 def describe_device(device: torch.device) -> str:
@@ -124,6 +149,9 @@ def precision_of(accelerator: Accelerator) -> str:
 def describe_machine(accelerator: Accelerator) -> str:
     """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
     kind = "" if accelerator.distributed_type == DistributedType.NO else f", {accelerator.distributed_type.value}"
+    mesh = Mesh.from_environment()
+    for name, size in (("tensor", mesh.tp_size), ("context", mesh.cp_size), ("pipeline", mesh.pp_size)):
+        kind += f", {size}-way {name}-parallel" if size > 1 else ""
     return f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, {precision_of(accelerator)}"
 
 

@@ -229,6 +229,6 @@ def _shard(
     mesh, placements = parameter.device_mesh, parameter.placements
     if mesh.size() == dist.get_world_size():
         return distribute_tensor(whole, mesh, placements)  # rank 0's data, scattered
-    # rank 0 is in the mesh of one pipeline stage only
+    # rank 0 is in the mesh of one pipeline stage only, or, of a tensor that is not split, of one tensor-parallel rank
     whole = cast(torch.Tensor, broadcast(whole, from_process=0))
     return distribute_tensor(whole, mesh, placements, src_data_rank=None)

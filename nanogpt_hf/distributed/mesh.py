@@ -52,6 +52,15 @@ class Mesh:
         return self.rank // (self.cp_size * self.tp_size) % self.dp_size
 
     @property
+    def dp_cp_size(self) -> int:
+        """How many groups of processes have different tokens of a step: their gradients are averaged."""
+        return self.dp_size * self.cp_size
+
+    @property
+    def dp_cp_rank(self) -> int:
+        return self.dp_rank * self.cp_size + self.cp_rank
+
+    @property
     def cp_rank(self) -> int:
         return self.rank // self.tp_size % self.cp_size
 

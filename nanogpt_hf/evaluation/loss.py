@@ -86,7 +86,7 @@ def evaluate_blocks(
             num_targets += (batch["shift_labels"] != -100).sum()
             if stopping():
                 return None
-    loss, count = (sum_over_ranks(accelerator, part).item() for part in (total, num_targets))
+    loss, count = (sum_over_ranks(accelerator, mesh, part).item() for part in (total, num_targets))
     return Evaluation(loss / count, int(count), bytes_per_token)
 
 
@@ -175,9 +175,9 @@ def evaluate_text(
             with accelerator.autocast():
                 losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
             nats[rows] = losses.cpu().double()
-            progress(min(batch_size * mesh.dp_size, len(windows) - rows[0]))
+            progress(min(batch_size * mesh.dp_cp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:
-        nats = sum_over_ranks(accelerator, nats.to(accelerator.device)).cpu()
+        nats = sum_over_ranks(accelerator, mesh, nats.to(accelerator.device)).cpu()
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
     error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
@@ -199,8 +199,8 @@ def _rank_batches(
     model is a collective.
     """
     positions = np.arange(len(indices))
-    for first in range(0, len(indices), batch_size * mesh.dp_size):
-        rows = positions[first + mesh.dp_rank * batch_size :][:batch_size]
+    for first in range(0, len(indices), batch_size * mesh.dp_cp_size):
+        rows = positions[first + mesh.dp_cp_rank * batch_size :][:batch_size]
         if pad or len(rows):
             batch = blocks.batch(indices[rows])
             batch = pad_batch(batch, batch_size) if pad else batch

@@ -67,6 +67,8 @@ class Architecture:
     mlp_layers: Callable[[Any], tuple[Any, ...]]  # as attention_layers
     lora_targets: tuple[str, ...]
     layers_on_disk: dict[str, tuple[str, ...]]  # layer of a block on disk -> ours in it; empty if they are the same
+    # block -> how tensor parallelism splits its layers, by name; ValueError with the reason if it cannot
+    tensor_parallel: Callable[[Any], dict[str, decoders.Split]]
 
     # What training and evaluation do with it.
     row_losses: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (model, ids, targets (B, T)) -> sums (B,)
@@ -124,6 +126,14 @@ GPT2 = Architecture(
     mlp_layers=lambda block: (block.mlp.fc, block.mlp.proj),
     lora_targets=tuple(LORA_TARGETS),
     layers_on_disk=GPT2_LAYOUT,
+    tensor_parallel=lambda block: {
+        "attn.q_proj": "outputs",
+        "attn.k_proj": "outputs",
+        "attn.v_proj": "outputs",
+        "attn.o_proj": "inputs",
+        "mlp.fc": "outputs",
+        "mlp.proj": "inputs",
+    },
     row_losses=gpt2.row_losses,
     compile_loss=gpt2.compile_loss,
     crop_positions=gpt2.crop_positions,
@@ -165,6 +175,7 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         mlp_layers=in_block(parts.mlp_layers),
         lora_targets=tuple(name.rpartition(".")[2] for name in layers),
         layers_on_disk={},
+        tensor_parallel=partial(decoders.tensor_parallel, config_class),
         row_losses=lambda model, input_ids, targets: model.row_losses(input_ids, targets),
         compile_loss=loss_decoders.compile_loss,
         crop_positions=lambda model, length: None,  # rotary positions are computed

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
@@ -31,6 +31,10 @@ SIZES = {
     "n_inner": "intermediate_size",
 }
 _OPTIONAL_SIZES = ("n_kv_head", "n_inner")
+# How tensor parallelism splits a layer: each process computes a part of its outputs, or the part of all outputs that comes
+# from a part of its inputs. A layer "of heads" has one weight for all heads, and each process has a part of the heads.
+Split = Literal["outputs", "inputs", "heads"]
+_SPLITS: dict[str, Split] = {"colwise": "outputs", "rowwise": "inputs", "replicated_with_grad_allreduce": "heads"}
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
@@ -113,6 +117,27 @@ def _output_last(block: nn.Module, names: tuple[str, ...], width: int) -> tuple[
     """The layers with the one that writes to the residual stream at the end: the last that is as wide."""
     wide = [name for name in names if block.get_submodule(name).out_features == width]
     return (*(name for name in names if name != wide[-1]), wide[-1])
+
+
+def tensor_parallel(config_class: type[PreTrainedConfig], block: nn.Module) -> dict[str, Split]:
+    """How tensor parallelism splits a block's layers, by name: transformers' plan, as far as we can follow it.
+
+    Raises ValueError with the reason if it has another kind of split, or none for a layer of attention or MLP.
+    """
+    kind, parts = config_class.model_type, parts_of(config_class)
+    styles = {name.rpartition(".*.")[2]: style for name, style in (config_class.base_model_tp_plan or {}).items()}
+    with_weights = dict.fromkeys(name.rpartition(".")[0] for name, _ in block.named_parameters())
+    plan: dict[str, Split] = {}
+    for name in with_weights:
+        if "." not in name and not isinstance(block.get_submodule(name), nn.Linear):
+            continue  # a norm of the residual stream, the same on all processes
+        if styles.get(name) not in _SPLITS:
+            raise ValueError(f"transformers has no plan that splits {kind}'s {name} ({styles.get(name, 'not in it')})")
+        plan[name] = _SPLITS[styles[name]]
+    for last in (parts.attention_layers[-1], parts.mlp_layers[-1]):
+        if plan[last] != "inputs":
+            raise ValueError(f"transformers' plan for {kind} does not split {last} by its inputs")
+    return plan
 
 
 def title_of(config_class: type[PreTrainedConfig]) -> str:

@@ -87,7 +87,7 @@ class Head(nn.Linear):
             gradient = self.loss_and_gradient
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)
-            return _LossWithGradients.apply(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
+            return LossWithGradients.apply(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
         return _loss_in_chunks(super().forward, hidden, targets, vocab_size, self.softcap)
 
 
@@ -119,7 +119,7 @@ def _loss_in_chunks(logits_of, hidden, targets, vocab_size, softcap):
     return loss
 
 
-class _LossWithGradients(torch.autograd.Function):
+class LossWithGradients(torch.autograd.Function):
     """The loss, whose gradients are computed in the forward pass; the backward pass only scales them.
 
     Recomputing logits in the backward pass would cost a fourth matrix product of the head.

@@ -9,6 +9,7 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
@@ -41,7 +42,8 @@ def build_optimizer(
             if (parameter.dim() >= 2) == decays:
                 scale = layer_decay ** (top - depths[name])
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
-                key = (id(parameter) in matrices, decays, scale)
+                # the fused kernel takes no mixture of whole and split (tensor-parallel) tensors
+                key = (id(parameter) in matrices, decays, scale, isinstance(parameter, DTensor))
                 groups.setdefault(key, group)["params"].append(parameter)
     rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
     optimizer: Any
@@ -53,7 +55,7 @@ def build_optimizer(
             momentum=optim.muon_momentum,
             scale=optim.muon_scale,
             betas=betas,
-            replicas=_replicas(accelerator),
+            replicas=None if any(isinstance(p, DTensor) for p in trained.values()) else _replicas(accelerator),
         )
     elif optim.state == "8bit":
         optimizer = build_adamw_8bit(list(groups.values()), rate, betas)

@@ -131,7 +131,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
         observers.monitor.add(result.grad_norm)
         spiked = False
         if state.step % config.tracking.every == 0:
-            loss = sum_over_ranks(run.accelerator, result.loss).item()
+            loss = sum_over_ranks(run.accelerator, run.mesh, result.loss).item()
             metrics = observers.monitor.report(state) | observers.layers.step_report(result.grad_norm.item())
             tracking.train(loss, learning_rate, metrics)
             observers.push.poll()

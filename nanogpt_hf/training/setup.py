@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.distributed.layout import split_model
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.generate import end_ids_of
@@ -80,6 +81,7 @@ def _build_model(config: Config, accelerator: Accelerator, data: PreparedData, s
     if (mesh := Mesh.from_environment()).pp_size > 1:
         prepared, optimizer = build_stage(model, config, accelerator, mesh)
     else:
+        split_model(model, accelerator, mesh)
         optimizer = build_optimizer(model, config.optim, config.finetune.layer_decay, accelerator)
         with prepared_blocks(model, accelerator, optimizer):
             prepared, optimizer = accelerator.prepare(model, optimizer)

@@ -6,6 +6,7 @@ import torch
 
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, update
+from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate
 from nanogpt_hf.training.pipeline import pipelined_step
@@ -31,13 +32,15 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     loss_sum = grad_norm = torch.zeros((), device=accelerator.device)
     metric_sums: Metrics = {}
     for index, batch in enumerate(batches.micro_batches(step)):
-        seed_dropout(accelerator.device, derive_seed(batches.seed, "dropout", step, batches.micro_batch_number(index)))
+        number = batches.micro_batch_number(index) * run.mesh.cp_size + run.mesh.cp_rank
+        seed_dropout(accelerator.device, derive_seed(batches.seed, "dropout", step, number))
         with accumulate(accelerator, run.model):
             batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
+            batch = own_positions(batch, run.mesh)
             summed_loss, metrics = run.objective(run.model, batch)
             loss = summed_loss / num_targets
             # Cancel two means: Accelerate's over accumulated micro-batches, and the gradients' over ranks.
-            accelerator.backward(loss * accelerator.gradient_accumulation_steps * run.mesh.dp_size)
+            accelerator.backward(loss * accelerator.gradient_accumulation_steps * run.mesh.dp_cp_size)
             loss_sum = loss_sum + loss.detach()
             for name, value in metrics.items():
                 metric_sums[name] = metric_sums.get(name, 0) + value.detach() / num_targets

@@ -1,0 +1,156 @@
+"""Parallel layouts: which recipes run on which, and the split of a model. docs/machines.md has the table."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.sources import has_conversations
+from nanogpt_hf.distributed.context_parallel import exchange_heads
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.tensor_parallel import split_matrices
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import build_config
+
+_FSDP2 = "set distributed_type FSDP with fsdp_version 2, as accelerate_configs/"
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Settings of the accelerate config that a layout has to fit."""
+
+    sharding: Literal["none", "fsdp", "zero"] = "none"
+    precision: str = "no"
+    compiles: bool = False
+
+
+def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
+    """Split a model for tensor and context parallelism, in place, before it is prepared."""
+    device_mesh = accelerator.torch_device_mesh
+    if mesh.tp_size > 1:
+        split_matrices(model, device_mesh["tp"])
+    if mesh.cp_size > 1:
+        exchange_heads(model, device_mesh["cp"])
+
+
+def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
+    """Raises UserError if the recipe cannot be trained on this layout; `sizes`: those that the accelerate config states.
+
+    Checks tensor and context parallelism, and that the sizes multiply to the number of processes.
+    """
+    _check_sizes(mesh, machine, sizes)
+    for size, kind, problem in (
+        (mesh.tp_size, "tensor parallelism", _without_tensor_parallelism),
+        (mesh.cp_size, "context parallelism", _without_context_parallelism),
+    ):
+        if size > 1 and (reason := _without_either(config, machine) or problem(config, mesh, machine)):
+            raise UserError(f"{kind} ({size} processes): {reason}")
+
+
+def _check_sizes(mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
+    product = math.prod(sizes.values())
+    shown = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+    if product > 1 and product != mesh.world_size:
+        raise UserError(
+            f"parallelism_config: {shown} = {product} processes, but {mesh.world_size} were started: set num_processes "
+            f"to {product}, or other sizes"
+        )
+    if sizes.get("sp_size", 1) > 1:
+        raise UserError("parallelism_config: sp_size is not supported; set cp_size, which exchanges heads the same way")
+    if mesh.tp_size * mesh.cp_size == 1:
+        return
+    if machine.sharding == "zero":
+        raise UserError(
+            f"parallelism_config: {shown} does not combine with DeepSpeed, which shards whole tensors of all processes; "
+            f"{_FSDP2}tp_fsdp2.yaml"
+        )
+    if machine.sharding == "fsdp" and mesh.dp_cp_size == 1:
+        raise UserError(
+            f"parallelism_config: {shown} leaves FSDP no processes to shard over; set distributed_type MULTI_GPU, as "
+            "accelerate_configs/tp.yaml, or dp_shard_size"
+        )
+    if machine.sharding == "none" and mesh.cp_size > 1:
+        raise UserError(f"parallelism_config: {shown} needs FSDP2; {_FSDP2}cp_fsdp2.yaml")
+    if machine.sharding == "none" and mesh.dp_size > 1:
+        raise UserError(
+            f"parallelism_config: {shown} does not combine with plain data parallelism; {_FSDP2}tp_fsdp2.yaml, with "
+            "dp_shard_size in place of dp_replicate_size"
+        )
+
+
+def _without_either(config: Config, machine: Machine) -> str | None:
+    if machine.precision == "fp16":
+        return "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
+    if machine.compiles:
+        return "not with compilation; leave dynamo_config out of the accelerate config"
+    return None
+
+
+def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
+    """The reason why a recipe cannot be trained with tensor parallelism; None if it can."""
+    if config.lora.rank:
+        return "lora.rank: adapters of matrices that are split are not supported; use accelerate_configs/fsdp2.yaml"
+    if config.optim.state == "8bit":
+        return "optim.state 8bit is not supported for matrices that are split; use accelerate_configs/fsdp2.yaml"
+    if config.optim.name == "muon" and machine.sharding == "fsdp":
+        return "optim.name muon does not hold under FSDP2 as well, where matrices are split twice; use one of the two"
+    model: Any = _meta_model(config)
+    architecture = architecture_of(model)
+    block = architecture.blocks(model)[0]
+    try:
+        plan = architecture.tensor_parallel(block)
+    except ValueError as error:
+        return f"model.architecture: {error}"
+    heads, kv_heads = _heads(model)
+    widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
+    layers = {name: block.get_submodule(name) for name in plan}
+    widths |= {f"the width of {name}": layers[name].out_features for name in plan if plan[name] == "outputs"}
+    return next(
+        (
+            f"{name} is {width}, which {mesh.tp_size} processes do not divide"
+            for name, width in widths.items()
+            if width % mesh.tp_size
+        ),
+        None,
+    )
+
+
+def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
+    """The reason why a recipe cannot be trained with context parallelism; None if it can."""
+    if has_conversations(config.data):
+        return "conversations are packed into blocks, and their attention mask is not cut; use accelerate_configs/fsdp2.yaml"
+    block_size = config.data.block_size
+    if block_size % mesh.cp_size:
+        return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"
+    model: Any = _meta_model(config)
+    attention = model.config._attn_implementation
+    rotary = getattr(model.config, "rope_parameters", None) is not None
+    if attention != "sdpa" or not (rotary or config.model.architecture == "gpt2"):
+        return f"model.architecture: {config.model.architecture} has another kind of attention than the exchange of heads supports"
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and window < block_size:
+        return f"model.architecture: {config.model.architecture} attends to a window of {window} tokens of {block_size}"
+    each = mesh.tp_size * mesh.cp_size
+    for name, heads in zip(("model.n_head", "model.n_kv_head"), _heads(model), strict=True):
+        if heads % each:
+            product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
+            return f"{name} is {heads}, which {product} processes do not divide"
+    return None
+
+
+def _meta_model(config: Config) -> torch.nn.Module:
+    """A model of the recipe's sizes on the meta device; its vocabulary does not matter here."""
+    model_config = build_config(config.model, vocab_size=256)
+    with torch.device("meta"):
+        return architecture_of(model_config).model_class(model_config)
+
+
+def _heads(model: Any) -> tuple[int, int]:
+    """Heads of queries, and of keys and values."""
+    heads = model.config.num_attention_heads
+    return heads, getattr(model.config, "num_key_value_heads", None) or heads

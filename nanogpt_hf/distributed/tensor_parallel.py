@@ -1,0 +1,161 @@
+"""Tensor parallelism: the matrices of a model are split over processes that work on the same sequences.
+
+In a block each process computes a part of the heads and of the MLP's width (Shoeybi et al. 2019, arXiv:1909.08053): one
+all-reduce after attention and one after the MLP, and as many in the backward pass. Embedding and head are split by
+rows of the vocabulary; the cross-entropy is computed from parts of the logits, which no process holds whole. All other
+parameters are whole on every process, and get equal gradients there.
+"""
+
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    ParallelStyle,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.loss_gpt import IGNORED, Head, LossWithGradients, rows_of_a_chunk
+
+
+def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split a model, equal on all processes of `mesh`, in place. Parameters keep their names."""
+    architecture = architecture_of(model)
+    drops = any("drop" in name and value for name, value in model.config.to_dict().items())
+    for index, block in enumerate(architecture.blocks(model)):
+        frozen = [name for name, parameter in block.named_parameters() if not parameter.requires_grad]
+        plan = {name: _style(split) for name, split in architecture.tensor_parallel(block).items()}
+        parallelize_module(block, mesh, plan, src_data_rank=None)
+        for name in frozen:
+            block.get_parameter(name).requires_grad_(False)
+        if drops:
+            _draw_own_dropout(architecture.attention(block), index, mesh.get_local_rank())
+    _split_vocabulary(model, mesh)
+    model._tp_size = mesh.size()  # accelerate asks for it
+
+
+def _style(split: str) -> ParallelStyle:
+    if split == "heads":
+        # A layer on (batch, position, head, width). Its gradient is a sum over heads: transformers' plan all-reduces the
+        # accumulated gradient after each micro-batch, which counts all but the last several times.
+        return SequenceParallel(sequence_dim=2, use_local_output=True)
+    return ColwiseParallel() if split == "outputs" else RowwiseParallel()
+
+
+def _draw_own_dropout(attention: nn.Module, index: int, rank: int) -> None:
+    """Let each process draw dropout masks for its own heads; those of the residual stream stay equal on all."""
+    states: list[torch.Tensor] = []
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> None:
+        if module.training:
+            generator = _generator(next(module.parameters()).device)
+            states.append(generator.get_state())
+            generator.manual_seed(derive_seed(generator.initial_seed(), "dropout", index, rank))
+
+    def after(module: nn.Module, *_: Any) -> None:
+        if module.training:
+            _generator(next(module.parameters()).device).set_state(states.pop())
+
+    attention.register_forward_pre_hook(before, with_kwargs=True)
+    attention.register_forward_hook(after)
+
+
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type == "cpu":
+        return torch.default_generator
+    return torch.get_device_module(device).default_generators[device.index]
+
+
+def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
+    """Split embedding and head by rows, unless one of them computes more than a lookup or a product."""
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
+    if type(embedding) is not nn.Embedding or not isinstance(head, Head):
+        return
+    tied = head.weight is embedding.weight
+    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    if tied:
+        head.weight = embedding.weight
+    for name, parameter in list(head.named_parameters()):
+        if not isinstance(parameter, DTensor):
+            shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
+            head.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
+    head.__class__, head.mesh = VocabularyParallelHead, mesh
+
+
+class VocabularyParallelHead(Head):
+    """The head with a part of the vocabulary's rows on each process; logits and loss are those of the whole."""
+
+    mesh: DeviceMesh
+
+    def forward(self, hidden, targets=None, vocab_size=0):
+        # Each process computes a part of hidden's gradient, from its rows.
+        hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        hidden = hidden.to_local(grad_placements=[Partial()])
+        weight, bias = (p if p is None else _local(p) for p in (self.weight, self.bias))
+        if targets is None:
+            shape = torch.Size((*hidden.shape[:-1], self.weight.shape[0]))
+            stride = torch.empty(shape, device="meta").stride()
+            logits = F.linear(hidden, weight, bias)
+            logits = DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+            return logits.full_tensor()
+        rows = -(-self.weight.shape[0] // self.mesh.size())
+        first = rows * self.mesh.get_local_rank()
+        gradient = partial(_loss_and_gradient, self.mesh.get_group(), first)
+        if self.softcap is not None:
+            gradient = partial(gradient, softcap=self.softcap)
+        size = rows_of_a_chunk(len(hidden), rows)
+        return LossWithGradients.apply(hidden, weight, bias, targets, vocab_size, size, gradient)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _loss_and_gradient(
+    group: dist.ProcessGroup,
+    first: int,
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+):
+    """As loss_gpt.py's, from the rows of the vocabulary from number `first` on: the loss is whole, the gradient a part.
+
+    Three numbers per row are exchanged: the largest logit, the sum of exponentials, and the target's logit.
+    """
+    logits = F.linear(rows, weight, bias)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    logits[:, max(0, vocab_size - first) :] = -torch.inf
+    largest = logits.amax(-1, keepdim=True).float()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group)
+    counts = targets != IGNORED
+    index = targets.where(counts, 0) - first
+    mine = (index >= 0) & (index < len(weight))
+    index = index.where(mine, 0)[:, None]
+    shifted = logits.float() - largest
+    target_logit = shifted.gather(1, index)[:, 0].where(mine, 0.0)
+    gradient = shifted.exp_()
+    sums = torch.stack([gradient.sum(-1), target_logit])
+    dist.all_reduce(sums, group=group)
+    loss = (sums[0].log() - sums[1]).where(counts, 0.0).sum()
+    gradient /= sums[0][:, None]
+    gradient.scatter_add_(1, index, -mine[:, None].to(gradient.dtype))
+    if softcap is not None:
+        real = slice(0, max(0, vocab_size - first))
+        gradient[:, real] *= logits[:, real].div_(softcap).square_().neg_().add_(1)
+    return loss, gradient.to(rows.dtype)
