@@ -14,6 +14,7 @@ from accelerate.utils import LoggerType
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed
+from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.optim.adamw_8bit import check_8bit
@@ -23,11 +24,13 @@ def check_launch(config: Config) -> int:
     """Gradient accumulation steps of `config` on this launch's processes.
 
     Raises UserError if the tokens per step do not divide, if the accelerate config sets another accumulation, if a
-    tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed, and if `check_config` does.
+    tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed, and if `check_config` or `check_layout`
+    does.
     """
     check_config()
     if requested("DEEPSPEED"):
         deepspeed.check_recipe(config)
+    check_layout(config, Mesh.from_environment(), requested_machine(), Mesh.stated_sizes())
     if config.optim.state == "8bit":
         check_8bit(zero=requested("DEEPSPEED"))
     if config.lora.quantize and find_spec("bitsandbytes") is None:
@@ -101,6 +104,15 @@ def _started_alone() -> bool:
 def requested(kind: str) -> bool:
     """Whether the accelerate config sets CPU, FSDP or DEEPSPEED."""
     return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
+
+
+def requested_machine() -> Machine:
+    """The settings of the accelerate config that a parallel layout has to fit."""
+    return Machine(
+        sharding="zero" if requested("DEEPSPEED") else "fsdp" if requested("FSDP") else "none",
+        precision=requested_precision(),
+        compiles=os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+    )
 
 
 def default_to_cpu() -> None:

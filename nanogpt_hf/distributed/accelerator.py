@@ -45,14 +45,14 @@ class _Accelerator(Accelerator):
         on_cpus = self.distributed_type == DistributedType.MULTI_CPU and Mesh.from_environment().tp_size > 1
         return on_cpus or super().multi_device
 
-    def _prepare_tp(self, *args: Any) -> tuple[Any, ...]:
+    def _prepare_tp(self, *args: Any) -> Any:
         """Nothing: parameters that are not split stay plain, which FSDP2 takes.
 
         Accelerate 1.15 imports ReplicateParallel here, which transformers 5.23 no longer has.
         """
         return args
 
-    def _prepare_cp(self, *args: Any) -> tuple[Any, ...]:
+    def _prepare_cp(self, *args: Any) -> Any:
         """Nothing: context_parallel.py does it. Accelerate's own hooks drop the masks of evaluations, too."""
         return args
 

@@ -1,7 +1,7 @@
 """Context parallelism: each sequence is cut in order, and every process trains on its part of the positions.
 
-Attention exchanges heads for positions and back (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each process attends to
-all positions with a part of the heads. So it is causal attention as before, on any device, and no mask is needed. Only
+Attention exchanges heads for positions and back (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each process attends
+to all positions with a part of the heads. So it is causal attention as before, on any device, and needs no mask. Only
 training steps are cut: evaluation and generation take whole sequences.
 """
 

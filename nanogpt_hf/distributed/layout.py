@@ -31,7 +31,7 @@ class Machine:
 
 def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
     """Split a model for tensor and context parallelism, in place, before it is prepared."""
-    device_mesh = accelerator.torch_device_mesh
+    device_mesh: Any = accelerator.torch_device_mesh
     if mesh.tp_size > 1:
         split_matrices(model, device_mesh["tp"])
     if mesh.cp_size > 1:
@@ -39,9 +39,9 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
 
 
 def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
-    """Raises UserError if the recipe cannot be trained on this layout; `sizes`: those that the accelerate config states.
+    """Raises UserError if the recipe cannot be trained with this tensor or context parallelism.
 
-    Checks tensor and context parallelism, and that the sizes multiply to the number of processes.
+    Checks that the sizes which the accelerate config states multiply to the number of processes, too.
     """
     _check_sizes(mesh, machine, sizes)
     for size, kind, problem in (
@@ -55,18 +55,20 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, 
 def _check_sizes(mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
     product = math.prod(sizes.values())
     shown = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    if product > 1 and product != mesh.world_size:
+    if sizes["pp_size"] == 1 < product != mesh.world_size:
         raise UserError(
             f"parallelism_config: {shown} = {product} processes, but {mesh.world_size} were started: set num_processes "
             f"to {product}, or other sizes"
         )
-    if sizes.get("sp_size", 1) > 1:
+    if sizes["sp_size"] > 1:
         raise UserError("parallelism_config: sp_size is not supported; set cp_size, which exchanges heads the same way")
     if mesh.tp_size * mesh.cp_size == 1:
         return
+    if mesh.pp_size > 1:
+        raise UserError(f"parallelism_config: {shown}: pipeline stages do not combine with the others; set pp_size 1")
     if machine.sharding == "zero":
         raise UserError(
-            f"parallelism_config: {shown} does not combine with DeepSpeed, which shards whole tensors of all processes; "
+            f"parallelism_config: {shown} does not combine with DeepSpeed, which shards over all processes; "
             f"{_FSDP2}tp_fsdp2.yaml"
         )
     if machine.sharding == "fsdp" and mesh.dp_cp_size == 1:
@@ -108,7 +110,7 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
         return f"model.architecture: {error}"
     heads, kv_heads = _heads(model)
     widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
-    layers = {name: block.get_submodule(name) for name in plan}
+    layers: dict[str, Any] = {name: block.get_submodule(name) for name in plan}
     widths |= {f"the width of {name}": layers[name].out_features for name in plan if plan[name] == "outputs"}
     return next(
         (
@@ -123,7 +125,7 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
 def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
     """The reason why a recipe cannot be trained with context parallelism; None if it can."""
     if has_conversations(config.data):
-        return "conversations are packed into blocks, and their attention mask is not cut; use accelerate_configs/fsdp2.yaml"
+        return "conversations are packed into blocks, and their masks cannot be cut; use accelerate_configs/fsdp2.yaml"
     block_size = config.data.block_size
     if block_size % mesh.cp_size:
         return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"
@@ -131,7 +133,7 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
     attention = model.config._attn_implementation
     rotary = getattr(model.config, "rope_parameters", None) is not None
     if attention != "sdpa" or not (rotary or config.model.architecture == "gpt2"):
-        return f"model.architecture: {config.model.architecture} has another kind of attention than the exchange of heads supports"
+        return f"model.architecture: the attention of {config.model.architecture} is of another kind than is supported"
     window = getattr(model.config, "sliding_window", None)
     if window is not None and window < block_size:
         return f"model.architecture: {config.model.architecture} attends to a window of {window} tokens of {block_size}"
@@ -143,7 +145,7 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
     return None
 
 
-def _meta_model(config: Config) -> torch.nn.Module:
+def _meta_model(config: Config) -> PreTrainedModel:
     """A model of the recipe's sizes on the meta device; its vocabulary does not matter here."""
     model_config = build_config(config.model, vocab_size=256)
     with torch.device("meta"):

@@ -37,6 +37,12 @@ class Mesh:
             pp_size=int(os.environ.get("PARALLELISM_CONFIG_PP_SIZE") or 1),
         )
 
+    @staticmethod
+    def stated_sizes() -> dict[str, int]:
+        """The sizes that the accelerate config's parallelism_config states, by their names there."""
+        names = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
+        return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}") or 1) for name in names}
+
     @property
     def is_main(self) -> bool:
         """Whether this process writes files and prints."""

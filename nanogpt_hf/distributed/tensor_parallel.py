@@ -42,13 +42,13 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if drops:
             _draw_own_dropout(architecture.attention(block), index, mesh.get_local_rank())
     _split_vocabulary(model, mesh)
-    model._tp_size = mesh.size()  # accelerate asks for it
+    vars(model)["_tp_size"] = mesh.size()  # accelerate asks for it
 
 
 def _style(split: str) -> ParallelStyle:
     if split == "heads":
-        # A layer on (batch, position, head, width). Its gradient is a sum over heads: transformers' plan all-reduces the
-        # accumulated gradient after each micro-batch, which counts all but the last several times.
+        # A layer on (batch, position, head, width), whose gradient is a sum over heads. Transformers' own plan sums the
+        # accumulated gradient over processes after each micro-batch, so it counts the earlier ones several times.
         return SequenceParallel(sequence_dim=2, use_local_output=True)
     return ColwiseParallel() if split == "outputs" else RowwiseParallel()
 
@@ -91,28 +91,28 @@ def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if not isinstance(parameter, DTensor):
             shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
             head.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-    head.__class__, head.mesh = VocabularyParallelHead, mesh
+    head.__class__ = VocabularyParallelHead
+    vars(head)["mesh"] = mesh
 
 
 class VocabularyParallelHead(Head):
-    """The head with a part of the vocabulary's rows on each process; logits and loss are those of the whole."""
-
-    mesh: DeviceMesh
+    """The head with a part of the vocabulary's rows on each process of `mesh`; logits and loss are of the whole."""
 
     def forward(self, hidden, targets=None, vocab_size=0):
+        mesh: DeviceMesh = vars(self)["mesh"]
         # Each process computes a part of hidden's gradient, from its rows.
-        hidden = DTensor.from_local(hidden, self.mesh, [Replicate()], run_check=False)
+        hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         hidden = hidden.to_local(grad_placements=[Partial()])
         weight, bias = (p if p is None else _local(p) for p in (self.weight, self.bias))
         if targets is None:
             shape = torch.Size((*hidden.shape[:-1], self.weight.shape[0]))
             stride = torch.empty(shape, device="meta").stride()
             logits = F.linear(hidden, weight, bias)
-            logits = DTensor.from_local(logits, self.mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+            logits = DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
             return logits.full_tensor()
-        rows = -(-self.weight.shape[0] // self.mesh.size())
-        first = rows * self.mesh.get_local_rank()
-        gradient = partial(_loss_and_gradient, self.mesh.get_group(), first)
+        rows = -(-self.weight.shape[0] // mesh.size())
+        first = rows * mesh.get_local_rank()
+        gradient = partial(_loss_and_gradient, mesh.get_group(), first)
         if self.softcap is not None:
             gradient = partial(gradient, softcap=self.softcap)
         size = rows_of_a_chunk(len(hidden), rows)

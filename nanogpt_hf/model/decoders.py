@@ -31,8 +31,8 @@ SIZES = {
     "n_inner": "intermediate_size",
 }
 _OPTIONAL_SIZES = ("n_kv_head", "n_inner")
-# How tensor parallelism splits a layer: each process computes a part of its outputs, or the part of all outputs that comes
-# from a part of its inputs. A layer "of heads" has one weight for all heads, and each process has a part of the heads.
+# How tensor parallelism splits a layer: each process computes a part of its outputs, or of each output the sum over a
+# part of its inputs. A layer of heads has one weight for all heads, and each process has a part of the heads.
 Split = Literal["outputs", "inputs", "heads"]
 _SPLITS: dict[str, Split] = {"colwise": "outputs", "rowwise": "inputs", "replicated_with_grad_allreduce": "heads"}
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
