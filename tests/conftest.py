@@ -256,6 +256,12 @@ def letter_tasks(tmp_path_factory) -> list[str]:
     return paths
 
 
+@pytest.fixture(scope="session")
+def core_bundle():
+    """The module core_bundle.py, which writes a bundle of CORE for `letter_model`."""
+    return harness("core_bundle")
+
+
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A fake Hub (fake_hub.py) for this process and its child processes, logged in as `tester`."""

@@ -1,9 +1,10 @@
-"""Measure a model: loss, perplexity and bits per byte on a text, and tasks by lm-eval.
+"""Measure a model: loss, perplexity and bits per byte on a text, tasks by lm-eval, and the CORE score.
 
 Under `accelerate launch` the processes share the work; the results do not depend on their number.
 """
 
 import argparse
+import dataclasses
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ from nanogpt_hf.runs.files import output_file, write_json
 from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
+    from nanogpt_hf.evaluation.core import CoreTaskScore
+    from nanogpt_hf.evaluation.core_bundle import CoreBundle
     from nanogpt_hf.evaluation.corpus import Corpus
     from nanogpt_hf.evaluation.load import Evaluation
     from nanogpt_hf.evaluation.loss import TextEvaluation
@@ -34,15 +37,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--tasks", metavar="A,B", help="lm-eval tasks: names, patterns or YAML files, with commas")
     parser.add_argument(
+        "--core", metavar="BUNDLE", help="the CORE score: a folder with core.yaml, or the URL of such a folder as a zip"
+    )
+    parser.add_argument("--core-sha256", metavar="HEX", help="expected sha256 of the zip at a URL")
+    parser.add_argument(
         "--block-size", metavar="N", type=number(int, 1), help="tokens read at once (default: all of the model's)"
     )
     parser.add_argument(
         "--stride", metavar="N", type=number(int, 1), help="tokens from one window to the next (default: --block-size)"
     )
     parser.add_argument(
-        "--batch-size", metavar="N", type=number(int, 1), default=8, help="windows in one forward pass; default 8"
+        "--batch-size", metavar="N", type=number(int, 1), default=8, help="texts in one forward pass; default 8"
     )
-    parser.add_argument("--limit", metavar="N", type=number(int, 1), help="questions of each task, the first N")
+    parser.add_argument(
+        "--limit", metavar="N", type=number(int, 1), help="questions of each task; of CORE drawn by seed"
+    )
     parser.add_argument(
         "--output", metavar="FILE", type=output_file, help="write all figures and the protocol as JSON; - is stdout"
     )
@@ -60,12 +69,16 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
             raise UserError(f"cli.py evaluate: --{key}: not a knob of `evaluate`, which has {known}")
         knobs[name] = value
     tasks = [name.strip() for name in (arguments.tasks or "").split(",") if name.strip()]
-    if not arguments.data and not tasks:
-        raise UserError("cli.py evaluate: give a text to measure on (--data TEXT), tasks (--tasks A,B), or both")
+    if not (arguments.data or tasks or arguments.core):
+        raise UserError(
+            "cli.py evaluate: give a text (--data TEXT), tasks (--tasks A,B), or the CORE score (--core BUNDLE)"
+        )
     if knobs and not arguments.data:
         raise UserError(f"--data.{next(iter(knobs))}: describes a text; give --data too")
-    if arguments.limit and not tasks:
-        raise UserError("--limit: applies to --tasks; a text is always measured whole")
+    if arguments.limit and not (tasks or arguments.core):
+        raise UserError("--limit: applies to --tasks and --core; a text is always measured whole")
+    if arguments.core_sha256 and not arguments.core:
+        raise UserError("--core-sha256: checks the download of a bundle; give --core too")
     for name in ("block_size", "stride"):
         if getattr(arguments, name) and not arguments.data:
             raise UserError(f"--{name.replace('_', '-')}: applies to --data; a task has its own")
@@ -81,6 +94,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.distributed.accelerator import build_evaluation_accelerator, describe_machine
     from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
+    from nanogpt_hf.evaluation.core import evaluate_core_task
     from nanogpt_hf.evaluation.load import load_evaluation
     from nanogpt_hf.evaluation.loss import evaluate_text
     from nanogpt_hf.evaluation.tasks import run_tasks
@@ -91,7 +105,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     folder, split = find_model(arguments.model), knobs.pop("split", None)
     text = DataSection(source=arguments.data, **knobs) if arguments.data else None
     evaluation, facts = prepare_on_all_ranks(
-        lambda: load_evaluation(folder, text, split, tasks, arguments.block_size, arguments.stride)
+        lambda: load_evaluation(
+            folder, text, split, tasks, arguments.block_size, arguments.stride, core=_core_arguments(arguments)
+        )
     )
     with one_line_for_a_lost_process():
         accelerator = build_evaluation_accelerator()
@@ -105,7 +121,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             if accelerator.is_main_process:
                 size = f"{len(corpus.stream):,} tokens, {corpus.bytes:,} bytes"
                 show(f"{folder} on {corpus.name}: {plural(corpus.documents, 'document')}, {size}")
-            with _bar(accelerator.is_main_process) as progress:
+            with _bar(accelerator.is_main_process, "window") as progress:
                 measured = evaluate_text(
                     accelerator,
                     Mesh.from_environment(),
@@ -132,6 +148,24 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
             if accelerator.is_main_process:
                 show(*_task_lines(folder, scores, arguments.limit), sep="\n")
             results["tasks"], results["tasks_limit"] = scores, arguments.limit
+        if bundle := evaluation.core:
+            scores = []
+            for task in bundle.tasks:
+                with _bar(accelerator.is_main_process, "question", len(task.questions), task.label) as progress:
+                    scores.append(
+                        evaluate_core_task(
+                            accelerator,
+                            Mesh.from_environment(),
+                            model,
+                            evaluation.tokenizer,
+                            task,
+                            batch_size=arguments.batch_size,
+                            progress=progress,
+                        )
+                    )
+                if accelerator.is_main_process:
+                    show(*_core_lines(folder, bundle, scores), sep="\n")
+            results["core"] = _core_results(bundle, scores)
     if arguments.output and accelerator.is_main_process:
         write_json(arguments.output, results)
         show(f"written: {arguments.output}")
@@ -177,6 +211,34 @@ def _task_lines(folder: str, scores: dict[str, dict[str, Any]], limit: int | Non
     return lines
 
 
+def _core_arguments(arguments: argparse.Namespace) -> tuple[str, str | None, int | None] | None:
+    return (arguments.core, arguments.core_sha256, arguments.limit) if arguments.core else None
+
+
+def _core_lines(folder: str, bundle: "CoreBundle", scores: list["CoreTaskScore"]) -> list[str]:
+    """The line of the newest score, with a title before the first one and the CORE score after the last one."""
+    from nanogpt_hf.evaluation.core import GPT2_SCORE, core_score
+
+    score, lines = scores[-1], []
+    if len(scores) == 1:
+        lines.append(f"{folder} on CORE, {plural(len(bundle.tasks), 'task')} of {bundle.name}")
+    width = max(len(task.label) for task in bundle.tasks)
+    lines.append(
+        f"  {score.label:<{width}}  {score.num_fewshot:>2} examples  accuracy {score.accuracy:.4f}  "
+        f"centred {score.centred:7.4f}  {plural(score.questions, 'question')}"
+    )
+    if len(scores) == len(bundle.tasks):
+        lines.append(f"  CORE {core_score(scores):.4f}  (GPT-2 1.6B on DCLM's 22 tasks: {GPT2_SCORE:.4f})")
+    return lines
+
+
+def _core_results(bundle: "CoreBundle", scores: list["CoreTaskScore"]) -> dict[str, Any]:
+    from nanogpt_hf.evaluation.core import core_score
+
+    tasks = {score.label: dataclasses.asdict(score) for score in scores}
+    return {"score": core_score(scores), "tasks": tasks, "bundle": bundle.name, "bundle_sha256": bundle.sha256}
+
+
 def _figure(value: float, error: float, digits: int) -> str:
     """3.1234 ± 0.0045"""
     return format_number(value, digits) + (f" ± {format_number(error, digits)}" if math.isfinite(error) else "")
@@ -189,9 +251,9 @@ def _lm_eval_version() -> dict[str, str]:
 
 
 @contextmanager
-def _bar(main_process: bool) -> Iterator[Callable[[int], Any]]:
-    """A live bar of windows on the main process's terminal; yields its update function."""
+def _bar(main_process: bool, unit: str, total: int | None = None, title: str = "") -> Iterator[Callable[[int], Any]]:
+    """A live bar on the main process's terminal; yields its update function."""
     from tqdm import tqdm
 
-    with tqdm(unit="window", disable=not (main_process and shows_bars()), leave=False) as bar:
+    with tqdm(desc=title, total=total, unit=unit, disable=not (main_process and shows_bars()), leave=False) as bar:
         yield bar.update

@@ -1,4 +1,4 @@
-"""Load what an evaluation needs on every process: model, tokenizer, text and lm-eval tasks."""
+"""Load what an evaluation needs on every process: model, tokenizer, text, lm-eval tasks and the tasks of CORE."""
 
 import os
 import tempfile
@@ -10,6 +10,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.source import file_digest
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, check_vocabulary
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.evaluation.core_bundle import CoreBundle, load_bundle
 from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
 from nanogpt_hf.evaluation.tasks import load_tasks
 from nanogpt_hf.model.build import load_model
@@ -23,6 +24,7 @@ class Evaluation:
     tokenizer: Tokenizer
     corpus: Corpus | None
     tasks: dict[str, Any] | None
+    core: CoreBundle | None
     block_size: int
     stride: int
 
@@ -34,11 +36,14 @@ def load_evaluation(
     tasks: list[str],
     block_size: int | None,
     stride: int | None,
+    *,
+    core: tuple[str, str | None, int | None] | None = None,
 ) -> tuple[Evaluation, dict[str, Any]]:
     """Everything that can fail for a user's mistake, and the facts that all processes must share.
 
-    Raises UserError if model, tokenizer, text, tasks or sizes cannot be used.
+    `core` are the arguments of `load_bundle`. Raises UserError if anything given cannot be used.
     """
+    bundle = load_bundle(*core) if core else None
     loaded_tasks = load_tasks(tasks) if tasks else None
     model, tokenizer = load_model(folder), build_tokenizer(folder, ())
     check_vocabulary(folder, tokenizer.vocab_size, model.config.vocab_size)
@@ -55,7 +60,9 @@ def load_evaluation(
         with tempfile.TemporaryDirectory() as scratch:
             corpus = read_corpus(text, split, tokenizer, Path(scratch))
         facts["tokens_sha256"] = corpus.stream.sha256()
-    return Evaluation(model, tokenizer, corpus, loaded_tasks, length, step), facts
+    if bundle:
+        facts["core_sha256"] = bundle.sha256
+    return Evaluation(model, tokenizer, corpus, loaded_tasks, bundle, length, step), facts
 
 
 def weights_sha256(folder: str) -> str | None:

@@ -105,6 +105,12 @@ def _beside(files: Any, path: Path, where: str) -> Any:
     return str(found)
 
 
+def prefix_token_id(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+    """The token to put before a text, so that its first token can be predicted."""
+    ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.get_vocab().get("\n", 0))
+    return next(cast(int, number) for number in ids if number is not None)
+
+
 def run_tasks(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -128,13 +134,12 @@ def run_tasks(
         was_training = model.training
         own = copy.deepcopy(tokenizer)  # lm-eval adds a padding token, which must not be saved
         own.model_max_length = sys.maxsize  # lm-eval truncates; transformers would only warn
-        prefix = own.bos_token_id if own.bos_token_id is not None else own.eos_token_id
         lm: Any = cast(Any, HFLM)(
             pretrained=unwrapped,
             tokenizer=own,
             batch_size=batch_size,
             max_length=unwrapped.config.max_position_embeddings,
-            prefix_token_id=prefix if prefix is not None else own.get_vocab().get("\n", 0),
+            prefix_token_id=prefix_token_id(own),
             trust_remote_code=False,
         )
         lm._device = accelerator.device  # a sharded model may report another

@@ -59,8 +59,9 @@ def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp
 
 
 @pytest.mark.long
-def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, tmp_path, root):
+def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, core_bundle, tmp_path, root):
     arguments = [letter_model, "--data", text, "--stride", 5, "--tasks", ",".join(letter_tasks), "--batch-size", 3]
+    arguments += ["--core", core_bundle.write(tmp_path / "bundle")]
     out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
     config = root / "accelerate_configs" / "cpu_ddp.yaml"
@@ -68,7 +69,7 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
     command = [*launcher, root / "cli.py", "evaluate", *arguments, "--output", tmp_path / "two.json"]
     completed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
     assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.count("on task letters") == 1
+    assert completed.stdout.count("on task letters") == completed.stdout.count("on CORE") == 1
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["machine"].startswith("2 × ")
     numbers = [name for name, value in one["text"].items() if isinstance(value, float)]
@@ -76,6 +77,7 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
     for name in numbers:
         assert two["text"][name] == pytest.approx(one["text"][name], abs=1e-6)
     assert two["text"]["tokens_predicted"] == one["text"]["tokens_predicted"]
+    assert two["core"] == one["core"]
     for task, metric in (("letters", "acc"), ("letters", "acc_norm"), ("lines", "perplexity")):
         assert two["tasks"][task][metric] == pytest.approx(one["tasks"][task][metric], rel=1e-6)
 
@@ -83,12 +85,14 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "give a text to measure on (--data TEXT), tasks (--tasks A,B), or both"),
+        ([], "give a text (--data TEXT), tasks (--tasks A,B), or the CORE score (--core BUNDLE)"),
         (["--data", "TEXT", "--block-size", "33"], "--block-size: 33 is more than the model's 32 positions"),
         (["--data", "TEXT", "--stride", "33"], "--stride: 33 is more than the block size 32"),
         (["--data", "TEXT", "--stride", "0"], "argument --stride: must be at least 1"),
         (["--data", "nowhere.txt"], "--data: nowhere.txt: no such file or folder"),
-        (["--data", "TEXT", "--limit", "3"], "--limit: applies to --tasks"),
+        (["--data", "TEXT", "--limit", "3"], "--limit: applies to --tasks and --core"),
+        (["--data", "TEXT", "--core-sha256", "00"], "--core-sha256: checks the download of a bundle; give --core too"),
+        (["--core", "nowhere"], "--core: nowhere: no bundle of CORE, which has core.yaml in it"),
         (["--data", "TEXT", "--output", "no/where.json"], "argument --output: no/where.json: there is no folder no"),
         (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of `evaluate`"),
         (["--tasks", "x", "--stride", "3"], "--stride: applies to --data"),

@@ -1,0 +1,169 @@
+"""The CORE score: accuracy in 22 tasks above that of guessing (DataComp-LM, arXiv:2406.11794), as nanochat computes it.
+
+Each question follows solved examples of its task. Of several options the model chooses the one with the smallest mean
+loss per token: of the choices after the same question (multiple_choice), or of the same continuation after each context
+(schema). A text to continue (language_modeling) counts if each token of the continuation is the most probable one.
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+from transformers import PreTrainedModel
+
+from nanogpt_hf.data.tokenizer import Tokenizer
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.evaluation.core_bundle import CoreTask
+from nanogpt_hf.evaluation.loss import eval_mode
+from nanogpt_hf.evaluation.tasks import prefix_token_id
+from nanogpt_hf.model.architecture import architecture_of
+
+GPT2_SCORE = 0.256525  # of GPT-2 1.6B, as stated by nanochat's README
+_EXAMPLE_SEED = 1234  # nanochat's; the number of the question is added
+_AT_ONCE = 16  # questions that share batches: the same ones on any number of processes
+
+
+@dataclass(frozen=True)
+class CoreTaskScore:
+    """The accuracy in a task, and how much of the way from guessing to all questions that is."""
+
+    label: str
+    kind: str
+    num_fewshot: int
+    questions: int
+    accuracy: float
+    centred: float
+
+
+@dataclass(frozen=True)
+class ScoredText:
+    """Token ids of a prompt; the tokens from `start` on are scored."""
+
+    ids: np.ndarray
+    start: int
+
+
+def core_score(scores: Sequence[CoreTaskScore]) -> float:
+    """The mean of the tasks' centred accuracies."""
+    return sum(score.centred for score in scores) / len(scores)
+
+
+def centred_accuracy(accuracy: float, baseline: float) -> float:
+    """0 for the accuracy of guessing, 1 if all answers are right."""
+    return (accuracy - baseline) / (1 - baseline)
+
+
+@torch.no_grad()
+def evaluate_core_task(
+    accelerator: Accelerator,
+    mesh: Mesh,
+    model: PreTrainedModel,
+    tokenizer: Tokenizer,
+    task: CoreTask,
+    *,
+    batch_size: int,
+    progress: Callable[[int], object] = lambda questions: None,
+) -> CoreTaskScore:
+    """Measure `model`, whole on every process, in a task. All processes call it and get the same result.
+
+    The processes share the questions in groups, and no batch has texts of two groups: so the batches, and all digits
+    of the result, are the same on any number of processes. `progress` is called with the number of questions done.
+    """
+    count = len(task.questions)
+    correct = torch.zeros(count, dtype=torch.int64)
+    with eval_mode(model), accelerator.autocast():
+        for first in range(mesh.rank * _AT_ONCE, count, mesh.world_size * _AT_ONCE):
+            numbers = range(first, min(first + _AT_ONCE, count))
+            texts = [scored_texts(task, number, tokenizer, model.config.max_position_embeddings) for number in numbers]
+            values = iter(_score(model, task.kind, [text for own in texts for text in own], batch_size))
+            for number, own in zip(numbers, texts, strict=True):
+                correct[number] = _is_correct(task, number, [next(values) for _ in own])
+            progress(min(mesh.world_size * _AT_ONCE, count - (first - mesh.rank * _AT_ONCE)))
+    if mesh.world_size > 1:
+        correct = sum_over_ranks(accelerator, correct.to(accelerator.device)).cpu()
+    accuracy = correct.sum().item() / count
+    centred = centred_accuracy(accuracy, task.baseline)
+    return CoreTaskScore(task.label, task.kind, task.num_fewshot, count, accuracy, centred)
+
+
+def example_numbers(number: int, count: int, num_fewshot: int) -> list[int]:
+    """Which of `count` questions precede question `number` as solved examples."""
+    others = random.Random(_EXAMPLE_SEED + number).sample(range(count - 1), num_fewshot)
+    return [other + (other >= number) for other in others]
+
+
+def prompts(task: CoreTask, number: int) -> list[str]:
+    """The texts of a question, one per option; of language_modeling also, as the first, the one without an answer."""
+    examples = ""
+    for other in example_numbers(number, len(task.questions), task.num_fewshot):
+        question = task.questions[other]
+        context, continuation = question.options[question.gold]
+        examples += f"{context}{task.delimiter}{continuation}\n\n"
+    options = task.questions[number].options
+    texts = [f"{examples}{context}{task.delimiter}{continuation}" for context, continuation in options]
+    if task.kind == "language_modeling":
+        # the white space before an answer is usually a part of the answer's first token
+        texts.insert(0, f"{examples}{options[0][0]}{task.delimiter}".strip())
+    return texts
+
+
+def scored_texts(task: CoreTask, number: int, tokenizer: Tokenizer, positions: int) -> list[ScoredText]:
+    """The texts of a question as tokens, after the token that starts a document, cut at their start to `positions`."""
+    start = [prefix_token_id(tokenizer.hf)]
+    tokens = [np.concatenate((start, ids)).astype(np.int64) for ids in tokenizer.encode_batch(prompts(task, number))]
+    if task.kind == "schema":
+        suffix = common_prefix_length([ids[::-1] for ids in tokens])
+        starts = [len(ids) - suffix for ids in tokens]
+    else:
+        starts = [common_prefix_length(tokens)] * len(tokens)
+    if task.kind == "language_modeling":
+        tokens, starts = tokens[1:], starts[1:]
+    cuts = [max(0, len(ids) - positions) for ids in tokens]
+    return [ScoredText(ids[cut:], max(1, s - cut)) for ids, s, cut in zip(tokens, starts, cuts, strict=True)]
+
+
+def common_prefix_length(sequences: list[np.ndarray]) -> int:
+    length = min(map(len, sequences))
+    equal = np.all([ids[:length] == sequences[0][:length] for ids in sequences], axis=0)
+    return length if equal.all() else int(equal.argmin())
+
+
+def _is_correct(task: CoreTask, number: int, values: list[float]) -> bool:
+    if task.kind == "language_modeling":
+        return bool(values[0])
+    return min(range(len(values)), key=values.__getitem__) == task.questions[number].gold
+
+
+def _score(model: PreTrainedModel, kind: str, texts: list[ScoredText], batch_size: int) -> list[float]:
+    """For each text its mean loss per scored token, or of language_modeling 1 if the model would write these tokens."""
+    score = _is_most_probable if kind == "language_modeling" else _mean_losses
+    order = sorted(range(len(texts)), key=lambda n: len(texts[n].ids))  # texts of similar lengths need little padding
+    values = [0.0] * len(texts)
+    for first in range(0, len(order), batch_size):
+        numbers = order[first : first + batch_size]
+        batch = [texts[number] for number in numbers]
+        ids = np.zeros((len(batch), max(len(text.ids) for text in batch)), dtype=np.int64)
+        targets = np.full_like(ids, -100)
+        for row, text in enumerate(batch):
+            end = len(text.ids)
+            ids[row, :end] = text.ids
+            targets[row, text.start - 1 : end - 1] = text.ids[text.start :]
+        inputs, labels = (torch.from_numpy(array).to(model.device) for array in (ids, targets))
+        for number, value in zip(numbers, score(model, inputs, labels).tolist(), strict=True):
+            values[number] = value
+    return values
+
+
+def _mean_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return architecture_of(model).row_losses(model, input_ids, labels) / (labels != -100).sum(1)
+
+
+def _is_most_probable(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    first = int((labels != -100).any(0).float().argmax())  # logits of the texts before would need much memory
+    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=input_ids.shape[1] - first).logits
+    predicted, wanted = logits.argmax(-1), labels[:, first:]
+    return ((predicted == wanted) | (wanted == -100)).all(1)

@@ -1,0 +1,235 @@
+"""The CORE score: equal to a slow reference, on one process and two; mistakes in a bundle are one line."""
+
+import hashlib
+import http.server
+import json
+import random
+import threading
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from huggingface_hub import constants
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.evaluation.core_bundle import load_bundle
+
+
+@pytest.fixture(scope="module")
+def bundle(core_bundle, tmp_path_factory) -> Path:
+    return core_bundle.write(tmp_path_factory.mktemp("bundle"))
+
+
+def reference_accuracies(tasks: list, folder: Path, model_folder: Path, limit: int | None = None) -> dict[str, float]:
+    """The accuracy in each task, from the definition: one text at a time, all logits, no shared code."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    positions = model.config.n_positions
+
+    def tokens(text: str) -> list[int]:
+        return [*tokenizer("\n")["input_ids"], *tokenizer(text)["input_ids"]]  # it has no start token
+
+    @torch.no_grad()
+    def log_probabilities(ids: list[int]) -> torch.Tensor:
+        return model(torch.tensor([ids])).logits[0].log_softmax(-1)
+
+    def loss(ids: list[int], scored: int) -> float:
+        """The mean over the last `scored` tokens."""
+        ids = ids[-positions:]
+        table = log_probabilities(ids)
+        return -sum(table[i - 1, ids[i]].item() for i in range(len(ids) - scored, len(ids))) / scored
+
+    accuracies = {}
+    for label, kind, shots, delimiter, _ in tasks:
+        lines = (folder / "eval_data" / "sub" / f"{label}.jsonl").read_text().splitlines()
+        data = [json.loads(line) for line in lines]
+        random.Random(1337).shuffle(data)
+        data, right = data[:limit], 0
+        for index, item in enumerate(data):
+            examples = random.Random(1234 + index).sample([i for i in range(len(data)) if i != index], shots)
+            before = ""
+            for example in (data[i] for i in examples):
+                if kind == "multiple_choice":
+                    before += example["query"] + delimiter + example["choices"][example["gold"]] + "\n\n"
+                elif kind == "schema":
+                    before += example["context_options"][example["gold"]] + delimiter + example["continuation"] + "\n\n"
+                else:
+                    before += example["context"].strip() + delimiter + example["continuation"] + "\n\n"
+            if kind == "multiple_choice":
+                texts = [tokens(before + item["query"] + delimiter + choice) for choice in item["choices"]]
+                shared = 0
+                while len({tuple(text[: shared + 1]) for text in texts}) == 1:
+                    shared += 1
+                losses = [loss(text, len(text) - shared) for text in texts]
+                right += losses.index(min(losses)) == item["gold"]
+            elif kind == "schema":
+                texts = [tokens(before + c + delimiter + item["continuation"]) for c in item["context_options"]]
+                shared = 0
+                while len({tuple(text[len(text) - shared - 1 :]) for text in texts}) == 1:
+                    shared += 1
+                losses = [loss(text, shared) for text in texts]
+                right += losses.index(min(losses)) == item["gold"]
+            else:
+                prompt = tokens((before + item["context"].strip() + delimiter).strip())
+                whole = tokens(before + item["context"].strip() + delimiter + item["continuation"])
+                greedy = list(prompt)
+                while len(greedy) < len(whole):
+                    greedy.append(int(log_probabilities(greedy[-positions + 1 :])[-1].argmax()))
+                right += greedy == whole
+        accuracies[label] = right / len(data)
+    return accuracies
+
+
+def measure(capsys, *arguments: object) -> tuple[dict, str]:
+    assert main(["evaluate", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(Path(arguments[-1]).read_text())["core"], out
+
+
+@pytest.mark.parametrize(("limit", "batch_size"), [(None, 8), (20, 3)])
+def test_core_equals_a_slow_reference(capsys, letter_model, core_bundle, bundle, tmp_path, limit, batch_size):
+    options = ["--limit", limit] if limit else []
+    arguments = [
+        letter_model,
+        "--core",
+        bundle,
+        "--batch-size",
+        batch_size,
+        *options,
+        "--output",
+        tmp_path / "out.json",
+    ]
+    core, out = measure(capsys, *arguments)
+    expected = reference_accuracies(core_bundle.tasks, bundle, letter_model, limit)
+    assert {label: task["accuracy"] for label, task in core["tasks"].items()} == pytest.approx(expected)
+    assert all(0 < accuracy < 1 for accuracy in expected.values())
+    centred = [(expected[label] - guess / 100) / (1 - guess / 100) for label, *_, guess in core_bundle.tasks]
+    assert [task["centred"] for task in core["tasks"].values()] == pytest.approx(centred)
+    assert core["score"] == pytest.approx(sum(centred) / len(centred))
+    assert f"on CORE, 5 tasks of {bundle}" in out
+    assert f"  CORE {core['score']:.4f}  (GPT-2 1.6B on DCLM's 22 tasks: 0.2565)" in out
+    assert f"accuracy {expected['resolve']:.4f}  centred {centred[2]:7.4f}  {limit or 37} questions" in out
+
+
+def change_entry(folder: Path, **changes: object) -> None:
+    tree = yaml.safe_load((folder / "core.yaml").read_text())
+    tree["icl_tasks"][0] |= changes
+    (folder / "core.yaml").write_text(yaml.safe_dump(tree))
+
+
+def change_row(folder: Path, label: str, line: str) -> None:
+    path = folder / "eval_data" / "sub" / f"{label}.jsonl"
+    path.write_text("\n".join([*path.read_text().splitlines()[:4], line]))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda folder: (folder / "core.yaml").unlink(), "no bundle of CORE, which has core.yaml in it"),
+        (lambda folder: (folder / "core.yaml").write_text("a: [1\n"), "core.yaml: cannot be read"),
+        (lambda folder: (folder / "core.yaml").write_text("a: 1\n"), "expected a list of tasks under icl_tasks"),
+        (lambda folder: (folder / "core.yaml").write_text("icl_tasks: [1]\n"), "task 1: label None: expected text"),
+        (lambda folder: (folder / "eval_meta_data.csv").unlink(), "cannot be read as the tasks' baselines"),
+        (lambda folder: (folder / "eval_meta_data.csv").write_text("a,b\n1,2\n"), "no column 'Eval Task'"),
+        (
+            lambda folder: (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nx,1\n"),
+            "no random base",
+        ),
+        (
+            lambda folder: (folder / "eval_meta_data.csv").write_text("Eval Task,Random baseline\nchoose,100\n"),
+            "task 1 (choose): a random baseline of 100 percent; expected 0 to below 100",
+        ),
+        (lambda folder: change_entry(folder, label="resolve"), "a second task is labelled resolve"),
+        (
+            lambda folder: change_entry(folder, icl_task_type="essay"),
+            "icl_task_type 'essay': expected one of multiple_ch",
+        ),
+        (lambda folder: change_entry(folder, num_fewshot=3), "num_fewshot 3: expected a list of a number"),
+        (lambda folder: change_entry(folder, num_fewshot=[37]), "so it needs at least 38, and has 37"),
+        (lambda folder: change_entry(folder, continuation_delimiter=5), "continuation_delimiter 5: expected text"),
+        (lambda folder: change_entry(folder, dataset_uri="none.jsonl"), "no file none.jsonl in"),
+        (lambda folder: change_entry(folder, dataset_uri="../core.yaml"), "no file ../core.yaml in"),
+        (lambda folder: change_row(folder, "choose", "{"), "choose.jsonl: line 5: not valid JSON"),
+        (lambda folder: change_row(folder, "choose", "5"), "choose.jsonl: line 5: expected an object, got 5"),
+        (lambda folder: change_row(folder, "choose", '{"query": "a"}'), "line 5: choices None: expected a list"),
+        (lambda folder: change_row(folder, "choose", '{"choices": ["a", "b"]}'), "line 5: query None: expected text"),
+        (
+            lambda folder: change_row(folder, "choose", '{"query": "a", "choices": ["a", "b"], "gold": 2}'),
+            "choose.jsonl: line 5: gold 2: expected the number of an option, 0 to 1",
+        ),
+        (
+            lambda folder: change_row(folder, "continue", '{"context": "a", "continuation": " "}'),
+            "continue.jsonl: line 5: continuation is empty",
+        ),
+    ],
+)
+def test_mistake_in_a_bundle_is_one_line(capsys, letter_model, core_bundle, tmp_path, change, message):
+    folder = core_bundle.write(tmp_path / "bundle")
+    change(folder)
+    assert main(["evaluate", str(letter_model), "--core", str(folder)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1
+
+
+@pytest.fixture
+def served(bundle, tmp_path, monkeypatch):
+    """A function that serves a file as bundle.zip, and returns its URL; the cache is the test's own."""
+    monkeypatch.setattr(constants, "HF_ASSETS_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "served"
+    folder.mkdir()
+
+    class Handler(http.server.SimpleHTTPRequestHandler):
+        def __init__(self, *arguments):
+            super().__init__(*arguments, directory=str(folder))
+
+        def log_message(self, *_):
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+
+    def serve(write) -> tuple[str, Path]:
+        write(folder / "bundle.zip")
+        return f"http://127.0.0.1:{server.server_port}/bundle.zip", folder / "bundle.zip"
+
+    yield serve
+    server.shutdown()
+    server.server_close()
+
+
+def test_bundle_at_a_url_is_downloaded_once_and_checked(served, bundle, tmp_path):
+    def write(path: Path) -> None:
+        with zipfile.ZipFile(path, "w") as file:
+            for source in bundle.rglob("*.*"):
+                file.write(source, Path("eval_bundle") / source.relative_to(bundle))
+
+    url, path = served(write)
+    digest = hashlib.sha256(path.read_bytes()).hexdigest()
+    with pytest.raises(DataError, match=f"--core-sha256: {url} has sha256 {digest}, not 0000"):
+        load_bundle(url, "0" * 64)
+    downloaded = load_bundle(url, digest.upper())
+    assert (downloaded.tasks, downloaded.sha256) == (load_bundle(str(bundle)).tasks, load_bundle(str(bundle)).sha256)
+    path.unlink()
+    assert load_bundle(url).tasks == downloaded.tasks
+    with pytest.raises(DataError, match=f"with sha256 {digest}, not 0000"):
+        load_bundle(url, "0" * 64)
+
+
+def test_archive_that_is_no_bundle_is_one_line(served, tmp_path):
+    url, path = served(lambda path: path.write_bytes(b"not a zip"))
+    with pytest.raises(DataError, match=rf"--core: {url}: cannot be unpacked: File is not a zip file"):
+        load_bundle(url)
+    with zipfile.ZipFile(path, "w") as file:
+        file.writestr("../../outside.txt", "no")
+    with pytest.raises(DataError, match=rf"--core: {url}: no bundle of CORE, which has core\.yaml in it"):
+        load_bundle(url)
+    assert not list(tmp_path.rglob("../outside.txt"))
+    with pytest.raises(DataError, match="--core-sha256: checks a download; leave it out for a folder"):
+        load_bundle(str(tmp_path), "0" * 64)
