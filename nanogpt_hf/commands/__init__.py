@@ -41,6 +41,7 @@ COMMANDS = {
     "pretrain": Command("train a GPT from scratch", knobs=True),
     "sweep": Command("train a grid of runs: learning rates, depths, seeds; one table and plot", knobs=True),
     "finetune": Command("train a GPT-2 further on your text", knobs=True),
+    "rl": Command("train a model further by rewards of its answers to questions", knobs=True),
     "sample": Command("generate text with a model"),
     "chat": Command("chat with a model"),
     "serve": Command("serve a model as OpenAI's API does, with a chat page"),

@@ -22,10 +22,10 @@ class Conflict(NamedTuple):
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Every rule that `config` breaks."""
     model, data, optim, train = config.model, config.data, config.optim, config.train
-    finetune, lora, hub = config.finetune, config.lora, config.hub
+    finetune, lora, hub, rl = config.finetune, config.lora, config.hub, config.rl
     chat = has_conversations(data)
 
-    if not data.source:
+    if not data.source and not rl.task:
         yield Conflict(("data.source",), "required: the text to train on, for example python-docs")
     for source in sources_of(data):
         if not source.data.validation_fraction and not source.data.validation_split:
@@ -144,6 +144,9 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
                 "cli.py export RUN OUT",
             )
 
+    if rl.task:
+        yield from _rl_conflicts(config)
+
     if hub.repo is not None and not REPO_ID.fullmatch(hub.repo):
         yield Conflict(("hub.repo",), f"expected user/name, got {hub.repo!r:.80}")
     if hub.push and not hub.repo:
@@ -185,6 +188,42 @@ def _architecture_conflicts(config: Config) -> Iterator[Conflict]:
         if getattr(model, name) != getattr(defaults, name):
             remedy = "leave it out, or set model.architecture" if is_gpt2 else f"leave it out; {_GPT2_ONLY[name]}"
             yield Conflict((f"model.{name}", "model.architecture"), f"{model.architecture} has no such knob; {remedy}")
+
+
+def _rl_conflicts(config: Config) -> Iterator[Conflict]:
+    """Every rule over the knobs of reinforcement learning that `config` breaks."""
+    rl, sequences = config.rl, config.train.tokens_per_step // config.data.block_size
+    size, micro = rl.batch_size, config.train.micro_batch_size
+    if sequences % rl.samples:
+        yield Conflict(
+            ("rl.samples", "train.tokens_per_step", "data.block_size"),
+            f"{rl.samples} does not divide the {sequences} sequences of a step (train.tokens_per_step "
+            f"{config.train.tokens_per_step:,} / data.block_size {config.data.block_size})",
+        )
+    if size is not None and sequences % size:
+        yield Conflict(
+            ("rl.batch_size", "train.tokens_per_step", "data.block_size"),
+            f"{size} does not divide the {sequences} sequences of a step",
+        )
+    if rl.max_new_tokens >= config.data.block_size:
+        yield Conflict(
+            ("rl.max_new_tokens", "data.block_size"),
+            f"{rl.max_new_tokens} leaves no room for a question in data.block_size {config.data.block_size}",
+        )
+    if rl.clip is not None and rl.updates == 1:
+        yield Conflict(
+            ("rl.clip", "rl.updates"), "the ratio is 1 in the first update of a step; set rl.updates, or leave it out"
+        )
+    if micro == "auto":
+        yield Conflict(("train.micro_batch_size", "rl.task"), "auto does not measure generation; set a number")
+    if config.data.order == "random":
+        yield Conflict(("data.order", "rl.task"), "questions are drawn once per epoch; use shuffled")
+    if config.tracking.layers:
+        yield Conflict(("tracking.layers", "rl.task"), "statistics of layers need validation text; leave it out")
+    if config.finetune.unfreeze_every:
+        yield Conflict(("finetune.unfreeze_every", "rl.task"), "not supported in reinforcement learning; leave it out")
+    if config.train.rollback_ratio is not None:
+        yield Conflict(("train.rollback_ratio", "rl.task"), "the loss of a policy has no trend; leave it out")
 
 
 def _uneven_step(tokens: int, micro: int | str, block: int, processes: int = 1) -> str | None:

@@ -22,19 +22,39 @@ _LORA_DEFAULTS = {
     "optim.learning_rate": 6e-4,  # the best for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673
     "optim.min_learning_rate": 6e-5,
 }
+# Of reinforcement learning: a step has new completions, and its gradient is noisy.
+_POLICY_DEFAULTS = {
+    "data.order": "shuffled",
+    "optim.learning_rate": 1e-6,  # TRL's for GRPO; small models want a higher one
+    "optim.min_learning_rate": 0.0,
+    "optim.schedule": "constant",
+    "optim.weight_decay": 0.0,
+    "model.dropout": 0.0,
+    "train.max_steps": 200,
+    "train.micro_batch_size": 8,
+    "eval.every": 20,
+    "eval.patience": None,
+    "checkpoint.every": 20,
+    "tracking.every": 1,
+}
 _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
 
 
 def finetune_defaults(
-    base: dict[str, Any], *, block_size: int, max_steps: int | None = None, lora: bool = False
+    base: dict[str, Any], *, block_size: int, max_steps: int | None = None, lora: bool = False, policy: bool = False
 ) -> dict[str, Any]:
-    """The defaults of a fine-tuning run; `base` are the sizes of the model to start from, as knobs."""
+    """The defaults of a fine-tuning run, with `policy` of reinforcement learning.
+
+    `base` are the sizes of the model to start from, as knobs.
+    """
     sizes = {
         "data.block_size": block_size,
         "train.tokens_per_step": _SEQUENCES_PER_STEP * block_size,
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
     defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
+    if policy:
+        defaults |= _POLICY_DEFAULTS | {"optim.warmup_steps": 0, "train.tokens_per_step": 64 * block_size}
     if base.get("model.architecture", "gpt2") != "gpt2":
         del defaults["model.dropout"]
     return defaults

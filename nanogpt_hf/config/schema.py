@@ -208,6 +208,35 @@ class LoraSection:
 
 
 @dataclass(frozen=True)
+class RlSection:
+    task: str | None = knob(
+        None,
+        "questions with verifiable answers: arithmetic, reasoning_gym:NAME, or gsm8k, multiple_choice, exact or regex "
+        "on the conversations of data.source (default: no reinforcement learning)",
+    )
+    options: dict[str, Any] = knob({}, "options of a task of reasoning-gym, such as {max_terms: 3}")  # noqa: RUF009
+    reward: str | None = knob(
+        None, "a Python function for the reward, such as my_reward.py:score (default: the task's own)"
+    )
+    reward_seconds: float = knob(5.0, "time limit of the reward of one completion", low=0.01)
+    reward_errors: Literal["stop", "zero"] = knob(
+        "stop", "if the reward raises, takes too long or is not finite: stop, or count the error as reward 0"
+    )
+    samples: int = knob(8, "completions per question", low=2, high=100_000)
+    max_new_tokens: int = knob(256, "maximum tokens of a completion", low=1, high=1_000_000)
+    temperature: float = knob(1.0, "temperature of sampling, in training and evaluation", low=0.01)
+    batch_size: int | None = knob(
+        None, "completions that a process generates at once (default: train.micro_batch_size)", low=1, high=10_000_000
+    )
+    scale_advantages: bool = knob(False, "divide advantages by the standard deviation of the question's rewards")
+    updates: int = knob(1, "optimizer updates on the completions of a step", low=1, high=1000)
+    clip: float | None = knob(None, "clip the importance ratio to 1 ± this; needs rl.updates above 1", low=0)
+    kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", low=0)
+    eval_questions: int = knob(100, "held-out questions at each evaluation", low=1)
+    eval_samples: int = knob(4, "k of pass@k: completions per held-out question", low=1, high=100_000)
+
+
+@dataclass(frozen=True)
 class HubSection:
     push: Literal["best", "final"] | None = knob(
         None, "push to the Hub: every new best model during the run, or the final model"
@@ -239,6 +268,7 @@ class Config:
     tracking: TrackingSection = field(default_factory=TrackingSection)
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
     lora: LoraSection = field(default_factory=LoraSection)
+    rl: RlSection = field(default_factory=RlSection)
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
     dial: tuple[Choice, ...] = ()  # what model.depth chose, for display; not part of the recipe

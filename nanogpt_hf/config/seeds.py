@@ -2,7 +2,7 @@
 
 import numpy as np
 
-_NAMES = ("weights", "order", "dropout", "validation", "samples", "questions", "rollouts")  # append only
+_NAMES = ("weights", "order", "dropout", "validation", "samples", "questions", "rollouts", "answers")  # append only
 _STREAMS = {name: number for number, name in enumerate(_NAMES)}
 
 

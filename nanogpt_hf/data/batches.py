@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import torch
@@ -44,10 +45,8 @@ class Batches:
 
     def _epoch_order(self, source: int, epoch: int) -> np.ndarray:
         if (source, epoch) not in self._orders:
-            # Sorting raw bits gives a permutation that no version of NumPy changes.
-            bits = np.random.Philox(key=derive_seed(self.seed, "order", epoch)).random_raw(self._lengths[source])
             kept = {key: order for key, order in self._orders.items() if key[0] != source or key[1] == epoch - 1}
-            self._orders = kept | {(source, epoch): np.argsort(bits, kind="stable")}
+            self._orders = kept | {(source, epoch): epoch_order(self.seed, epoch, self._lengths[source])}
         return self._orders[source, epoch]
 
     def indices(self, step: int) -> np.ndarray:
@@ -86,9 +85,20 @@ class Batches:
         """
         rows = self.indices(step).reshape(-1, self.micro_batch_size)
         for index in range(self.accumulation):
-            started = time.perf_counter()
-            batch = self.blocks.batch(rows[self.micro_batch_number(index)])
-            if self.pin_memory:
-                batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
-            self.seconds_waited += time.perf_counter() - started
+            with self.waiting():
+                batch = self.blocks.batch(rows[self.micro_batch_number(index)])
+                if self.pin_memory:
+                    batch = {name: tensor.pin_memory() for name, tensor in batch.items()}
             yield batch
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Context whose time counts as `seconds_waited`."""
+        started = time.perf_counter()
+        yield
+        self.seconds_waited += time.perf_counter() - started
+
+
+def epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:
+    """The order of `length` blocks in an epoch: a permutation that no version of NumPy changes, by sorting raw bits."""
+    return np.argsort(np.random.Philox(key=derive_seed(seed, "order", epoch)).random_raw(length), kind="stable")

@@ -7,7 +7,7 @@ import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
-from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.datatrove import open_token_files, token_stream
 from nanogpt_hf.data.examples import Examples
@@ -27,8 +27,8 @@ TOKENIZER = "tokenizer"
 class PreparedData:
     """Prepared tokens, ready to train on."""
 
-    train: TokenBlocks | Examples | MixedBlocks
-    validation: TokenBlocks | Examples | MixedBlocks
+    train: Blocks
+    validation: Blocks
     tokenizer: transformers.PreTrainedTokenizerBase
     manifest: Manifest
     end_of_turn_id: int | None = None  # the token that ends an answer of conversations

@@ -122,7 +122,10 @@ def _describe_source(data: DataSection, manifest: Manifest) -> str:
 def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
     data, optim, train = config.data, config.optim, config.train
     packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
-    if manifest.train.assistant_tokens:
+    if config.rl.task:
+        split = f"{manifest.train.documents:,} questions of the task {config.rl.task}"
+        seen = f"{state.tokens:,} positions, padding included; {config.rl.samples} completions per question"
+    elif manifest.train.assistant_tokens:
         split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, "
         split += f"{manifest.train.assistant_tokens:,} in answers"
         seen = f"{state.tokens:,} positions ({data.packing}), padding included"
@@ -175,6 +178,11 @@ def _tokenizer_training(config: Config) -> str:
 
 
 def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
+    if config.rl.task and state.best_loss is not None:
+        questions = min(config.rl.eval_questions, manifest.validation.documents)
+        return (
+            f"Best mean reward on {questions:,} held-out questions: {-state.best_loss:.4f} (step {state.best_step:,})."
+        )
     if state.evaluation is None:
         return "Not measured."
     result = state.evaluation

@@ -14,16 +14,16 @@ from typing import Any, overload
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
-from nanogpt_hf.data.arithmetic import ARITHMETIC, arithmetic_question, is_held_out
+from nanogpt_hf.data.arithmetic import arithmetic_question, is_held_out
 from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.prepare import hold_out
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
+from nanogpt_hf.tasks.names import ARITHMETIC, GYM
 from nanogpt_hf.tasks.reward import load_reward
 from nanogpt_hf.tasks.scores import SCORES, exact_match, reference_problem
 from nanogpt_hf.tasks.task import Question, Task
 
-GYM = "reasoning_gym:"
 TASKS = (ARITHMETIC, *SCORES, f"{GYM}NAME")
 GENERATED_QUESTIONS = 1_000_000  # of a generated task; each split has as many
 _WINDOW = 64  # items of reasoning-gym searched for one question of a split; more if none of them is in the split

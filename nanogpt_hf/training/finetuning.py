@@ -11,6 +11,7 @@ from nanogpt_hf.config.values import convert
 from nanogpt_hf.config.vocabulary import GPT2_NAMES
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.find import find_model
+from nanogpt_hf.tasks.names import is_generated
 
 _LONGEST_DEFAULT = 1024  # tokens of a block; a model of 131,072 positions should not start with blocks of as many
 
@@ -18,18 +19,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tuple[Config, "PreTrainedConfig"]:
+def finetune_config(
+    recipe: str | None, overrides: list[tuple[str, str]], *, policy: bool = False
+) -> tuple[Config, "PreTrainedConfig"]:
     """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts from.
 
-    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning. Raises UserError where there is
+    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, with `policy` those of
+    reinforcement learning. Raises UserError where there is
     no such model, and ConfigError where recipe or command line are wrong, or say otherwise than the model.
     """
     stated = stated_knobs(recipe, overrides)
     start, revision = stated.get("finetune.model"), stated.get("finetune.revision")
+    command, task = ("rl" if policy else "finetune"), stated.get("rl.task")
     if not start or str(start).lower() in ("null", "none"):
-        raise UserError("cli.py finetune: say what to start from: --from gpt2, or a model folder, or a run folder")
-    if not stated.get("data.source"):
-        raise UserError("cli.py finetune: say which text to train on: --data my.txt")
+        raise UserError(f"cli.py {command}: say what to start from: --from gpt2, or a model folder, or a run folder")
+    if bool(task) != policy:
+        reason = "no task: give --task arithmetic, or another rl.task" if policy else "rl.task is for `cli.py rl`"
+        raise UserError(f"cli.py {command}: {reason}")
+    if not stated.get("data.source") and not (policy and is_generated(str(task))):
+        raise UserError(f"cli.py {command}: say which {'questions' if policy else 'text'} to train on: --data my.txt")
     start = find_model(str(start))
 
     from nanogpt_hf.model.architecture import architecture_of
@@ -45,10 +53,11 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
         block_size=_stated_value(stated, "data.block_size") or min(positions, _LONGEST_DEFAULT),
         max_steps=_stated_value(stated, "train.max_steps"),
         lora=_stated_value(stated, "lora.rank") is not None,
+        policy=policy,
     )
     defaults["data.tokenizer"] = tokenizer
     defaults["lora.targets"] = list(architecture.lora_targets)
-    source = _stated_value(stated, "data.source") or ""
+    source = task if policy and is_generated(str(task)) else _stated_value(stated, "data.source") or ""
     sources = source if isinstance(source, list) else [source]
     text = "-".join(_short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources)[:60]
     name = f"{_short(start)}-{text}"
@@ -67,6 +76,8 @@ def finetune_config(recipe: str | None, overrides: list[tuple[str, str]]) -> tup
     if wrong:
         raise ConfigError(wrong)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
+    if policy and is_generated(str(task)):
+        resolved["data.source"] = task
     if "model.n_positions" not in stated and learned_positions:  # those beyond a block would not be trained
         resolved["model.n_positions"] = config.data.block_size
     if stated.get("data.dir") is None:

@@ -23,7 +23,6 @@ from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.signals import StopRequest, stop_on_signals
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
-from nanogpt_hf.evaluation.loss import evaluate_data
 from nanogpt_hf.evaluation.samples import TrainingSamples
 from nanogpt_hf.evaluation.tasks import TrainingTasks
 from nanogpt_hf.export.save_trained import save_trained
@@ -33,10 +32,12 @@ from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import restore_threads
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step, save_checkpoint
+from nanogpt_hf.training.evaluate import evaluate_run
 from nanogpt_hf.training.observers import Observers, finishing, observe
+from nanogpt_hf.training.policy import policy_step
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.setup import build_run, rebuild_model
-from nanogpt_hf.training.step import train_step
+from nanogpt_hf.training.step import step_metrics, train_step
 
 
 class SegmentEnd(Enum):
@@ -124,8 +125,9 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             return SegmentEnd.UNFREEZE
 
         learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
+        take_step = policy_step if config.rl.task else train_step
         with observers.layers.measured_step(run.model, run.optimizer, state.step + 1):
-            result = train_step(run, state.step + state.skipped_steps, learning_rate)
+            result = take_step(run, state.step + state.skipped_steps, learning_rate)
         state.step += 1
         state.tokens += config.train.tokens_per_step
         observers.monitor.add(result.grad_norm)
@@ -133,7 +135,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
         if state.step % config.tracking.every == 0:
             loss = sum_over_ranks(run.accelerator, run.mesh, result.loss).item()
             metrics = observers.monitor.report(state) | observers.layers.step_report(result.grad_norm.item())
-            tracking.train(loss, learning_rate, metrics)
+            tracking.train(loss, learning_rate, metrics | step_metrics(run, result))
             observers.push.poll()
             spiked = observers.monitor.spiked(state, loss)
         state.seconds += time.perf_counter() - started
@@ -144,27 +146,18 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
 
 def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bool:
     """Evaluate, save the model if it is the best so far, and log; False if a signal interrupted the evaluation."""
-    state, config = run.state, run.config
-    evaluated = evaluate_data(
-        run.accelerator,
-        run.mesh,
-        run.model,
-        run.objective,
-        run.data,
-        micro_batch_size=run.batches.micro_batch_size,
-        tokens=config.eval.tokens,
-        stopping=lambda: stop.on_any_process(run.accelerator),
-    )
+    state = run.state
+    evaluated = evaluate_run(run, stopping=lambda: stop.on_any_process(run.accelerator))
     if evaluated is not None:
-        evaluation, by_source = evaluated
-        state.evaluation, state.evaluated_step = evaluation, state.step
-        is_best = state.step > 0 and evaluation.loss < (math.inf if state.best_loss is None else state.best_loss)
+        state.evaluation, state.evaluated_step = evaluated.evaluation, state.step
+        is_best = state.step > 0 and evaluated.score < (math.inf if state.best_loss is None else state.best_loss)
         if is_best:
-            state.best_loss, state.best_step = evaluation.loss, state.step
+            state.best_loss, state.best_step = evaluated.score, state.step
             save_model(run, run.folder.best)
-        observers.tracking.samples(observers.samples.write(run.accelerator, run.model, state.step))
+        samples = evaluated.samples + observers.samples.write(run.accelerator, run.model, state.step)
+        observers.tracking.samples(samples)
         metrics = observers.tasks.run(run.accelerator, run.model) | observers.layers.evaluation_report(run.model)
-        observers.tracking.evaluation(evaluation, by_source, is_best, metrics)
+        observers.tracking.evaluation(evaluated, is_best, metrics)
         observers.reports.plot(observers.tracking.events)
         if is_best:
             observers.push.new_model(run.folder.best)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from transformers import PreTrainedConfig
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
@@ -32,6 +32,7 @@ class Run:
     objective: Objective
     state: TrainState
     saved: TrainState | None = None  # the state in the newest checkpoint
+    start_model: PreTrainedModel | None = None  # of reinforcement learning (policy.py)
     run_folder: RunFolder | None = None  # bench and doctor have none
 
     @property

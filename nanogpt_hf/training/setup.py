@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import prepared_blocks
+from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.layout import split_model
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -17,6 +18,7 @@ from nanogpt_hf.generate import end_ids_of
 from nanogpt_hf.model.build import describe_trainable, start_model
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
+from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import build_batches, settle_micro_batch
@@ -44,9 +46,14 @@ def build_run(
         raise UserError(  # it packs them for inference at the first evaluation, and cannot unpack them
             "lora.quantize: bitsandbytes 0.50 cannot train 4-bit weights on a CPU; use 8bit, or a GPU"
         )
+    mesh = Mesh.from_environment()
+    if config.rl.task and (is_zero(accelerator) or mesh.dp_size != mesh.world_size):
+        raise UserError(
+            "rl: generates with a whole or FSDP2-sharded model, not under DeepSpeed, tensor, context or pipeline "
+            "parallelism; use accelerate_configs/ddp.yaml or fsdp2.yaml"
+        )
     if accelerator.device.type == "cpu":
         keep_freed_memory()
-    mesh = Mesh.from_environment()
     run = Run(
         config=config,
         accelerator=accelerator,
@@ -54,7 +61,7 @@ def build_run(
         **_build_model(config, accelerator, data, step),
         data=data,
         batches=build_batches(config, accelerator, mesh, data.train, config.train.min_micro_batch_size),
-        objective=next_token_loss,
+        objective=policy_objective(config.rl) if config.rl.task else next_token_loss,
         state=TrainState(),
         run_folder=folder,
     )

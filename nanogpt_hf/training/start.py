@@ -14,7 +14,7 @@ from nanogpt_hf.config.sources import has_conversations, sources_of
 from nanogpt_hf.cpu import CpuTimes, allowed_cores, free_threads, stated_threads
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
-from nanogpt_hf.formatting import format_duration, format_number
+from nanogpt_hf.formatting import format_duration
 
 if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
@@ -51,6 +51,7 @@ def train(
     from nanogpt_hf.distributed.accelerate_config import check_launch
     from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepare_on_all_ranks
     from nanogpt_hf.model.build import build_config
+    from nanogpt_hf.rl.data import load_questions, questions_line
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.training import loop
 
@@ -80,6 +81,10 @@ def train(
                     logger.info(f"changed since the run began: {change}")
             if config.hub.push:
                 _warn_if_not_logged_in(config)
+        if config.rl.task:
+            data = load_questions(config)
+            logger.info(questions_line(data))
+            return data, decision | identity(config, data.manifest)
         manifest, prepared_now = prepare(config)
         logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
         data = load_prepared(config)
@@ -158,14 +163,15 @@ def leave_busy_cores(busy_cores: float) -> None:
 def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     """The last lines of a finished run: steps and time, best loss, files, and the next command."""
     from nanogpt_hf.model.architecture import architecture_of_recipe
+    from nanogpt_hf.training.evaluate import describe_best
 
-    best = "none"
+    best = "no evaluation was the best"
     if state.best_loss is not None:
-        best = f"{format_number(state.best_loss, 4)} at step {state.best_step:,}"
+        best = f"{describe_best(config, state.best_loss)} at step {state.best_step:,}"
     rate = f" ({state.tokens / state.seconds:,.0f} tokens/s, evaluations included)" if state.seconds else ""
     lines = [
         f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {format_duration(state.seconds)}{rate}",
-        f"  best validation loss {best}",
+        f"  {best}",
     ]
     if state.step < config.train.max_steps:
         lines.append(f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)")
@@ -175,7 +181,7 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
     lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]  # a short run has no curve
     path = shlex.quote(str(folder.path))
-    command = f"chat {path}" if has_conversations(config.data) else f"sample {path} --prompt 'The '"
+    command = f"chat {path}" if has_conversations(config.data) or config.rl.task else f"sample {path} --prompt 'The '"
     return "\n".join([*lines, f"next: python cli.py {command}"])
 
 

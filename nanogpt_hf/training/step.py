@@ -5,10 +5,11 @@ from typing import NamedTuple
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, update
+from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, sum_over_ranks, update
 from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate
+from nanogpt_hf.rl.rollouts import Rollouts
 from nanogpt_hf.training.pipeline import pipelined_step
 from nanogpt_hf.training.run import Run
 
@@ -48,6 +49,14 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
                 grad_norm = clip_gradients(accelerator, run.model, run.optimizer, run.config.optim.max_grad_norm)
                 update(accelerator, run.optimizer)
     return StepResult(loss_sum, grad_norm, metric_sums)
+
+
+def step_metrics(run: Run, result: StepResult) -> dict[str, float]:
+    """Metrics of the objective and of the step's blocks, by name. All processes call it."""
+    values = {name: sum_over_ranks(run.accelerator, run.mesh, value).item() for name, value in result.metrics.items()}
+    blocks = run.batches.blocks
+    values |= blocks.metrics() if isinstance(blocks, Rollouts) else {}
+    return {f"train/{name}": value for name, value in values.items()}
 
 
 def seed_dropout(device: torch.device, seed: int) -> None:

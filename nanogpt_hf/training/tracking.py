@@ -19,7 +19,7 @@ from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
-from nanogpt_hf.runs.state import Evaluation
+from nanogpt_hf.training.evaluate import Evaluated, describe_best
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.trackers import start_trackers
 
@@ -119,13 +119,16 @@ class Tracking:
         if self.peak:
             values["train/mfu"] = round(rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4)
         self._write(values)
+        headline = f"loss {format_number(loss, 4)}"
+        if "train/reward" in metrics:
+            headline = f"reward {metrics['train/reward']:.4f}"
         speed = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
         if self.bar:
-            self._show(f"loss {format_number(loss, 4)}, {speed}")
+            self._show(f"{headline}, {speed}")
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
-            self._log(f"{self._progress()}: train loss {format_number(loss, 4)}, {speed}, {format_duration(left)} left")
+            self._log(f"{self._progress()}: train {headline}, {speed}, {format_duration(left)} left")
 
     def _epochs(self) -> dict[str, float]:
         """How often each source of a mixture has been read."""
@@ -138,8 +141,8 @@ class Tracking:
 
     def _show(self, metrics: str) -> None:
         """Show metrics next to the progress bar, if there is one."""
-        loss = self.run.state.best_loss
-        best = "" if loss is None else f", best validation loss {format_number(loss, 4)}"
+        score = self.run.state.best_loss
+        best = "" if score is None else f", {describe_best(self.config, score)}"
         if self.bar:
             self.bar.set_postfix_str(f"{metrics}{best}")
 
@@ -150,30 +153,15 @@ class Tracking:
         if self.main:
             logger.info(line)
 
-    def evaluation(
-        self, result: Evaluation, by_source: dict[str, Evaluation], is_best: bool, metrics: dict[str, float]
-    ) -> None:
-        """Log the evaluation `result`, of a mixture those of its sources, and further metrics by name."""
-        sources = {f"val/loss/{name}": part.loss for name, part in by_source.items()}
-        sources |= {f"val/bits_per_byte/{name}": part.bits_per_byte for name, part in by_source.items()}
-        self._write(
-            {
-                "val/loss": result.loss,
-                "val/perplexity": result.perplexity,
-                "val/bits_per_byte": result.bits_per_byte,
-                **sources,
-                **metrics,
-            },
-        )
-        self._log(
-            f"{self._progress()}: validation loss {format_number(result.loss, 4)} (perplexity "
-            f"{format_number(result.perplexity, 2)}, "
-            f"{format_number(result.bits_per_byte, 3)} bits per byte){' -> best/' if is_best else ''}"
-        )
-        if by_source:
-            self._log(f"  {', '.join(f'{name} {format_number(part.loss, 4)}' for name, part in by_source.items())}")
+    def evaluation(self, evaluated: Evaluated, is_best: bool, metrics: dict[str, float]) -> None:
+        """Log an evaluation, with further metrics by name."""
+        self._write(evaluated.metrics | metrics)
+        first, *others = evaluated.lines
+        self._log(f"{self._progress()}: {first}{' -> best/' if is_best else ''}")
+        for line in others:
+            self._log(line)
         if self.bar:
-            self._show(f"validation loss {format_number(result.loss, 4)}")
+            self._show(evaluated.lines[0].partition(" (")[0])
         tasks = {name.removeprefix("task/"): value for name, value in metrics.items() if name.startswith("task/")}
         if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
             self._log(f"  {', '.join(shown)}")

@@ -34,7 +34,19 @@ def test_default_is_equal_after_write_and_read(key):
 
 
 def test_sections_match_the_config():
-    assert SECTIONS == ("model", "data", "optim", "train", "eval", "checkpoint", "tracking", "finetune", "lora", "hub")
+    assert SECTIONS == (
+        "model",
+        "data",
+        "optim",
+        "train",
+        "eval",
+        "checkpoint",
+        "tracking",
+        "finetune",
+        "lora",
+        "rl",
+        "hub",
+    )
     assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
 
 

@@ -1,0 +1,161 @@
+"""Answers to the questions of a task: sampled on all processes, with rewards, pass@1 and pass@k."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+import transformers
+from accelerate import Accelerator
+from accelerate.utils import gather_object
+
+from nanogpt_hf.completions import Completions, generate_completions
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.tokenizer import prompt_ids, unknown_characters_named
+from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.evaluation.loss import eval_mode
+from nanogpt_hf.generate import answer_end_ids, end_ids_of
+from nanogpt_hf.tasks.reward import RewardFunction
+from nanogpt_hf.tasks.task import PASSED, Question
+
+
+@dataclass(frozen=True)
+class Answers:
+    """`samples` completions of each prompt, one after another; the same on all processes, on the CPU."""
+
+    prompts: list[list[int]]  # of each row, its token ids
+    completions: Completions
+    rewards: torch.Tensor  # (rows,) float32
+    errors: list[str]  # of the reward function; those rewards are 0
+    samples: int
+
+    @property
+    def grouped_rewards(self) -> torch.Tensor:
+        """(prompts, samples)"""
+        return self.rewards.view(-1, self.samples)
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the answers by name: reward, its spread within the samples of a prompt, lengths, errors."""
+        lengths, ended = self.completions.lengths, self.completions.ended
+        return {
+            "reward": self.rewards.mean().item(),
+            "reward_std": self.grouped_rewards.std(1, correction=0).mean().item(),
+            "completion_tokens": lengths.float().mean().item(),
+            "truncated": 1 - ended.float().mean().item(),
+            **({"reward_errors": float(len(self.errors))} if self.errors else {}),
+        }
+
+    def pass_rates(self) -> dict[str, float]:
+        """pass@1, the share of right answers, and pass@k, the share of questions with one among k samples."""
+        passed = self.grouped_rewards >= PASSED
+        rates = {"pass@1": passed.float().mean().item()}
+        if self.samples > 1:
+            rates[f"pass@{self.samples}"] = passed.any(1).float().mean().item()
+        return rates
+
+
+@dataclass(frozen=True)
+class AnswerSampler:
+    """Samples answers of a model and computes their rewards.
+
+    A question is rendered by the tokenizer's chat template, and without one its last message is continued as text.
+    """
+
+    tokenizer: transformers.PreTrainedTokenizerBase
+    reward: RewardFunction
+    max_new_tokens: int
+    temperature: float
+    batch_size: int  # rows that a process generates at once
+    positions: int  # of a prompt with its answer
+
+    def encode(self, chat: ChatFormat | None, question: Question) -> list[int]:
+        """The prompt's token ids. Raises UserError if they leave no room for an answer, or have unknown characters."""
+        if chat:
+            with unknown_characters_named(self.tokenizer, [message["content"] for message in question.messages]):
+                ids = chat.prompt_ids(question.messages)
+        else:
+            ids = prompt_ids(self.tokenizer, question.prompt)
+        if len(ids) + self.max_new_tokens > self.positions:
+            raise UserError(
+                f"the question {question.prompt!r:.60} has {len(ids)} tokens, and with rl.max_new_tokens "
+                f"{self.max_new_tokens} that is more than the {self.positions} of data.block_size; change one of them"
+            )
+        return ids
+
+    def sample(
+        self,
+        accelerator: Accelerator,
+        mesh: Mesh,
+        model: torch.nn.Module,
+        questions: Sequence[Question],
+        seeds: Sequence[int],
+    ) -> Answers:
+        """An answer for each seed; each question gets len(seeds) / len(questions) of them, one after another.
+
+        All processes call it and get the same answers. They share the batches, whose rows do not depend on the number
+        of processes. Raises UserError if the reward function fails and errors are not counted as zeros.
+        """
+        chat = ChatFormat(self.tokenizer, fixed_day=True) if self.tokenizer.chat_template else None
+        samples = len(seeds) // len(questions)
+        encoded = [self.encode(chat, question) for question in questions]
+        rows = len(seeds)
+        # Every process generates as many batches; those added at the end are dropped.
+        batches = -(-rows // (self.batch_size * mesh.dp_size)) * mesh.dp_size
+        parts, values, errors = [], [], []
+        unwrapped: Any = accelerator.unwrap_model(model)
+        end_ids = answer_end_ids(unwrapped, chat) if chat else end_ids_of(unwrapped)
+        for batch in range(mesh.dp_rank, batches, mesh.dp_size):
+            numbers = [min(batch * self.batch_size + row, rows - 1) for row in range(self.batch_size)]
+            # Compiled blocks would be recompiled for every length.
+            with eval_mode(model), accelerator.autocast(), torch.compiler.set_stance("force_eager"):
+                part = generate_completions(
+                    unwrapped,
+                    [encoded[number // samples] for number in numbers],
+                    seeds=[seeds[number] for number in numbers],
+                    max_new_tokens=self.max_new_tokens,
+                    temperature=self.temperature,
+                    end_ids=end_ids,
+                    all_ended=lambda ended: _all_ended(accelerator, mesh, ended),
+                )
+            real = rows - batch * self.batch_size  # those before are not copies of the last row
+            texts = self._texts(part)[: max(0, real)]
+            rewards = self.reward.rewards(texts, [questions[number // samples] for number in numbers[: len(texts)]])
+            parts.append(part)
+            values += [*rewards.values, *[0.0] * (self.batch_size - len(texts))]
+            errors += rewards.errors
+        local = [torch.cat([getattr(part, name) for part in parts]) for name in Completions._fields]
+        ids, lengths, ended, rewards = (
+            self._from_all_ranks(accelerator, mesh, tensor)[:rows] for tensor in (*local, torch.tensor(values))
+        )
+        errors = gather_object(errors) if mesh.world_size > 1 else errors
+        self.reward.check(errors)
+        prompts = [encoded[number // samples] for number in range(rows)]
+        return Answers(prompts, Completions(ids, lengths, ended), rewards, errors, samples)
+
+    def _texts(self, completions: Completions) -> list[str]:
+        """The text of each completion, without special tokens."""
+        ids, lengths = completions.ids.tolist(), completions.lengths.tolist()
+        kept = [row[:length] for row, length in zip(ids, lengths, strict=True)]
+        return self.tokenizer.batch_decode(kept, skip_special_tokens=True)
+
+    def texts(self, answers: Answers, rows: Sequence[int]) -> list[str]:
+        """The text of some of the answers."""
+        chosen = [part[list(rows)] for part in answers.completions]
+        return self._texts(Completions(*chosen))
+
+    def _from_all_ranks(self, accelerator: Accelerator, mesh: Mesh, local: torch.Tensor) -> torch.Tensor:
+        """The rows of all processes in the order of their batches."""
+        if mesh.world_size == 1:
+            return local
+        gathered = cast(torch.Tensor, accelerator.gather(local.to(accelerator.device))).cpu()
+        by_rank = gathered.view(mesh.dp_size, -1, self.batch_size, *gathered.shape[1:])
+        return by_rank.transpose(0, 1).reshape(gathered.shape)
+
+
+def _all_ended(accelerator: Accelerator, mesh: Mesh, ended: bool) -> bool:
+    """Whether generation is over; the forward pass of a sharded model needs all processes."""
+    if not is_sharded(accelerator):
+        return ended
+    return sum_over_ranks(accelerator, mesh, torch.tensor(int(not ended), device=accelerator.device)).item() == 0

@@ -1,0 +1,57 @@
+"""What reinforcement learning has in place of prepared data: the questions of a task, and the model's tokenizer."""
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions
+from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.data.tokenizer import build_tokenizer, end_of_text_id_of, vocabulary_hash
+from nanogpt_hf.evaluation.answers import AnswerSampler
+from nanogpt_hf.rl.rollouts import Rollouts
+from nanogpt_hf.tasks.load import load_task
+from nanogpt_hf.tasks.reward import RewardFunction
+
+
+def load_questions(config: Config) -> PreparedData:
+    """The data of a run of reinforcement learning: blocks that are sampled at each step, and a manifest of the task.
+
+    Raises UserError if the task, its questions, the reward or the tokenizer cannot be used.
+    """
+    rl, name = config.rl, config.rl.task
+    assert name is not None  # the `rl` command requires it
+    task = load_task(name, config.data, reward=rl.reward, options=rl.options, seed=config.train.seed)
+    tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
+    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
+    sampler = AnswerSampler(
+        tokenizer,
+        RewardFunction(task.score, rl.reward_seconds, rl.reward_errors),
+        max_new_tokens=rl.max_new_tokens,
+        temperature=rl.temperature,
+        batch_size=rl.batch_size or config.train.min_micro_batch_size,
+        positions=config.data.block_size,
+    )
+    for question in (task.train[0], task.held_out[0]):
+        sampler.encode(chat, question)
+    manifest = Manifest(
+        format=FORMAT,
+        recipe={"source": config.data.source, "format": "chat"},
+        revision=task.revision,
+        file_state=None,
+        tokenizer_hash=vocabulary_hash(tokenizer),
+        vocab_size=len(tokenizer),
+        end_of_text_id=end_of_text_id_of(tokenizer),
+        train=SplitFacts(documents=len(task.train), tokens=0, bytes=0),
+        validation=SplitFacts(documents=len(task.held_out), tokens=0, bytes=0),
+        versions=tool_versions(),
+    )
+    rollouts = Rollouts(config, task, sampler)
+    return PreparedData(rollouts, rollouts, tokenizer, manifest, chat and chat.end_of_turn_id())
+
+
+def questions_line(data: PreparedData) -> str:
+    """How many questions there are, and the first one as the model sees it."""
+    rollouts = data.train
+    assert isinstance(rollouts, Rollouts)
+    task, sampler = rollouts.task, rollouts.sampler
+    chat = ChatFormat(data.tokenizer, fixed_day=True) if data.tokenizer.chat_template else None
+    prompt = data.tokenizer.decode(sampler.encode(chat, task.train[0]))
+    return f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the first: {prompt!r:.200}"

@@ -1,0 +1,135 @@
+"""Rollouts: the blocks of a step of reinforcement learning, sampled from the model at that step."""
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from accelerate import Accelerator
+
+from nanogpt_hf.completions import Completions
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.batches import Batches, epoch_order
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
+from nanogpt_hf.evaluation.loss import eval_mode
+from nanogpt_hf.rl.objective import advantages, completion_log_probs
+from nanogpt_hf.tasks.task import Question, Task
+
+
+class Rollouts:
+    """The `Blocks` of a step: completions with their advantages, from `draw` until the next one.
+
+    Every process holds all of them, so which rank trains on which does not matter. Before the first `draw` they are
+    sequences of full length with advantage 0, for the dry-run step.
+    """
+
+    def __init__(self, config: Config, task: Task, sampler: AnswerSampler):
+        self.config, self.task, self.sampler = config, task, sampler
+        self.block_size = config.data.block_size
+        self._length = config.train.tokens_per_step // self.block_size
+        lengths = torch.full((self._length,), self.block_size)
+        ids = torch.zeros(self._length, self.block_size, dtype=torch.int64)
+        empty = Completions(ids, lengths, torch.ones(self._length, dtype=torch.bool))
+        self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
+        self._advantages = torch.zeros(self._length)
+        self._log_probs: dict[str, torch.Tensor] = {}  # (rows, max_new_tokens), by their name in a batch
+        self._order: tuple[int, np.ndarray] | None = None  # epoch and order of the questions
+
+    def __len__(self) -> int:
+        return self._length
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """The completion tokens of the sequences at `indices`."""
+        return int(self._answers.completions.lengths[indices].sum())
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        """The sequences at `indices`, with advantages and, if they were computed, log-probabilities."""
+        batch = sequence_batch(self._answers, indices)
+        counts = batch["shift_labels"] != -100
+        for name, values in self._log_probs.items():
+            batch[name] = torch.zeros(counts.shape)
+            batch[name][counts] = values[indices][
+                _is_token(self._answers.completions.lengths[indices], values.shape[1])
+            ]
+        return batch | {"advantages": self._advantages[indices]}
+
+    def questions_at(self, step: int) -> list[Question]:
+        """The questions of a step; every question once per epoch, in an order that the seed decides."""
+        count, length = self._length // self.config.rl.samples, len(self.task.train)
+        questions = []
+        for number in range(step * count, (step + 1) * count):
+            epoch, place = divmod(number, length)
+            if self._order is None or self._order[0] != epoch:
+                self._order = epoch, epoch_order(self.config.train.seed, epoch, length)
+            questions.append(self.task.train[int(self._order[1][place])])
+        return questions
+
+    def draw(self, accelerator: Accelerator, mesh: Mesh, model: torch.nn.Module, step: int) -> None:
+        """Sample the completions of a step from the model as it is now, and compute rewards and advantages."""
+        samples, seed = self.config.rl.samples, self.config.train.seed
+        seeds = [derive_seed(seed, "rollouts", step, *divmod(row, samples)) for row in range(self._length)]
+        self._answers = self.sampler.sample(accelerator, mesh, model, self.questions_at(step), seeds)
+        grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
+        self._advantages = grouped.reshape(-1)
+        self._log_probs = {}
+
+    def score(self, name: str, model: torch.nn.Module, batches: Batches, step: int, accelerator: Accelerator) -> None:
+        """Compute the log-probabilities of this rank's sequences under `model`; they become part of its batches."""
+        rows = batches.indices(step).reshape(-1, batches.micro_batch_size)
+        own = [rows[batches.micro_batch_number(index)] for index in range(batches.accumulation)]
+        values = [
+            answer_log_probs(model, self._answers, indices, accelerator, self.config.rl.temperature) for indices in own
+        ]
+        scored = torch.zeros(self._answers.completions.ids.shape)
+        scored[np.concatenate(own)] = torch.cat(values)
+        self._log_probs[name] = scored
+
+    def metrics(self) -> dict[str, float]:
+        """Figures of the drawn completions, and the share of prompts whose completions all have the same reward."""
+        equal = (self._answers.grouped_rewards.amax(1) == self._answers.grouped_rewards.amin(1)).float().mean().item()
+        return self._answers.metrics() | {"no_signal": equal}
+
+
+def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, torch.Tensor]:
+    """Prompts with their completions, padded at the end: input_ids (n, T) and shift_labels (n, K).
+
+    T is the longest of all answers, so that it does not depend on which process has which. shift_labels are the
+    targets of the last K positions, -100 if they are not part of a completion; K reaches to the shortest prompt.
+    """
+    rows, lengths = list(map(int, indices)), answers.completions.lengths.tolist()
+    width = max(len(prompt) + length for prompt, length in zip(answers.prompts, lengths, strict=True)) - 1
+    start = min(len(answers.prompts[row]) for row in rows) - 1
+    inputs = torch.zeros(len(rows), width + 1, dtype=torch.int64)
+    labels = torch.full((len(rows), width - start), -100)
+    for number, row in enumerate(rows):
+        prompt, length = answers.prompts[row], lengths[row]
+        end = len(prompt) + length
+        inputs[number, : len(prompt)] = torch.tensor(prompt)
+        inputs[number, len(prompt) : end] = answers.completions.ids[row, :length]
+        labels[number, len(prompt) - 1 - start : end - 1 - start] = inputs[number, len(prompt) : end]
+    return {"input_ids": inputs[:, :-1].contiguous(), "shift_labels": labels}
+
+
+@torch.no_grad()
+def answer_log_probs(
+    model: torch.nn.Module,
+    answers: Answers,
+    indices: np.ndarray | Sequence[int],
+    accelerator: Accelerator,
+    temperature: float,
+) -> torch.Tensor:
+    """Log-probabilities of the completions' tokens under `model`, (n, max_new_tokens), 0 after the end."""
+    batch = sequence_batch(answers, indices)
+    counts = batch["shift_labels"] != -100
+    on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
+    with eval_mode(model), accelerator.autocast():
+        found = completion_log_probs(model, on_device, temperature)[0].cpu()
+    values = torch.zeros(len(counts), answers.completions.ids.shape[1])
+    values[_is_token(answers.completions.lengths[indices], values.shape[1])] = found[counts]
+    return values
+
+
+def _is_token(lengths: torch.Tensor, columns: int) -> torch.Tensor:
+    """(rows, columns): whether a column is before the end of its completion."""
+    return torch.arange(columns) < lengths[:, None]
