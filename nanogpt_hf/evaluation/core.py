@@ -76,15 +76,15 @@ def evaluate_core_task(
     count = len(task.questions)
     correct = torch.zeros(count, dtype=torch.int64)
     with eval_mode(model), accelerator.autocast():
-        for first in range(mesh.rank * _AT_ONCE, count, mesh.world_size * _AT_ONCE):
+        for first in range(mesh.dp_rank * _AT_ONCE, count, mesh.dp_size * _AT_ONCE):
             numbers = range(first, min(first + _AT_ONCE, count))
             texts = [scored_texts(task, number, tokenizer, model.config.max_position_embeddings) for number in numbers]
             values = iter(_score(model, task.kind, [text for own in texts for text in own], batch_size))
             for number, own in zip(numbers, texts, strict=True):
                 correct[number] = _is_correct(task, number, [next(values) for _ in own])
-            progress(min(mesh.world_size * _AT_ONCE, count - (first - mesh.rank * _AT_ONCE)))
+            progress(min(mesh.dp_size * _AT_ONCE, count - (first - mesh.dp_rank * _AT_ONCE)))
     if mesh.world_size > 1:
-        correct = sum_over_ranks(accelerator, correct.to(accelerator.device)).cpu()
+        correct = sum_over_ranks(accelerator, mesh, correct.to(accelerator.device)).cpu()
     accuracy = correct.sum().item() / count
     centred = centred_accuracy(accuracy, task.baseline)
     return CoreTaskScore(task.label, task.kind, task.num_fewshot, count, accuracy, centred)
