@@ -348,7 +348,7 @@ def counted():
 def launch_command():
     """A function that gives `accelerate launch` of launched.py with a shipped accelerate config, on CPUs.
 
-    The config `cpu` has one process, `hsdp` four, the others two.
+    The config `cpu` has one process, `hsdp` and `tp_fsdp2` four, the others two.
     """
 
     def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
@@ -358,8 +358,11 @@ def launch_command():
             config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
             config += ["--parallelism_config_dp_replicate_size=2", "--parallelism_config_dp_shard_size=2"]
         elif machine != "cpu":
-            config += ["--num_processes=2", "--main_process_port=0"]
-        if machine.startswith(("fsdp", "hsdp", "deepspeed")):
+            config += [f"--num_processes={4 if machine == 'tp_fsdp2' else 2}", "--main_process_port=0"]
+        if machine in ("tp_fsdp2", "cp_fsdp2"):
+            config += [f"--parallelism_config_dp_shard_size={2 if machine == 'tp_fsdp2' else 1}"]
+            config += ["--parallelism_config_cp_size=2"] if machine == "cp_fsdp2" else []
+        if machine.startswith(("fsdp", "hsdp", "deepspeed", "tp", "cp_")):
             config += ["--mixed_precision=no", "--dynamo_backend=no"]
         # DeepSpeed gives no access to gradients
         knobs = ["--tracking.layers=false"] if machine.startswith("deepspeed") else []

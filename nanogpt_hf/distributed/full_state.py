@@ -6,7 +6,7 @@ are collectives: all processes call them.
 """
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -227,8 +227,17 @@ def _shard(
     if not (isinstance(parameter, DTensor) and whole.dim()):
         return cast(torch.Tensor, broadcast(whole, from_process=0))
     mesh, placements = parameter.device_mesh, parameter.placements
-    if mesh.size() == dist.get_world_size():
+    if mesh.size() == dist.get_world_size() and "tp" not in (mesh.mesh_dim_names or ()):
         return distribute_tensor(whole, mesh, placements)  # rank 0's data, scattered
-    # rank 0 is in the mesh of one pipeline stage only, or, of a tensor that is not split, of one tensor-parallel rank
-    whole = cast(torch.Tensor, broadcast(whole, from_process=0))
-    return distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    # Rank 0 is in the mesh of one pipeline stage only, or, of a tensor that is not split, of one tensor-parallel rank.
+    # FSDP2 shards what tensor parallelism has split, so the last dimension of the mesh is cut first; distribute_tensor
+    # could do it if all parts were equal.
+    part = cast(torch.Tensor, broadcast(whole, from_process=0))
+    for dim in reversed(range(mesh.ndim)):
+        placement: Any = placements[dim]
+        if not placement.is_replicate():
+            size = -(-part.shape[placement.dim] // mesh.size(dim))
+            start = min(size * mesh.get_local_rank(dim), part.shape[placement.dim])
+            part = part.narrow(placement.dim, start, min(size, part.shape[placement.dim] - start))
+    part = part.clone(memory_format=torch.contiguous_format)  # frees the whole; fused AdamW takes no strides
+    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())

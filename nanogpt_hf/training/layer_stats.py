@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
@@ -22,6 +23,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.full_state import named_parameters
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import Pipeline, merged_over_stages, own_blocks, pipeline_of
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
@@ -96,6 +98,9 @@ class LayerStats:
         # a compiled block runs no new hooks
         with eval_mode(model), torch.compiler.set_stance("force_eager"), self._hooks(model, values):
             model(**self._batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
+        if Mesh.from_environment().tp_size > 1:  # each process has seen its own heads; the batch is the same on all
+            for name in (name for name in values if name.endswith("attention_logit_max")):
+                dist.all_reduce(values[name], dist.ReduceOp.MAX)
         return merged_over_stages(pipeline_of(model), dict(zip(values, _numbers(values.values()), strict=True)))
 
     @contextmanager
@@ -178,8 +183,12 @@ def attention_logit_max(
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """The norm of all tensors as one vector, a scalar on the device; of shards, the norm of the whole tensors."""
-    norm = nn.utils.get_total_norm(tensors)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    by_mesh: dict[Any, list[torch.Tensor]] = {}  # tensor parallelism leaves some tensors whole
+    for tensor in tensors:
+        by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _numbers(scalars) -> list[float]:
