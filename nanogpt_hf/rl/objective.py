@@ -23,12 +23,13 @@ def policy_objective(rl: RlSection) -> Objective:
 
     For token t of completion i, with advantage A_i and ratio r = π(token) / π_old(token):
 
-        loss = -min(r · A_i, clip(r, 1 - ε, 1 + ε) · A_i) + β · (q - log q - 1),   q = π_ref(token) / π(token)
+        loss = -min(r · A_i, clip(r, 1 - ε, 1 + ε) · A_i) + β · r · (q - log q - 1),   q = π_ref(token) / π(token)
 
     Sources: the clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347), with the group's mean as baseline
-    and the estimator of the KL divergence as in GRPO (arXiv:2402.03300), and a mean over all tokens of the step as in
-    DAPO (Yu et al. 2025, arXiv:2503.14476). Without `old_log_probs` in the batch π_old is π itself: r is 1, and the
-    gradient that of REINFORCE. ε is `rl.clip` (none: no clipping), β is `rl.kl`.
+    and the estimator of the KL divergence as in GRPO (arXiv:2402.03300), whose factor r makes its gradient unbiased
+    (DeepSeek-V3.2, arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
+    arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch π_old is π itself: r is
+    1, and the gradient that of REINFORCE. ε is `rl.clip` (none: no clipping), β is `rl.kl`.
     """
 
     def objective(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
@@ -45,7 +46,7 @@ def policy_objective(rl: RlSection) -> Objective:
         if "reference_log_probs" in batch:
             kl = kl_estimate(log_probs, batch["reference_log_probs"])
             metrics["kl"] = (kl * counts).sum()
-            loss = loss + rl.kl * kl
+            loss = loss + rl.kl * ratio * kl
         return (loss * counts).sum(), metrics
 
     return objective

@@ -1,0 +1,187 @@
+"""The objective of reinforcement learning equals bare PyTorch, and TRL's GRPO if that is installed."""
+
+import dataclasses
+import importlib.util
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from nanogpt_hf.completions import Completions
+from nanogpt_hf.config.schema import RlSection
+from nanogpt_hf.evaluation.answers import Answers
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.rl.objective import advantages, kl_estimate, policy_objective
+from nanogpt_hf.rl.rollouts import sequence_batch
+
+PROMPTS = [[3, 4, 5, 6], [7, 8]]  # four completions each
+LENGTHS = [5, 1, 3, 2, 4, 5, 2, 1]
+REWARDS = [1.0, 0.0, 0.5, 0.0, 0.0, 0.0, 1.0, 1.0]
+VARIANTS = {
+    "plain": {},
+    "temperature": {"temperature": 0.7},
+    "scaled": {"scale_advantages": True},
+    "clipped": {"clip": 0.1, "updates": 2},
+    "kl": {"kl": 0.3, "clip": 0.2, "updates": 2},
+}
+
+
+def build_model(seed: int) -> GPTForCausalLM:
+    torch.manual_seed(seed)
+    sizes = {"vocab_size": 257, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "eos_token_id": 1}
+    model = GPTForCausalLM(GPTConfig(**sizes, pad_token_id=0, bos_token_id=1, dropout=0.0))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return model.double().train()
+
+
+@pytest.fixture(scope="module")
+def answers() -> Answers:
+    ids = torch.randint(2, 12, (8, 5), generator=torch.Generator().manual_seed(0))
+    lengths = torch.tensor(LENGTHS)
+    ids[torch.arange(8), lengths - 1] = 1
+    ids[torch.arange(5) >= lengths[:, None]] = 0
+    completions = Completions(ids, lengths, torch.ones(8, dtype=torch.bool))
+    return Answers([PROMPTS[row // 4] for row in range(8)], completions, torch.tensor(REWARDS), [], 4)
+
+
+def plain_log_probs(model, answers, row, temperature) -> torch.Tensor:
+    """Of one completion, without padding."""
+    prompt, length = answers.prompts[row], LENGTHS[row]
+    ids = torch.tensor([prompt + answers.completions.ids[row, :length].tolist()])
+    logits = model(ids).logits[0, len(prompt) - 1 : -1] / temperature
+    return F.log_softmax(logits, -1)[torch.arange(length), ids[0, len(prompt) :]]
+
+
+def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
+    """All answers as one batch, with the log-probabilities that the knobs need."""
+    batch = sequence_batch(answers, range(8))
+    batch["advantages"] = advantages(answers.grouped_rewards.double(), scaled=rl.scale_advantages).reshape(-1)
+    models = {"old_log_probs": old if rl.updates > 1 else None, "reference_log_probs": reference if rl.kl else None}
+    for name, model in models.items():
+        if model is not None:
+            batch[name] = torch.zeros(batch["shift_labels"].shape, dtype=torch.float64)
+            with torch.no_grad():
+                rows = [plain_log_probs(model, answers, row, rl.temperature) for row in range(8)]
+            batch[name][batch["shift_labels"] != -100] = torch.cat(rows)
+    return batch
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_objective_and_gradients_equal_bare_pytorch(answers, variant):
+    rl, model, old, reference = RlSection(**VARIANTS[variant]), build_model(1), build_model(2), build_model(3)
+    loss, metrics = policy_objective(rl)(model, full_batch(answers, rl, old, reference))
+    loss.backward()
+    ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    expected = torch.zeros((), dtype=torch.float64)
+    for row in range(8):
+        group = torch.tensor(REWARDS[row // 4 * 4 : row // 4 * 4 + 4], dtype=torch.float64)
+        advantage = REWARDS[row] - group.mean()
+        if rl.scale_advantages:
+            advantage = advantage / (group.std() + 1e-4)
+        log_probs = plain_log_probs(model, answers, row, rl.temperature)
+        behaviour = plain_log_probs(old, answers, row, rl.temperature) if rl.updates > 1 else log_probs
+        ratio = (log_probs - behaviour.detach()).exp()
+        gain = ratio * advantage
+        if rl.clip is not None:
+            gain = torch.minimum(gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * advantage)
+        expected = expected - gain.sum()
+        if rl.kl:
+            log_ratio = plain_log_probs(reference, answers, row, rl.temperature).detach() - log_probs
+            expected = expected + rl.kl * (ratio * (log_ratio.exp() - log_ratio - 1)).sum()
+    expected.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(ours[name], parameter.grad, atol=1e-6, rtol=1e-5)
+    assert all(gradient.abs().max() > 0 for name, gradient in ours.items() if "wpe" not in name)
+    assert 0 < metrics["entropy"] / sum(LENGTHS) < torch.tensor(257.0).log()
+    if rl.clip:
+        assert 0 < metrics["clipped"] < sum(LENGTHS)
+
+
+def test_batches_of_other_rows_have_the_same_loss(answers):
+    model, rl = build_model(1), RlSection()
+    whole = full_batch(answers, rl, None, None)
+    parts = []
+    for rows in ([0, 5], [7, 1, 2], [3, 4, 6]):
+        part = sequence_batch(answers, rows) | {"advantages": whole["advantages"][rows]}
+        assert part["input_ids"].shape[1] == whole["input_ids"].shape[1]
+        parts.append(policy_objective(rl)(model, part)[0])
+    torch.testing.assert_close(sum(parts), policy_objective(rl)(model, whole)[0])
+
+
+def test_advantages_of_equal_rewards_are_zero():
+    for scaled in (False, True):
+        values = advantages(torch.tensor([[1.0, 1.0, 1.0], [0.0, 0.0, 1.0]]), scaled=scaled)
+        assert not values[0].any()
+        assert values.sum(1).abs().max() < 1e-6
+    assert values[1, 2] == pytest.approx(2 / 3 / (3**-0.5 + 1e-4))
+
+
+def test_kl_estimate_is_zero_for_equal_and_positive_for_other_policies():
+    policy = torch.tensor([0.2, 0.8]).log()
+    other = torch.tensor([0.5, 0.5]).log()
+    assert not kl_estimate(policy, policy).any()
+    assert (kl_estimate(policy, other) > 0).all()
+    expected = (policy.exp() * (policy - other)).sum()
+    torch.testing.assert_close((policy.exp() * kl_estimate(policy, other)).sum(), expected)
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl==1.16.0")
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.filterwarnings("default")
+def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer):
+    from datasets import Dataset
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    # TRL pads prompts on the left without position ids, which moves learned positions: prompts of one length
+    answers = dataclasses.replace(answers, prompts=[[3, 4, 5, 6 + row // 4] for row in range(8)])
+    rl, model, old, reference = RlSection(**VARIANTS[variant]), build_model(1), build_model(2), build_model(3)
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer, pad_token="<|endoftext|>")
+    config = GRPOConfig(
+        output_dir=str(tmp_path),
+        per_device_train_batch_size=8,
+        num_generations=4,
+        max_completion_length=5,
+        loss_type="dapo",
+        temperature=rl.temperature,
+        beta=0.0,
+        epsilon=1e9 if rl.clip is None else rl.clip,
+        scale_rewards="group" if rl.scale_advantages else "none",
+        use_cpu=True,
+        bf16=False,
+        report_to="none",
+        save_strategy="no",
+    )
+    rows = [answers.completions.ids[row, :length].tolist() for row, length in enumerate(LENGTHS)]
+    outputs = {"prompt_ids": answers.prompts, "completion_ids": rows, "logprobs": None}
+    trainer = GRPOTrainer(
+        model=model,
+        reward_funcs=lambda completions, **_: REWARDS,
+        args=config,
+        train_dataset=Dataset.from_dict({"prompt": ["a", "b"]}),
+        processing_class=tokenizer,
+        rollout_func=lambda prompts, trainer: outputs,
+    )
+    trainer.current_gradient_accumulation_steps = 1
+    trainer.model.train()
+    inputs = trainer._generate_and_score_completions([{"prompt": "ab"[row // 4]} for row in range(8)])
+    for name, source, wanted in (("old", old, rl.updates > 1), ("ref", reference, rl.kl)):
+        if wanted:
+            values = torch.zeros(8, 5, dtype=torch.float64)
+            for row, length in enumerate(LENGTHS):
+                values[row, :length] = plain_log_probs(source, answers, row, rl.temperature).detach()
+            inputs[f"{name}_per_token_logps"] = values
+    trainer.beta = rl.kl
+    theirs = trainer._compute_loss(trainer.model, inputs)
+    theirs.backward()
+    expected = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    ours = policy_objective(rl)(model, full_batch(answers, rl, old, reference))[0] / sum(LENGTHS)
+    ours.backward()
+    assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name].to(parameter.grad), atol=1e-5, rtol=1e-5)

@@ -1,0 +1,114 @@
+"""Batched completions: as token by token for one prompt, from the model's distribution, each row from its seed."""
+
+import time
+
+import pytest
+import torch
+
+from nanogpt_hf.completions import generate_completions
+from nanogpt_hf.errors import DivergedError
+from nanogpt_hf.generate import generate_tokens
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 2], [3, 4, 5]]
+
+
+def build_model(**sizes) -> GPTForCausalLM:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 12, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2} | sizes
+    model = GPTForCausalLM(GPTConfig(**sizes, bos_token_id=None, eos_token_id=None))
+    for parameter in model.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return model.eval()
+
+
+@pytest.fixture(scope="module")
+def model() -> GPTForCausalLM:
+    return build_model()
+
+
+def complete(model, prompts, seeds, **options):
+    options = {"max_new_tokens": 8, "temperature": 1.0, "end_ids": [1]} | options
+    return generate_completions(model, prompts, seeds=seeds, **options)
+
+
+def test_greedy_rows_equal_generation_of_single_prompts(model):
+    completions = complete(model, PROMPTS, [0] * 4, temperature=0.0)
+    for row, prompt in enumerate(PROMPTS):
+        steps = generate_tokens(model, prompt, max_new_tokens=8, temperature=0.0, end_ids={1})
+        single = [token for (token,) in steps]
+        length = len(single) + int(completions.ended[row])  # the token that ends it is part of a completion
+        assert completions.lengths[row] == length
+        assert completions.ids[row, : len(single)].tolist() == single
+
+
+def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
+    completions = complete(model, PROMPTS, [5, 6, 7, 5])
+    assert torch.equal(completions.ids[0], completions.ids[3])
+    assert not torch.equal(completions.ids[0], complete(model, PROMPTS[:1], [8]).ids[0])
+    order = [2, 0, 3, 1]
+    shuffled = complete(model, [PROMPTS[row] for row in order], [[5, 6, 7, 5][row] for row in order])
+    for ours, theirs in zip(shuffled, completions, strict=True):
+        assert torch.equal(ours, theirs[order])
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_first_tokens_follow_the_models_distribution(model, temperature):
+    count = 3000
+    drawn = complete(model, [PROMPTS[0]] * count, range(count), max_new_tokens=1, temperature=temperature).ids[:, 0]
+    with torch.no_grad():
+        expected = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature).softmax(-1)
+    shares = torch.bincount(drawn, minlength=12) / count
+    assert (shares - expected).abs().max() < 4 * (0.25 / count) ** 0.5
+
+
+def test_completion_ends_with_an_end_token_and_is_padded_by_zeros(model):
+    ids, lengths, ended = complete(model, PROMPTS * 20, range(80), end_ids=[1, 2])
+    assert 0 < ended.sum() < 80
+    for row, length, end in zip(ids.tolist(), lengths.tolist(), ended.tolist(), strict=True):
+        assert (row[length - 1] in (1, 2)) == end
+        assert not {1, 2} & set(row[: length - 1])
+        assert row[length:] == [0] * (8 - length)
+        assert end or length == 8
+
+
+def test_all_ended_decides_the_number_of_forward_passes(model, monkeypatch):
+    calls = []
+    forward = GPTForCausalLM.forward
+    monkeypatch.setattr(GPTForCausalLM, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw))
+    every_token = list(range(12))
+    first = complete(model, PROMPTS, range(4), end_ids=every_token)
+    assert len(calls) == 1
+    calls.clear()
+    longer = complete(model, PROMPTS, range(4), end_ids=every_token, all_ended=lambda ended: False)
+    assert len(calls) == 8
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, longer, strict=True))
+
+
+def test_logits_that_are_not_finite_raise_one_line():
+    model = build_model()
+    model.transformer.ln_f.weight.data[0] = torch.nan
+    with pytest.raises(DivergedError, match="logits are not finite") as caught:
+        complete(model, PROMPTS, range(4))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.long
+def test_batch_of_16_generates_three_times_faster_than_single_prompts():
+    model = build_model(vocab_size=257, n_positions=128, n_embd=128, n_layer=4, n_head=4)
+    prompts = [[number + 2] * 20 for number in range(16)]
+    options = {"max_new_tokens": 48, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+
+    def batched():
+        complete(model, prompts, range(16), max_new_tokens=48, end_ids=[])
+
+    def one_by_one():
+        for prompt in prompts:
+            model.generate(torch.tensor([prompt]), attention_mask=torch.ones(1, 20, dtype=torch.long), **options)
+
+    seconds = {}
+    for function in (batched, one_by_one, batched):
+        started = time.perf_counter()
+        function()
+        seconds[function.__name__] = time.perf_counter() - started
+    assert seconds["one_by_one"] > 3 * seconds["batched"], seconds
