@@ -114,13 +114,15 @@ def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
 def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
     """Seconds of each of PHASES in a step, over `steps` steps; None on devices without such a clock.
 
+    None also with pipeline stages: passes of several micro-batches overlap, and a stage waits for others inside of them.
+
     Data wait is drawing the micro-batch. Set-up is the rest before the forward pass: learning rate, targets of the
     step, dropout's seed, copy to the device. On a GPU both are only the time in which it idles or copies. The optimizer
     phase includes clipping and clearing of gradients. The backward phase includes their reduction, and the step of
     DeepSpeed's engine.
     """
     device = work.run.accelerator.device
-    if device.type not in ("cpu", "cuda"):
+    if device.type not in ("cpu", "cuda") or work.run.mesh.pp_size > 1:
         return None
     rows = []
     for _ in range(steps):

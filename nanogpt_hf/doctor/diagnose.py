@@ -111,7 +111,9 @@ class _Examination:
         size = self.config.train.min_micro_batch_size
         batches = build_batches(self.config, self.accelerator, Mesh.from_environment(), data.train, size)
         with self.report.together("data"):
-            read = self.gather(probes.windows_read(batches, 0))
+            all_read = self.gather(probes.windows_read(batches, 0))
+        mesh = Mesh.from_environment()  # stages of a pipeline read the same windows; ranks of the first are the lowest
+        read = all_read[: mesh.world_size // mesh.pp_size]
         self.report.add(findings.judge_data(read, probes.windows_of_step(batches, 0), source))
 
     def _measure_all_reduce(self) -> None:
@@ -133,11 +135,13 @@ class _Examination:
         train = dataclasses.replace(config.train, micro_batch_size=timed)
         with report.together("step", PATIENCE_COMPILING):
             run = build_run(dataclasses.replace(config, train=train), accelerator, data)
-            accelerator.gradient_accumulation_steps = 1  # only now: DeepSpeed's engine has set its own
+            # only now: DeepSpeed's engine has set its own. A pipeline needs a micro-batch for each stage.
+            accelerator.gradient_accumulation_steps = run.mesh.pp_size
             run.batches = build_batches(run.config, accelerator, run.mesh, data.train, timed)
             seconds = max(self.gather(probes.warm_up(run)))
             # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.
-            sharded = is_sharded(accelerator)
+            pipelined = run.mesh.pp_size > 1
+            sharded = is_sharded(accelerator) or pipelined
             copies = run.mesh.world_size > 1 and not sharded
             digests = self.gather(probes.parameter_digests(run.model)) if copies else []
         if copies:
@@ -146,4 +150,7 @@ class _Examination:
             times = self.gather(probes.time_steps(run, count=max(1, min(5, int(20 / seconds)))))
         size = f"{timed} × {config.data.block_size} tokens"
         inseparable = "DeepSpeed's engine communicates as it computes" if is_zero(accelerator) else ""
-        report.add(*findings.judge_step(times, size, of_step / timed, report.backend, sharded, inseparable))
+        if pipelined:
+            size, inseparable = f"{run.mesh.pp_size} × {size}", "a pipeline stage waits for the others as it computes"
+        micro_batches = of_step / timed / run.mesh.pp_size
+        report.add(*findings.judge_step(times, size, micro_batches, report.backend, sharded, inseparable))

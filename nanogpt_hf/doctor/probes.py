@@ -160,14 +160,14 @@ def _compute(run: Run, batches: list) -> None:
 def time_steps(run: Run, count: int) -> StepTimes:
     """Medians over `count` steps and, with several processes, over as many computed without communication.
 
-    DeepSpeed cannot compute without communicating, so both count as compute. On all processes; afterwards their
+    DeepSpeed and pipeline stages cannot compute without communicating, so both count as compute. On all processes; afterwards their
     parameters differ, so the model is not usable.
     """
     device, batches, steps = run.accelerator.device, run.batches, range(WARM_STEPS, WARM_STEPS + count)
     whole = [_seconds(device, lambda s=s: train_step(run, s, _LEARNING_RATE)) for s in steps]
     data = [_seconds(device, lambda s=s: list(batches.micro_batches(s))) for s in steps]
     step, data_seconds = statistics.median(whole), statistics.median(data)
-    if run.mesh.world_size == 1 or is_zero(run.accelerator):
+    if run.mesh.world_size == 1 or is_zero(run.accelerator) or run.mesh.pp_size > 1:
         return StepTimes(step, data_seconds, step - data_seconds)
     drawn = [list(batches.micro_batches(s)) for s in (1, *steps)]
     alone = [_seconds(device, lambda d=d: _compute(run, d)) for d in drawn][1:]
