@@ -114,7 +114,7 @@ def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
 def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
     """Seconds of each of PHASES in a step, over `steps` steps; None on devices without such a clock.
 
-    None also with pipeline stages: passes of several micro-batches overlap, and a stage waits for others inside of them.
+    None with pipeline stages, too: passes of several micro-batches overlap, and a stage waits for others inside them.
 
     Data wait is drawing the micro-batch. Set-up is the rest before the forward pass: learning rate, targets of the
     step, dropout's seed, copy to the device. On a GPU both are only the time in which it idles or copies. The optimizer

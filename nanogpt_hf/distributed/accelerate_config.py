@@ -125,6 +125,12 @@ def default_to_cpu() -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
+def hide_pipeline_stages() -> None:
+    """Keep parallelism_config from accelerate if it has pipeline stages, which no device mesh of accelerate has."""
+    if Mesh.from_environment().pp_size > 1:
+        os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
+
+
 def requested_settings() -> dict[str, str]:
     """Precision and compilation of the accelerate config, as far as the launcher passes them on."""
     variables = {"precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}

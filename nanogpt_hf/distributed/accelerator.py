@@ -26,7 +26,13 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed, rendezvous
-from nanogpt_hf.distributed.accelerate_config import check_config, check_launch, default_to_cpu, requested
+from nanogpt_hf.distributed.accelerate_config import (
+    check_config,
+    check_launch,
+    default_to_cpu,
+    hide_pipeline_stages,
+    requested,
+)
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -73,6 +79,7 @@ def build_evaluation_accelerator() -> Accelerator:
     """
     check_config()
     default_to_cpu()
+    hide_pipeline_stages()
     accelerator = _Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
     _check_processes(accelerator)
     return accelerator
@@ -85,6 +92,7 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     """
     accumulation = check_launch(config)
     default_to_cpu()
+    hide_pipeline_stages()
     # No dataloader is prepared, so none may end an accumulation early.
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
@@ -120,15 +128,18 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether each process holds a part of the model or of the optimizer state only."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    return sharded or Mesh.from_environment().tp_size > 1
+    mesh = Mesh.from_environment()
+    return sharded or mesh.tp_size * mesh.pp_size > 1
 
 
 def sum_over_ranks(accelerator: Accelerator, mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes, on all of them; of tensor-parallel ranks, which have the same, the first.
+    """The sum of a tensor over all processes, on all of them; of those that have the same, one counts.
 
-    Exact for any number of ranks and any dtype.
+    They are tensor-parallel ranks, and pipeline stages, of which the last has the loss. Exact for any number of ranks
+    and any dtype.
     """
-    return cast(torch.Tensor, accelerator.reduce(tensor if mesh.tp_rank == 0 else torch.zeros_like(tensor), "sum"))
+    counts = mesh.tp_rank == 0 and mesh.pp_rank == mesh.pp_size - 1
+    return cast(torch.Tensor, accelerator.reduce(tensor if counts else torch.zeros_like(tensor), "sum"))
 
 
 def describe_device(device: torch.device) -> str:

@@ -14,8 +14,10 @@ from nanogpt_hf.distributed.context_parallel import exchange_heads
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.stages import check_stages
 
 _FSDP2 = "set distributed_type FSDP with fsdp_version 2, as accelerate_configs/"
 
@@ -39,7 +41,7 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
 
 
 def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
-    """Raises UserError if the recipe cannot be trained with this tensor or context parallelism.
+    """Raises UserError if the recipe cannot be trained with this tensor, context or pipeline parallelism.
 
     Checks that the sizes which the accelerate config states multiply to the number of processes, too.
     """
@@ -50,17 +52,24 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, 
     ):
         if size > 1 and (reason := _without_either(config, machine) or problem(config, mesh, machine)):
             raise UserError(f"{kind} ({size} processes): {reason}")
+    if mesh.pp_size > 1 and (reason := _without_pipeline(config, mesh, machine, sizes)):
+        raise UserError(f"pipeline parallelism ({mesh.pp_size} stages): {reason}")
 
 
 def _check_sizes(mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
     product = math.prod(sizes.values())
-    shown = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
-    if sizes["pp_size"] == 1 < product != mesh.world_size:
-        raise UserError(
-            f"parallelism_config: {shown} = {product} processes, but {mesh.world_size} were started: set num_processes "
-            f"to {product}, or other sizes"
+    shown = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
+    # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size, which it does not know
+    only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
+    if sizes and product != mesh.world_size and not only_stages:
+        lost = (
+            "" if "pp_size" in sizes else " (to pass on parallelism_config_pp_size, start with `python cli.py launch`)"
         )
-    if sizes["sp_size"] > 1:
+        raise UserError(
+            f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} were started: set "
+            f"num_processes to {product}, or other sizes{lost}"
+        )
+    if sizes.get("sp_size", 1) > 1:
         raise UserError("parallelism_config: sp_size is not supported; set cp_size, which exchanges heads the same way")
     if mesh.tp_size * mesh.cp_size == 1:
         return
@@ -142,6 +151,39 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
         if heads % each:
             product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
             return f"{name} is {heads}, which {product} processes do not divide"
+    return None
+
+
+def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> str | None:
+    """The reason why a recipe cannot be trained in pipeline stages; None if it can."""
+    if machine.sharding == "zero":
+        return f"DeepSpeed shards over all processes; {_FSDP2}pp_fsdp2.yaml"
+    if machine.sharding == "fsdp" and sizes.get("dp_replicate_size", 1) > 1:
+        return "a stage is not both sharded and copied; set dp_replicate_size 1"
+    if machine.precision == "fp16":
+        return "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
+    if config.lora.rank:
+        return "lora.rank: adapters are not supported; use accelerate_configs/fsdp2.yaml"
+    if config.optim.name == "muon" or config.optim.state == "8bit":
+        knob = "optim.name muon" if config.optim.name == "muon" else "optim.state 8bit"
+        return f"{knob} is not supported; use AdamW in float32, or accelerate_configs/fsdp2.yaml"
+    if config.finetune.freeze_layers is not None or config.finetune.layer_decay != 1:
+        knob = "layer_decay" if config.finetune.freeze_layers is None else "freeze_layers"
+        return f"finetune.{knob} is not supported; leave it out, or use accelerate_configs/fsdp2.yaml"
+    if config.model.n_layer < mesh.pp_size:
+        return f"model.n_layer is {config.model.n_layer}, fewer than the stages"
+    train, block_size = config.train, config.data.block_size
+    sequences = train.tokens_per_step // (block_size * mesh.dp_size)
+    if sequences // train.min_micro_batch_size < mesh.pp_size:
+        smaller = f"lower train.micro_batch_size to {most} or " if (most := sequences // mesh.pp_size) else ""
+        return (
+            f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
+            f"{train.min_micro_batch_size}: fewer micro-batches than stages; {smaller}raise train.tokens_per_step"
+        )
+    try:
+        check_stages(config.model)
+    except ValueError as error:
+        return f"model.architecture: {error}"
     return None
 
 

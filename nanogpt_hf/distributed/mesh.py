@@ -39,9 +39,13 @@ class Mesh:
 
     @staticmethod
     def stated_sizes() -> dict[str, int]:
-        """The sizes that the accelerate config's parallelism_config states, by their names there."""
+        """The sizes that the accelerate config's parallelism_config states, by their names there; {} if it has none.
+
+        The launcher passes on all but pp_size, which only `cli.py launch` does.
+        """
         names = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
-        return {name: int(os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}") or 1) for name in names}
+        stated = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}") for name in names}
+        return {name: int(size) for name, size in stated.items() if size}
 
     @property
     def is_main(self) -> bool:

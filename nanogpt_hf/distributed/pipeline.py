@@ -1,9 +1,4 @@
-"""Pipeline parallelism: cut a model into stages, one per process, and train them by torch's 1F1B schedule.
-
-A stage is the whole model without the layers of the other stages. Its parameters have the whole model's names, and the
-forward pass of the model's own class, called on all stages at once, evaluates and generates: hidden states pass from
-stage to stage, and all stages return the loss or logits of the last. Only training uses the schedule.
-"""
+"""Pipeline parallelism: the stages of a model, one per process, and their training by torch's 1F1B schedule."""
 
 import functools
 from collections.abc import Callable
@@ -21,89 +16,44 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.model.architecture import architecture_of, padding_rows
-from nanogpt_hf.model.loss_gpt import Head
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.stages import Stage, own_blocks
 
 _BUCKET = 2**24  # values of gradients that are summed over data-parallel ranks at once
 
 
-class AbsentBlock(nn.Module):
-    """In place of a block of another stage: returns its input after `transfer`."""
-
-    def __init__(self, index: int, transfer: Callable[[torch.Tensor], torch.Tensor] | None):
-        super().__init__()
-        self.index, self.transfer = index, transfer
-
-    def forward(self, hidden, *args, past_key_values=None, **kwargs):
-        if past_key_values is not None:  # it counts the positions so far by the first block
-            no_heads = hidden.new_zeros(len(hidden), 1, hidden.shape[1], 1)
-            past_key_values.update(no_heads, no_heads, self.index)
-        return self.transfer(hidden) if self.transfer else hidden
-
-    def compile(self, *args, **kwargs):
-        """Nothing: it only communicates."""
-
-
-class AbsentEmbedding(nn.Module):
-    """In place of an embedding on later stages: zeros of its shape, which the first block's input then replaces."""
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.width = width
-
-    def forward(self, ids):
-        return torch.zeros(*ids.shape, self.width, device=ids.device)
-
-
-class AbsentHead(Head):
-    """In place of the head on earlier stages: returns the last stage's loss or logits."""
-
-    def __init__(self, rows: int, from_last: Callable[[torch.Tensor], torch.Tensor]):
-        nn.Module.__init__(self)
-        self.rows, self.from_last = rows, from_last
-
-    def forward(self, hidden, targets=None, vocab_size=0):
-        shape = (*hidden.shape[:-1], self.rows) if targets is None else ()
-        return self.from_last(torch.empty(shape, device=hidden.device))
-
-
 class Pipeline:
-    """The stage of this process: its place, its neighbours, and the schedule of a training step.
+    """The stage of this process, its links to the others, and the schedule of a training step.
 
-    It replaces the layers of other stages in `model`, and puts the rest on the device, sharded if the accelerate config
-    sets FSDP2.
+    It cuts `model` in place, and puts the rest on the device, sharded if the accelerate config sets FSDP2.
     """
 
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh):
         self.accelerator, self.device = accelerator, accelerator.device
-        self.stage, self.stages, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
-        self.is_first, self.is_last = self.stage == 0, self.stage == self.stages - 1
+        self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
         device_mesh = init_device_mesh(self.device.type, (mesh.pp_size, mesh.dp_size), mesh_dim_names=("pp", "dp"))
         self.pp_group, self.dp_mesh = device_mesh["pp"].get_group(), device_mesh["dp"]
         self.is_main_of_stage = mesh.dp_rank == 0
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         self.model = model
-        # A tied head is copied to the first and to the last stage: the name of its matrix in the whole model, and here.
-        self.tied_name = self._tied_here = ""
-        self._scheduled: torch.Tensor | None = None  # this stage's input while the schedule runs it
         self._schedule: Schedule1F1B | None = None
         self._schedule_shape: tuple[int, ...] = ()
         self._divisor = 1.0
         self._before: Callable[[int], None] = lambda number: None
-        self._cut(model)
+        self.stage = Stage(model, self.index, self.count, self)
         self._replace_forward(model)
         model.to(cast(Any, self.device))
         if self.is_sharded:
             self._shard(model)
         vars(model)["pipeline"] = self
         shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in self.named_parameters().items()}
-        self._shapes: list[dict[str, tuple[torch.Size, torch.dtype, bool]]] = [{}] * self.stages
+        self._shapes: list[dict[str, tuple[torch.Size, torch.dtype, bool]]] = [{}] * self.count
         dist.all_gather_object(self._shapes, shapes, group=self.pp_group)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this stage by their names in the whole model, as on disk: a tied head is the embedding."""
         return {
-            self.tied_name if name == self._tied_here else name: parameter
+            self.stage.tied_name if name == self.stage.tied_here else name: parameter
             for name, parameter in self.model.named_parameters()
         }
 
@@ -120,49 +70,27 @@ class Pipeline:
         """The tensors of all stages on the main process's CPU, of those that each stage has; {} on others."""
         if not self.is_main_of_stage:
             return {}
-        if self.is_last:  # the first stage has the other copy
+        if self.stage.is_last:  # the first stage has the other copy
             tensors = {name: tensor for name, tensor in tensors.items() if not self._is_tied(name)}
-        described: list[dict] = [{}] * self.stages
+        described: list[dict] = [{}] * self.count
         mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
         dist.all_gather_object(described, mine, group=self.pp_group)
-        if self.stage:
+        if self.index:
             for tensor in tensors.values():
                 dist.send(tensor.to(self.device).contiguous(), group=self.pp_group, group_dst=0)
             return {}
-        for stage in range(1, self.stages):
-            for name, (shape, dtype) in described[stage].items():
+        for index in range(1, self.count):
+            for name, (shape, dtype) in described[index].items():
                 received = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(received, group=self.pp_group, group_src=stage)
+                dist.recv(received, group=self.pp_group, group_src=index)
                 tensors[name] = received.cpu()
         return tensors
 
     def _is_tied(self, name: str) -> bool:
         """Whether this is the tied matrix, or its optimizer state."""
-        return bool(self.tied_name) and (name == self.tied_name or name.startswith(f"{self.tied_name}."))
-
-    def _cut(self, model: PreTrainedModel) -> None:
-        """Replace the layers of other stages. Blocks are split evenly, the rest to the last stages."""
-        architecture, config = architecture_of(model), model.config
-        blocks, names = architecture.blocks(model), {id(module): name for name, module in model.named_modules()}
-        first, end = (len(blocks) * index // self.stages for index in (self.stage, self.stage + 1))
-        head: Any = model.get_output_embeddings()
-        embedding: Any = model.get_input_embeddings()
-        if head.weight is embedding.weight and (self.is_first or self.is_last):
-            self.tied_name = f"{names[id(embedding)]}.weight"
-            self._tied_here = f"{names[id(embedding if self.is_first else head)]}.weight"
-        for index in range(len(blocks)):
-            if not first <= index < end:
-                transfer = {first - 1: self._receive, end: self._send}.get(index)
-                blocks[index] = AbsentBlock(index, transfer)
-        if not self.is_first:
-            for embedding in architecture.embeddings(model):
-                model.set_submodule(names[id(embedding)], AbsentEmbedding(config.hidden_size))
-        if self.is_last:
-            head.register_forward_hook(lambda head, inputs, output: self._from_last(output))
-        else:
-            model.set_submodule(names[id(architecture.final_norm(model))], nn.Identity())
-            rows = config.vocab_size + padding_rows(config)
-            model.set_submodule(names[id(head)], AbsentHead(rows, self._from_last))
+        return bool(self.stage.tied_name) and (
+            name == self.stage.tied_name or name.startswith(f"{self.stage.tied_name}.")
+        )
 
     def _shard(self, model: PreTrainedModel) -> None:
         """Shard each block, and the rest, over the data-parallel ranks of this stage by FSDP2."""
@@ -186,35 +114,23 @@ class Pipeline:
                 if number is None:
                     return whole(*args, **batch)
                 self._before(int(number))
-                inputs = {"input_ids" if self.is_first else "inputs_embeds": args[0]}
-                self._scheduled = args[0]
-                try:
-                    if self.is_last:
-                        return whole(**inputs, **batch, num_items_in_batch=1, skip_logits=True, use_cache=False).loss
-                    return model.base_model(**inputs, **batch, use_cache=False).last_hidden_state
-                finally:
-                    self._scheduled = None
+                return self.stage.micro_batch(args[0], **batch)
 
         vars(model)["forward"] = forward
 
-    # Outside of the schedule, hidden states travel in float32, which holds those in bf16 without a loss.
+    # Outside of a schedule, hidden states travel in float32, which represents bf16 exactly.
 
-    def _receive(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._scheduled is not None:
-            return self._scheduled
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
         received = torch.empty_like(hidden, dtype=torch.float32)
-        dist.recv(received, group=self.pp_group, group_src=self.stage - 1)
+        dist.recv(received, group=self.pp_group, group_src=self.index - 1)
         return received
 
-    def _send(self, hidden: torch.Tensor) -> torch.Tensor:
-        if self._scheduled is None:
-            dist.send(hidden.detach().float().contiguous(), group=self.pp_group, group_dst=self.stage + 1)
-        return hidden
+    def send(self, hidden: torch.Tensor) -> None:
+        dist.send(hidden.detach().float().contiguous(), group=self.pp_group, group_dst=self.index + 1)
 
-    def _from_last(self, output: torch.Tensor) -> torch.Tensor:
-        if self._scheduled is None:
-            output = output.detach().float().contiguous()
-            dist.broadcast(output, group=self.pp_group, group_src=self.stages - 1)
+    def from_last(self, output: torch.Tensor) -> torch.Tensor:
+        output = output.detach().float().contiguous()
+        dist.broadcast(output, group=self.pp_group, group_src=self.count - 1)
         return output
 
     def train(
@@ -233,11 +149,11 @@ class Pipeline:
         scale = self.dp_size if self.is_sharded else 1
         self._divisor, self._before = num_targets / scale, before
         input_ids, targets = batch.pop("input_ids"), batch["shift_labels"]
-        if not self.is_last:
+        if not self.stage.is_last:
             del batch["shift_labels"]
         schedule, losses = self._schedule_for(len(micro_batches), input_ids), []
         schedule.step(
-            *([input_ids] if self.is_first else []),
+            *([input_ids] if self.stage.is_first else []),
             target=targets,
             losses=losses,
             return_outputs=False,
@@ -249,14 +165,14 @@ class Pipeline:
             loss = loss + part.detach() / scale
         if not self.is_sharded and self.dp_size > 1:
             self._sum_gradients()
-        if self._tied_here:
-            self._add_tied_gradient(self.model.get_parameter(self._tied_here))
+        if self.stage.tied_here:
+            self._add_tied_gradient(self.model.get_parameter(self.stage.tied_here))
         return loss
 
     def _schedule_for(self, count: int, input_ids: torch.Tensor) -> Schedule1F1B:
         shape = (count, *input_ids.shape)
         if self._schedule is None or shape != self._schedule_shape:
-            stage = PipelineStage(self.model, self.stage, self.stages, self.device, group=self.pp_group)
+            stage = PipelineStage(self.model, self.index, self.count, self.device, group=self.pp_group)
             self._schedule_shape = shape
             self._schedule = Schedule1F1B(
                 stage, count, loss_fn=lambda summed_loss, targets: summed_loss / self._divisor, scale_grads=False
@@ -280,7 +196,7 @@ class Pipeline:
     def _add_tied_gradient(self, parameter: nn.Parameter) -> None:
         """Add the gradients of the two copies of a tied matrix, on first and last stage; both get the same sum."""
         gradient = _local(cast(torch.Tensor, parameter.grad))
-        other, peer = torch.empty_like(gradient), self.stages - 1 if self.is_first else 0
+        other, peer = torch.empty_like(gradient), self.count - 1 if self.stage.is_first else 0
         operations = [
             dist.P2POp(operation, tensor, group=self.pp_group, group_peer=peer)
             for operation, tensor in ((dist.isend, gradient.clone()), (dist.irecv, other))
@@ -291,7 +207,7 @@ class Pipeline:
 
     def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
         """Clip the gradients to `max_norm` (0: not), and return the norm of the whole gradient before."""
-        copy = self.model.get_parameter(self._tied_here) if self._tied_here and self.is_last else None
+        copy = self.model.get_parameter(self.stage.tied_here) if self.stage.tied_here and self.stage.is_last else None
         counted = [p.grad for p in parameters if p.grad is not None and p is not copy]
         norm = nn.utils.get_total_norm(counted)
         square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
@@ -308,16 +224,11 @@ def pipeline_of(model: Any) -> Pipeline | None:
     return vars(model).get("pipeline")
 
 
-def own_blocks(blocks: nn.ModuleList) -> dict[int, nn.Module]:
-    """The blocks of this stage by index; all of them without pipeline parallelism."""
-    return {index: block for index, block in enumerate(blocks) if not isinstance(block, AbsentBlock)}
-
-
 def merged_over_stages(pipeline: Pipeline | None, values: dict[str, float]) -> dict[str, float]:
     """Values of all stages by name, on all of them."""
     if pipeline is None:
         return values
-    gathered: list[dict[str, float]] = [{}] * pipeline.stages
+    gathered: list[dict[str, float]] = [{}] * pipeline.count
     dist.all_gather_object(gathered, values, group=pipeline.pp_group)
     return {name: value for part in gathered for name, value in part.items()}
 

@@ -140,8 +140,7 @@ class _Examination:
             run.batches = build_batches(run.config, accelerator, run.mesh, data.train, timed)
             seconds = max(self.gather(probes.warm_up(run)))
             # Shards differ by design. Whole copies have to be equal after steps, too: their gradients were averaged.
-            pipelined = run.mesh.pp_size > 1
-            sharded = is_sharded(accelerator) or pipelined
+            sharded = is_sharded(accelerator)
             copies = run.mesh.world_size > 1 and not sharded
             digests = self.gather(probes.parameter_digests(run.model)) if copies else []
         if copies:
@@ -150,7 +149,7 @@ class _Examination:
             times = self.gather(probes.time_steps(run, count=max(1, min(5, int(20 / seconds)))))
         size = f"{timed} × {config.data.block_size} tokens"
         inseparable = "DeepSpeed's engine communicates as it computes" if is_zero(accelerator) else ""
-        if pipelined:
+        if run.mesh.pp_size > 1:
             size, inseparable = f"{run.mesh.pp_size} × {size}", "a pipeline stage waits for the others as it computes"
         micro_batches = of_step / timed / run.mesh.pp_size
         report.add(*findings.judge_step(times, size, micro_batches, report.backend, sharded, inseparable))

@@ -160,8 +160,8 @@ def _compute(run: Run, batches: list) -> None:
 def time_steps(run: Run, count: int) -> StepTimes:
     """Medians over `count` steps and, with several processes, over as many computed without communication.
 
-    DeepSpeed and pipeline stages cannot compute without communicating, so both count as compute. On all processes; afterwards their
-    parameters differ, so the model is not usable.
+    DeepSpeed and pipeline stages cannot compute without communicating, so both count as compute. On all processes;
+    afterwards their parameters differ, so the model is not usable.
     """
     device, batches, steps = run.accelerator.device, run.batches, range(WARM_STEPS, WARM_STEPS + count)
     whole = [_seconds(device, lambda s=s: train_step(run, s, _LEARNING_RATE)) for s in steps]

@@ -24,9 +24,10 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.full_state import named_parameters
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.distributed.pipeline import Pipeline, merged_over_stages, own_blocks, pipeline_of
+from nanogpt_hf.distributed.pipeline import Pipeline, merged_over_stages, pipeline_of
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.stages import own_blocks
 
 LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
 
@@ -134,7 +135,7 @@ class LayerStats:
             handles.callback(ALL_ATTENTION_FUNCTIONS.pop, implementation)
             for name, block in blocks.items():
                 handles.callback(block.register_forward_hook(partial(output_std, str(name))).remove)
-            if pipeline is None or pipeline.is_last:
+            if pipeline is None or pipeline.stage.is_last:
                 last = architecture.final_norm(whole).register_forward_hook(partial(output_std, "head"))
                 handles.callback(last.remove)
             yield
@@ -143,8 +144,8 @@ class LayerStats:
         """Trainable parameters by layer."""
         pipeline = pipeline_of(model)
         parameters = named_parameters(self.accelerator, model)
-        if pipeline and pipeline.is_last:  # a tied head is the embedding, on the first stage
-            parameters.pop(pipeline.tied_name, None)
+        if pipeline and pipeline.stage.is_last:  # a tied head is the embedding, on the first stage
+            parameters.pop(pipeline.stage.tied_name, None)
         trained = [p for p in parameters.values() if p.requires_grad]
         whole = cast(PreTrainedModel, self.accelerator.unwrap_model(model))
         architecture = architecture_of(whole)

@@ -38,7 +38,7 @@ def pipelined_step(
     set_learning_rate(run.optimizer, learning_rate)
 
     def before(index: int) -> None:
-        number, later = batches.micro_batch_number(index), [pipeline.stage] if pipeline.stage else []
+        number, later = batches.micro_batch_number(index), [pipeline.index] if pipeline.index else []
         seed_dropout(pipeline.device, derive_seed(batches.seed, "dropout", step, number, *later))
 
     loss = pipeline.train(list(batches.micro_batches(step)), batches.num_targets(step), before)

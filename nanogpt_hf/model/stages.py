@@ -1,0 +1,181 @@
+"""Stages of a model for pipeline parallelism: the whole model without the layers of the other stages.
+
+So the parameters have the whole model's names, and the forward pass of the model's own class, called on all stages at
+once, evaluates and generates: hidden states pass from stage to stage, and all get the loss or logits of the last.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.architecture import GPT2, architecture_of, padding_rows
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.loss_gpt import Head
+
+
+class Links(Protocol):
+    """How tensors get from a stage to others outside of training, without gradients."""
+
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The output of the stage before; `hidden` has its shape."""
+        ...
+
+    def send(self, hidden: torch.Tensor) -> None:
+        """Send the output of this stage to the next one."""
+        ...
+
+    def from_last(self, output: torch.Tensor) -> torch.Tensor:
+        """The `output` of the last stage, on all stages; on others it has the shape only."""
+        ...
+
+
+class AbsentBlock(nn.Module):
+    """In place of a block of another stage: returns its input, or what `transfer` makes of it beside an own block."""
+
+    def __init__(self, index: int, transfer: Callable[[torch.Tensor], torch.Tensor] | None):
+        super().__init__()
+        self.index, self.transfer = index, transfer
+
+    def forward(self, hidden, *args, past_key_values=None, **kwargs):
+        if past_key_values is not None:  # it counts the positions so far by the first block
+            no_heads = hidden.new_zeros(len(hidden), 1, hidden.shape[1], 1)
+            past_key_values.update(no_heads, no_heads, self.index)
+        return self.transfer(hidden) if self.transfer else hidden
+
+    def compile(self, *args, **kwargs):
+        """Nothing: it only communicates."""
+
+
+class AbsentEmbedding(nn.Module):
+    """In place of an embedding on later stages: zeros of its shape, which the first block's input then replaces."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.width = width
+
+    def forward(self, ids):
+        return torch.zeros(*ids.shape, self.width, device=ids.device)
+
+
+class AbsentHead(Head):
+    """In place of the head on earlier stages: returns the last stage's loss or logits."""
+
+    def __init__(self, rows: int, links: Links):
+        nn.Module.__init__(self)
+        self.rows, self.links = rows, links
+
+    def forward(self, hidden, targets=None, vocab_size=0):
+        shape = (*hidden.shape[:-1], self.rows) if targets is None else ()
+        return self.links.from_last(torch.empty(shape, device=hidden.device))
+
+
+class Stage:
+    """Stage `index` of `count`, cut from a whole model in place. Blocks are split evenly, later stages get the rest."""
+
+    def __init__(self, model: PreTrainedModel, index: int, count: int, links: Links):
+        self.model, self.links = model, links
+        self.is_first, self.is_last = index == 0, index == count - 1
+        # A tied head is copied to the first and to the last stage: the name of its matrix in the whole model, and here.
+        self.tied_name = self.tied_here = ""
+        self._in_micro_batch = False
+        self._input = self._output = torch.empty(0)  # of this stage, in a micro-batch
+        self._forward = model.forward
+        self._cut(index, count)
+
+    def _cut(self, index: int, count: int) -> None:
+        model, config, architecture = self.model, self.model.config, architecture_of(self.model)
+        blocks, names = architecture.blocks(model), {id(module): name for name, module in model.named_modules()}
+        first, end = (len(blocks) * i // count for i in (index, index + 1))
+        embedding: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        norm = architecture.final_norm(model)
+        if head.weight is embedding.weight and (self.is_first or self.is_last):
+            self.tied_name = f"{names[id(embedding)]}.weight"
+            self.tied_here = f"{names[id(embedding if self.is_first else head)]}.weight"
+        for i in range(len(blocks)):
+            if not first <= i < end:
+                blocks[i] = AbsentBlock(i, {first - 1: self._receive, end: self._send}.get(i))
+        if not self.is_first:
+            for absent in architecture.embeddings(model):
+                model.set_submodule(names[id(absent)], AbsentEmbedding(config.hidden_size))
+        if self.is_last:
+            head.register_forward_hook(lambda head, inputs, output: self._to_all(output))
+        else:
+            if any(True for _ in norm.parameters()):  # others are used elsewhere too
+                model.set_submodule(names[id(norm)], nn.Identity())
+            rows = config.vocab_size + padding_rows(config)
+            model.set_submodule(names[id(head)], AbsentHead(rows, self.links))
+
+    def micro_batch(self, inputs: torch.Tensor, **batch: Any) -> torch.Tensor:
+        """The output of this stage for token ids, or for the output of the stage before; the last: the summed loss."""
+        self._in_micro_batch, self._input = True, inputs
+        arguments = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **batch}
+        try:
+            if self.is_last:
+                return self._forward(**arguments, num_items_in_batch=1, skip_logits=True).loss
+            self.model.base_model(**arguments)
+            return self._output
+        finally:
+            self._in_micro_batch = False
+            self._input = self._output = torch.empty(0)
+
+    def _receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self._input if self._in_micro_batch else self.links.receive(hidden)
+
+    def _send(self, hidden: torch.Tensor) -> torch.Tensor:
+        if self._in_micro_batch:
+            self._output = hidden
+        else:
+            self.links.send(hidden)
+        return hidden
+
+    def _to_all(self, output: torch.Tensor) -> torch.Tensor:
+        return output if self._in_micro_batch else self.links.from_last(output)
+
+
+def own_blocks(blocks: nn.ModuleList) -> dict[int, nn.Module]:
+    """The blocks of this stage by index; all of a model that is not cut."""
+    return {index: block for index, block in enumerate(blocks) if not isinstance(block, AbsentBlock)}
+
+
+class _NoLinks:
+    def receive(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden
+
+    def send(self, hidden: torch.Tensor) -> None:
+        pass
+
+    def from_last(self, output: torch.Tensor) -> torch.Tensor:
+        return output
+
+
+def check_stages(section: ModelSection) -> None:
+    """Raises ValueError if a tiny model of this architecture, cut into two stages, has another loss than the whole.
+
+    Such a model does more between its blocks than pass on hidden states.
+    """
+    if section.architecture == GPT2.name:
+        return
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "n_kv_head": None, "n_inner": None}
+    try:
+        whole = build_model(build_config(dataclasses.replace(section, **sizes), vocab_size=64), seed=0).eval()
+        with torch.no_grad():
+            for number, parameter in enumerate(whole.parameters()):  # large enough that a difference shows
+                wave = torch.sin(torch.arange(parameter.numel()) * (1.7 + number)).view(parameter.shape)
+                parameter.add_(wave, alpha=0.2)
+        first, last = (Stage(copy.deepcopy(whole), index, 2, _NoLinks()) for index in (0, 1))
+        ids = torch.arange(32).view(2, 16)
+        with torch.no_grad():
+            expected = whole(input_ids=ids, shift_labels=ids + 1, num_items_in_batch=1, use_cache=False).loss
+            loss = last.micro_batch(first.micro_batch(ids), shift_labels=ids + 1)
+    except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
+        raise ValueError(f"{section.architecture} cannot be cut into stages: {error!s:.80}") from error
+    if not torch.allclose(loss, expected, rtol=1e-4):
+        raise ValueError(f"{section.architecture} cannot be cut into stages: they compute another loss than the whole")

@@ -1,0 +1,81 @@
+"""Stages of a model: together they compute what the whole model does."""
+
+import copy
+
+import pytest
+import torch
+
+from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.model.build import build_config, build_model
+from nanogpt_hf.model.stages import Stage, check_stages
+
+
+class Chain:
+    """Links of stages in one process that run one after the other: the last value that one sent."""
+
+    def __init__(self):
+        self.hidden = self.output = None
+
+    def receive(self, hidden):
+        assert hidden.shape == self.hidden.shape
+        return self.hidden
+
+    def send(self, hidden):
+        self.hidden = hidden
+
+    def from_last(self, output):
+        return output
+
+
+def section(architecture: str, **knobs) -> ModelSection:
+    return ModelSection(architecture=architecture, n_layer=3, n_head=2, n_embd=32, n_positions=16, **knobs)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
+@pytest.mark.parametrize("count", [2, 3])
+def test_stages_in_turn_equal_the_whole_model(architecture, count):
+    whole = build_model(build_config(section(architecture), vocab_size=61), seed=0).eval()
+    chain = Chain()
+    models = [copy.deepcopy(whole) for _ in range(count)]
+    stages = [Stage(model, index, count, chain) for index, model in enumerate(models)]
+    ids = torch.arange(32).view(2, 16)
+    labels = ids.roll(-1, 1)
+    with torch.no_grad():
+        expected = whole(ids, shift_labels=labels, num_items_in_batch=1)
+        for model in models:
+            out = model(ids, shift_labels=labels, num_items_in_batch=1)
+        assert torch.equal(out.logits, expected.logits)
+        hidden = ids
+        for stage in stages[:-1]:
+            hidden = stage.micro_batch(hidden)
+        assert torch.equal(stages[-1].micro_batch(hidden, shift_labels=labels), expected.loss)
+    names = [name for model in models for name, _ in model.named_parameters()]
+    copied = ["lm_head.weight"] if stages[0].tied_name else []
+    assert sorted(names) == sorted([*(name for name, _ in whole.named_parameters()), *copied])
+
+
+def test_stages_generate_with_a_cache_as_the_whole_model():
+    whole = build_model(build_config(section("gpt2"), vocab_size=61), seed=0).eval()
+    chain = Chain()
+    models = [copy.deepcopy(whole) for _ in range(2)]
+    for index, model in enumerate(models):
+        Stage(model, index, 2, chain)
+    ids, caches, cache = torch.arange(10).view(1, 10), [None, None], None
+    with torch.no_grad():
+        for tokens in (ids[:, :7], ids[:, 7:8], ids[:, 8:]):
+            expected = whole(tokens, past_key_values=cache, use_cache=True)
+            cache = expected.past_key_values
+            for index, model in enumerate(models):
+                out = model(tokens, past_key_values=caches[index], use_cache=True)
+                caches[index] = out.past_key_values
+            torch.testing.assert_close(out.logits, expected.logits, atol=1e-6, rtol=1e-6)
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "nanochat"])
+def test_decoder_is_cut(architecture):
+    check_stages(section(architecture))
+
+
+def test_decoder_that_cannot_be_cut_is_refused():
+    with pytest.raises(ValueError, match="falcon cannot be cut into stages"):  # its blocks return tuples
+        check_stages(section("falcon"))
