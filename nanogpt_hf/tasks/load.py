@@ -19,12 +19,11 @@ from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.prepare import hold_out
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
-from nanogpt_hf.tasks.names import ARITHMETIC, GYM
+from nanogpt_hf.tasks.names import ARITHMETIC, GYM, check_name
 from nanogpt_hf.tasks.reward import load_reward
 from nanogpt_hf.tasks.scores import SCORES, exact_match, reference_problem
 from nanogpt_hf.tasks.task import Question, Task
 
-TASKS = (ARITHMETIC, *SCORES, f"{GYM}NAME")
 GENERATED_QUESTIONS = 1_000_000  # of a generated task; each split has as many
 _WINDOW = 64  # items of reasoning-gym searched for one question of a split; more if none of them is in the split
 
@@ -66,14 +65,13 @@ def load_task(
     held-out question. Raises UserError for an unknown task, a package
     that is not installed, and questions or a reward that cannot be used.
     """
+    check_name(name, where)
     if name == ARITHMETIC:
         task = _arithmetic(seed)
     elif name.startswith(GYM):
         task = _reasoning_gym(name.removeprefix(GYM), options or {}, seed, where)
-    elif name in SCORES:
-        task = _from_source(name, data, compare=reward is None, hold_out_all=hold_out_all)
     else:
-        raise UserError(f"{where}: {name}: no such task{did_you_mean(name, TASKS)}; known: {', '.join(TASKS)}")
+        task = _from_source(name, data, compare=reward is None, hold_out_all=hold_out_all)
     if options and not name.startswith(GYM):
         raise UserError(f"rl.options: only tasks of reasoning-gym have options, and this is {name}; leave it out")
     if reward is None:
