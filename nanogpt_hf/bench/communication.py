@@ -55,8 +55,8 @@ def _group_size(arguments: list[Any]) -> int:
     for argument in arguments:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument).size()  # pyright: ignore[reportArgumentType]
-    name = [argument for argument in arguments if isinstance(argument, str)][-1]
-    return c10d._resolve_process_group(name).size()
+    names: list[Any] = [argument for argument in arguments if isinstance(argument, str)]
+    return c10d._resolve_process_group(names[-1]).size()  # pyright: ignore[reportPrivateImportUsage]
 
 
 def communicated_bytes(step: Callable[[], object]) -> dict[str, int]:

@@ -1,7 +1,7 @@
 """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter, disk.
 
-Arithmetic on the recipe and on an accelerate config; nothing is trained and nothing is measured. docs/machines.md says
-how far it has been checked.
+With --gpus it proposes how to lay the run out over them, with reasons, and writes the accelerate config. Arithmetic on
+recipe and machine; nothing is trained and nothing is measured. docs/machines.md says how far it has been checked.
 """
 
 import argparse
@@ -9,19 +9,24 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument, list_knobs
+from nanogpt_hf.commands.arguments import add_json_argument, list_knobs, number
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.training_run import add_depth, depth_override
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import load_config, stated_knobs
+from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.formatting import format_bytes
-from nanogpt_hf.runs.files import write_json
+from nanogpt_hf.runs.files import output_file, output_target, write_json
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from nanogpt_hf.config.schema import Config
     from nanogpt_hf.planning.estimate import Estimate
     from nanogpt_hf.planning.placement import Placement
+    from nanogpt_hf.planning.proposal import Proposal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,7 +37,25 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--memory",
         metavar="SIZE",
         type=_bytes,
-        help="memory of a device, such as 80GB or 16GiB, for the largest micro-batch",
+        help="memory of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus",
+    )
+    parser.add_argument(
+        "--gpus", metavar="N", type=number(int, 1, 1_000_000), help="propose how to lay the run out over N GPUs"
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
+    )
+    parser.add_argument(
+        "--per-machine", metavar="N", type=number(int, 1, 1024), default=8, help="of --gpus (default 8, or all)"
+    )
+    parser.add_argument(
+        "--network",
+        metavar="GBITS",
+        type=number(float, 0.001, 100_000),
+        help="of --gpus: Gb/s between machines, per GPU and direction (default 400)",
+    )
+    parser.add_argument(
+        "--write-config", metavar="FILE", type=output_file, help="of --gpus: write the accelerate config of the layout"
     )
     parser.add_argument(
         "--mfu", type=_share, default=0.4, help="share of the GPUs' peak FLOPs that is reached (default 0.4)"
@@ -44,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     if Mesh.from_environment().world_size > 1:
         raise UserError("estimate needs no launch: python cli.py estimate RECIPE --config_file F")
+    _check_options(arguments)
     base, overrides = None, depth_override(arguments) + overrides
     start = stated_knobs(arguments.recipe, overrides).get("finetune.model")
     if start and str(start).lower() not in ("null", "none"):
@@ -58,20 +82,120 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.planning.estimate import estimate
     from nanogpt_hf.planning.placement import Placement, read_placement
 
-    if arguments.config_file:
+    proposal = None
+    if arguments.gpus:
+        proposal = _proposal(arguments, config, base)
+        layout = proposal.layout
+        if layout is None:
+            raise UserError(proposal.reasons[0])
+        place, config = layout.place, replace_knobs(config, {"train.micro_batch_size": layout.micro_batch_size})
+    elif arguments.config_file:
         place = read_placement(arguments.config_file)
     else:
         place = Placement(on_cpu=not torch.accelerator.is_available())
     found = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
     for line in dial_lines(config):
         show(line)
+    if proposal:
+        show(*_layout(proposal, config), "", sep="\n")
     for lines in (_model(found), _memory(found, place), _devices(found, place), _tokens(found), _disk(found)):
         show(*lines, "", sep="\n")
     if config.lora.quantize:
         show(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
     show("these are estimates; docs/machines.md lists which of them were measured")
     if arguments.json:
-        write_json(arguments.json, _figures(found))
+        write_json(arguments.json, _figures(found) | ({"layout": _layout_figures(proposal)} if proposal else {}))
+
+
+def _check_options(arguments: argparse.Namespace) -> None:
+    """Raises UserError for options that do not go together, and for GPUs that do not fill machines."""
+    if arguments.gpus is None:
+        for option in ("gpu", "network", "write_config"):
+            if getattr(arguments, option) is not None:
+                raise UserError(f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout")
+        return
+    if arguments.config_file:
+        raise UserError("--gpus proposes a layout, and --config_file states one: give one of them")
+    if arguments.gpus > arguments.per_machine and arguments.gpus % arguments.per_machine:
+        raise UserError(
+            f"--gpus {arguments.gpus}: machines of {arguments.per_machine} GPUs are not filled; give a multiple, or "
+            "--per-machine"
+        )
+    from nanogpt_hf.planning.hardware import GPUS
+
+    if arguments.gpu is not None and arguments.gpu not in GPUS:
+        raise UserError(
+            f"--gpu {arguments.gpu}: not in the table of GPUs, {', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
+        )
+
+
+def _proposal(arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None") -> "Proposal":
+    """The layout over --gpus, written to --write-config."""
+    from nanogpt_hf.planning.estimate import planned_model
+    from nanogpt_hf.planning.hardware import NETWORK, gpu_of
+    from nanogpt_hf.planning.layout import Cluster
+    from nanogpt_hf.planning.machine_config import config_text
+    from nanogpt_hf.planning.proposal import propose
+
+    name, gpu = gpu_of(arguments.gpu, arguments.memory)
+    per_machine = min(arguments.per_machine, arguments.gpus)
+    network = (arguments.network or NETWORK) * 1e9 / 8
+    proposal = propose(
+        config, planned_model(config, base), Cluster(arguments.gpus, name, gpu, per_machine, network), arguments.mfu
+    )
+    if arguments.write_config and proposal.layout:
+        with output_target(arguments.write_config) as target:
+            target.write_text(config_text(proposal.layout), encoding="utf-8")
+    return proposal
+
+
+def _layout(proposal: "Proposal", config: "Config") -> list[str]:
+    """The proposed layout, why it is, and what others would cost."""
+    from nanogpt_hf.planning.machine_config import shipped_config
+    from nanogpt_hf.planning.proposal import seconds
+
+    cluster, layout = proposal.cluster, proposal.layout
+    assert layout is not None
+    machines = f" in {cluster.gpus // cluster.per_machine} machines" if cluster.gpus > cluster.per_machine else ""
+    rates = f"{cluster.gpu.bf16_flops / 1e12:,.0f} TFLOP/s, {cluster.gpu.link / 1e9:,.0f} GB/s to the others"
+    rates += f", {cluster.network / 1e9:,.4g} GB/s between machines" if machines else ""
+    step = f"{layout.accumulation} per step" if layout.accumulation > 1 else "one per step"
+    rows: list[tuple[str, ...]] = [
+        ("", "micro-batch", "memory", "sent inside", "between machines", "computes", "waits", "bubble", "step")
+    ]
+    for other in proposal.best:
+        mark = "*" if other is layout else " "
+        checkpointing = ", checkpointing" if other.place.checkpointing else ""
+        parts = (other.compute_seconds, other.waiting_seconds, other.bubble_seconds, other.step_seconds)
+        sent = (format_bytes(other.bytes_sent(between)) for between in (False, True))
+        memory = format_bytes(other.memory.peak)
+        times = ["does not fit", "", "", ""] if cluster.lacks(other) else [seconds(value) for value in parts]
+        rows.append((f"{mark} {other.name}{checkpointing}", str(other.micro_batch_size), memory, *sent, *times))
+    shipped = shipped_config(layout)
+    return [
+        f"layout over {cluster.gpus} × {cluster.name}{machines}: {format_bytes(cluster.gpu.memory)}, {rates}",
+        f"  {layout.name}{', activation checkpointing' if layout.place.checkpointing else ''}; micro-batches of "
+        f"{layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
+        *(f"  - {reason}" for reason in proposal.reasons),
+        "per GPU and step, the best of each kind:",
+        *_table(rows),
+        *(f"  {transfer.name}: {format_bytes(transfer.size)} per GPU and step" for transfer in layout.transfers),
+        f"to run it: --train.micro_batch_size {layout.micro_batch_size}, and "
+        + (f"{shipped} with these numbers, or " if shipped else "")
+        + "the config that --write-config FILE writes",
+    ]
+
+
+def _layout_figures(proposal: "Proposal") -> dict:
+    layout = proposal.layout
+    assert layout is not None
+    return {
+        "name": layout.name,
+        "reasons": proposal.reasons,
+        "step_seconds": layout.step_seconds,
+        "accumulation": layout.accumulation,
+        **{key: value for key, value in dataclasses.asdict(layout).items() if key not in ("memory", "accumulation")},
+    }
 
 
 def _bytes(text: str) -> float:

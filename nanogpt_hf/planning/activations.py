@@ -21,11 +21,29 @@ def saved_block_bytes(model: PreTrainedModel, block_size: int, *, autocast: bool
     """
     model = copy.deepcopy(model).train()
     blocks = architecture_of(model).blocks(model)
+    if len(set(getattr(model.config, "layer_types", None) or ())) <= 1:
+        del blocks[:-1]  # the top block has no other kind of attention: faster
     with FakeTensorMode(allow_non_fake_inputs=True):
         _make_fake(model, torch.bfloat16 if half else None)
         batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
         one, two = (_saved_bytes(model, blocks[-1], tokens, autocast) for tokens in batches)
     return (two - one) / block_size
+
+
+@lru_cache(maxsize=16)
+def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
+    """A model whose blocks are as wide as those of one of `tp` tensor-parallel ranks, on the meta device.
+
+    The residual stream keeps its width, heads and MLP are divided.
+    """
+    if tp == 1:
+        return model
+    config = copy.deepcopy(model.config)
+    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        setattr(config, name, getattr(config, name) // tp)
+    with torch.device("meta"):
+        return type(model)(config)
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:

@@ -84,7 +84,7 @@ def estimate(
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     try:
-        accumulation = accumulation_steps(config, place.processes)
+        accumulation = accumulation_steps(config, place.dp)
     except ValueError as error:
         raise UserError(str(error)) from None
     block_size, tokens = config.data.block_size, config.train.max_steps * config.train.tokens_per_step
@@ -151,6 +151,11 @@ def estimate(
         data_is_prepared=manifest is not None,
         run_bytes=run_bytes(total, optimizer_state_bytes(model, in_float32), config.checkpoint.keep),
     )
+
+
+def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTrainedModel:
+    """The model of a run of `config`, on the meta device. Raises UserError if its vocabulary is unknown."""
+    return _meta_model(config, base, find_manifest(config.data))[0]
 
 
 def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:

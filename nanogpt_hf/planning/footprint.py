@@ -6,7 +6,9 @@ gradients are allocated and freed. tests/planning/test_footprint.py compares the
 
 import math
 from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -17,7 +19,7 @@ from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
 from nanogpt_hf.optim.muon import orthogonalization_buffers
 from nanogpt_hf.optim.optimizer import muon_matrices
-from nanogpt_hf.planning.activations import saved_block_bytes
+from nanogpt_hf.planning.activations import narrower, saved_block_bytes
 from nanogpt_hf.planning.placement import Placement
 
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
@@ -46,8 +48,30 @@ class Footprint:
 
 
 @dataclass(frozen=True)
+class Stage:
+    """What one pipeline stage holds; without pipeline parallelism the whole model."""
+
+    blocks: int
+    has_embedding: bool = True
+    has_head: bool = True
+    in_flight: int = 1  # micro-batches whose activations are held
+
+
+def stages_of(model: PreTrainedModel, place: Placement) -> list[Stage]:
+    """The first and last stage: under 1F1B the first holds the most activations, the last the loss.
+
+    1F1B (arXiv:2104.04473, section 2.2): a stage has as many micro-batches in flight as there are stages from it on.
+    """
+    blocks = model.config.num_hidden_layers
+    if place.pp == 1:
+        return [Stage(blocks)]
+    blocks = math.ceil(blocks / place.pp)
+    return [Stage(blocks, has_head=False, in_flight=place.pp), Stage(blocks, has_embedding=False)]
+
+
+@dataclass(frozen=True)
 class Counts:
-    """Numbers of parameters of a model."""
+    """Numbers of parameters of a model, or of its share on one device."""
 
     total: int
     trainable: int
@@ -58,25 +82,61 @@ class Counts:
     backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
 
     @classmethod
-    def of(cls, model: PreTrainedModel) -> "Counts":
-        """The counts of `model`, which may be on the meta device."""
+    def of(cls, model: PreTrainedModel, tp: int = 1, stage: Stage | None = None) -> "Counts":
+        """The counts of `model`, which may be on the meta device; with tensor parallelism those of one rank.
+
+        Tensor parallelism splits the matrices of the blocks, the embedding of tokens and the head. A stage of a
+        pipeline has some of the blocks; the first has the embeddings, the last the head, which may be a copy.
+        """
         architecture = architecture_of(model)
         blocks, embedding = architecture.blocks(model), next(model.get_input_embeddings().parameters())
+        stage = stage or Stage(len(blocks))
         trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
         frozen_below = 0
         if True in trainable and not any(p.requires_grad for p in embeddings):
             frozen_below = trainable.index(True)
-        total, in_blocks = model.num_parameters(), sum(p.numel() for p in blocks.parameters())
+        split = _split_parameters(model) if tp > 1 else set()
+
+        def count(parameters: Iterable[torch.Tensor]) -> int:
+            return sum(p.numel() // tp if id(p) in split else p.numel() for p in parameters)
+
+        in_blocks = count(blocks.parameters())
+        block = in_blocks // len(blocks)
+        above = {id(p): p for layer in (architecture.final_norm(model), _head(model)) for p in layer.parameters()}
+        below = {id(p): p for p in embeddings}
+        outside = count(((below if stage.has_embedding else {}) | (above if stage.has_head else {})).values())
+        # the rest of the model, such as adapters outside the blocks, is with the last stage
+        known = {id(p) for p in blocks.parameters()} | below.keys() | above.keys()
+        outside += count(p for p in model.parameters() if id(p) not in known) if stage.has_head else 0
+        whole, all_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
+        total = outside + (in_blocks if stage.blocks == len(blocks) else block * stage.blocks)
         return cls(
             total=total,
-            trainable=model.num_parameters(only_trainable=True),
-            block=in_blocks // len(blocks),
-            outside=total - in_blocks,
-            head=embedding.numel(),
+            trainable=all_trainable if total == whole else round(total * all_trainable / whole),
+            block=block,
+            outside=outside,
+            head=count([embedding]) if stage.has_head else 0,
             head_is_trainable=embedding.requires_grad,
-            backward_blocks=len(blocks) - frozen_below,
+            backward_blocks=min(stage.blocks, len(blocks) - frozen_below),
         )
+
+
+CountsOf = Callable[[PreTrainedModel, int, Stage], Counts]
+
+
+def _head(model: PreTrainedModel) -> Any:
+    return model.get_output_embeddings() or model.get_input_embeddings()
+
+
+def _split_parameters(model: PreTrainedModel) -> set[int]:
+    """The ids of the parameters that tensor parallelism splits; biases of layers that it sums over ranks stay whole."""
+    architecture = architecture_of(model)
+    split = {id(p) for layer in (model.get_input_embeddings(), _head(model)) for p in layer.parameters()}
+    for block in architecture.blocks(model):
+        for *columns, rows in (architecture.attention_layers(block), architecture.mlp_layers(block)):
+            split |= {id(p) for layer in columns for p in layer.parameters()} | {id(rows.weight)}
+    return split
 
 
 def footprint(
@@ -87,35 +147,61 @@ def footprint(
     block_size: int,
     accumulates: bool,
     optim: OptimSection | None = None,
+    counts_of: CountsOf | None = None,
 ) -> Footprint:
     """The footprint of a training step; `model` may be on the meta device.
 
     `accumulates`: whether a step has several micro-batches, so that gradients stay allocated after the first one.
-    `optim`: that of the recipe; without it AdamW with float32 state.
+    `optim`: that of the recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
+    peak, of other kinds of parallelism any device. `counts_of`: Counts.of, or a cache of it.
     """
-    config, counts, value = model.config, Counts.of(model), place.compute_bytes
-    rows = micro_batch_size * block_size
+    batch, counts_of = (micro_batch_size, block_size, accumulates), counts_of or Counts.of
+    footprints = [
+        _footprint(model, place, stage, counts_of(model, place.tp, stage), *batch, optim or OptimSection())
+        for stage in stages_of(model, place)
+    ]
+    return max(footprints, key=lambda estimated: estimated.peak)
+
+
+def _footprint(
+    model: PreTrainedModel,
+    place: Placement,
+    stage: Stage,
+    counts: Counts,
+    micro_batch_size: int,
+    block_size: int,
+    accumulates: bool,
+    optim: OptimSection,
+) -> Footprint:
+    config, value = model.config, place.compute_bytes
+    rows = micro_batch_size * block_size // place.cp
     residual = 4 * rows * config.hidden_size  # float32
     full_block = rows * _block_activation_bytes(model, block_size, place)
     saved_block = rows * saved_bytes_per_token(model, block_size, place)
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
-    passing = residual + value * rows * _mlp_gradient_values(model)
+    passing = residual + value * rows * _mlp_gradient_values(model, place.tp)
     recomputed = full_block if place.checkpointing else 0
-    state, offloaded = _state(counts, place, optimizer_state_bytes(model, optim or OptimSection(), place.shards))
+    if optim.name == "adamw" and optim.state == "float32":
+        optimizer_bytes = 8 * counts.trainable / place.shards
+    else:
+        optimizer_bytes = optimizer_state_bytes(model, optim, place.shards)
+        optimizer_bytes *= counts.trainable / model.num_parameters(only_trainable=True)
+    state, offloaded = _state(counts, place, optimizer_bytes)
     gradients = state.pop("gradients")
     accumulated = gradients if accumulates else 0
     head = 0  # a gradient of the head, not yet reduced
     if counts.head_is_trainable:
         head = counts.head * (value if place.kind == "FSDP2" else 4)
     is_tied = config.tie_word_embeddings
-    logits, head_gradient, row_gradients = _loss(model, counts, place, rows)
+    logits, head_gradient, row_gradients = _loss(model, counts, place, rows) if stage.has_head else (0.0, 0.0, 0.0)
+    waiting = (stage.in_flight - 1) * counts.backward_blocks * saved_block  # activations of other micro-batches
 
     def in_block(done: int) -> dict[str, float]:
         """The backward pass of a block, after `done` blocks above it."""
         held_blocks = 1 if place.checkpointing else counts.backward_blocks - done
         return {
             "gradients": (accumulated or gradients * done * counts.block / counts.total) + head,
-            "activations": (counts.backward_blocks - done) * saved_block + recomputed + passing,
+            "activations": waiting + (counts.backward_blocks - done) * saved_block + recomputed + passing,
             "copies": _copies(counts, place, blocks=held_blocks, backward=True),
         }
 
@@ -123,7 +209,7 @@ def footprint(
         LOSS: {
             "gradients": accumulated + head_gradient,
             # with input and output of the last LayerNorm
-            "activations": counts.backward_blocks * saved_block + 2 * residual + row_gradients,
+            "activations": waiting + counts.backward_blocks * saved_block + 2 * residual + row_gradients,
             "logits": logits,
             "copies": _copies(
                 counts, place, blocks=0 if place.checkpointing else counts.backward_blocks, backward=False
@@ -134,11 +220,11 @@ def footprint(
         # of a tied head: its gradient, the embedding's, and their sum; and one more from earlier micro-batches
         EMBEDDING: {
             "gradients": gradients + head * ((2 if is_tied else 0) + accumulates),
-            "activations": 2 * residual,
+            "activations": waiting + 2 * residual,
             "copies": _copies(counts, place, blocks=0, backward=True),
         },
     }
-    if optim is not None and optim.name == "muon":
+    if optim.name == "muon":
         phases[MUON] = {"gradients": gradients, "copies": _muon_buffers(model, place)}
     zeros = dict.fromkeys(PARTS, 0.0)
     return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded)
@@ -150,7 +236,7 @@ def _loss(model: PreTrainedModel, counts: Counts, place: Placement, rows: int) -
     If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
     chunk, value = rows_of_a_chunk(rows, model.config.vocab_size), place.compute_bytes
-    logits = chunk * model.config.vocab_size
+    logits = chunk * model.config.vocab_size / place.tp
     if chunk == rows:  # log-softmax, with a gradient before and after it
         return 3 * 4 * logits, 0.0, 0.0
     bytes_per_logit = value + 4  # logits, and their log-softmax in float32
@@ -175,17 +261,18 @@ def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Plac
     """Bytes of the top block's activations per token, without checkpointing."""
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
     if architecture.block_activations is None:
-        return saved_block_bytes(model, block_size, autocast=place.autocast, half=place.zero and value == 2)
+        half = place.zero and value == 2
+        return saved_block_bytes(narrower(model, place.tp), block_size, autocast=place.autocast, half=half)
     block = architecture.blocks(model)[-1]
     eager_attention = config.dropout > 0 and place.on_cpu  # the CPU's fused kernels have no dropout
     values = architecture.block_activations(config)
     saved = place.residual_bytes * values.residual
-    saved += (4 if eager_attention else value) * values.attention
-    saved += value * values.other
+    saved += (4 if eager_attention else value) * values.attention / place.tp
+    saved += value * values.other / place.tp
     if config.dropout:  # masks of attention's and the MLP's output: bool on a GPU, factors on a CPU
         saved += 2 * (value if place.on_cpu else 1) * config.hidden_size
     if eager_attention:  # the softmax, the factors of its dropout, their product
-        saved += 3 * 4 * config.num_attention_heads * block_size
+        saved += 3 * 4 * config.num_attention_heads / place.tp * block_size
     return saved + _linear_input_bytes(architecture, block, place)
 
 
@@ -193,7 +280,8 @@ def _linear_input_bytes(architecture: Architecture, block: torch.nn.Module, plac
     """Bytes per token of the inputs of trainable linear layers that are not counted elsewhere."""
     value, saved = place.compute_bytes, 0.0
     query, key, values, output = architecture.attention_layers(block)
-    for layer in (query, key, values, output, *architecture.mlp_layers(block)):
+    *first, last = architecture.mlp_layers(block)
+    for layer in (query, key, values, output, *first, last):
         adapter = getattr(layer, "lora_A", None)
         if adapter is None and not layer.weight.requires_grad:
             continue
@@ -202,7 +290,7 @@ def _linear_input_bytes(architecture: Architecture, block: torch.nn.Module, plac
         is_shared = not place.autocast and layer in (key, values)
         is_shared |= layer is output and not (place.autocast and adapter is not None)  # the output of attention
         if has_dropout or not is_shared:
-            saved += layer.in_features * value
+            saved += layer.in_features * value / (place.tp if layer in (output, last) else 1)
         if adapter is not None:
             saved += adapter["default"].out_features * value
         if has_dropout:
@@ -210,11 +298,11 @@ def _linear_input_bytes(architecture: Architecture, block: torch.nn.Module, plac
     return saved
 
 
-def _mlp_gradient_values(model: PreTrainedModel) -> int:
+def _mlp_gradient_values(model: PreTrainedModel, tp: int) -> int:
     """Values per token of the gradient of the MLP's last input; an adapter has a second one."""
     architecture = architecture_of(model)
     projection = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
-    return projection.in_features * (2 if hasattr(projection, "lora_A") else 1)
+    return projection.in_features // tp * (2 if hasattr(projection, "lora_A") else 1)
 
 
 def optimizer_state_bytes(model: PreTrainedModel, optim: OptimSection, shards: int = 1) -> float:
@@ -256,6 +344,8 @@ def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> tuple[di
     if place.zero:  # weights in the compute precision, and a float32 copy in the optimizer
         state["weights"] = place.compute_bytes * counts.total / (place.shards if place.kind == "ZeRO-3" else 1)
         state["optimizer"] += 4 * counts.trainable / place.shards
+    if place.pp > 1:
+        state["gradients"] *= place.shards  # torch's pipelines reduce them after the last backward pass of a step
     offloaded_parts = []
     if place.offloads_optimizer or place.offloads_weights:
         offloaded_parts += ["gradients", "optimizer"]
@@ -272,7 +362,8 @@ def _copies(counts: Counts, place: Placement, *, blocks: int, backward: bool) ->
     """
     value = place.compute_bytes
     if place.kind == "FSDP2":  # this block and the next; gradients in 16 bits and float32
-        gathered = 2 * counts.block if place.reshard else counts.total - counts.outside
+        few = place.reshard and place.pp == 1  # torch's pipelines reshard after the last backward pass of a step
+        gathered = 2 * counts.block if few else counts.total - counts.outside
         gradients = (value + 4) * counts.block if backward else 0
         return value * (counts.outside + gathered) + gradients
     if place.zero:

@@ -1,4 +1,4 @@
-"""GPUs by name: dense bf16 peak and memory."""
+"""GPUs by name: dense bf16 peak, memory and link; the network between machines."""
 
 import re
 from typing import NamedTuple
@@ -8,27 +8,33 @@ import torch
 USABLE_MEMORY = 0.9  # of a device or machine; the rest is for fragmentation and for the network's buffers
 
 
+LINK_SHARE = 0.8  # of a link's rate that collectives reach: an assumption
+NETWORK = 400  # Gb/s per GPU between machines, if the user names none: 8 adapters of 400 Gb/s, as in DGX H100
+
+
 class Gpu(NamedTuple):
     bf16_flops: float  # FLOP/s
     memory: float  # bytes, as the GPU is sold; the largest if there are several
+    link: float  # bytes per second to the other GPUs of its machine, in one direction
 
 
 # By a part of the device's name; the first match counts. The peaks are from the vendors' data sheets (NVIDIA's A100,
 # H100, H200, L4, L40, L40S and HGX B200, an eighth of it; its Ada whitepaper for the 4090, with float32 sums; AMD's
-# MI300X); a figure "with sparsity" counts half. Apple publishes none for its chips.
+# MI300X); a figure "with sparsity" counts half, and so does a link's of both directions. Cards for PCIe are counted
+# without bridges. Apple publishes none for its chips.
 GPUS = {
-    "B200": Gpu(2250e12, 180e9),
-    "H200 NVL": Gpu(835e12, 141e9),
-    "H200": Gpu(989e12, 141e9),
-    "H100 PCIe": Gpu(756e12, 80e9),
-    "H100 NVL": Gpu(835e12, 94e9),
-    "H100": Gpu(989e12, 80e9),
-    "A100": Gpu(312e12, 80e9),
-    "L40S": Gpu(362e12, 48e9),
-    "L40": Gpu(181e12, 48e9),
-    "L4": Gpu(121e12, 24e9),
-    "RTX 4090": Gpu(165e12, 24e9),
-    "MI300X": Gpu(1307e12, 192e9),
+    "B200": Gpu(2250e12, 180e9, 900e9),
+    "H200 NVL": Gpu(835e12, 141e9, 64e9),
+    "H200": Gpu(989e12, 141e9, 450e9),
+    "H100 PCIe": Gpu(756e12, 80e9, 64e9),
+    "H100 NVL": Gpu(835e12, 94e9, 64e9),
+    "H100": Gpu(989e12, 80e9, 450e9),
+    "A100": Gpu(312e12, 80e9, 300e9),
+    "L40S": Gpu(362e12, 48e9, 32e9),
+    "L40": Gpu(181e12, 48e9, 32e9),
+    "L4": Gpu(121e12, 24e9, 32e9),
+    "RTX 4090": Gpu(165e12, 24e9, 32e9),
+    "MI300X": Gpu(1307e12, 192e9, 448e9),
 }
 
 
@@ -42,3 +48,15 @@ def bf16_peak(name: str) -> float | None:
     if "Laptop" in name:
         return None
     return next((gpu.bf16_flops for part, gpu in GPUS.items() if re.search(rf"\b{part}\b", name)), None)
+
+
+def gpu_of(name: str | None, memory: float | None) -> tuple[str, Gpu]:
+    """A GPU of the table by name, or that with the memory nearest to `memory` bytes, the fastest of several.
+
+    The memory is `memory` if it is given. Raises KeyError for an unknown name.
+    """
+    if name is None:
+        wanted = memory if memory is not None else GPUS["H100"].memory
+        name = min(GPUS, key=lambda key: (abs(GPUS[key].memory - wanted), -GPUS[key].bf16_flops))
+    gpu = GPUS[name]
+    return name, gpu if memory is None else gpu._replace(memory=memory)

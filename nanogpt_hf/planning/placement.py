@@ -1,5 +1,6 @@
 """Read from an accelerate config how a model is sharded, cast and offloaded, for memory estimates."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,11 @@ class Placement:
 
     processes: int = 1
     kind: str = "one process"  # or DDP, FSDP2, ZeRO-2, ZeRO-3
-    shards: int = 1  # processes that share one copy of the optimizer state
+    shards: int = 1  # data- and context-parallel processes that share one copy of the optimizer state
+    tp: int = 1  # tensor-parallel size
+    cp: int = 1  # context-parallel size
+    pp: int = 1  # pipeline stages
+    per_machine: int = 8  # processes on one machine
     precision: str = "no"  # or bf16, fp16
     checkpointing: bool = False  # of activations, per block
     reshard: bool = True  # FSDP2: gathered weights are freed after the forward pass
@@ -23,6 +28,16 @@ class Placement:
     offloads_weights: bool = False  # to host memory, with gradients and optimizer state
     offloads_optimizer: bool = False
     compiles: bool = False
+
+    @property
+    def dp(self) -> int:
+        """Data-parallel size, as Mesh.dp_size."""
+        return self.processes // (self.tp * self.cp * self.pp)
+
+    @property
+    def copies(self) -> int:
+        """How many times the optimizer state of a parameter is held."""
+        return self.dp * self.cp // self.shards
 
     @property
     def zero(self) -> bool:
@@ -43,12 +58,17 @@ class Placement:
         """Bytes of a value in the residual stream, the input of a LayerNorm."""
         return self.compute_bytes if self.zero else 4
 
+    @property
+    def model_parallel(self) -> dict[str, int]:
+        return {"tensor": self.tp, "context": self.cp, "pipeline": self.pp}
+
     def __str__(self) -> str:
         parts = [plural(self.processes, "process")]
         if self.kind != "one process":
             parts.append(self.kind)
-        if 1 < self.shards < self.processes:
-            parts.append(f"{self.processes // self.shards} copies over {self.shards} processes each")
+        parts += [f"{size}-way {name}-parallel" for name, size in self.model_parallel.items() if size > 1]
+        if self.shards > 1 and self.copies > 1:
+            parts.append(f"{self.copies} copies over {self.shards} processes each")
         parts.append("float32" if self.precision == "no" else f"{self.precision} with float32 weights")
         if self.checkpointing:
             parts.append("activation checkpointing")
@@ -82,18 +102,23 @@ def _placement(path: str, config) -> Placement:
     kind, processes, precision = str(config.distributed_type), int(config.num_processes), str(config.mixed_precision)
     fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in (config.parallelism_config or {}).items()}
-    copies = int(mesh.get("dp_replicate_size") or 1)
-    if processes < 1 or copies < 1:
-        raise UserError(
-            f"--config_file {path}: num_processes {processes}, dp_replicate_size {copies}: must be at least 1"
-        )
-    for size in ("tp_size", "cp_size", "sp_size"):
-        if int(mesh.get(size) or 1) > 1:
-            raise UserError(f"--config_file {path}: {size} {mesh[size]} is not supported")
+    sizes = {name: int(mesh.get(f"{name}_size") or 1) for name in ("dp_replicate", "tp", "cp", "pp")}
+    shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1) or "dp_replicate_size 1"
+    if processes < 1 or min(sizes.values()) < 1:
+        raise UserError(f"--config_file {path}: num_processes {processes}, {shown}: must be at least 1")
+    if processes % math.prod(sizes.values()):
+        raise UserError(f"--config_file {path}: {processes} processes are not a multiple of {shown}")
+    if int(mesh.get("sp_size") or 1) > 1:
+        raise UserError(f"--config_file {path}: sp_size {mesh['sp_size']} is not supported; set cp_size")
     if precision not in ("no", "bf16", "fp16"):
         raise UserError(f"--config_file {path}: mixed_precision {precision} is not estimated; use no, bf16 or fp16")
+    tp, cp, pp = sizes["tp"], sizes["cp"], sizes["pp"]
     place = {
         "processes": processes,
+        "tp": tp,
+        "cp": cp,
+        "pp": pp,
+        "per_machine": processes // max(1, int(config.num_machines or 1)),
         "precision": precision,
         "on_cpu": bool(config.use_cpu),
         "compiles": str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
@@ -101,13 +126,9 @@ def _placement(path: str, config) -> Placement:
     if "FSDP" in kind:
         if int(fsdp.get("fsdp_version") or 1) != 2:
             raise UserError(f"--config_file {path}: FSDP 1 is not supported; set fsdp_version: 2 in its fsdp_config")
-        if processes % copies:
-            raise UserError(
-                f"--config_file {path}: {processes} processes are not a multiple of dp_replicate_size {copies}"
-            )
         return Placement(
             kind="FSDP2",
-            shards=processes // copies,
+            shards=processes // (tp * pp * sizes["dp_replicate"]),
             checkpointing=_true(fsdp.get("fsdp_activation_checkpointing")),
             reshard=_true(fsdp.get("fsdp_reshard_after_forward", True)),
             offloads_weights=_true(fsdp.get("fsdp_offload_params")),
@@ -129,7 +150,7 @@ def _placement(path: str, config) -> Placement:
             offloads_optimizer=offloads["optimizer"],
             **place,
         )
-    return Placement(kind="DDP" if processes > 1 else "one process", **place)
+    return Placement(kind="DDP" if processes > tp * cp * pp else "one process", **place)
 
 
 def _true(value: object) -> bool:

@@ -49,6 +49,24 @@ def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
+    written, file = tmp_path / "machine.yaml", tmp_path / "figures.json"
+    recipe = ["estimate", str(ROOT / "recipes" / "gpt2_1558m.yaml"), "--data.dir", str(tmp_path / "none")]
+    options = ["--gpus", "8", "--memory", "24GB", "--write-config", str(written), "--json", str(file)]
+    assert main([*recipe, *options]) == 0
+    captured, figures = capsys.readouterr().out, json.loads(file.read_text())
+    assert "layout over 8 × RTX 4090: 24.0 GB, 165 TFLOP/s, 32 GB/s to the others" in captured
+    assert "  FSDP2 8; micro-batches of 5 × 1,024 tokens, 12 per step" in captured
+    assert "  - DDP 8 does not fit: " in captured
+    assert "accelerate_configs/fsdp2.yaml with these numbers" in captured
+    layout = figures["layout"]
+    assert (layout["name"], layout["micro_batch_size"]) == ("FSDP2 8", figures["micro_batch_size"])
+    assert layout["step_seconds"] == pytest.approx(491_520 * figures["flops_per_token"] / (8 * 0.4 * 165e12))
+    # the same as for the config that it wrote
+    assert main([*recipe, "--train.micro_batch_size", "5", "--config_file", str(written), "--json", str(file)]) == 0
+    assert json.loads(file.read_text())["memory"] == figures["memory"]
+
+
 def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
     config = load_config(write_recipe(train__tokens_per_step=12 * 16))
     peak = {}
@@ -149,6 +167,15 @@ def test_estimate_counts_unfrozen_parameters(tiny_base, text_file, tmp_path):
     [
         (["recipes/none.yaml"], "recipes/none.yaml: no such recipe"),
         (["RECIPE", "--config_file", "none.yaml"], "--config_file none.yaml: no such file"),
+        (
+            ["RECIPE", "--config_file", "CPU_DDP", "--gpus", "2"],
+            "--gpus proposes a layout, and --config_file states one",
+        ),
+        (["RECIPE", "--write-config", "machine.yaml"], "--write-config: only with --gpus, which proposes a layout"),
+        (["RECIPE", "--gpus", "12"], "--gpus 12: machines of 8 GPUs are not filled; give a multiple, or --per-machine"),
+        (["RECIPE", "--gpus", "8", "--gpu", "H10"], "--gpu H10: not in the table of GPUs, B200, "),
+        (["RECIPE", "--gpus", "none"], "--gpus"),
+        (["RECIPE", "--gpus", "1", "--memory", "0.0001GB"], "no layout over 1 × RTX 4090 fits"),
         (["RECIPE", "--memory", "much"], "expected a size such as 80GB or 16GiB, got 'much'"),
         (["RECIPE", "--memory", "0GB"], "expected a size such as 80GB"),
         (["RECIPE", "--mfu", "40"], "expected a share such as 0.4"),

@@ -1,0 +1,237 @@
+"""Layouts over GPUs: the proposal for worked examples, its memory and communication summed by hand, its config."""
+
+import dataclasses
+import math
+from pathlib import Path
+
+import pytest
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.planning.communication import all_gather_bytes, all_reduce_bytes
+from nanogpt_hf.planning.estimate import planned_model
+from nanogpt_hf.planning.footprint import LOSS
+from nanogpt_hf.planning.hardware import GPUS, gpu_of
+from nanogpt_hf.planning.layout import Cluster, layouts, waiting_seconds
+from nanogpt_hf.planning.machine_config import config_text, shipped_config
+from nanogpt_hf.planning.placement import Placement, read_placement
+from nanogpt_hf.planning.proposal import propose
+
+ROOT = Path(__file__).parents[2]
+LLAMA_7B = {
+    "model.architecture": "llama",
+    "model.n_layer": 32,
+    "model.n_head": 32,
+    "model.n_embd": 4096,
+    "model.n_inner": 11008,
+    "model.n_positions": 4096,
+    "data.source": "Skylion007/openwebtext",
+    "data.tokenizer": "gpt2",
+    "data.dir": "none",
+    "data.block_size": 4096,
+    "train.tokens_per_step": 4_194_304,
+    "train.micro_batch_size": 1,
+}
+LLAMA_70B = LLAMA_7B | {"model.n_layer": 80, "model.n_head": 64, "model.n_kv_head": 8}
+LLAMA_70B |= {"model.n_embd": 8192, "model.n_inner": 28672}
+
+
+def cluster(gpus, name="H100", memory=None, per_machine=8, gigabits=400.0) -> Cluster:
+    name, gpu = gpu_of(name, memory)
+    return Cluster(gpus, name, gpu, min(per_machine, gpus), gigabits * 1e9 / 8)
+
+
+def gpt2_1558m():
+    config = load_config(ROOT / "recipes" / "gpt2_1558m.yaml", [("data.dir", "none")])
+    return config, planned_model(config)
+
+
+def proposal_for(values, where):
+    config = load_config(None, values, name="example")
+    model = planned_model(config)
+    return config, model, propose(config, model, where, mfu=0.4)
+
+
+def bytes_of_shards(model, shards) -> float:
+    """Float32 bytes of all parameters on the first of `shards` processes: FSDP2 shards by rows, rounded up."""
+    return sum(4 * math.ceil(len(p) / shards) * math.prod(p.shape[1:]) for p in model.parameters())
+
+
+def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
+    config, model = gpt2_1558m()
+    found = propose(config, model, cluster(8, None, 24e9), mfu=0.4)
+    layout = found.layout
+    assert (found.cluster.name, layout.name, shipped_config(layout)) == (
+        "RTX 4090",
+        "FSDP2 8",
+        "accelerate_configs/fsdp2.yaml",
+    )
+    state = layout.memory.phases[LOSS]
+    assert state["weights"] == pytest.approx(bytes_of_shards(model, 8), rel=1e-3)
+    assert state["optimizer"] == 2 * state["weights"]
+    assert layout.memory.peak <= 0.9 * 24e9
+    # DDP: 16 bytes for each of 1,556.8 M parameters and 64 rows that pad the vocabulary
+    assert "DDP 8 does not fit" in found.reasons[0]
+    assert 16 * model.num_parameters() > 24e9
+    assert any("model.n_head is 25" in reason for reason in found.reasons)
+    # 2 bytes gathered twice, 4 scattered, of all but what stays gathered, for each of 12 micro-batches
+    micro_batches = 480 // 8 // layout.micro_batch_size
+    outside = model.transformer.wte.weight.numel() + 1024 * 1600 + 1600
+    inside = model.num_parameters() - outside
+    sent = 7 / 8 * micro_batches * (2 * (2 * inside + outside) + 4 * (inside + outside))
+    assert layout.bytes_sent(between_machines=False) == pytest.approx(sent)
+    assert layout.bytes_sent(between_machines=True) == 0
+
+
+def test_7b_on_8_gpus_of_80_gb_is_sharded():
+    _, model, found = proposal_for(LLAMA_7B, cluster(8))
+    layout = found.layout
+    assert (layout.name, layout.micro_batch_size, layout.place.checkpointing) == ("FSDP2 8", 1, False)
+    state = layout.memory.phases[LOSS]
+    assert state["weights"] == pytest.approx(bytes_of_shards(model, 8), rel=1e-3)
+    assert state["gradients"] >= state["weights"]
+    # 32 blocks keep for each of 4,096 tokens at least the inputs of the norms, in float32, and of seven matrix products
+    values = 2 * (3 * 4096 + 4096 + 2 * 4096 + 11008) + 4 * 2 * 4096
+    assert state["activations"] > 32 * 4096 * values
+    assert 13.7e9 < 16 * model.num_parameters() / 8 < 13.9e9
+    assert {other.family for other in found.best} >= {"DDP", "FSDP2", "TP × FSDP2", "CP × FSDP2", "PP × FSDP2"}
+    assert found.cluster.lacks(next(other for other in found.best if other.family == "DDP"))
+
+
+@pytest.mark.slow
+def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
+    _, model, found = proposal_for(LLAMA_70B, cluster(64))
+    layout = found.layout
+    assert (layout.name, layout.place.checkpointing) == ("FSDP2 64", True)
+    assert shipped_config(layout) == "accelerate_configs/fsdp2_checkpointing.yaml"
+    assert layout.memory.phases[LOSS]["weights"] == pytest.approx(bytes_of_shards(model, 64), rel=1e-3)
+    hsdp = next(other for other in found.best if other.family == "HSDP")
+    assert hsdp.memory.peak > 16 * model.num_parameters() / 8 > 80e9
+    # with a slow network only activations should cross it
+    _, _, slow = proposal_for(LLAMA_70B, cluster(64, gigabits=10.0))
+    assert slow.layout.family == "PP × FSDP2"
+    assert slow.layout.bytes_sent(between_machines=True) < layout.bytes_sent(between_machines=True) / 10
+
+
+def test_tensor_parallel_memory_is_that_of_split_matrices():
+    config = load_config(None, LLAMA_7B, name="example")
+    model = planned_model(config)
+    layout = next(x for x in layouts(config, model, cluster(8), 0.4) if x.name == "TP 4 × FSDP2 2")
+    norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
+    matrices = model.num_parameters() - norms
+    assert layout.memory.phases[LOSS]["weights"] == pytest.approx(4 * (matrices / 4 + norms) / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("values", "where", "name"),
+    [
+        ({}, cluster(1), "one process"),
+        ({}, cluster(8), "DDP 8"),
+        ({}, cluster(16), "DDP 16"),
+        ({"model.n_layer": 24, "model.n_embd": 1024}, cluster(8, "H100", 4e9), "FSDP2 8"),
+    ],
+)
+def test_simplest_layout_that_is_nearly_as_fast_is_proposed(values, where, name):
+    sizes = {"model.n_layer": 12, "model.n_head": 16, "model.n_embd": 768, "data.block_size": 256}
+    small = {key: LLAMA_7B[key] for key in ("data.source", "data.tokenizer", "data.dir")}
+    _, _, found = proposal_for(small | sizes | {"train.tokens_per_step": 256 * 960} | values, where)
+    assert found.layout.name == name
+
+
+def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow():
+    _, _, found = proposal_for(LLAMA_7B | {"train.tokens_per_step": 4096 * 128}, cluster(16, gigabits=50.0))
+    assert (found.layout.name, shipped_config(found.layout)) == ("HSDP 2×8", "accelerate_configs/hsdp.yaml")
+    whole = next(other for other in found.best if other.family == "FSDP2")
+    assert found.layout.bytes_sent(between_machines=True) < whole.bytes_sent(between_machines=True) / 4
+    assert any("FSDP2 16 fits, but a step would take" in reason for reason in found.reasons)
+
+
+def test_no_layout_is_proposed_if_none_fits():
+    _, _, found = proposal_for(LLAMA_7B, cluster(2, "L4"))
+    assert found.layout is None
+    (line,) = found.reasons
+    assert line.startswith("no layout over 2 × L4 fits: the smallest, ")
+    assert "21.6 GB are usable; take more GPUs" in line
+
+
+def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
+    size, whole = 4, 12_000
+    sent = 0
+    for _ in range(2 * (size - 1)):  # reduce-scatter, then all-gather: in each round every device sends one part
+        sent += whole // size
+    assert all_reduce_bytes(whole, size) == sent
+    assert all_gather_bytes(whole, size) == sent / 2
+    assert all_reduce_bytes(whole, 1) == 0
+
+
+@pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (2, 6), (4, 4), (4, 16), (8, 9)])
+def test_bubble_equals_that_of_a_schedule_played_step_by_step(stages, micro_batches):
+    # 1F1B: a stage runs its operations in order, once its neighbour has the input; backward passes take twice as long
+    order = []
+    for stage in range(stages):
+        warm = min(stages - stage - 1, micro_batches)
+        steady = [(kind, i) for j in range(micro_batches - warm) for kind, i in (("F", warm + j), ("B", j))]
+        order.append(
+            [("F", i) for i in range(warm)] + steady + [("B", i) for i in range(micro_batches - warm, micro_batches)]
+        )
+    ends, free, queues = {}, [0.0] * stages, [list(operations) for operations in order]
+    while any(queues):
+        for stage, queue in enumerate(queues):
+            while queue:
+                kind, i = queue[0]
+                needs = ("F", i, stage - 1) if kind == "F" else ("B", i, stage + 1)
+                if kind == "B" and stage == stages - 1:
+                    needs = ("F", i, stage)
+                if not (kind == "F" and stage == 0) and needs not in ends:
+                    break
+                start = max(free[stage], ends.get(needs, 0.0))
+                free[stage] = ends[kind, i, stage] = start + (1.0 if kind == "F" else 2.0)
+                queue.pop(0)
+    busy = 3.0 * micro_batches
+    place = Placement(processes=stages, pp=stages)
+    _, bubble = waiting_seconds([], busy, cluster(8), place, micro_batches)
+    assert bubble == pytest.approx(max(free) - busy)
+    assert bubble / max(free) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
+
+
+def test_written_config_is_read_as_the_proposed_placement(tmp_path):
+    seen = set()
+    config = replace_knobs(load_config(None, LLAMA_7B, name="example"), {"train.tokens_per_step": 4096 * 64})
+    model = planned_model(config)
+    for where in (cluster(1), cluster(8), cluster(16)):
+        for number, layout in enumerate(layouts(config, model, where, 0.4)):
+            path = tmp_path / f"{where.gpus}-{number}.yaml"
+            path.write_text(config_text(layout))
+            assert read_placement(str(path)) == layout.place
+            shipped = shipped_config(layout)
+            assert shipped is None or (ROOT / shipped).is_file() or "cp_fsdp2" in shipped
+            seen.add(layout.family)
+    assert seen >= {
+        "one process",
+        "DDP",
+        "FSDP2",
+        "HSDP",
+        "TP",
+        "TP × FSDP2",
+        "CP × FSDP2",
+        "PP",
+        "PP × DDP",
+        "PP × FSDP2",
+    }
+
+
+def test_gpu_is_chosen_by_name_or_memory():
+    assert gpu_of("A100", None) == ("A100", GPUS["A100"])
+    assert gpu_of("A100", 40e9)[1].memory == 40e9
+    assert [gpu_of(None, memory)[0] for memory in (24e9, 48e9, 80e9, None)] == ["RTX 4090", "L40S", "H100", "H100"]
+
+
+def test_layouts_divide_the_sequences_of_a_step():
+    config = load_config(None, LLAMA_7B | {"train.tokens_per_step": 4096 * 6}, name="example")
+    model = planned_model(config)
+    found = layouts(config, model, cluster(8), 0.4)
+    assert found
+    for layout in found:
+        assert layout.place.dp * layout.micro_batch_size * layout.accumulation == 6
+        assert layout.accumulation >= layout.place.pp
+        assert dataclasses.replace(layout.place).processes == 8
