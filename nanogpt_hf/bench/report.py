@@ -40,7 +40,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "parameters": count_parameters(work.run.model_config),
         "tokens_per_step": train.tokens_per_step,
         "step_is": f"{train.micro_batch_size} sequences × {config.data.block_size} × "
-        f"{work.run.mesh.dp_size} processes × {batches.accumulation} accumulated",
+        f"{work.run.mesh.data_parallel} × {batches.accumulation} accumulated",
     }
     log(f"{config.name}: {figures['parameters']:,} parameters; a step is {figures['step_is']}")
     log(f"tokens      {work.token_source}")

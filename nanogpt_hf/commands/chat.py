@@ -124,6 +124,9 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
     from accelerate import Accelerator
 
+    from nanogpt_hf.distributed.accelerate_config import ignore_layout
+
+    ignore_layout()
     accelerator = Accelerator()
     model, tokenizer = open_model(arguments.model)
     if not tokenizer.chat_template:

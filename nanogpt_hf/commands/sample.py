@@ -51,8 +51,10 @@ def run(arguments: argparse.Namespace) -> None:
     from accelerate import Accelerator
 
     from nanogpt_hf.data.tokenizer import prompt_ids
+    from nanogpt_hf.distributed.accelerate_config import ignore_layout
     from nanogpt_hf.generate import TextStream, generate_tokens
 
+    ignore_layout()
     accelerator = Accelerator()
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)

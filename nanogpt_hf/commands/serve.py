@@ -39,8 +39,10 @@ def run(arguments: argparse.Namespace) -> None:
     import torch
     from accelerate import Accelerator
 
+    from nanogpt_hf.distributed.accelerate_config import ignore_layout
     from nanogpt_hf.serving.server import Server, is_loopback, listen
 
+    ignore_layout()
     accelerator = Accelerator()
     if not accelerator.is_main_process:
         return

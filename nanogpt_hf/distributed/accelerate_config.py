@@ -131,6 +131,12 @@ def hide_pipeline_stages() -> None:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
+def ignore_layout() -> None:
+    """Let every process hold a whole model and be a data-parallel rank: only training splits models."""
+    for name in os.environ.keys() & {"ACCELERATE_USE_PARALLELISM_CONFIG", *Mesh.variables()}:
+        del os.environ[name]
+
+
 def requested_settings() -> dict[str, str]:
     """Precision and compilation of the accelerate config, as far as the launcher passes them on."""
     variables = {"precision": "ACCELERATE_MIXED_PRECISION", "dynamo": "ACCELERATE_DYNAMO_BACKEND"}

@@ -31,6 +31,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     check_launch,
     default_to_cpu,
     hide_pipeline_stages,
+    ignore_layout,
     requested,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
@@ -73,13 +74,13 @@ def _check_processes(accelerator: Accelerator) -> None:
 
 
 def build_evaluation_accelerator() -> Accelerator:
-    """Build the Accelerator of a process that only evaluates: device, precision and process group.
+    """Build the Accelerator of a process that only evaluates a whole model: device, precision and process group.
 
     Raises UserError if `check_config` does, and if accelerate sees fewer processes than the launcher started.
     """
     check_config()
+    ignore_layout()
     default_to_cpu()
-    hide_pipeline_stages()
     accelerator = _Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
     _check_processes(accelerator)
     return accelerator

@@ -38,13 +38,18 @@ class Mesh:
         )
 
     @staticmethod
-    def stated_sizes() -> dict[str, int]:
+    def variables() -> dict[str, str]:
+        """The environment variables of the accelerate config's parallelism_config, with the names of sizes there."""
+        names = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
+        return {f"PARALLELISM_CONFIG_{name.upper()}": name for name in names}
+
+    @classmethod
+    def stated_sizes(cls) -> dict[str, int]:
         """The sizes that the accelerate config's parallelism_config states, by their names there; {} if it has none.
 
         The launcher passes on all but pp_size, which only `cli.py launch` does.
         """
-        names = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
-        stated = {name: os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}") for name in names}
+        stated = {name: os.environ.get(variable) for variable, name in cls.variables().items()}
         return {name: int(size) for name, size in stated.items() if size}
 
     @property
@@ -56,6 +61,11 @@ class Mesh:
     def dp_size(self) -> int:
         """Data-parallel size: how many groups of processes have different sequences of a step, sharded or not."""
         return self.world_size // (self.pp_size * self.cp_size * self.tp_size)
+
+    @property
+    def data_parallel(self) -> str:
+        """The data-parallel size in words."""
+        return f"{self.dp_size} {'processes' if self.dp_size == self.world_size else 'data-parallel ranks'}"
 
     @property
     def dp_rank(self) -> int:

@@ -35,8 +35,11 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     drops = any("drop" in name and value for name, value in model.config.to_dict().items())
     for index, block in enumerate(architecture.blocks(model)):
         frozen = [name for name, parameter in block.named_parameters() if not parameter.requires_grad]
-        plan = {name: _style(split) for name, split in architecture.tensor_parallel(block).items()}
+        splits = architecture.tensor_parallel(block)
+        plan = {name: _style(split) for name, split in splits.items()}
         parallelize_module(block, mesh, plan, src_data_rank=None)
+        for name in {name.rpartition(".")[0] for name, split in splits.items() if split == "outputs"}:
+            _share_input(block.get_submodule(name), mesh)
         for name in frozen:
             block.get_parameter(name).requires_grad_(False)
         if drops:
@@ -51,6 +54,20 @@ def _style(split: str) -> ParallelStyle:
         # accumulated gradient over processes after each micro-batch, so it counts the earlier ones several times.
         return SequenceParallel(sequence_dim=2, use_local_output=True)
     return ColwiseParallel() if split == "outputs" else RowwiseParallel()
+
+
+def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
+    """Give all layers of attention or MLP one input, so that its gradient is summed over processes once for all."""
+
+    def replicated(hidden: torch.Tensor) -> DTensor:
+        return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        if args:
+            return (replicated(args[0]), *args[1:]), kwargs
+        return args, kwargs | {"hidden_states": replicated(kwargs["hidden_states"])}
+
+    module.register_forward_pre_hook(before, with_kwargs=True)
 
 
 def _draw_own_dropout(attention: nn.Module, index: int, rank: int) -> None:

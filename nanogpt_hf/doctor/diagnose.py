@@ -111,9 +111,7 @@ class _Examination:
         size = self.config.train.min_micro_batch_size
         batches = build_batches(self.config, self.accelerator, Mesh.from_environment(), data.train, size)
         with self.report.together("data"):
-            all_read = self.gather(probes.windows_read(batches, 0))
-        mesh = Mesh.from_environment()  # stages of a pipeline read the same windows; ranks of the first are the lowest
-        read = all_read[: mesh.world_size // mesh.pp_size]
+            read = probes.by_data_rank(self.gather(probes.windows_read(batches, 0)))
         self.report.add(findings.judge_data(read, probes.windows_of_step(batches, 0), source))
 
     def _measure_all_reduce(self) -> None:
@@ -148,8 +146,11 @@ class _Examination:
         with report.together("step", PATIENCE_COMPILING):
             times = self.gather(probes.time_steps(run, count=max(1, min(5, int(20 / seconds)))))
         size = f"{timed} × {config.data.block_size} tokens"
-        inseparable = "DeepSpeed's engine communicates as it computes" if is_zero(accelerator) else ""
+        inseparable = ""
+        if not probes.is_separable(run):
+            splitter = "DeepSpeed's engine" if is_zero(accelerator) else "a model that is split"
+            inseparable = f"{splitter} communicates as it computes"
         if run.mesh.pp_size > 1:
-            size, inseparable = f"{run.mesh.pp_size} × {size}", "a pipeline stage waits for the others as it computes"
+            size = f"{run.mesh.pp_size} × {size}"
         micro_batches = of_step / timed / run.mesh.pp_size
         report.add(*findings.judge_step(times, size, micro_batches, report.backend, sharded, inseparable))

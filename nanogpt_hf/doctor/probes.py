@@ -3,6 +3,7 @@
 Nothing here prints or judges. A function "on all processes" is a collective: every process has to call it.
 """
 
+import dataclasses
 import hashlib
 import statistics
 import time
@@ -88,6 +89,18 @@ def windows_read(batches: Batches, step: int) -> list[str]:
     return [digest for batch in batches.micro_batches(step) for digest in _digests(batch)]
 
 
+def by_data_rank(read: list[list[str]]) -> list[list[str]]:
+    """The windows that each data-parallel rank reads, from those of every process.
+
+    Processes of one rank read the same; if one does not, its windows are a rank more, so that they are reported.
+    """
+    mesh, of_rank, others = Mesh.from_environment(), {}, []
+    for rank, windows in enumerate(read):
+        if of_rank.setdefault(dataclasses.replace(mesh, rank=rank).dp_rank, windows) != windows:
+            others.append(windows)
+    return [*of_rank.values(), *others]
+
+
 def windows_of_step(batches: Batches, step: int) -> list[str]:
     """Checksums of the windows that all processes together have to read for a step."""
     return _digests(batches.blocks.batch(batches.indices(step)))
@@ -157,17 +170,22 @@ def _compute(run: Run, batches: list) -> None:
     optimizer.zero_grad()
 
 
+def is_separable(run: Run) -> bool:
+    """Whether a step can be computed without communication."""
+    return run.mesh.dp_size == run.mesh.world_size and not is_zero(run.accelerator)
+
+
 def time_steps(run: Run, count: int) -> StepTimes:
     """Medians over `count` steps and, with several processes, over as many computed without communication.
 
-    DeepSpeed and pipeline stages cannot compute without communicating, so both count as compute. On all processes;
-    afterwards their parameters differ, so the model is not usable.
+    If a step cannot be computed without communication, both count as compute. On all processes; afterwards their
+    parameters differ, so the model is not usable.
     """
     device, batches, steps = run.accelerator.device, run.batches, range(WARM_STEPS, WARM_STEPS + count)
     whole = [_seconds(device, lambda s=s: train_step(run, s, _LEARNING_RATE)) for s in steps]
     data = [_seconds(device, lambda s=s: list(batches.micro_batches(s))) for s in steps]
     step, data_seconds = statistics.median(whole), statistics.median(data)
-    if run.mesh.world_size == 1 or is_zero(run.accelerator) or run.mesh.pp_size > 1:
+    if run.mesh.world_size == 1 or not is_separable(run):
         return StepTimes(step, data_seconds, step - data_seconds)
     drawn = [list(batches.micro_batches(s)) for s in (1, *steps)]
     alone = [_seconds(device, lambda d=d: _compute(run, d)) for d in drawn][1:]

@@ -69,6 +69,7 @@ class AnswerSampler:
     temperature: float
     batch_size: int  # rows that a process generates at once
     positions: int  # of a prompt with its answer
+    limits: tuple[str, str] = ("rl.max_new_tokens", "data.block_size")  # where these two are set, for messages
 
     def encode(self, chat: ChatFormat | None, question: Question) -> list[int]:
         """The prompt's token ids. Raises UserError if they leave no room for an answer, or have unknown characters."""
@@ -79,8 +80,8 @@ class AnswerSampler:
             ids = prompt_ids(self.tokenizer, question.prompt)
         if len(ids) + self.max_new_tokens > self.positions:
             raise UserError(
-                f"the question {question.prompt!r:.60} has {len(ids)} tokens, and with rl.max_new_tokens "
-                f"{self.max_new_tokens} that is more than the {self.positions} of data.block_size; change one of them"
+                f"the question {question.prompt!r:.60} has {len(ids)} tokens, and with {self.limits[0]} "
+                f"{self.max_new_tokens} that is more than the {self.positions} of {self.limits[1]}; change one of them"
             )
         return ids
 
@@ -152,6 +153,20 @@ class AnswerSampler:
         gathered = cast(torch.Tensor, accelerator.gather(local.to(accelerator.device))).cpu()
         by_rank = gathered.view(mesh.dp_size, -1, self.batch_size, *gathered.shape[1:])
         return by_rank.transpose(0, 1).reshape(gathered.shape)
+
+
+def pass_at_k(passed: torch.Tensor, k: int) -> torch.Tensor:
+    """For each question the probability that one of k samples is right: an unbiased estimate from n >= k samples.
+
+    `passed` says which samples are right, (questions, n). With c right ones: 1 - C(n - c, k) / C(n, k) (Chen et al.
+    2021, arXiv:2107.03374, equation 1), computed as the product of (n - c - i) / (n - i) for i < k.
+    """
+    samples = passed.shape[1]
+    wrong = samples - passed.sum(1).double()
+    all_wrong = torch.ones_like(wrong)
+    for i in range(k):
+        all_wrong *= (wrong - i).clamp(min=0) / (samples - i)
+    return 1 - all_wrong
 
 
 def _all_ended(accelerator: Accelerator, mesh: Mesh, ended: bool) -> bool:

@@ -1,4 +1,4 @@
-"""Load what an evaluation needs on every process: model, tokenizer, text, lm-eval tasks and the tasks of CORE."""
+"""Load what an evaluation needs on every process: model, tokenizer, text, lm-eval tasks, questions, tasks of CORE."""
 
 import os
 import tempfile
@@ -12,6 +12,7 @@ from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, check_vocabula
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.core_bundle import CoreBundle, load_bundle
 from nanogpt_hf.evaluation.corpus import Corpus, read_corpus
+from nanogpt_hf.evaluation.questions import AnswerOptions, QuestionTask, load_question_tasks
 from nanogpt_hf.evaluation.tasks import load_tasks
 from nanogpt_hf.model.build import load_model
 
@@ -24,6 +25,7 @@ class Evaluation:
     tokenizer: Tokenizer
     corpus: Corpus | None
     tasks: dict[str, Any] | None
+    questions: list[QuestionTask]
     core: CoreBundle | None
     block_size: int
     stride: int
@@ -37,11 +39,13 @@ def load_evaluation(
     block_size: int | None,
     stride: int | None,
     *,
+    questions: tuple[list[str], DataSection | None, AnswerOptions] | None = None,
     core: tuple[str, str | None, int | None] | None = None,
 ) -> tuple[Evaluation, dict[str, Any]]:
     """Everything that can fail for a user's mistake, and the facts that all processes must share.
 
-    `core` are the arguments of `load_bundle`. Raises UserError if anything given cannot be used.
+    `questions` are the tasks, source and options of `load_question_tasks`, `core` the arguments of `load_bundle`.
+    Raises UserError if anything given cannot be used.
     """
     bundle = load_bundle(*core) if core else None
     loaded_tasks = load_tasks(tasks) if tasks else None
@@ -62,7 +66,12 @@ def load_evaluation(
         facts["tokens_sha256"] = corpus.stream.sha256()
     if bundle:
         facts["core_sha256"] = bundle.sha256
-    return Evaluation(model, tokenizer, corpus, loaded_tasks, bundle, length, step), facts
+    asked = []
+    if questions:
+        names, source, options = questions
+        asked = load_question_tasks(names, source, tokenizer.hf, positions, options)
+        facts |= {f"questions of {task.name}": task.revision for task in asked}
+    return Evaluation(model, tokenizer, corpus, loaded_tasks, asked, bundle, length, step), facts
 
 
 def weights_sha256(folder: str) -> str | None:

@@ -180,9 +180,7 @@ def _tokenizer_training(config: Config) -> str:
 def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
     if config.rl.task and state.best_loss is not None:
         questions = min(config.rl.eval_questions, manifest.validation.documents)
-        return (
-            f"Best mean reward on {questions:,} held-out questions: {-state.best_loss:.4f} (step {state.best_step:,})."
-        )
+        return f"Mean reward on {questions:,} held-out questions: {-state.best_loss:.4f} (step {state.best_step:,})."
     if state.evaluation is None:
         return "Not measured."
     result = state.evaluation

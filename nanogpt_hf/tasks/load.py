@@ -19,12 +19,11 @@ from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.prepare import hold_out
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
-from nanogpt_hf.tasks.names import ARITHMETIC, GYM
+from nanogpt_hf.tasks.names import ARITHMETIC, GYM, check_name
 from nanogpt_hf.tasks.reward import load_reward
 from nanogpt_hf.tasks.scores import SCORES, exact_match, reference_problem
 from nanogpt_hf.tasks.task import Question, Task
 
-TASKS = (ARITHMETIC, *SCORES, f"{GYM}NAME")
 GENERATED_QUESTIONS = 1_000_000  # of a generated task; each split has as many
 _WINDOW = 64  # items of reasoning-gym searched for one question of a split; more if none of them is in the split
 
@@ -58,20 +57,21 @@ def load_task(
     options: dict[str, Any] | None = None,
     seed: int = 0,
     where: str = "rl.task",
+    hold_out_all: bool = False,
 ) -> Task:
     """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the rows of `data.source`.
 
-    `reward`, such as my_reward.py:score, replaces the task's own score. Raises UserError for an unknown task, a package
+    `reward`, such as my_reward.py:score, replaces the task's own score. With `hold_out_all` every row of a source is a
+    held-out question. Raises UserError for an unknown task, a package
     that is not installed, and questions or a reward that cannot be used.
     """
+    check_name(name, where)
     if name == ARITHMETIC:
         task = _arithmetic(seed)
     elif name.startswith(GYM):
         task = _reasoning_gym(name.removeprefix(GYM), options or {}, seed, where)
-    elif name in SCORES:
-        task = _from_source(name, data, compare=reward is None)
     else:
-        raise UserError(f"{where}: {name}: no such task{did_you_mean(name, TASKS)}; known: {', '.join(TASKS)}")
+        task = _from_source(name, data, compare=reward is None, hold_out_all=hold_out_all)
     if options and not name.startswith(GYM):
         raise UserError(f"rl.options: only tasks of reasoning-gym have options, and this is {name}; leave it out")
     if reward is None:
@@ -95,7 +95,7 @@ def _arithmetic(seed: int) -> Task:
     return Task(ARITHMETIC, questions(False), questions(True), exact_match, f"{ARITHMETIC} 1")
 
 
-def _from_source(name: str, data: DataSection, *, compare: bool) -> Task:
+def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: bool) -> Task:
     """Conversations as questions, split as for training; with `compare`, each must have an answer to compare with."""
     if is_mixture(data):
         raise DataError("data.source: questions come from one source; a list is not supported")
@@ -104,7 +104,8 @@ def _from_source(name: str, data: DataSection, *, compare: bool) -> Task:
     chat = dataclasses.replace(data, format="chat")
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(chat, Path(scratch))
-        splits = [_questions(name, split["messages"], compare) for split in hold_out(documents, chat)]
+        rows = (documents.train.select([]), documents.train) if hold_out_all else hold_out(documents, chat)
+        splits = [_questions(name, split["messages"], compare) for split in rows]
     return Task(name, splits[0], splits[1], SCORES[name], documents.revision)
 
 

@@ -11,7 +11,7 @@ from nanogpt_hf.config.values import convert
 from nanogpt_hf.config.vocabulary import GPT2_NAMES
 from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.find import find_model
-from nanogpt_hf.tasks.names import is_generated
+from nanogpt_hf.tasks.names import check_name, is_generated
 
 _LONGEST_DEFAULT = 1024  # tokens of a block; a model of 131,072 positions should not start with blocks of as many
 
@@ -36,6 +36,8 @@ def finetune_config(
     if bool(task) != policy:
         reason = "no task: give --task arithmetic, or another rl.task" if policy else "rl.task is for `cli.py rl`"
         raise UserError(f"cli.py {command}: {reason}")
+    if policy:
+        check_name(str(task))
     if not stated.get("data.source") and not (policy and is_generated(str(task))):
         raise UserError(f"cli.py {command}: say which {'questions' if policy else 'text'} to train on: --data my.txt")
     start = find_model(str(start))

@@ -171,7 +171,7 @@ class Tracking:
         self._log(
             f"{self.config.name}: {count_parameters(self.run.model_config):,} parameters; {train.max_steps:,} steps of "
             f"{train.tokens_per_step:,} tokens = {train.micro_batch_size} sequences × {self.config.data.block_size} × "
-            f"{self.run.mesh.dp_size} processes × {self.accelerator.gradient_accumulation_steps} accumulated; "
+            f"{self.run.mesh.data_parallel} × {self.accelerator.gradient_accumulation_steps} accumulated; "
             f"{describe_machine(self.accelerator)}"
         )
         return self

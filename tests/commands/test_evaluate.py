@@ -60,8 +60,12 @@ def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp
 
 @pytest.mark.long
 def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, core_bundle, tmp_path, root):
-    arguments = [letter_model, "--data", text, "--stride", 5, "--tasks", ",".join(letter_tasks), "--batch-size", 3]
-    arguments += ["--core", core_bundle.write(tmp_path / "bundle")]
+    questions = tmp_path / "questions.jsonl"
+    rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [letter_model, "--data", text, "--stride", 5, "--batch-size", 3]
+    arguments += ["--tasks", ",".join([*letter_tasks, "rl:regex"]), "--questions", questions, "--samples", 4]
+    arguments += ["--core", core_bundle.write(tmp_path / "bundle"), "--max-new-tokens", 2]
     out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
     config = root / "accelerate_configs" / "cpu_ddp.yaml"
@@ -78,6 +82,8 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
         assert two["text"][name] == pytest.approx(one["text"][name], abs=1e-6)
     assert two["text"]["tokens_predicted"] == one["text"]["tokens_predicted"]
     assert two["core"] == one["core"]
+    assert two["answers"] == one["answers"]
+    assert 0 < one["answers"]["rl:regex"]["pass@1"] < 1
     for task, metric in (("letters", "acc"), ("letters", "acc_norm"), ("lines", "perplexity")):
         assert two["tasks"][task][metric] == pytest.approx(one["tasks"][task][metric], rel=1e-6)
 
@@ -96,7 +102,7 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
         (["--data", "TEXT", "--output", "no/where.json"], "argument --output: no/where.json: there is no folder no"),
         (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of `evaluate`"),
         (["--tasks", "x", "--stride", "3"], "--stride: applies to --data"),
-        (["--tasks", "x", "--data.split", "test"], "--data.split: describes a text"),
+        (["--tasks", "x", "--data.split", "test"], "--data.split: describes a text or questions"),
     ],
 )
 def test_evaluate_mistakes_are_one_line(capsys, letter_model, text, arguments, message):

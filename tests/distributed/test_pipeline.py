@@ -1,16 +1,24 @@
-"""Pipeline parallelism: a run over several stages equals one process, and moves to it and back."""
+"""Pipeline parallelism: a run in stages equals one process and moves to it and back; what does not fit is refused."""
 
 import functools
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.distributed.layout import Machine, check_layout
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
-pytestmark = pytest.mark.long
 # several chunks of rows, so that the loss computes gradients with a gathered head
 CHUNKS = {"LOGITS_PER_CHUNK": "200"}
 OPTIONS = {
@@ -25,6 +33,13 @@ OPTIONS = {
     "checkpoint__keep": 5,
     "tracking__layers": True,
 }
+
+
+def slow(*values):
+    """Parameters of a test that are marked slow."""
+    return [
+        pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow) for value in values
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +79,7 @@ LAYOUTS = {
     "pp3": ("cpu_ddp", 3, 3),
     "pp2_dp2": ("cpu_ddp", 2, 4),
     "pp2_fsdp2": ("fsdp2", 2, 4),
+    "pp2_fsdp2_checkpointing": ("fsdp2_checkpointing", 2, 4),
 }
 
 
@@ -76,13 +92,26 @@ def trained(recipe, launch):
     return train
 
 
-@pytest.mark.parametrize("layout", ["pp2", "pp3", "pp2_dp2", "pp2_fsdp2"])
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["pp2", *slow("pp3", "pp2_dp2", "pp2_fsdp2")])
 def test_pipeline_equals_one_process(trained, layout):
     assert_same_experiment(trained(layout), trained("one"))
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("layout", ["pp2", *slow("pp2_fsdp2")])
+def test_layer_stats_of_stages_equal_one_process(trained, layout):
+    several, one = read_metrics(trained(layout)), read_metrics(trained("one"))
+    for ours, theirs in zip(several, one, strict=True):
+        assert ours.keys() == theirs.keys()
+        layers = {name: value for name, value in theirs.items() if name.startswith("layers/")}
+        assert {name: ours[name] for name in layers} == pytest.approx(layers, rel=1e-3, abs=1e-5)
+    assert sum("layers/2/attention_logit_max" in event for event in one) == 3
+
+
+@pytest.mark.long
 @pytest.mark.parametrize(
-    ("before", "after"), [("pp2", "one"), ("one", "pp2"), ("pp2_fsdp2", "pp2"), ("pp2_dp2", "pp2_fsdp2")]
+    ("before", "after"), [("pp2", "one"), ("one", "pp2"), *slow(("pp2_fsdp2", "pp2"), ("pp2_dp2", "pp2_fsdp2"))]
 )
 def test_pipelined_run_moves(recipe, trained, launch, tmp_path, before, after):
     moved = RunFolder(tmp_path / "moved")
@@ -93,6 +122,7 @@ def test_pipelined_run_moves(recipe, trained, launch, tmp_path, before, after):
     assert_same_experiment(moved, trained("one"))
 
 
+@pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", ["llama", "qwen3", "nanochat", "olmo2"])
 @pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2"])
@@ -103,3 +133,180 @@ def test_pipelined_decoder_equals_one_process(recipe, launch, tmp_path, architec
         for name in (layout, "one")
     ]
     assert_same_experiment(*runs)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2"])
+def test_pipelined_run_with_dropout_resumes_exactly(recipe, launch, tmp_path, layout):
+    knobs = ["--model.dropout=0.1", "--train.micro_batch_size=auto"]
+
+    def train(name: str, *arguments: str) -> RunFolder:
+        data = ["--data.dir", recipe.parent / "data"]
+        return launch(*LAYOUTS[layout], recipe, *knobs, *data, "--run-dir", tmp_path / name, *arguments)
+
+    uninterrupted = train("uninterrupted")
+    shutil.copytree(uninterrupted.path, tmp_path / "resumed")
+    resumed = RunFolder(tmp_path / "resumed")
+    shutil.rmtree(resumed.checkpoint(10))
+    shutil.rmtree(resumed.final)
+    train("resumed", "--resume")
+    model = "model.safetensors"
+    assert (resumed.final / model).read_bytes() == (uninterrupted.final / model).read_bytes()
+    for name in ("train/loss", "train/grad_norm", "val/loss"):
+        assert column(resumed, name) == column(uninterrupted, name)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "options", "tolerance"),
+    [
+        ("pp2", ["--mixed_precision=bf16"], 1e-2),
+        ("pp2_fsdp2", ["--mixed_precision=bf16"], 1e-2),
+        ("pp2", ["--dynamo_backend=aot_eager"], 1e-5),
+        ("pp2_fsdp2_checkpointing", [], 1e-5),
+    ],
+    ids=["bf16", "bf16 with FSDP2", "compiled", "activation checkpointing"],
+)
+def test_pipeline_in_other_precision_compiled_and_checkpointed(
+    recipe, trained, launch_warm, tmp_path, layout, options, tolerance
+):
+    machine, stages, processes = LAYOUTS[layout]
+    arguments = ["pretrain", recipe, "--data.dir", recipe.parent / "data", "--run-dir", tmp_path / "run"]
+    options = [f"--num_processes={processes}", *options]
+    run = launch_warm(machine, *arguments, machine_options=options, PARALLELISM_CONFIG_PP_SIZE=str(stages), **CHUNKS)
+    for name in ("train/loss", "val/loss"):
+        assert column(run, name) == pytest.approx(column(trained("one"), name), abs=tolerance), name
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_pipelined_chat_training_equals_one_process(chat_file, byte_tokenizer, recipe, launch, tmp_path):
+    # packed conversations: every stage needs their positions
+    knobs = ["--data.source", chat_file, "--data.format", "chat", "--data.tokenizer", byte_tokenizer]
+    knobs += ["--data.block_size=128", "--model.n_positions=128", "--train.tokens_per_step=1024", "--eval.samples=[]"]
+    one, several = (
+        launch(*LAYOUTS[layout], recipe, *knobs, "--data.dir", tmp_path / "data", "--run-dir", tmp_path / layout)
+        for layout in ("one", "pp2")
+    )
+    for name in ("train/loss", "val/loss"):
+        assert column(several, name) == pytest.approx(column(one, name), abs=1e-5), name
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_non_finite_gradient_skips_the_step_on_all_stages(recipe, launch, tmp_path):
+    knobs = ["--optim.learning_rate=1e20", "--train.max_steps=6", "--eval.samples=[]", "--tracking.layers=false"]
+    one, several = (
+        launch(*LAYOUTS[name], recipe, *knobs, "--data.dir", recipe.parent / "data", "--run-dir", tmp_path / name)
+        for name in ("one", "pp2")
+    )
+    assert len(column(one, "train/skipped_steps")) > 2
+    assert column(several, "train/skipped_steps") == column(one, "train/skipped_steps")
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_signal_to_cli_launch_saves_on_all_stages(root, recipe, launch, tmp_path):
+    run = RunFolder(tmp_path / "run")
+    command = [sys.executable, root / "cli.py", "launch", "--config_file", root / "accelerate_configs" / "pp.yaml"]
+    command += ["--mixed_precision=no", "--num_cpu_threads_per_process=1", "pretrain", recipe, "--run-dir", run.path]
+    command += ["--data.dir", recipe.parent / "data"]
+    process = subprocess.Popen(
+        list(map(str, [*command, "--train.max_steps", 100_000])),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(root), "CUDA_VISIBLE_DEVICES": ""},
+    )
+    end = time.monotonic() + 120
+    while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(signal.SIGTERM)
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 75, out
+    assert "2-way pipeline-parallel" in out
+    saved = int(run.newest_checkpoint().name.removeprefix("step_"))
+    assert saved >= 5
+    data = ["--data.dir", recipe.parent / "data"]
+    launch(*LAYOUTS["one"], recipe, *data, "--run-dir", run.path, "--resume", "--train.max_steps", saved + 1)
+    assert list(column(run, "train/loss")) == list(range(1, saved + 2))
+
+
+@pytest.mark.long
+def test_stages_that_accelerate_launch_does_not_pass_on_are_refused(recipe, launch_warm, tmp_path):
+    with pytest.raises(
+        AssertionError, match=r"every size 1 = 1 process, but 2 were started: .* `python cli.py launch`"
+    ):
+        launch_warm("pp", "pretrain", recipe, "--run-dir", tmp_path / "run", machine_options=["--mixed_precision=no"])
+    assert not (tmp_path / "run").exists()
+
+
+REFUSED = {
+    "sizes that do not multiply to the processes": ({}, {}, {"pp_size": 2, "dp_replicate_size": 2}, "= 4 processes"),
+    "pp_size that does not divide the processes": ({}, {"world_size": 3}, {"pp_size": 2}, "3 were started"),
+    "tensor parallelism": ({}, {"world_size": 4, "tp_size": 2}, {"pp_size": 2, "tp_size": 2}, "do not combine"),
+    "context parallelism": ({}, {"world_size": 4, "cp_size": 2}, {"pp_size": 2, "cp_size": 2}, "do not combine"),
+    "ZeRO": ({}, {"sharding": "zero"}, {}, "DeepSpeed shards over all processes"),
+    "HSDP": (
+        {},
+        {"sharding": "fsdp", "world_size": 8},
+        {"pp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 2},
+        "set dp_replicate_size 1",
+    ),
+    "fp16": ({}, {"precision": "fp16"}, {}, "fp16's loss scaler"),
+    "LoRA": ({"lora.rank": 4, "finetune.model": "base"}, {}, {}, "lora.rank: adapters are not supported"),
+    "Muon": ({"optim.name": "muon"}, {}, {}, "optim.name muon is not supported"),
+    "8-bit state": ({"optim.state": "8bit"}, {}, {}, "optim.state 8bit is not supported"),
+    "frozen layers": (
+        {"finetune.model": "base", "finetune.freeze_layers": 1},
+        {},
+        {},
+        "finetune.freeze_layers is not supported",
+    ),
+    "layer decay": (
+        {"finetune.model": "base", "finetune.layer_decay": 0.9},
+        {},
+        {},
+        "finetune.layer_decay is not supported",
+    ),
+    "fewer layers than stages": ({"model.n_layer": 1}, {}, {}, "model.n_layer is 1, fewer than the stages"),
+    "fewer micro-batches than stages": (
+        {"train.micro_batch_size": 8},
+        {},
+        {},
+        "fewer micro-batches than stages; lower train.micro_batch_size to 4 or raise train.tokens_per_step",
+    ),
+    "architecture": (
+        {"model.architecture": "falcon"},
+        {},
+        {},
+        "model.architecture: falcon cannot be cut into stages",
+    ),
+}
+
+
+@pytest.mark.parametrize(("knobs", "machine", "sizes", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_stages_cannot_train_is_refused(recipe, knobs, machine, sizes, message):
+    config = load_config(recipe, [(key, str(value)) for key, value in knobs.items()])
+    mesh = {"world_size": 2, "pp_size": 2} | {key: value for key, value in machine.items() if key.endswith("_size")}
+    rest = {key: value for key, value in machine.items() if not key.endswith("_size")}
+    with pytest.raises(UserError) as error:
+        check_layout(config, Mesh(**mesh), Machine(**rest), sizes or {"pp_size": 2})
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("machine", "sizes"),
+    [
+        (Machine(), {"pp_size": 2}),
+        (Machine(), {"pp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 1}),
+        (Machine("fsdp", "bf16", compiles=True), {"pp_size": 2, "dp_shard_size": 2}),
+    ],
+)
+def test_layouts_with_stages_that_are_not_refused(recipe, machine, sizes):
+    check_layout(load_config(recipe), Mesh(world_size=4, pp_size=2), machine, sizes)

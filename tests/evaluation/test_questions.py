@@ -1,0 +1,127 @@
+"""`evaluate --tasks rl:NAME`: pass@k is unbiased; answers equal those of single prompts; mistakes are one line."""
+
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.data.tokenizer import load_tokenizer
+from nanogpt_hf.evaluation.answers import pass_at_k
+from nanogpt_hf.generate import continue_text
+from nanogpt_hf.model.build import load_model
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 5])
+def test_pass_at_k_is_the_mean_over_all_subsets(k):
+    passed = torch.tensor(list(itertools.product([False, True], repeat=5)))
+    subsets = list(itertools.combinations(range(5), k))
+    expected = [sum(any(row[i] for i in subset) for subset in subsets) / len(subsets) for row in passed.tolist()]
+    assert pass_at_k(passed, k).tolist() == pytest.approx(expected)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory, letter_model) -> Path:
+    """Questions for `letter_model`; the reference answer of every other one is what the model writes."""
+    model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
+    path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
+    lines = []
+    for number, question in enumerate(
+        "".join(word) for word in itertools.islice(itertools.product("abcde", repeat=3), 30)
+    ):
+        ids = tokenizer(question, add_special_tokens=False)["input_ids"]
+        written = continue_text(model, tokenizer, ids, max_new_tokens=4, temperature=0, seed=0)
+        answer = "hhhh" if number % 2 or not written.strip() else written
+        lines.append(json.dumps({"question": question, "answer": answer}) + "\n")
+    path.write_text("".join(lines))
+    return path
+
+
+def measure(capsys, *arguments: object) -> tuple[dict, str]:
+    assert main(["evaluate", *map(str, arguments)]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return json.loads(Path(arguments[-1]).read_text())["answers"], out
+
+
+def test_greedy_answers_equal_those_of_single_prompts(capsys, letter_model, rows, tmp_path):
+    options = ["--max-new-tokens", 4, "--batch-size", 7, "--output", tmp_path / "out.json"]
+    answers, out = measure(capsys, letter_model, "--tasks", "rl:exact", "--questions", rows, *options)
+    model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
+    right = 0
+    for row in map(json.loads, rows.read_text().splitlines()):
+        ids = tokenizer(row["question"], add_special_tokens=False)["input_ids"]
+        text = continue_text(model, tokenizer, ids, max_new_tokens=4, temperature=0, seed=0)
+        right += text.split() == row["answer"].split()
+    figures = answers["rl:exact"]
+    assert 0.3 < right / 30 < 0.7
+    assert figures["pass@1"] == pytest.approx(right / 30)
+    assert figures["pass@1_stderr"] == pytest.approx(math.sqrt(right * (30 - right) / 30 / 29 / 30))
+    assert (figures["questions"], figures["samples"], figures["temperature"]) == (30, 1, 0)
+    assert (figures["answer_tokens"], figures["cut_share"]) == (4, 1)
+    assert f"{letter_model} on rl:exact: 30 questions, 1 answer each, temperature 0" in out
+    assert f"  pass@1         {right / 30:.4f} ± {figures['pass@1_stderr']:.4f}" in out
+    assert "4.0 tokens per answer, 100.0% cut at 4" in out
+
+
+def test_samples_give_pass_at_powers_of_two(capsys, letter_model, rows, tmp_path):
+    options = ["--samples", 6, "--max-new-tokens", 1, "--output", tmp_path / "out.json"]
+    regex = tmp_path / "regex.jsonl"
+    regex.write_text("".join(json.dumps({"prompt": letter, "completion": "[ab]"}) + "\n" for letter in "abcdefgh"))
+    answers, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options)
+    rates = [answers["rl:regex"][f"pass@{k}"] for k in (1, 2, 4, 6)]
+    assert rates == sorted(rates)
+    assert 0 < rates[0] < rates[-1]
+    assert answers["rl:regex"]["temperature"] == 1
+    again, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options)
+    assert again == answers
+    few, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, "--limit", 3, *options)
+    assert few["rl:regex"]["questions"] == 3
+
+
+def test_generated_questions_and_room_for_answers(capsys, byte_tokenizer, tmp_path):
+    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+    folder = tmp_path / "model"
+    torch.manual_seed(0)
+    GPTForCausalLM(
+        GPTConfig(vocab_size=257, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=256, eos_token_id=256)
+    ).save_pretrained(folder)
+    load_tokenizer(byte_tokenizer).save_pretrained(folder)
+    capsys.readouterr()
+    arguments = [folder, "--tasks", "rl:arithmetic", "--output", tmp_path / "out.json"]
+    answers, _ = measure(capsys, *arguments)
+    assert answers["rl:arithmetic"]["questions"] == 500
+    assert answers["rl:arithmetic"]["max_new_tokens"] == 16 - len("12+34")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "rl:aritmetic"], "--tasks: aritmetic: no such task; did you mean arithmetic?"),
+        (["--tasks", "rl:exact"], "--questions: exact has no questions of its own; name a file or data set of them"),
+        (["--tasks", "rl:exact", "--questions", "nowhere.jsonl"], "--questions: nowhere.jsonl: no such file"),
+        (["--tasks", "rl:gsm8k", "--questions", "ROWS"], "has no number after ####, which task gsm8k compares"),
+        (["--tasks", "rl:arithmetic"], "the tokenizer knows no"),
+        (["--tasks", "hellaswag", "--samples", "2"], "--samples: applies to tasks such as --tasks rl:arithmetic"),
+        (["--data", "ROWS", "--temperature", "1"], "--temperature: applies to tasks such as --tasks rl:arithmetic"),
+        (
+            ["--tasks", "rl:exact", "--questions", "ROWS", "--data", "ROWS"],
+            "--questions: --data.split and others would",
+        ),
+        (
+            ["--tasks", "rl:exact", "--questions", "ROWS", "--max-new-tokens", "30"],
+            "that is more than the 32 of the model",
+        ),
+    ],
+)
+def test_mistake_is_one_line(capsys, letter_model, rows, arguments, message):
+    arguments = [str(rows) if word == "ROWS" else word for word in arguments]
+    assert main(["evaluate", str(letter_model), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+    assert err.count("\n") == 1

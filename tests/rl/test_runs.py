@@ -1,0 +1,217 @@
+"""Runs of reinforcement learning: they learn, resume exactly, do not depend on processes, and report what they did."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.errors import Stopped
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import loop
+from nanogpt_hf.training.tracking import read_metrics
+
+KNOBS = {
+    "data.block_size": 64,
+    "train.tokens_per_step": 1024,  # 16 sequences: 2 questions × 8 completions
+    "train.micro_batch_size": 4,
+    "train.max_steps": 6,
+    "optim.learning_rate": 1e-2,
+    "eval.every": 3,
+    "checkpoint.every": 2,
+    "rl.samples": 8,
+    "rl.max_new_tokens": 6,
+    "rl.eval_questions": 3,
+    "rl.eval_samples": 2,
+    "rl.temperature": 0.9,
+}
+MORE = {"rl.kl": 0.1, "rl.updates": 2, "rl.clip": 0.2, "rl.scale_advantages": "true"}
+SEVENS = "def score(prompt, completion, answer):\n    return completion.count('7') / 6\n"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory, byte_tokenizer):
+    """A model of random weights that answers with digits, a reward for sevens, and the runs of the module."""
+    from transformers import AutoTokenizer
+
+    from nanogpt_hf.data.chat_template import chat_template
+    from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+
+    folder = tmp_path_factory.mktemp("rl")
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
+    tokenizer.chat_template = chat_template(tokenizer)
+    torch.manual_seed(0)
+    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    end = tokenizer.eos_token_id
+    model = GPTForCausalLM(GPTConfig(**sizes, bias=True, bos_token_id=end, eos_token_id=end))
+    likely = [*tokenizer("0123456789", add_special_tokens=False)["input_ids"], end]
+    with torch.no_grad():  # digits and the end lie along the bias before the head
+        model.transformer.ln_f.bias.copy_(torch.randn(32).sign())
+        model.transformer.wte.weight[likely] += 0.2 * model.transformer.ln_f.bias
+    model.save_pretrained(folder / "start")
+    tokenizer.save_pretrained(folder / "start")
+    (folder / "sevens.py").write_text(SEVENS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def arguments(folder):
+    """The command line of a run with other knobs."""
+
+    def arguments(name: str, **knobs) -> list[str]:
+        values = KNOBS | {key.replace("__", "."): value for key, value in knobs.items()}
+        options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
+        start = ["--from", str(folder / "start"), "--task", "arithmetic", "--reward", f"{folder / 'sevens.py'}:score"]
+        return [*start, "--run-dir", str(folder / name), *options]
+
+    return arguments
+
+
+@pytest.fixture(scope="module")
+def train(folder, arguments, forget_accelerate):
+    """Train with other knobs into the run folder `name`; return it."""
+
+    def train(name: str, *flags: str, **knobs) -> RunFolder:
+        forget_accelerate()
+        assert main(["rl", *arguments(name, **knobs), *flags]) == 0
+        forget_accelerate()
+        return RunFolder(folder / name)
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def plain(train) -> RunFolder:
+    return train("plain")
+
+
+@pytest.fixture(scope="module")
+def full(train) -> RunFolder:
+    """A run with all parts of the objective."""
+    return train("full", **{key.replace(".", "__"): value for key, value in MORE.items()})
+
+
+def column(run: RunFolder, name: str) -> list[float]:
+    values = [event[name] for event in read_metrics(run) if name in event]
+    assert values
+    return values
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    return load_file(run.final / "model.safetensors")
+
+
+def test_run_reports_rewards_lengths_entropy_and_pass_rates(plain):
+    events = read_metrics(plain)
+    trained = [event for event in events if "train/loss" in event]
+    assert [event["step"] for event in trained] == [1, 2, 3, 4, 5, 6]
+    names = {"reward", "reward_std", "completion_tokens", "truncated", "entropy", "no_signal"}
+    assert all(f"train/{name}" in event for event in trained for name in names)
+    assert all(0 < event["train/entropy"] < 5.6 for event in trained)
+    evaluated = [event for event in events if "val/reward" in event]
+    assert [event["step"] for event in evaluated] == [0, 3, 6]
+    assert evaluated[0]["val/kl"] == pytest.approx(0, abs=1e-5)
+    assert evaluated[-1]["val/kl"] > 1e-4
+    assert all(0 <= event["val/pass@1"] <= event["val/pass@2"] <= 1 for event in evaluated)
+    samples = [event["samples"] for event in events if "samples" in event]
+    assert [len(answers) for answers in samples] == [3, 3, 3]
+    assert {"prompt", "text", "reward"} == set(samples[0][0])
+    assert [s["prompt"] for s in samples[0]] == [s["prompt"] for s in samples[-1]]
+
+
+def test_rewards_rise(train):
+    run = train("learning", train__max_steps=25, eval__every=25)
+    rewards = column(run, "train/reward")
+    assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
+    first, last = column(run, "val/reward")
+    assert last > first + 0.1
+    assert f"Mean reward on 3 held-out questions: {last:.4f}" in (run.best / "README.md").read_text()
+
+
+def test_run_resumes_exactly_in_the_middle(full, train, monkeypatch):
+    knobs = {key.replace(".", "__"): value for key, value in MORE.items()}
+    policy_step = loop.policy_step
+
+    def stopping(run, step, learning_rate):
+        if step == 3:
+            raise Stopped("here")
+        return policy_step(run, step, learning_rate)
+
+    monkeypatch.setattr(loop, "policy_step", stopping)
+    with pytest.raises(AssertionError):
+        train("parts", **knobs)
+    monkeypatch.setattr(loop, "policy_step", policy_step)
+    resumed = train("parts", "--resume", **knobs)
+    theirs = weights(full)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
+    for name in ("train/loss", "train/reward", "val/reward", "val/kl"):
+        assert column(resumed, name) == column(full, name)
+
+
+def test_accumulation_does_not_change_a_run(full, train):
+    knobs = {key.replace(".", "__"): value for key, value in MORE.items()} | {"rl__batch_size": 4}
+    whole = train("whole", train__micro_batch_size=16, **knobs)
+    assert column(whole, "train/reward") == column(full, "train/reward")
+    for name in ("train/loss", "train/entropy", "train/kl", "train/clipped"):
+        assert column(whole, name) == pytest.approx(column(full, name), abs=1e-5, rel=3e-5), name
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
+def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
+    knobs = {key.replace(".", "__"): value for key, value in MORE.items()}
+    run = launch_warm(machine, "rl", *arguments(machine, **knobs))
+    assert column(run, "train/reward") == column(full, "train/reward")  # so the completions are the same
+    assert column(run, "train/completion_tokens") == column(full, "train/completion_tokens")
+    assert [e["samples"] for e in read_metrics(run) if "samples" in e] == [
+        e["samples"] for e in read_metrics(full) if "samples" in e
+    ]
+    tolerances = {"train/loss": 1e-5, "train/kl": 1e-5, "train/entropy": 1e-5, "val/kl": 1e-5, "train/grad_norm": 1e-4}
+    for name, tolerance in tolerances.items():
+        assert column(run, name) == pytest.approx(column(full, name), abs=tolerance, rel=3e-5), name
+    ours, theirs = weights(run), weights(full)  # after 12 of AdamW's updates at 0.01, whose size rounding can decide
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-3
+    kinds = {kind for kind, _, _ in json.loads((folder / f"{machine}.held.0.json").read_text())["weights"].values()}
+    assert kinds == ({"DTensor"} if machine == "fsdp2" else {"Parameter"})
+
+
+def test_failing_rewards_stop_the_run_or_are_counted(folder, arguments, train, capsys, forget_accelerate):
+    (folder / "bad.py").write_text("def score(prompt, completion, answer):\n    return 1 / (len(completion) % 2)\n")
+    bad = ["--reward", f"{folder / 'bad.py'}:score"]
+    forget_accelerate()
+    assert main(["rl", *arguments("stopped"), *bad]) == 2
+    error = capsys.readouterr().err.strip()
+    assert "the reward function raises ZeroDivisionError" in error
+    assert "--rl.reward_errors zero" in error
+    assert "Traceback" not in error
+    counted = train("counted", *bad, rl__reward_errors="zero", train__max_steps=2)
+    assert max(column(counted, "train/reward_errors")) >= 1
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--task", "arithmetics"], "did you mean arithmetic"),
+        (["--rl.samples", "7"], "rl.samples: 7 does not divide the 16 sequences of a step"),
+        (["--rl.batch_size", "5"], "rl.batch_size: 5 does not divide"),
+        (["--rl.clip", "0.2"], "rl.clip: the ratio is 1"),
+        (["--rl.max_new_tokens", "64"], "rl.max_new_tokens: 64 leaves no room"),
+        (["--rl.max_new_tokens", "50"], "is more than the 64 of data.block_size"),
+        (["--train.micro_batch_size", "auto"], "auto does not measure generation"),
+    ],
+)
+def test_mistakes_end_in_one_line_before_the_first_step(arguments, folder, options, message, capsys):
+    assert main(["rl", *arguments("mistaken"), *options]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert "Traceback" not in error
+    assert not (folder / "mistaken").exists()
+
+
+def test_rl_and_finetune_name_each_other(folder, text_file, capsys):
+    start = ["--from", str(folder / "start")]
+    assert main(["rl", *start]) == 2
+    assert "no task" in capsys.readouterr().err
+    assert main(["finetune", *start, "--data", str(text_file), "--rl.task", "exact"]) == 2
+    assert "rl.task is for `cli.py rl`" in capsys.readouterr().err
