@@ -302,6 +302,19 @@ def operations():
 
 
 @pytest.fixture(scope="session")
+def save_checkpoint():
+    """A function that saves a checkpoint and waits until it is complete."""
+    from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
+
+    def save(accelerator, model, optimizer, state, run, keep) -> None:
+        writer = CheckpointWriter(accelerator, run, keep)
+        writer.save(model, optimizer, state)
+        writer.wait()
+
+    return save
+
+
+@pytest.fixture(scope="session")
 def forked():
     """The class of forked.py: the command line in a fork of this process."""
     return harness("forked").Forked

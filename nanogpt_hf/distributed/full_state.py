@@ -1,27 +1,32 @@
-"""Gather full weights and optimizer state of a prepared model, and load them, under any kind of sharding.
+"""Weights and optimizer state of a prepared model under any kind of sharding: this rank's parts, full, and to load.
 
 Tensors are whole on every process (one process, DDP), DTensors (FSDP2), or slices of flat buffers (deepspeed.py).
-Gathered tensors are float32 and have our names, so a run can be resumed under another kind of sharding. All functions
+Saved tensors are float32 and have our names, so a run can be resumed under another kind of sharding. All functions
 are collectives: all processes call them.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast
+from accelerate.utils import gather_object
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.adamw_8bit import as_float32, held_by
 from nanogpt_hf.optim.optimizer import ADAMW_STATE, state_keys
+from nanogpt_hf.runs.tensor_files import Box
+
+Tensors = Iterator[tuple[str, torch.Tensor]]
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
+Fetch = Callable[[str, Box | None], torch.Tensor | None]  # the part of a saved tensor; without a box None
 
 
 def named_parameters(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
@@ -45,21 +50,69 @@ def _parameters_of_all_stages(accelerator: Accelerator, model: torch.nn.Module) 
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
-    parameters, full = named_parameters(accelerator, model), deepspeed.full_weight if is_zero(accelerator) else _full
-    return _collect(accelerator, model, ((name, full(parameter)) for name, parameter in parameters.items()))
+    if not is_zero(accelerator):
+        return _collect(accelerator, model, ((n, _full(tensor)) for n, tensor in held_weights(accelerator, model)))
+    parameters = named_parameters(accelerator, model).items()
+    return _collect(accelerator, model, ((name, deepspeed.full_weight(parameter)) for name, parameter in parameters))
 
 
 def full_optimizer_state(
     accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer
 ) -> dict[str, torch.Tensor]:
     """The full optimizer state on the main process's CPU, as `<parameter>.<key>`; {} on other processes."""
+    if not is_zero(accelerator):
+        held = held_optimizer_state(accelerator, model, optimizer)
+        return _collect(accelerator, model, ((name, _full(tensor)) for name, tensor in held))
     trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
-    if is_zero(accelerator):
-        return _collect(accelerator, model, deepspeed.full_state_tensors(trained, optimizer))
+    return _collect(accelerator, model, deepspeed.full_state_tensors(trained, optimizer))
+
+
+def held_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
+    """The weights as this process has them: whole, or DTensors."""
+    for name, parameter in named_parameters(accelerator, model).items():
+        yield name, parameter.detach()
+
+
+def held_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> Tensors:
+    """The optimizer state as this process has it, in float32, as `<parameter>.<key>`; not under ZeRO."""
     check_optimizer_state(accelerator, model, optimizer)
-    states = {name: optimizer.state[parameter] for name, parameter in trained.items()}
-    tensors = ((f"{n}.{k}", _full(as_float32(v))) for n, state in states.items() for k, v in state.items())
-    return _collect(accelerator, model, tensors)
+    for name, parameter in named_parameters(accelerator, model).items():
+        if parameter.requires_grad:
+            for key, value in optimizer.state[parameter].items():
+                yield f"{name}.{key}", as_float32(value).detach()
+
+
+def box_of(parameter: torch.Tensor) -> Box:
+    """The part of a parameter that this process has."""
+    shape = list(full_shape(parameter))
+    offset = [0] * len(shape)
+    if isinstance(parameter, DTensor):
+        # FSDP2 shards what tensor parallelism has split, so the last dimension of the mesh is cut first. torch's own
+        # function for this is right for parts of equal size only.
+        for dim, placement in reversed(list(enumerate(parameter.placements))):
+            if not placement.is_replicate():
+                cut = cast(Any, placement).dim
+                size = -(-shape[cut] // parameter.device_mesh.size(dim))
+                start = min(size * parameter.device_mesh.get_local_rank(dim), shape[cut])
+                offset[cut] += start
+                shape[cut] = min(size, shape[cut] - start)
+        assert tuple(shape) == parameter.to_local().shape, f"{parameter.placements} is not understood"
+    return Box(tuple(offset), tuple(shape))
+
+
+def owned_boxes(accelerator: Accelerator, model: torch.nn.Module) -> tuple[dict[str, Box], list[int]]:
+    """The parts of parameters that this process saves, and the ranks that save any.
+
+    Of processes that have the same part the lowest rank saves it.
+    """
+    boxes = {name: box_of(parameter) for name, parameter in named_parameters(accelerator, model).items()}
+    owners: dict[tuple[str, Box], int] = {}
+    for rank, held in enumerate(gather_object([boxes])):
+        for item in held.items():
+            owners.setdefault(item, rank)
+    rank = Mesh.from_environment().rank
+    owned = {name: box for name, box in boxes.items() if owners[name, box] == rank and not box.is_empty}
+    return owned, sorted({owner for (_, box), owner in owners.items() if not box.is_empty})
 
 
 def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:
@@ -82,8 +135,8 @@ def first_mismatch(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: AcceleratedOptimizer,
-    weights: dict[str, torch.Tensor],
-    optimizer_state: dict[str, torch.Tensor],
+    weights: Layout,
+    optimizer_state: Layout,
 ) -> str | None:
     """The first name, shape or dtype in which saved weights and optimizer state differ from the model's; None if equal.
 
@@ -92,11 +145,11 @@ def first_mismatch(
     parameters = _parameters_of_all_stages(accelerator, model)
     trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
     keys = state_keys(optimizer, trained)
-    sizes = {f"{n}.{k}": (full_shape(p), p) for n, p in trained.items() for k in keys[n]}
-    sizes |= {f"{n}.step": (torch.Size(()), p) for n, p in trained.items() if keys[n] == ADAMW_STATE}
+    sizes = {f"{n}.{k}": (full_shape(p), p.dtype) for n, p in trained.items() for k in keys[n]}
+    sizes |= {f"{n}.step": (torch.Size(()), p.dtype) for n, p in trained.items() if keys[n] == ADAMW_STATE}
     with_state = {key.rpartition(".")[0] for key in optimizer_state}
     for kind, saved, needed in (
-        ("weight", weights, {name: (full_shape(p), p) for name, p in parameters.items()}),
+        ("weight", weights, {name: (full_shape(p), p.dtype) for name, p in parameters.items()}),
         (
             "optimizer state",
             optimizer_state,
@@ -105,59 +158,72 @@ def first_mismatch(
     ):
         if odd := sorted(saved.keys() ^ needed.keys()):
             return f"{kind} {odd[0]} is {'missing' if odd[0] in needed else 'not in this model'}"
-        for name, (shape, parameter) in needed.items():
-            dtypes = {parameter.dtype} | ({torch.float32} if parameter.is_floating_point() else set())
-            if saved[name].shape != shape or saved[name].dtype not in dtypes:
-                both = ((saved[name].shape, saved[name].dtype), (shape, parameter.dtype))
-                found, wanted = (f"{tuple(size)} {dtype}".replace("torch.", "") for size, dtype in both)
+        for name, (shape, dtype) in needed.items():
+            dtypes = {dtype} | ({torch.float32} if dtype.is_floating_point else set())
+            if saved[name][0] != tuple(shape) or saved[name][1] not in dtypes:
+                found, wanted = (f"{tuple(s)} {d}".replace("torch.", "") for s, d in (saved[name], (shape, dtype)))
                 return f"{kind} {name} is {found} instead of {wanted}"
     return None
 
 
-def set_weights(accelerator: Accelerator, model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> None:
-    """Load the main process's full weights into the model on all processes. `weights` is {} on the others."""
-    for name, parameter in _parameters_of_all_stages(accelerator, model).items():
+def set_weights(accelerator: Accelerator, model: torch.nn.Module, names: Iterable[str], fetch: Fetch) -> None:
+    """Load the saved weights `names`, the same on all processes, into the model."""
+    parameters = named_parameters(accelerator, model)
+    for name in names:
+        parameter = parameters.get(name)
+        value = fetch(name, None if parameter is None else box_of(parameter))
+        if parameter is None or value is None:
+            continue
         with torch.no_grad():
             if is_zero(accelerator):
-                value = _broadcast(accelerator, weights.get(name), full_shape(parameter), torch.float32)
-                deepspeed.set_weight(parameter, value)
+                deepspeed.set_weight(parameter, value.to(accelerator.device, torch.float32))
             else:
-                value = _shard(accelerator, parameter, weights.get(name), parameter.shape, parameter.dtype)
-                if not parameter.is_meta:
-                    parameter.copy_(value)
+                local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+                local.copy_(value)
 
 
 def set_optimizer_state(
     accelerator: Accelerator,
     model: torch.nn.Module,
     optimizer: AcceleratedOptimizer,
-    saved: dict[str, torch.Tensor],
-    layout: dict[str, tuple[torch.Size, torch.dtype]],
+    names: Iterable[str],
+    fetch: Fetch,
 ) -> None:
-    """Load the main process's full optimizer state into the optimizer on all processes.
+    """Load the saved optimizer state `names`, the same on all processes, into the optimizer.
 
-    `saved` is {} on the others; `layout` has its names -> (shape, dtype) on all. A trainable parameter that is not in
-    it was just unfrozen and gets the initial state.
+    A trainable parameter that has none was just unfrozen and gets the initial state.
     """
-    trained = {n: p for n, p in _parameters_of_all_stages(accelerator, model).items() if p.requires_grad}
+    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
     kinds = state_keys(optimizer, trained)
-    for name, parameter in trained.items():
-        keys = [key for key in layout if key.rpartition(".")[0] == name]
-        if not is_zero(accelerator):
-            state = {
-                key.rpartition(".")[2]: _shard(accelerator, parameter, saved.get(key), *layout[key]) for key in keys
-            }
-            if not parameter.is_meta:
-                optimizer.state[parameter] = held_by(
-                    optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
-                )
-            continue
+    by_parameter: dict[str, list[str]] = {}
+    for name in names:  # in their order, since `fetch` may be a collective
+        by_parameter.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
+    for name in trained:
+        by_parameter.setdefault(name, [])
+    for name, keys in by_parameter.items():
+        parameter, state = trained.get(name), {}
         for key in keys:
-            value, kind = _broadcast(accelerator, saved.get(key), *layout[key]), key.rpartition(".")[2]
-            if kind in ADAMW_STATE:
-                deepspeed.set_flat(parameter, value, kind)
-            else:
-                deepspeed.set_step_count(optimizer, value)
+            box = None if parameter is None else Box((), ()) if key == "step" else box_of(parameter)
+            state[key] = fetch(f"{name}.{key}", box)
+        if parameter is None:
+            continue
+        if is_zero(accelerator):
+            _set_zero_state(accelerator, optimizer, parameter, state)
+        else:
+            state = {key: _like(parameter, value) for key, value in state.items()}
+            optimizer.state[parameter] = held_by(
+                optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
+            )
+
+
+def _set_zero_state(
+    accelerator: Accelerator, optimizer: AcceleratedOptimizer, parameter: torch.Tensor, state: dict[str, Any]
+) -> None:
+    for key, value in state.items():
+        if key in ADAMW_STATE:
+            deepspeed.set_flat(parameter, value.to(accelerator.device), key)
+        else:
+            deepspeed.set_step_count(optimizer, value.to(accelerator.device))
 
 
 def _initial_state(parameter: torch.nn.Parameter, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
@@ -207,37 +273,10 @@ def _collect(
     return pipeline.gather(full) if pipeline else full
 
 
-def _broadcast(
-    accelerator: Accelerator, whole: torch.Tensor | None, shape: torch.Size, dtype: torch.dtype
-) -> torch.Tensor:
-    whole = torch.empty(shape, dtype=dtype) if whole is None else whole
-    return cast(torch.Tensor, broadcast(whole.to(accelerator.device, dtype), from_process=0))
-
-
-def _shard(
-    accelerator: Accelerator,
-    parameter: torch.Tensor,
-    whole: torch.Tensor | None,
-    shape: torch.Size,
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    """The main process's tensor on this process's device, sharded like the parameter."""
-    device = accelerator.device if parameter.is_meta else parameter.device
-    whole = (torch.empty(shape, dtype=dtype) if whole is None else whole).to(device, dtype)
-    if not (isinstance(parameter, DTensor) and whole.dim()):
-        return cast(torch.Tensor, broadcast(whole, from_process=0))
-    mesh, placements = parameter.device_mesh, parameter.placements
-    if mesh.size() == dist.get_world_size() and "tp" not in (mesh.mesh_dim_names or ()):
-        return distribute_tensor(whole, mesh, placements)  # rank 0's data, scattered
-    # Rank 0 is in the mesh of one pipeline stage only, or, of a tensor that is not split, of one tensor-parallel rank.
-    # FSDP2 shards what tensor parallelism has split, so the last dimension of the mesh is cut first; distribute_tensor
-    # could do it if all parts were equal.
-    part = cast(torch.Tensor, broadcast(whole, from_process=0))
-    for dim in reversed(range(mesh.ndim)):
-        placement: Any = placements[dim]
-        if not placement.is_replicate():
-            size = -(-part.shape[placement.dim] // mesh.size(dim))
-            start = min(size * mesh.get_local_rank(dim), part.shape[placement.dim])
-            part = part.narrow(placement.dim, start, min(size, part.shape[placement.dim] - start))
-    part = part.clone(memory_format=torch.contiguous_format)  # frees the whole; fused AdamW takes no strides
-    return DTensor.from_local(part, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride())
+def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """This process's part of a saved tensor on the parameter's device, sharded like the parameter."""
+    value = value.to(parameter.device, copy=True)  # it may be a part of a mapped file
+    if not isinstance(parameter, DTensor) or not value.dim():
+        return value
+    shape = {"shape": parameter.shape, "stride": parameter.stride()}  # shards may differ in size
+    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **shape)

@@ -73,7 +73,7 @@ def prepare_on_all_ranks(prepare: Callable[[], tuple[T, dict[str, Any]]]) -> tup
             _wait_for_answers(store, world_size)
             answered = [r for r in range(world_size) if store.check([f"answer/{r}"])]
             answers = {r: json.loads(store.get(f"answer/{r}")) for r in answered}
-            _wait_for_readers(store, world_size)
+            wait_for_readers(store, "read", world_size)
     finally:
         done.set()
     for r, answer in answers.items():
@@ -100,15 +100,15 @@ def _wait_for_answers(store: Store, world_size: int) -> None:
                 raise LostProcess(f"lost another process: process {r} has sent no heartbeat for {PEER_TIMEOUT}")
 
 
-def _wait_for_readers(store: Store, world_size: int) -> None:
-    """Wait until all have read the answers, since the store ends with process 0 or its launcher.
+def wait_for_readers(store: Store, key: str, world_size: int) -> None:
+    """Count this process as a reader, and wait until all are, since the store ends with process 0 or its launcher.
 
-    After an error it waits only briefly for processes that are still preparing.
+    It waits only briefly: after an error others may be busy, or lost.
     """
     end = time.monotonic() + 2 * HEARTBEAT
     with contextlib.suppress(RuntimeError):  # process 0 has ended
-        store.add("read", 1)
-        while store.add("read", 0) < world_size and time.monotonic() < end:
+        store.add(key, 1)
+        while store.add(key, 0) < world_size and time.monotonic() < end:
             time.sleep(_POLL / 4)
 
 
@@ -148,8 +148,13 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
 
 @functools.cache
 def _launch_store() -> Store:
+    return connect_store("shared")
+
+
+def connect_store(name: str) -> Store:
+    """A new connection to the launcher's key-value store; one that waits for a key is blocked for other threads."""
     store, _, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
-    return PrefixStore("nanogpt_hf/shared", store)
+    return PrefixStore(f"nanogpt_hf/{name}", store)
 
 
 def share_from_main(key: str, value: Any) -> Any:

@@ -1,93 +1,58 @@
-"""Atomic checkpoints with the full training state, resumable on any number of processes."""
+"""Read checkpoints: find the newest intact one, and load it on any number of processes and under any sharding."""
 
 import contextlib
 import dataclasses
 import hashlib
 import json
 import logging
+import re
 import typing
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.utils import broadcast_object_list
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from accelerate.utils import broadcast, broadcast_object_list, gather_object
+from safetensors import SafetensorError, safe_open
 
 from nanogpt_hf.distributed.full_state import (
+    Fetch,
+    Layout,
     first_mismatch,
-    full_optimizer_state,
-    full_weights,
-    scaler_state,
     set_optimizer_state,
     set_scaler_state,
     set_weights,
 )
-from nanogpt_hf.errors import DivergedError, RunFolderError
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.identity import differences
-from nanogpt_hf.runs.replace import remove_folder, replaced_folder
+from nanogpt_hf.runs.replace import remove_folder
 from nanogpt_hf.runs.state import Evaluation, TrainState
+from nanogpt_hf.runs.tensor_files import Box, TensorFiles, is_finite
 
 logger = logging.getLogger(__name__)
-_MODEL, _OPTIMIZER, _STATE, _CHECKSUMS = "model.safetensors", "optimizer.safetensors", "state.json", "checksums.json"
+MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
+_TENSORS = re.compile(rf"({MODEL}|{OPTIMIZER})(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
+
+
+def tensor_file(kind: str, number: int, count: int) -> str:
+    """The name of file `number` of `count` with tensors of a kind, as the Hub names them."""
+    return f"{kind}.safetensors" if count == 1 else f"{kind}-{number:05d}-of-{count:05d}.safetensors"
+
+
+class Checkpoint(NamedTuple):
+    """A checkpoint on disk."""
+
+    weights: TensorFiles
+    optimizer_state: TensorFiles
+    facts: dict[str, Any]  # the run state and the loss scaler
 
 
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _not_finite(*groups: dict[str, torch.Tensor]) -> str | None:
-    """The name of the first tensor with an infinite or NaN value."""
-    for name, tensor in (item for group in groups for item in group.items()):
-        if tensor.is_floating_point() and tensor.element_size() > 1 and not tensor.isfinite().all():
-            return name
-    return None
-
-
-def save_checkpoint(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    optimizer: AcceleratedOptimizer,
-    state: TrainState,
-    run: RunFolder,
-    keep: int,
-) -> None:
-    """Write a checkpoint atomically, then remove all but the `keep` newest.
-
-    Raises RunFolderError if it cannot be written, and DivergedError if a weight or a value of the optimizer state is
-    not finite; older checkpoints are not changed.
-    """
-    weights = full_weights(accelerator, model)
-    optimizer_state = full_optimizer_state(accelerator, model, optimizer)
-    if accelerator.is_main_process and state.step > 0 and not optimizer_state:
-        raise RuntimeError("there is no optimizer state to save")
-    if accelerator.is_main_process:
-        if name := _not_finite(weights, optimizer_state):
-            raise DivergedError(
-                f"step {state.step:,}: {name} is not finite, so no checkpoint was written; lower optim.learning_rate "
-                f"and {recovery_advice(run, state)}"
-            )
-        facts = dataclasses.asdict(state) | {"scaler": scaler_state(accelerator, optimizer)}
-        target = run.checkpoint(state.step)
-        try:
-            with replaced_folder(target) as partial:
-                save_file(weights, partial / _MODEL)
-                save_file(optimizer_state, partial / _OPTIMIZER)
-                (partial / _STATE).write_text(json.dumps(facts, indent=2) + "\n", encoding="utf-8")
-                checksums = {path.name: file_digest(path) for path in sorted(partial.iterdir())}
-                (partial / _CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
-            logger.debug(f"step {state.step:,}: saved {target}")
-            run.checkpoint_written(state.step, state.last_finite_step, keep)
-        except (OSError, SafetensorError) as error:
-            raise RunFolderError(
-                f"{target}: the checkpoint cannot be written, older ones are intact: {error}"
-            ) from None
-    accelerator.wait_for_everyone()
 
 
 def recovery_advice(run: RunFolder, state: TrainState) -> str:
@@ -108,33 +73,60 @@ def recovery_advice(run: RunFolder, state: TrainState) -> str:
     return "start again with --overwrite: no checkpoint is older than the divergence"
 
 
-def read_checkpoint(folder: Path) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
-    """Read weights, optimizer state and run state of a checkpoint.
-
-    Raises RunFolderError if a byte has changed, a field has another type, or a value is not finite.
-    """
+@contextlib.contextmanager
+def _damage_named(folder: Path) -> typing.Iterator[None]:
+    """Context that turns an error of a damaged file into RunFolderError."""
     try:
-        for name in (_MODEL, _OPTIMIZER, _STATE, _CHECKSUMS):
-            if not (folder / name).is_file():  # reading a pipe or a device may never end
-                raise ValueError(f"{name} is {'not a regular file' if (folder / name).exists() else 'missing'}")
-        checksums = json.loads((folder / _CHECKSUMS).read_text(encoding="utf-8"))
-        for name in (_MODEL, _OPTIMIZER, _STATE):
-            if file_digest(folder / name) != checksums[name]:
-                raise ValueError(f"{name} was changed after it was written")
-        facts = json.loads((folder / _STATE).read_text(encoding="utf-8"))
-        _check_facts(facts, step_of(folder))
-        weights, optimizer_state = load_file(folder / _MODEL), load_file(folder / _OPTIMIZER)
-        if name := _not_finite(weights, optimizer_state):
-            raise ValueError(f"{name} is not finite: the run had diverged")
-        return weights, optimizer_state, facts
+        yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
+
+
+def read_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
+    """Open a checkpoint; the tensors are read when they are asked for.
+
+    Raises RunFolderError if a file is missing, a field has another type, or, with `verify`, `verify_files` does.
+    """
+    with _damage_named(folder):
+        for name in (STATE, CHECKSUMS):
+            _check_file(folder / name)
+        checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        names = sorted(name for name in checksums if _TENSORS.fullmatch(name))
+        for name in names or (f"{MODEL}.safetensors",):
+            _check_file(folder / name)
+        if file_digest(folder / STATE) != checksums[STATE]:
+            raise ValueError(f"{STATE} was changed after it was written")
+        facts = json.loads((folder / STATE).read_text(encoding="utf-8"))
+        _check_facts(facts, step_of(folder))
+    if verify:
+        verify_files(folder, names)
+    with _damage_named(folder):
+        files = [[folder / n for n in names if n.startswith(kind)] for kind in (MODEL, OPTIMIZER)]
+        return Checkpoint(TensorFiles(files[0]), TensorFiles(files[1]), facts)
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():  # reading a pipe or a device may never end
+        raise ValueError(f"{path.name} is {'not a regular file' if path.exists() else 'missing'}")
+
+
+def verify_files(folder: Path, names: list[str]) -> None:
+    """Raises RunFolderError if a byte of a checkpoint's files with tensors has changed, or a value is not finite."""
+    with _damage_named(folder):
+        checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+        for name in names:
+            if file_digest(folder / name) != checksums[name]:
+                raise ValueError(f"{name} was changed after it was written")
+            with safe_open(folder / name, "pt") as file:
+                for tensor in file.keys():  # noqa: SIM118  (not a mapping)
+                    if not is_finite(file.get_tensor(tensor)):
+                        raise ValueError(f"{tensor} is not finite: the run had diverged")
 
 
 def _check_facts(facts: Any, step: int) -> None:
     """Raises ValueError if this is not the run state of `step`'s checkpoint. Sets fields that older versions lack."""
     if not isinstance(facts, dict):
-        raise ValueError(f"{_STATE} is not a mapping")
+        raise ValueError(f"{STATE} is not a mapping")
     facts.setdefault("last_finite_step", step)
     facts.setdefault("scaler", None)
     facts.setdefault("identity", None)
@@ -143,25 +135,25 @@ def _check_facts(facts: Any, step: int) -> None:
         _check_fields(Evaluation, facts["evaluation"])
     scaler = facts["scaler"]
     if scaler is not None and not (isinstance(scaler, dict) and all(type(v) in (int, float) for v in scaler.values())):
-        raise ValueError(f"{_STATE}: scaler is {scaler!r:.80}")
+        raise ValueError(f"{STATE}: scaler is {scaler!r:.80}")
     if facts["step"] != step:
-        raise ValueError(f"{_STATE} is of step {facts['step']:,}")
+        raise ValueError(f"{STATE} is of step {facts['step']:,}")
 
 
 def _check_fields(kind: type, values: Any) -> None:
     fields = {field.name: typing.get_args(field.type) or (field.type,) for field in dataclasses.fields(kind)}
     if not isinstance(values, dict) or values.keys() != fields.keys():
-        raise ValueError(f"{_STATE} does not have the fields {', '.join(fields)}")
+        raise ValueError(f"{STATE} does not have the fields {', '.join(fields)}")
     for name, types in fields.items():
         types = [dict if t is Evaluation else typing.get_origin(t) or t for t in types] + (
             [int] if float in types else []
         )
         value, low = values[name], -1 if name == "evaluated_step" else 0
         if type(value) not in types or (type(value) is int and not low <= value < 2**63):
-            raise ValueError(f"{_STATE}: {name} is {value!r:.80}")
+            raise ValueError(f"{STATE}: {name} is {value!r:.80}")
 
 
-def _newest_intact(run: RunFolder, log: Callable[[int, str], None]) -> tuple[dict, dict, dict]:
+def _newest_intact(run: RunFolder, log: Callable[[int, str], None]) -> Checkpoint:
     for folder in reversed(run.checkpoint_folders()):
         try:
             read = read_checkpoint(folder)
@@ -178,7 +170,7 @@ def newest_step(accelerator: Accelerator, run: RunFolder) -> int:
     step = [0]
     if accelerator.is_main_process:
         with contextlib.suppress(RunFolderError):
-            step = [_newest_intact(run, lambda level, line: None)[2]["step"]]
+            step = [_newest_intact(run, lambda level, line: None).facts["step"]]
     return broadcast_object_list(step, from_process=0)[0]
 
 
@@ -191,37 +183,42 @@ def load_checkpoint(
 ) -> TrainState:
     """Load the newest intact checkpoint into a prepared model and optimizer, and return its run state.
 
-    The main process reads it and sends it to the others, so a shared file system is not needed. Raises RunFolderError
-    on all of them, and changes nothing, if no checkpoint is intact, or it belongs to another model, or to another run
-    than `identity`. A checkpoint without an identity (older versions) is accepted.
+    The main process chooses it. Each process reads its parts if all of them find its files; else the main process
+    reads them and sends one tensor after another, so a shared file system is not needed. Raises RunFolderError on all
+    of them, and changes nothing, if no checkpoint is intact, or it belongs to another model, or to another run than
+    `identity`. A checkpoint without an identity (older versions) is accepted.
     """
-    weights, optimizer_state = {}, {}
-    message: list[Any] = [None]
+    saved, message = None, [None]
     if accelerator.is_main_process:
         try:
-            weights, optimizer_state, facts = _newest_intact(run, logger.log)
-            if identity and facts.get("identity") and (differ := differences(facts["identity"], identity)):
+            saved = _newest_intact(run, logger.log)
+            if identity and saved.facts.get("identity") and (differ := differences(saved.facts["identity"], identity)):
                 raise RunFolderError(
                     f"{run.checkpoints}: the newest checkpoint is of another run or other data: {'; '.join(differ)}; "
                     "use the recipe and data it was trained with, or start again with --overwrite"
                 )
-            if difference := first_mismatch(accelerator, model, optimizer, weights, optimizer_state):
-                raise RunFolderError(
-                    f"{run.checkpoint(facts['step'])}: is of another model: {difference}; has the recipe's model "
-                    "changed?"
-                )
-            layout = {name: (tensor.shape, tensor.dtype) for name, tensor in optimizer_state.items()}
-            message = [(facts | {"has_best": run.best.is_dir()}, layout)]
+            layouts = (saved.weights.layout, saved.optimizer_state.layout)
+            digest = file_digest(run.checkpoint(saved.facts["step"]) / CHECKSUMS)
+            message = [(saved.facts | {"has_best": run.best.is_dir()}, layouts, digest)]
         except RunFolderError as error:
             message = [error]
     broadcast_object_list(message, from_process=0)
     if isinstance(message[0], RunFolderError):
         raise message[0]
-    facts: dict[str, Any] = message[0][0]
-    layout: dict[str, tuple[torch.Size, torch.dtype]] = message[0][1]
+    facts, layouts, digest = typing.cast(Any, message[0])
+    folder = run.checkpoint(facts["step"])
+    if difference := first_mismatch(accelerator, model, optimizer, *layouts):
+        raise RunFolderError(f"{folder}: is of another model: {difference}; has the recipe's model changed?")
 
-    set_weights(accelerator, model, weights)
-    set_optimizer_state(accelerator, model, optimizer, optimizer_state, layout)
+    saved = saved or _same_checkpoint(folder, digest)
+    readable = all(gather_object([saved is not None]))  # by all processes
+    files = saved[:2] if saved and (readable or accelerator.is_main_process) else (None, None)
+    weights, optimizer_state = (
+        _read_by_all(part) if part is not None and readable else _sent_by_main(accelerator, part, layout)
+        for part, layout in zip(files, layouts, strict=True)
+    )
+    set_weights(accelerator, model, layouts[0], weights)
+    set_optimizer_state(accelerator, model, optimizer, layouts[1], optimizer_state)
     scaler = facts.pop("scaler")
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)
@@ -232,3 +229,31 @@ def load_checkpoint(
         facts |= {"best_loss": None, "best_step": None, "evaluated_step": -1}
     facts["identity"] = identity or facts.get("identity")
     return TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))
+
+
+def _same_checkpoint(folder: Path, digest: str) -> Checkpoint | None:
+    """The checkpoint in `folder`, if it is the one that the main process chose; another host may not have it."""
+    with contextlib.suppress(OSError, RunFolderError):
+        if file_digest(folder / CHECKSUMS) == digest:
+            return read_checkpoint(folder, verify=False)
+    return None
+
+
+def _read_by_all(files: TensorFiles) -> Fetch:
+    return lambda name, box: None if box is None else files.read(name, box)
+
+
+def _sent_by_main(accelerator: Accelerator, files: TensorFiles | None, layout: Layout) -> Fetch:
+    """Fetch by a collective: the main process reads each tensor and sends it, of which the others keep their part."""
+
+    def fetch(name: str, box: Box | None) -> torch.Tensor | None:
+        shape, dtype = layout[name]
+        whole = torch.empty(shape, dtype=dtype) if files is None else files[name]
+        whole = typing.cast(torch.Tensor, broadcast(whole.to(accelerator.device), from_process=0))
+        if box is None:
+            return None
+        return whole[tuple(slice(at, at + n) for at, n in zip(box.offset, box.shape, strict=True))].clone(
+            memory_format=torch.contiguous_format
+        )
+
+    return fetch

@@ -31,7 +31,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import restore_threads
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step, save_checkpoint
+from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step
 from nanogpt_hf.training.evaluate import evaluate_run
 from nanogpt_hf.training.observers import Observers, finishing, observe
 from nanogpt_hf.training.policy import policy_step
@@ -63,11 +63,12 @@ def train(config: Config, folder: RunFolder, data: PreparedData, *, resume: bool
     start_or_resume(run, resume)
     observers = observe(run, tasks, samples)
     max_seconds = parse_duration(config.train.max_time) if config.train.max_time else None
-    with stop_on_signals(max_seconds) as stop, finishing(observers):
+    with stop_on_signals(max_seconds) as stop, finishing(observers, stop):
         while (end := train_segment(run, observers, stop)) is not SegmentEnd.DONE:
             if end is SegmentEnd.UNFREEZE:
                 rebuild_model(run)
             before = run.state
+            observers.checkpoints.wait()
             run.state = load_checkpoint(accelerator, run.model, run.optimizer, folder, before.identity)
             run.state.seconds = before.seconds
             run.saved = dataclasses.replace(run.state)
@@ -111,7 +112,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
         due = stopping or done or unfreeze or (state.step and state.step % config.checkpoint.every == 0)
         if due and state != run.saved:
             observers.monitor.settle(state)
-            save_checkpoint(run.accelerator, run.model, run.optimizer, state, run.folder, config.checkpoint.keep)
+            observers.checkpoints.save(run.model, run.optimizer, state)
             run.saved = dataclasses.replace(state)
             tracking.restart_clock()
         if stopping:
@@ -137,7 +138,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             metrics = observers.monitor.report(state) | observers.layers.step_report(result.grad_norm.item())
             tracking.train(loss, learning_rate, metrics | step_metrics(run, result))
             observers.push.poll()
-            spiked = observers.monitor.spiked(state, loss)
+            spiked = observers.monitor.spiked(state, loss, run.saved)
         state.seconds += time.perf_counter() - started
         tracking.step_done()
         if spiked:

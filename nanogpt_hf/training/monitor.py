@@ -10,9 +10,9 @@ from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import DivergedError, UserError
-from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import recovery_advice
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
 BAD_STEPS_IN_A_ROW = 10  # abort after this many non-finite steps; fp16 skips a few while its loss scale settles
 ROLLBACKS_IN_A_ROW = 3  # abort after this many to the same checkpoint
@@ -37,8 +37,8 @@ def memory_peak(device: torch.device) -> int | None:
 class Monitor:
     """Reads gradient norms only at steps that are logged, so that the host waits for the device no more often."""
 
-    def __init__(self, accelerator: Accelerator, config: Config, run: RunFolder):
-        self.run, self.device, self.main = run, accelerator.device, accelerator.is_main_process
+    def __init__(self, accelerator: Accelerator, config: Config, checkpoints: CheckpointWriter):
+        self.checkpoints, self.device, self.main = checkpoints, accelerator.device, accelerator.is_main_process
         self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG
         self.every, self.ratio = config.tracking.every, config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
@@ -67,7 +67,8 @@ class Monitor:
         norms = self.settle(state)
         bad = [not math.isfinite(norm) for norm in norms]
         if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
-            advice = f" and {recovery_advice(self.run, state)}" if self.main else ""
+            self.checkpoints.wait()  # it may hold diverged weights
+            advice = f" and {recovery_advice(self.checkpoints.run, state)}" if self.main else ""
             raise DivergedError(
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
                 f"optim.learning_rate{advice}"
@@ -85,15 +86,16 @@ class Monitor:
             values["train/memory_peak_bytes"] = peak
         return values
 
-    def spiked(self, state: TrainState, loss: float) -> bool:
+    def spiked(self, state: TrainState, loss: float, saved: TrainState | None) -> bool:
         """Whether the loss is above `rollback_ratio` times its running average; if not, it updates the average.
 
+        False if no checkpoint is `saved` to return to.
         The average is part of the state, so a resumed run decides the same.
         """
         if self.ratio is None or not math.isfinite(loss):  # the step was skipped
             return False
         if state.loss_average is not None and loss > self.ratio * state.loss_average:
-            return self.run.newest_checkpoint() is not None
+            return saved is not None
         before = loss if state.loss_average is None else state.loss_average
         state.loss_average = _DECAY * before + (1 - _DECAY) * loss
         return False

@@ -107,7 +107,7 @@ def test_overwrite_follows_link_to_checkpoints_and_keeps_other_files(pretrain, r
 
 @pytest.mark.parametrize("evaluations", [3, 100])
 def test_auto_resume_restarts_run_killed_before_first_checkpoint(pretrain, tmp_path, monkeypatch, evaluations):
-    from nanogpt_hf.training import loop
+    from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
     class Killed(BaseException):
         pass
@@ -117,7 +117,7 @@ def test_auto_resume_restarts_run_killed_before_first_checkpoint(pretrain, tmp_p
 
     knobs = ("--checkpoint.every", 5, "--eval.every", evaluations)
     with monkeypatch.context() as patch:
-        patch.setattr(loop, "save_checkpoint", kill)
+        patch.setattr(CheckpointWriter, "save", kill)
         with pytest.raises(Killed):
             pretrain("--auto-resume", *knobs)
     run = RunFolder(tmp_path / "run")

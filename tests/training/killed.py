@@ -24,7 +24,7 @@ from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.reports import live
 from nanogpt_hf.runs import replace
-from nanogpt_hf.training import checkpoint, loop
+from nanogpt_hf.training import checkpoint_writer, loop
 
 torch.set_num_threads(1)
 
@@ -32,7 +32,7 @@ torch.set_num_threads(1)
 PLACES = {
     "training": (loop, "train_step", 3),
     "evaluating": (loss, "pad_batch", 12),
-    "writing a checkpoint": (checkpoint, "save_file", 3),
+    "writing a checkpoint": (checkpoint_writer, "write_tensors", 3),
     "flushing a checkpoint": (replace, "flush", 8),
     "dropping an old checkpoint": (replace.shutil, "rmtree", 1),
     "writing best": (GPTForCausalLM, "save_pretrained", 1),

@@ -20,9 +20,9 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import live
-from nanogpt_hf.training import loop
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
-save_checkpoint, configure_deepspeed = loop.save_checkpoint, deepspeed.configure
+save, configure_deepspeed = CheckpointWriter.save, deepspeed.configure
 
 
 def sharding_small_parameters(deepspeed_config, *rest):
@@ -43,7 +43,8 @@ def local_bytes(tensor) -> int:
     return sum(part.nbytes for part in ((local.codes, local.scale) if hasattr(local, "codes") else (local,)))
 
 
-def recording(accelerator, model, optimizer, state, run, keep):
+def recording(writer, model, optimizer, state):
+    accelerator = writer.accelerator
     states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
     optimizer_state = [value for state in states.values() for key, value in state.items() if key != "step"]
     sizes = {
@@ -54,8 +55,8 @@ def recording(accelerator, model, optimizer, state, run, keep):
         "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
         "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
     }
-    Path(f"{run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(sizes))
-    return save_checkpoint(accelerator, model, optimizer, state, run, keep)
+    Path(f"{writer.run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(sizes))
+    return save(writer, model, optimizer, state)
 
 
 def run(arguments: list[str]) -> None:
@@ -63,7 +64,7 @@ def run(arguments: list[str]) -> None:
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
-    loop.save_checkpoint, deepspeed.configure = recording, sharding_small_parameters
+    CheckpointWriter.save, deepspeed.configure = recording, sharding_small_parameters
     live.draw_run = lambda *_: None  # the plot takes longer than the training
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:

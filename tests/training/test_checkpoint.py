@@ -18,8 +18,8 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs import replace
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import Evaluation, TrainState
-from nanogpt_hf.training import checkpoint
-from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from nanogpt_hf.training import checkpoint, checkpoint_writer
+from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def log_records(caplog) -> list[tuple[str, str]]:
     return [(r.levelname, r.getMessage()) for r in caplog.records if r.name.startswith("nanogpt_hf")]
 
 
-def test_resume_from_loaded_checkpoint_is_exact(run, caplog):
+def test_resume_from_loaded_checkpoint_is_exact(run, caplog, save_checkpoint):
     first = build_training()
     train_steps(*first, 3)
     evaluation = Evaluation(loss=1.25, tokens=7, bytes_per_token=1.5)
@@ -69,14 +69,14 @@ def test_resume_from_loaded_checkpoint_is_exact(run, caplog):
     assert all(torch.equal(a, b) for a, b in pairs)
 
 
-def test_only_newest_checkpoints_are_kept(run):
+def test_only_newest_checkpoints_are_kept(run, save_checkpoint):
     parts = build_training()
     for step in (1, 2, 10, 11):
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
     assert [folder.name for folder in run.checkpoint_folders()] == ["step_00000010", "step_00000011"]
 
 
-def test_partial_checkpoint_is_ignored(run):
+def test_partial_checkpoint_is_ignored(run, save_checkpoint):
     save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     (run.checkpoints / ".step_00000008.partial").mkdir()
     assert [folder.name for folder in run.checkpoint_folders()] == ["step_00000004"]
@@ -98,7 +98,7 @@ def damage_file(path, damage: str) -> None:
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("damage", ["truncated", "missing", "bit"])
-def test_damaged_checkpoint_is_named_and_older_one_loaded(run, file, damage, caplog):
+def test_damaged_checkpoint_is_named_and_older_one_loaded(run, file, damage, caplog, save_checkpoint):
     parts = build_training()
     for step in (4, 8):
         train_steps(*parts, 1)
@@ -116,9 +116,9 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(run, file, damage, cap
 
 
 @pytest.mark.parametrize(
-    ("module", "step"), [(checkpoint, "save_file"), (replace, "flush"), (checkpoint, "file_digest")]
+    ("module", "step"), [(checkpoint_writer, "write_tensors"), (replace, "flush"), (checkpoint_writer, "file_digest")]
 )
-def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step):
+def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step, save_checkpoint):
     parts = build_training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=1)
 
@@ -134,7 +134,7 @@ def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, ste
     assert load_checkpoint(*parts, run).step == 4
 
 
-def test_checkpoint_of_another_model_is_refused(run):
+def test_checkpoint_of_another_model_is_refused(run, save_checkpoint):
     save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     with pytest.raises(RunFolderError, match="is of another model"):
         load_checkpoint(*build_training(n_embd=16), run)
@@ -164,7 +164,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("file", ["model.safetensors", "optimizer.safetensors"])
 @pytest.mark.parametrize("change", CHANGES)
-def test_tensor_of_other_name_shape_or_dtype_is_refused(run, file, change):
+def test_tensor_of_other_name_shape_or_dtype_is_refused(run, file, change, save_checkpoint):
     parts = build_training()
     save_checkpoint(*parts, TrainState(step=4), run, keep=2)
     tensors = load_file(run.checkpoint(4) / file)
@@ -183,7 +183,7 @@ def test_tensor_of_other_name_shape_or_dtype_is_refused(run, file, change):
         assert all(torch.equal(state[key], before[1][index][key]) for key in state)
 
 
-def test_8bit_optimizer_state_of_another_model_is_refused(run):
+def test_8bit_optimizer_state_of_another_model_is_refused(run, save_checkpoint):
     pytest.importorskip("torchao", reason="torchao is not installed")
     save_checkpoint(*build_training(n_embd=8), TrainState(step=4), run, keep=2)
     small = load_file(run.checkpoint(4) / "optimizer.safetensors")
@@ -198,7 +198,7 @@ def test_8bit_optimizer_state_of_another_model_is_refused(run):
     assert not parts[2].state
 
 
-def test_invalid_state_json_is_one_line(run):
+def test_invalid_state_json_is_one_line(run, save_checkpoint):
     parts = build_training()
     evaluation = Evaluation(loss=1.25, tokens=7, bytes_per_token=1.5)
     save_checkpoint(*parts, TrainState(step=4, evaluation=evaluation), run, keep=2)
@@ -233,7 +233,7 @@ def test_invalid_state_json_is_one_line(run):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("kind", ["pipe", "device", "folder", "endless", "link to itself"])
-def test_special_file_in_checkpoint_does_not_hang(run, file, kind):
+def test_special_file_in_checkpoint_does_not_hang(run, file, kind, save_checkpoint):
     parts = build_training()
     for step in (4, 8):
         save_checkpoint(*parts, TrainState(step=step), run, keep=2)
@@ -253,7 +253,7 @@ def test_special_file_in_checkpoint_does_not_hang(run, file, kind):
     assert load_checkpoint(*parts, run).step == 8
 
 
-def test_checkpoint_keep_counts_only_sound_checkpoints(run):
+def test_checkpoint_keep_counts_only_sound_checkpoints(run, save_checkpoint):
     parts = build_training()
     for step in (4, 8, 12):
         save_checkpoint(*parts, TrainState(step=step), run, keep=3)
@@ -264,7 +264,7 @@ def test_checkpoint_keep_counts_only_sound_checkpoints(run):
     assert [path.name for path in run.checkpoint_folders()] == ["step_00000004", "step_00000006"]
 
 
-def test_checkpoint_holds_no_pickle(run):
+def test_checkpoint_holds_no_pickle(run, save_checkpoint):
     save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
     names = sorted(path.name for path in run.checkpoint(4).iterdir())
     assert names == FILES
@@ -293,7 +293,7 @@ def test_resume_may_change_steps_but_not_model_data_or_seed(write_recipe, tmp_pa
             run.changes(load_config(write_recipe(**other)))
 
 
-def test_lock_repairs_what_a_killed_process_left(run):
+def test_lock_repairs_what_a_killed_process_left(run, save_checkpoint):
     run.best.mkdir()
     run.best.rename(run.path / ".best.old")  # killed between the two renames
     (run.checkpoints / ".step_00000008.partial").mkdir()

@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import DivergedError
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import checkpoint
+from nanogpt_hf.training import checkpoint, checkpoint_writer
 from nanogpt_hf.training.checkpoint import read_checkpoint
 
 KNOBS = {"optim__schedule": "constant", "train__max_steps": 30, "eval__every": 100}
@@ -70,15 +70,16 @@ def test_non_finite_checkpoint_is_neither_saved_nor_resumed(pretrain, tmp_path, 
     assert f"resuming from {run.checkpoint(2)}" in output
     read_checkpoint(run.newest_checkpoint())
 
-    full = getattr(checkpoint, "full_weights" if part == "model" else "full_optimizer_state")
+    saved = getattr(checkpoint_writer, "held_weights" if part == "model" else "held_optimizer_state")
 
     def with_an_infinity(*arguments):
-        tensors = full(*arguments)
-        tensors[name] = tensors[name].clone()
-        tensors[name].view(-1)[1] = math.inf
-        return tensors
+        for held, tensor in saved(*arguments):
+            if held == name:
+                tensor = tensor.clone()
+                tensor.view(-1)[1] = math.inf
+            yield held, tensor
 
-    monkeypatch.setattr(checkpoint, full.__name__, with_an_infinity)
+    monkeypatch.setattr(checkpoint_writer, saved.__name__, with_an_infinity)
     status, output = pretrain("--resume", train__max_steps=8)
     assert status == 2
     line = output.splitlines()[-1]

@@ -17,7 +17,7 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import Evaluation, TrainState
-from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint, save_checkpoint
+from nanogpt_hf.training.checkpoint import load_checkpoint, read_checkpoint
 
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")]
 NO_SPECIAL_TOKENS = {"bos_token_id": None, "eos_token_id": None}
@@ -47,7 +47,7 @@ def weights(parts) -> list[torch.Tensor]:
 
 
 @pytest.fixture(scope="module")
-def trained(tmp_path_factory, forget_accelerate):
+def trained(tmp_path_factory, forget_accelerate, save_checkpoint):
     """A run folder with checkpoints of steps 2, 4, 6 and 8, and the weights of step 8."""
     run, parts = RunFolder(tmp_path_factory.mktemp("trained") / "run"), new_training()
     run.start("name: before\n")
@@ -101,7 +101,9 @@ def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
         ((2, 4), 6, 2, "half replaced", 2),
     ],
 )
-def test_killed_save_loses_no_checkpoint(tmp_path, trained, operations, steps, saved, keep, condition, min_sound):
+def test_killed_save_loses_no_checkpoint(
+    tmp_path, trained, operations, steps, saved, keep, condition, min_sound, save_checkpoint
+):
     source, expected = trained
     run, parts = RunFolder(tmp_path / "run"), new_training()
     load = RunFolder(tmp_path / "load")

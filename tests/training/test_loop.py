@@ -25,6 +25,7 @@ from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop, tracking
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.tracking import read_metrics
 
 
@@ -328,15 +329,15 @@ def poison(monkeypatch, steps: range) -> None:
 
 def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, caplog):
     states = []
-    save_checkpoint = loop.save_checkpoint
+    save = CheckpointWriter.save
 
-    def recording(accelerator, model, optimizer, state, *rest):
+    def recording(writer, model, optimizer, state):
         values = [p.detach().clone() for p in model.parameters()]
         optimizer_state = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
         states.append(values + optimizer_state)
-        return save_checkpoint(accelerator, model, optimizer, state, *rest)
+        return save(writer, model, optimizer, state)
 
-    monkeypatch.setattr(loop, "save_checkpoint", recording)
+    monkeypatch.setattr(CheckpointWriter, "save", recording)
     poison(monkeypatch, range(3, 4))
     run = start(train__max_steps=6, checkpoint__every=1)
     before, after = states[2], states[3]

@@ -13,6 +13,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import loop
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.monitor import Monitor, memory_peak
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -113,19 +114,19 @@ def monitor(tmp_path):
 
     def build(**knobs) -> Monitor:
         config = replace_knobs(Config(), {key.replace("__", "."): value for key, value in knobs.items()})
-        return Monitor(Accelerator(), config, RunFolder(tmp_path / "none"))
+        return Monitor(Accelerator(), config, CheckpointWriter(Accelerator(), RunFolder(tmp_path / "none"), keep=1))
 
     return build
 
 
 def test_loss_average_ignores_spikes_and_nan(monitor):
     monitor, state = monitor(train__rollback_ratio=1.5), TrainState()
-    assert not monitor.spiked(state, 4.0)
+    assert not monitor.spiked(state, 4.0, None)
     assert state.loss_average == pytest.approx(4.0)
-    assert not monitor.spiked(state, 2.0)
+    assert not monitor.spiked(state, 2.0, None)
     assert state.loss_average == pytest.approx(3.8)
-    assert not monitor.spiked(state, float("nan"))
-    assert not monitor.spiked(state, 100.0)  # there is no checkpoint to roll back to
+    assert not monitor.spiked(state, float("nan"), None)
+    assert not monitor.spiked(state, 100.0, None)  # there is no checkpoint to roll back to
     assert state.loss_average == pytest.approx(3.8)
 
 
