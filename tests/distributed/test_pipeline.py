@@ -310,3 +310,16 @@ def test_what_stages_cannot_train_is_refused(recipe, knobs, machine, sizes, mess
 )
 def test_layouts_with_stages_that_are_not_refused(recipe, machine, sizes):
     check_layout(load_config(recipe), Mesh(world_size=4, pp_size=2), machine, sizes)
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_tasks_in_training_over_stages_equal_one_process(letter_tasks, byte_tokenizer, recipe, launch, tmp_path):
+    knobs = ["--eval.tasks", letter_tasks[0], "--train.max_steps=4", "--eval.every=2", "--tracking.layers=false"]
+    knobs += ["--data.tokenizer", byte_tokenizer]
+    one, several = (
+        launch(*LAYOUTS[name], recipe, *knobs, "--data.dir", tmp_path / "data", "--run-dir", tmp_path / name)
+        for name in ("one", "pp2")
+    )
+    assert column(several, "task/letters/acc") == column(one, "task/letters/acc")
+    assert len(column(one, "task/letters/acc")) == 3
