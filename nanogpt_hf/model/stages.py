@@ -77,7 +77,7 @@ class AbsentHead(Head):
 
 
 class Stage:
-    """Stage `index` of `count`, cut from a whole model in place. Blocks are split evenly, later stages get the rest."""
+    """Stage `index` of `count`, cut from a whole model in place, with the blocks of `split_blocks`."""
 
     def __init__(self, model: PreTrainedModel, index: int, count: int, links: Links):
         self.model, self.links = model, links
@@ -93,16 +93,18 @@ class Stage:
     def _cut(self, index: int, count: int) -> None:
         model, config, architecture = self.model, self.model.config, architecture_of(self.model)
         blocks, names = architecture.blocks(model), {id(module): name for name, module in model.named_modules()}
-        first, end = (len(blocks) * i // count for i in (index, index + 1))
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
+        own = split_blocks(len(blocks), head.weight.numel() / sum(p.numel() for p in blocks[-1].parameters()), count)[
+            index
+        ]
         norm = architecture.final_norm(model)
         if head.weight is embedding.weight and (self.is_first or self.is_last):
             self.tied_name = f"{names[id(embedding)]}.weight"
             self.tied_here = f"{names[id(embedding if self.is_first else head)]}.weight"
         for i in range(len(blocks)):
-            if not first <= i < end:
-                blocks[i] = AbsentBlock(i, {first - 1: self._receive, end: self._send}.get(i))
+            if i not in own:
+                blocks[i] = AbsentBlock(i, {own.start - 1: self._receive, own.stop: self._send}.get(i))
         if not self.is_first:
             for absent in architecture.embeddings(model):
                 model.set_submodule(names[id(absent)], AbsentEmbedding(config.hidden_size))
@@ -139,6 +141,17 @@ class Stage:
 
     def _to_all(self, output: torch.Tensor) -> torch.Tensor:
         return output if self._in_micro_batch else self.links.from_last(output)
+
+
+def split_blocks(blocks: int, head: float, count: int) -> list[range]:
+    """The blocks of each of `count` stages, for a head that computes as much as `head` blocks.
+
+    The last stage gets as many blocks as make it as fast as the others on average, at least one. The others differ by
+    at most one; the first has the fewest, since it holds the activations of most micro-batches.
+    """
+    last = min(max(1, round((blocks + head) / count - head)), blocks - count + 1)
+    ends = [(blocks - last) * i // (count - 1) for i in range(count)] + [blocks]
+    return [range(*ends[i : i + 2]) for i in range(count)]
 
 
 def own_blocks(blocks: nn.ModuleList) -> dict[int, nn.Module]:

@@ -7,7 +7,7 @@ import torch
 
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.stages import Stage, check_stages
+from nanogpt_hf.model.stages import Stage, check_stages, split_blocks
 
 
 class Chain:
@@ -29,6 +29,24 @@ class Chain:
 
 def section(architecture: str, **knobs) -> ModelSection:
     return ModelSection(architecture=architecture, n_layer=3, n_head=2, n_embd=32, n_positions=16, **knobs)
+
+
+@pytest.mark.parametrize(
+    ("blocks", "head", "count", "sizes"),
+    [
+        (12, 0.1, 2, [6, 6]),
+        (12, 5.4, 2, [9, 3]),  # gpt2_124m
+        (12, 5.4, 4, [3, 4, 4, 1]),
+        (48, 2.6, 4, [12, 13, 13, 10]),
+        (3, 0.1, 2, [2, 1]),
+        (3, 9.0, 3, [1, 1, 1]),
+        (4, 0.0, 3, [1, 2, 1]),
+    ],
+)
+def test_blocks_are_split_by_compute(blocks, head, count, sizes):
+    split = split_blocks(blocks, head, count)
+    assert [len(part) for part in split] == sizes
+    assert [i for part in split for i in part] == list(range(blocks))
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
