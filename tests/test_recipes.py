@@ -21,7 +21,7 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-FROM_SCRATCH = [path for path in RECIPES if not path.stem.startswith("finetune_")]  # tests/commands/test_finetune.py
+FROM_SCRATCH = [path for path in RECIPES if not path.stem.startswith("finetune_") and not path.stem.endswith("_rl")]
 MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 # The same experiment, small enough for a test: only sizes change, and a source that would be downloaded.
@@ -84,6 +84,10 @@ def test_all_recipes_and_configs_are_tested():
         "modern_char_cpu",
         "nanochat_d12",
         "finetune_smollm2",
+        "arithmetic_base",
+        "arithmetic_sft",
+        "arithmetic_rl",
+        "gsm8k_rl",
     }
     assert {path.stem for path in MACHINES} >= {
         "cpu",

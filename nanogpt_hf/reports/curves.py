@@ -1,4 +1,4 @@
-"""Draw loss curves as PNG: loss.png of one run, and several runs in one plot."""
+"""Draw loss and reward curves as PNG: loss.png of one run, and several runs in one plot."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -9,7 +9,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.reports.reference import Curve, Reference, differences, find_reference
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import Event, column, smooth
+from nanogpt_hf.runs.metrics import Event, column, names, smooth
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,7 +25,13 @@ _NAME_LENGTH = 24  # characters of a label
 
 
 def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
-    """Draw loss.png, with the band of the recipe's reference if the run can be compared with it."""
+    """Draw loss.png, with the band of the recipe's reference if the run can be compared with it.
+
+    Of reinforcement learning it shows rewards instead of losses.
+    """
+    if config.rl.task:
+        draw_rewards(events, run.path.resolve().name, run.loss_plot)
+        return
     reference = find_reference(config)
     if reference and differences(reference, config)[0]:
         reference = None
@@ -63,6 +69,31 @@ def draw_curves(events: list[Event], title: str, path: Path, reference: Referenc
     rate_axes.set_ylim(bottom=0)
     rate_axes.ticklabel_format(axis="y", scilimits=(-2, 2))
     rate_axes.set_xlabel("step")
+    _save(figure, path)
+
+
+def draw_rewards(events: list[Event], title: str, path: Path) -> None:
+    """Draw the training reward (raw and smoothed), the pass rates on held-out questions, and the entropy."""
+    steps, rewards = column(events, "train/reward")
+    if not len(steps):
+        return
+    figure, (axes, entropy_axes) = _figure(2, height_ratios=[5, 1])
+    smoothed = smooth(rewards, len(steps) // 25)
+    axes.plot(steps, rewards, color=BLUE, linewidth=0.7, alpha=0.3)
+    axes.plot(steps, smoothed, color=BLUE, linewidth=2)
+    labels = {"train": (smoothed[-1], BLUE)}
+    rates = [name for name in names(events) if name.startswith("val/pass@")]
+    for name, colour in zip(rates, (VERMILION, GREEN), strict=False):
+        val_steps, values = column(events, name)
+        _plot_evaluations(axes, val_steps, values, color=colour, linewidth=1.8)
+        labels[name.removeprefix("val/")] = (values[-1], colour)
+    axes.set_ylabel("reward; share of questions")
+    _label_ends(axes, labels)
+    _title(axes, title, f"step {int(steps[-1]):,}; pass@k on held-out questions")
+    entropy_axes.plot(*column(events, "train/entropy"), color=_GREY, linewidth=1.4)
+    entropy_axes.set_ylabel("entropy\n(nats)")
+    entropy_axes.set_ylim(bottom=0)
+    entropy_axes.set_xlabel("step")
     _save(figure, path)
 
 

@@ -4,14 +4,15 @@ const data = JSON.parse(document.getElementById("data").textContent);
 const get = (id) => document.getElementById(id);
 const BOX = { left: 64, right: 930, top: 10, bottom: 380 };
 
-// The menu: both losses together, a metric of all layers or of all sources together, and every other metric alone.
-const families = new Map([["loss", []]]);
+// The menu: both losses, rewards and pass rates together, a metric of all layers or of all sources together, and every other metric alone.
+const families = new Map([["reward", []], ["loss", []]]);
+const FAMILY = { "train/loss": "loss", "val/loss": "loss", "train/reward": "reward", "val/reward": "reward" };
 data.groups.forEach((group) => Object.keys(group.metrics).forEach((name) => {
-  const family = ["train/loss", "val/loss"].includes(name) ? "loss" : name.replace(/^layers\/[^/]+\//, "layers/*/").replace(/^((?:val|train)\/\w+)\/.+/, "$1/*");
+  const family = FAMILY[name] ?? (name.startsWith("val/pass@") ? "reward" : name).replace(/^layers\/[^/]+\//, "layers/*/").replace(/^((?:val|train)\/\w+)\/.+/, "$1/*");
   if (!families.has(family)) families.set(family, []);
   families.get(family).push({ name, group, values: group.metrics[name], shown: true });
 }));
-if (!families.get("loss").length) families.delete("loss");
+["reward", "loss"].filter((name) => !families.get(name).length).forEach((name) => families.delete(name));
 let cursor = null; // the step whose values are shown
 
 const format = {

@@ -1,6 +1,7 @@
 """The sections of report.html as HTML. All text from a run is escaped here."""
 
 import html
+import math
 import shlex
 from datetime import datetime
 from typing import Any
@@ -60,6 +61,13 @@ def summary_section(events: list[Event]) -> str:
         for metric, title, digits in (("val/perplexity", "perplexity", 2), ("val/bits_per_byte", "bits per byte", 3)):
             if is_number(best.get(metric)):
                 tiles.append((title, format_number(best[metric], digits), "at that step"))
+    answered = [event for event in events if is_number(event.get("val/reward"))]
+    if answered:
+        best = min(answered, key=_score)
+        tiles.append(("best mean reward", format_number(best["val/reward"], 4), f"at step {best['step']:,}"))
+        for name in names(answered):
+            if name.startswith("val/pass@"):
+                tiles.append((name.removeprefix("val/"), format_number(best[name], 4), "at that step"))
     if events:
         tiles.append(("tokens seen", f"{events[-1].get('tokens', 0):,}", ""))
         tiles.append(("time", format_duration(events[-1].get("seconds", 0)), "training and evaluation"))
@@ -83,16 +91,21 @@ def samples_section(events: list[Event]) -> str:
         if event["step"] in losses:
             name += f", validation loss {losses[event['step']]:.3f}"
         texts = "".join(
-            f"<pre><b>{escape(str(sample.get('prompt')))}</b>{escape(str(sample.get('text')))}</pre>"
-            for sample in event["samples"]
+            f"<pre><b>{escape(str(sample.get('prompt')))}</b>{_answer(sample)}</pre>" for sample in event["samples"]
         )
         articles.append(f'<article class="sample" data-name="{escape(name)}"><h3>{escape(name)}</h3>{texts}</article>')
     return (
         "<section><h2>Samples during training</h2>"
         '<p id="sample-control" hidden><label>evaluation, first to last '
         '<input id="step-of-sample" type="range" min="0" value="0"></label></p>'
-        f'{"".join(articles)}<p class="note">Prompts are coloured; temperature 0.8.</p></section>'
+        f'{"".join(articles)}<p class="note">Prompts are coloured.</p></section>'
     )
+
+
+def _answer(sample: dict[str, str]) -> str:
+    """A continuation, or an answer to a question with its reward."""
+    text = escape(str(sample.get("text")))
+    return f"\n{text}\n<i>reward {escape(sample['reward'])}</i>" if "reward" in sample else text
 
 
 def table(head: list[str], rows: list[list[str]], classes: list[str] | None = None, first_number: int = 0) -> str:
@@ -112,18 +125,25 @@ def table(head: list[str], rows: list[list[str]], classes: list[str] | None = No
     return f'<div class="scroll" tabindex="0"><table>{header}<tbody>{body}</tbody></table></div>'
 
 
+def _score(event: Event) -> float:
+    """Of an evaluation; the lowest is the best."""
+    if is_number(event.get("val/reward")):
+        return -event["val/reward"]
+    return event["val/loss"] if is_number(event.get("val/loss")) else math.inf
+
+
 def evaluations_section(events: list[Event]) -> str:
-    evaluated = [event for event in events if "val/loss" in event]
+    evaluated = [event for event in events if "val/loss" in event or "val/reward" in event]
     if not evaluated:
         return "<p>None yet.</p>"
     metrics = [name for name in names(evaluated) if not name.endswith("_stderr")]
-    best = min((e["val/loss"] for e in evaluated if is_number(e["val/loss"])), default=None)
+    best = min(map(_score, evaluated))
     rows = [
         [f"{event['step']:,}", f"{event.get('tokens', 0):,}", format_duration(event.get("seconds", 0))]
         + [f"{event[name]:.4f}" if is_number(event.get(name)) else "–" for name in metrics]
         for event in evaluated
     ]
-    classes = ["best" if event["val/loss"] == best else "" for event in evaluated]
+    classes = ["best" if _score(event) == best < math.inf else "" for event in evaluated]
     return table(["step", "tokens", "time", *metrics], rows, classes)
 
 

@@ -162,3 +162,20 @@ def test_written_whole_leaves_no_partial_file(tmp_path):
     ):
         file.write_text("half of it")
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_report_of_reinforcement_learning_shows_rewards(folder):
+    folder.metrics.write_text("")
+    answer = {"prompt": "2+2", "text": "<4>", "reward": "0.25"}
+    events = [
+        {"step": 0, "val/reward": 0.5, "val/pass@1": 0.4, "val/pass@4": 0.7},
+        {"step": 0, "samples": [answer]},
+        {"step": 1, "train/loss": 0.1, "train/reward": 0.6},
+        {"step": 2, "val/reward": 0.75, "val/pass@1": 0.65, "val/pass@4": 0.9},
+    ]
+    parsed = Parsed(text := render(folder, events))
+    assert "best mean reward0.7500at step 2" in parsed.text
+    assert "pass@40.9000at that step" in parsed.text
+    assert "<b>2+2</b>\n&lt;4&gt;\n<i>reward 0.25</i>" in text
+    assert text.count('<tr class="best">') == 1
+    assert {"train/reward", "val/pass@1"} <= {name for group in parsed.data["groups"] for name in group["metrics"]}

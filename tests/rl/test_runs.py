@@ -209,6 +209,28 @@ def test_mistakes_end_in_one_line_before_the_first_step(arguments, folder, optio
     assert not (folder / "mistaken").exists()
 
 
+@pytest.mark.parametrize("name", ["arithmetic_rl", "gsm8k_rl"])
+def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, forget_accelerate):
+    monkeypatch.chdir(tmp_path)
+    small = {"train.max_steps": 1, "optim.warmup_steps": 0, "train.tokens_per_step": 1024, "train.micro_batch_size": 4}
+    small |= {"data.block_size": 64, "rl.max_new_tokens": 4, "rl.eval_questions": 2}
+    if name == "gsm8k_rl":
+        rows = [
+            {"question": f"{n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(9)
+        ]
+        (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        small |= {
+            "data.source": "rows.jsonl",
+            "data.config": "null",
+            "data.validation_split": "null",
+            "rl.batch_size": 4,
+        }
+    options = [str(word) for key, value in small.items() for word in (f"--{key}", value)]
+    forget_accelerate()
+    assert main(["rl", str(root / "recipes" / f"{name}.yaml"), "--from", str(folder / "start"), *options]) == 0
+    assert column(RunFolder(tmp_path / "runs" / name), "train/reward")
+
+
 def test_rl_and_finetune_name_each_other(folder, text_file, capsys):
     start = ["--from", str(folder / "start")]
     assert main(["rl", *start]) == 2
