@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from nanogpt_hf.bench import baselines, rates
+from nanogpt_hf.bench.checkpoints import checkpoint_times
 from nanogpt_hf.bench.clock import (
     Spread,
     communication,
@@ -65,6 +66,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "peak_memory": memory_peak(device),
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
+        "checkpoint": checkpoint_times(work, min(windows, 3)),
         "generation": rates.generation_rates(work, min(windows, 5)),
         **rates.loader_rates(work, windows),
         "tokenizer": rates.or_reason(lambda: rates.tokenizer_rate(config.data, min(windows, 5))),
@@ -96,6 +98,7 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
         lines.append(f"MFU         n/a: the bf16 peak of this device is unknown; it does {flops:,.1f} GFLOP/s")
     memory = figures["peak_memory"]
     lines.append(f"memory      peak {memory / 1e9:,.2f} GB" if memory else "memory      n/a on this device")
+    lines.append(f"checkpoint  {_checkpoint(figures['checkpoint'], figures['step_seconds']['median'])}")
     if generation := figures["generation"]:
         rates = [f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items()]
         lines.append(f"generation  {', '.join(rates)}")
@@ -105,6 +108,16 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
     rate = figures["tokenizer"]
     tokenizer = rate if isinstance(rate, str) else f"{rate['median'] / 1e6:,.2f} M tokens/s on one process"
     return [*lines, loader, f"tokenizer   {tokenizer}"]
+
+
+def _checkpoint(times: dict[str, Any] | str, step: float) -> str:
+    if isinstance(times, str):
+        return times
+    wait, write, next_step = (times[f"{name}_seconds"]["median"] for name in ("wait", "write", "next_step"))
+    return (
+        f"{times['bytes'] / 1e6:,.1f} MB: training waits {wait * 1e3:,.1f} ms, {wait / step:.2f} of a step, and not "
+        f"{write * 1e3:,.1f} ms; the next step takes {next_step / step:.2f} of the median"
+    )
 
 
 def _ms(spread: dict[str, float]) -> str:

@@ -32,7 +32,7 @@ def test_bench_prints_each_measurement(bench):
     assert status == 0
     assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
     topics = ["tokens", "machine", "step", "  data", "  set-up", "  forward", "  backward", "  optimizer"]
-    topics += ["throughput", "MFU", "memory", "generation", "loader", "tokenizer", "against", "trace"]
+    topics += ["throughput", "MFU", "memory", "checkpoint", "generation", "loader", "tokenizer", "against", "trace"]
     assert [line[: len(topic)] for line, topic in zip(lines[1:], topics, strict=True)] == topics
     assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
 
