@@ -109,8 +109,8 @@ def test_generated_questions_and_room_for_answers(capsys, byte_tokenizer, tmp_pa
         (["--tasks", "hellaswag", "--samples", "2"], "--samples: applies to tasks such as --tasks rl:arithmetic"),
         (["--data", "ROWS", "--temperature", "1"], "--temperature: applies to tasks such as --tasks rl:arithmetic"),
         (
-            ["--tasks", "rl:exact", "--questions", "ROWS", "--data", "ROWS"],
-            "--questions: --data.split and others would",
+            ["--tasks", "rl:exact", "--questions", "ROWS", "--data", "ROWS", "--data.split", "test"],
+            "--data.split: would describe --data and --questions; measure them in two calls",
         ),
         (
             ["--tasks", "rl:exact", "--questions", "ROWS", "--max-new-tokens", "30"],
