@@ -4,7 +4,6 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.planning.footprint import Counts, CountsOf, stages_of
 from nanogpt_hf.planning.placement import Placement
 
@@ -49,10 +48,9 @@ def transfers(
 
     DDP all-reduces gradients in float32 once. FSDP2 gathers the weights of each micro-batch in the compute precision,
     for the forward and the backward pass, and reduce-scatters its gradients in float32; HSDP also all-reduces their
-    shards over the copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward pass
-    and the gradient of each input of a layer that is split by its outputs in the backward pass, where Megatron-LM
-    (arXiv:1909.08053, section 3) sums once for queries, keys and values; the embedding's output; and the gradient of
-    the head's input. Context parallelism exchanges queries, keys, values and outputs
+    shards over the copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward pass,
+    the gradients of their inputs in the backward pass (Megatron-LM, arXiv:1909.08053, section 3), the embedding's
+    output and the gradient of the head's input. Context parallelism exchanges queries, keys, values and outputs
     (Ulysses, arXiv:2309.14509). A stage of a pipeline sends activations on and their gradients back.
     """
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
@@ -88,10 +86,7 @@ def transfers(
         gradients = all_reduce_bytes(4 * counts.trainable / place.shards, place.copies)
         add("all-reduce of gradients", gradients, place.copies, place.shards * place.tp, "the last backward pass")
     if place.tp > 1:
-        architecture = architecture_of(model)
-        block = architecture.blocks(model)[0]
-        by_outputs = list(architecture.tensor_parallel(block).values()).count("outputs")
-        sums = (2 + by_outputs + 2 * again) * blocks + 2
+        sums = (4 + 2 * again) * blocks + 2
         add("tensor-parallel all-reduces", all_reduce_bytes(sums * value * values, place.tp), place.tp, 1)
     if place.cp > 1:
         heads = config.num_attention_heads
