@@ -27,10 +27,19 @@ class MixedBlocks:
         """The order of training; validation, which has none, does not make its table."""
         return Interleave(self._weights)
 
+    def owners(self, indices: np.ndarray) -> np.ndarray:
+        """The number of the source that has each of the blocks at `indices`."""
+        return np.searchsorted(self._ends, indices, side="right")
+
+    def targets_by_source(self, indices: np.ndarray) -> list[int]:
+        """Number of targets of each source in the blocks at `indices`."""
+        owners, starts = self.owners(indices), self._ends - self.lengths
+        own = (indices[owners == number] - starts[number] for number in range(len(self.parts)))
+        return [part.num_targets(some) for part, some in zip(self.parts, own, strict=True)]
+
     def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
         """(source, rows, its own indices) for each source that has some of `indices`."""
-        owners = np.searchsorted(self._ends, indices, side="right")
-        starts = self._ends - self.lengths
+        owners, starts = self.owners(indices), self._ends - self.lengths
         split = ((number, np.flatnonzero(owners == number)) for number in range(len(self.parts)))
         return [(self.parts[number], rows, indices[rows] - starts[number]) for number, rows in split if len(rows)]
 

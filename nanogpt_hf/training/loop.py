@@ -127,8 +127,12 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
 
         learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
         take_step = policy_step if config.rl.task else train_step
-        with observers.layers.measured_step(run.model, run.optimizer, state.step + 1):
-            result = take_step(run, state.step + state.skipped_steps, learning_rate)
+        number = state.step + state.skipped_steps
+        with (
+            observers.layers.measured_step(run.model, run.optimizer, state.step + 1),
+            observers.sources.measured_step(state.step + 1, number),
+        ):
+            result = take_step(run, number, learning_rate)
         state.step += 1
         state.tokens += config.train.tokens_per_step
         observers.monitor.add(result.grad_norm)
@@ -136,7 +140,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
         if state.step % config.tracking.every == 0:
             loss = sum_over_ranks(run.accelerator, run.mesh, result.loss).item()
             metrics = observers.monitor.report(state) | observers.layers.step_report(result.grad_norm.item())
-            tracking.train(loss, learning_rate, metrics | step_metrics(run, result))
+            tracking.train(loss, learning_rate, metrics | step_metrics(run, result) | observers.sources.report())
             observers.push.poll()
             spiked = observers.monitor.spiked(state, loss, run.saved)
         state.seconds += time.perf_counter() - started

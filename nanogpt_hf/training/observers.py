@@ -13,6 +13,7 @@ from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.layer_stats import LayerStats
 from nanogpt_hf.training.monitor import Monitor
 from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.source_losses import SourceLosses
 from nanogpt_hf.training.tracking import Tracking
 
 
@@ -23,6 +24,7 @@ class Observers:
     tracking: Tracking
     monitor: Monitor
     layers: LayerStats
+    sources: SourceLosses
     tasks: TrainingTasks
     samples: TrainingSamples
     reports: LiveReports
@@ -37,6 +39,7 @@ def observe(run: Run, tasks: TrainingTasks, samples: TrainingSamples) -> Observe
         tracking=Tracking(run),
         monitor=Monitor(run.accelerator, run.config, checkpoints),
         layers=LayerStats(run.accelerator, run.config, run.data.validation, run.batches.micro_batch_size),
+        sources=SourceLosses(run),
         tasks=tasks,
         samples=samples,
         reports=LiveReports(run.folder, run.config, is_main=is_main),

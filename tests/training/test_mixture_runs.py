@@ -69,6 +69,13 @@ def test_a_resumed_mixture_equals_an_uninterrupted_one(start, tmp_path):
     assert losses(whole)[-1] == losses(resumed)[-1]
 
 
+def _indices_of(run, data, step):
+    config = load_config(run.recipe)
+    size = config.train.micro_batch_size
+    options = {"order": config.data.order, "seed": config.train.seed, "micro_batch_size": size}
+    return Batches(data.train, accumulation=128 // 16 // size, **options).indices(step)
+
+
 def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
     run = start()
     events = read_metrics(run)
@@ -81,9 +88,36 @@ def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
     per_step = 128 // 16
     counts = [data.train.interleave.counts(per_step * step)[0] for step in range(1, 7)]
     np.testing.assert_allclose(epochs, np.array(counts) / len(data.train.parts[0]))
+    trained = [event for event in events if "train/loss" in event]
+    for step, event in enumerate(trained):  # 8 blocks per step: the step's loss is the mean over its targets
+        counts = data.train.targets_by_source(_indices_of(run, data, step))
+        own = [event.get(f"train/loss/{name}", 0.0) for name in WORDS]
+        assert [loss > 0 for loss in own] == [count > 0 for count in counts]
+        assert event["train/loss"] == pytest.approx(np.dot(own, counts) / sum(counts), rel=1e-5)
+    assert len({event["train/loss/web"] for event in trained}) == len(trained) == 6
+    assert "last train/loss of" in compare_runs({"one": events}, "train/loss")
     table = compare_runs({"one": events, "other": events}, "val/loss")
     assert f"{last['val/loss/math']:.4f}" in table
     assert "math" in run.report.read_text()
+
+
+def test_losses_of_sources_change_no_number_of_the_run(start):
+    logged, silent = start("logged", tracking__every=1), start("silent", tracking__every=6)
+    a, b = (load_file(run.checkpoint(6) / "model.safetensors") for run in (logged, silent))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert losses(logged)[-1] == losses(silent)[-1]
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "tp"])
+def test_losses_of_sources_on_two_processes_equal_one(recipe, launch_warm, start, tmp_path, machine):
+    one = start("one")
+    run = launch_warm(machine, "pretrain", recipe(), "--run-dir", tmp_path / machine)
+    ours, theirs = ([event for event in read_metrics(r) if "train/loss" in event] for r in (run, one))
+    assert len(ours) == 6
+    for event, expected in zip(ours, theirs, strict=True):
+        names = [name for name in expected if name.startswith("train/loss")]
+        assert [event.get(name) for name in names] == pytest.approx([expected[name] for name in names], abs=1e-5)
 
 
 def test_a_source_has_the_order_that_it_has_alone(recipe):

@@ -1,0 +1,71 @@
+"""Training loss of each source of a mixture, at the steps that are logged."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.data.mixture import MixedBlocks
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.model.loss_gpt import Head
+from nanogpt_hf.training.run import Run
+
+
+class SourceLosses:
+    """Computes the loss of each source's rows from the head's input, a second time, at the steps that are logged.
+
+    The step's numbers stay as they are, and the host does not wait: the sums stay on the device until the step's loss
+    is read. Not measured in pipelines, and with a head that is not ours, such as an adapter's.
+    """
+
+    def __init__(self, run: Run):
+        self.run, self.every, self.names = (
+            run,
+            run.config.tracking.every,
+            [source.name for source in sources_of(run.config.data)],
+        )
+        blocks = run.batches.blocks
+        self._mixture = blocks if isinstance(blocks, MixedBlocks) and run.mesh.pp_size == 1 else None
+        self._sums: torch.Tensor | None = None
+        self._step = 0  # of the batches
+
+    @contextmanager
+    def measured_step(self, step: int, number: int) -> Iterator[None]:
+        """Context for the step that ends at `step`, on the batches of step `number`."""
+        run = self.run
+        model: Any = run.accelerator.unwrap_model(run.model)
+        head, self._sums = model.get_output_embeddings(), None
+        if self._mixture is None or step % self.every or not isinstance(head, Head):
+            yield
+            return
+        owners = self._mixture.owners(run.batches.indices(number)).reshape(-1, run.batches.micro_batch_size)
+        rows = iter(owners[run.batches.micro_batch_number(index)] for index in range(run.batches.accumulation))
+        sums = torch.zeros(len(self._mixture.parts), device=run.accelerator.device)
+
+        @torch.no_grad()
+        def add(head: Head, inputs: tuple[Any, ...]) -> None:
+            hidden, targets, vocab_size = inputs
+            sources = next(rows)
+            hidden, targets = (tensor.unflatten(0, (len(sources), -1)) for tensor in (hidden, targets))
+            for source in np.unique(sources):
+                own = torch.from_numpy(np.flatnonzero(sources == source)).to(hidden.device, non_blocking=True)
+                sums[source] += head.forward(hidden[own].flatten(0, 1), targets[own].flatten(), vocab_size)
+
+        handle = head.register_forward_pre_hook(add)
+        try:
+            yield
+        finally:
+            handle.remove()
+        self._sums, self._step = sums, number
+
+    def report(self) -> dict[str, float]:
+        """The mean losses of the last `measured_step`, of the sources that it drew from. All processes call it."""
+        if self._mixture is None or self._sums is None:
+            return {}
+        sums = sum_over_ranks(self.run.accelerator, self.run.mesh, self._sums).tolist()
+        targets = self._mixture.targets_by_source(self.run.batches.indices(self._step))
+        names = zip(self.names, sums, targets, strict=True)
+        return {f"train/loss/{name}": total / count for name, total, count in names if count}
