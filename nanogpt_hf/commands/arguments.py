@@ -4,8 +4,17 @@ import argparse
 import math
 from collections.abc import Callable
 
-from nanogpt_hf.config.load import knob_lines
+from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file
+
+
+def load_text_recipe(command: str, recipe: str, overrides: list[tuple[str, str]]) -> Config:
+    """The resolved recipe of a command that reads text. Raises UserError for one of reinforcement learning."""
+    if stated_knobs(recipe, overrides).get("rl.task"):
+        raise UserError(f"cli.py {command}: {recipe}: has an rl.task, and so no text; its command is `cli.py rl`")
+    return load_config(recipe, overrides)
 
 
 def number(kind: type[int] | type[float], low: float, high: float = math.inf) -> Callable[[str], int | float]:

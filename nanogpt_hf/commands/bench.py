@@ -9,9 +9,8 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from nanogpt_hf.commands.arguments import add_json_argument, number
+from nanogpt_hf.commands.arguments import add_json_argument, load_text_recipe, number
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -52,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     baselines, counts = _check(arguments, overrides)
-    config = load_config(arguments.recipe, overrides) if arguments.recipe else None
+    config = load_text_recipe("bench", arguments.recipe, overrides) if arguments.recipe else None
     # The imports below take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
 

@@ -7,9 +7,8 @@ config states). Exit status: 0 without a fault, 1 with one, 2 for an error on th
 
 import argparse
 
-from nanogpt_hf.commands.arguments import add_json_argument
+from nanogpt_hf.commands.arguments import add_json_argument, load_text_recipe
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 
 
@@ -25,7 +24,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if overrides and not arguments.recipe:
         raise UserError(f"cli.py doctor: --{overrides[0][0]}: a knob of a recipe, but no RECIPE is given")
-    recipe = load_config(arguments.recipe, overrides) if arguments.recipe else None
+    recipe = load_text_recipe("doctor", arguments.recipe, overrides) if arguments.recipe else None
     # These imports take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
 

@@ -9,11 +9,11 @@ import dataclasses
 import re
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument, list_knobs, number
+from nanogpt_hf.commands.arguments import add_json_argument, list_knobs, load_text_recipe, number
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.commands.training_run import add_depth, depth_override
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.load import load_config, stated_knobs
+from nanogpt_hf.config.load import stated_knobs
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
         config, base = finetune_config(arguments.recipe, overrides)
     else:
-        config = load_config(arguments.recipe, overrides)
+        config = load_text_recipe("estimate", arguments.recipe, overrides)
     # The imports below take seconds; mistakes above and --help should not wait for them.
     import torch
 

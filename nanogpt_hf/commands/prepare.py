@@ -10,8 +10,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import list_knobs
-from nanogpt_hf.config.load import load_config
+from nanogpt_hf.commands.arguments import list_knobs, load_text_recipe
 from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
 from nanogpt_hf.errors import UserError
 
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if arguments.shard and arguments.merge:
         raise UserError("--shard and --merge: prepare all parts first, then merge them; give one of the two")
     shard = _parse_shard(arguments.shard) if arguments.shard else None
-    config = load_config(arguments.recipe, overrides)
+    config = load_text_recipe("prepare", arguments.recipe, overrides)
     if shard:
         _prepare_parts(config, *shard)
         return

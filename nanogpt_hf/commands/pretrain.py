@@ -2,8 +2,8 @@
 
 import argparse
 
+from nanogpt_hf.commands.arguments import load_text_recipe
 from nanogpt_hf.commands.training_run import add_depth, add_run_arguments, depth_override, dry_run, run_options
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.training.start import train
 
@@ -15,7 +15,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    config = load_config(arguments.recipe, depth_override(arguments) + overrides)
+    config = load_text_recipe("pretrain", arguments.recipe, depth_override(arguments) + overrides)
     if config.finetune.model:
         raise UserError(f"{arguments.recipe}: starts from {config.finetune.model}; use `cli.py finetune` instead")
     if arguments.dry_run:

@@ -1,5 +1,6 @@
 """Rollouts: the blocks of a step of reinforcement learning, sampled from the model at that step."""
 
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -34,6 +35,7 @@ class Rollouts:
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
         self._log_probs: dict[str, torch.Tensor] = {}  # (rows, max_new_tokens), by their name in a batch
+        self._seconds = 0.0  # that the last draw took
         self._order: tuple[int, np.ndarray] | None = None  # epoch and order of the questions
 
     def __len__(self) -> int:
@@ -67,12 +69,14 @@ class Rollouts:
 
     def draw(self, accelerator: Accelerator, mesh: Mesh, model: torch.nn.Module, step: int) -> None:
         """Sample the completions of a step from the model as it is now, and compute rewards and advantages."""
+        started = time.perf_counter()
         samples, seed = self.config.rl.samples, self.config.train.seed
         seeds = [derive_seed(seed, "rollouts", step, *divmod(row, samples)) for row in range(self._length)]
         self._answers = self.sampler.sample(accelerator, mesh, model, self.questions_at(step), seeds)
         grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}
+        self._seconds = time.perf_counter() - started
 
     def score(self, name: str, model: torch.nn.Module, batches: Batches, step: int, accelerator: Accelerator) -> None:
         """Compute the log-probabilities of this rank's sequences under `model`; they become part of its batches."""
@@ -86,9 +90,11 @@ class Rollouts:
         self._log_probs[name] = scored
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the drawn completions, and the share of prompts whose completions all have the same reward."""
+        """Figures of the drawn completions, the share of prompts whose rewards are all equal, and tokens per second."""
         equal = (self._answers.grouped_rewards.amax(1) == self._answers.grouped_rewards.amin(1)).float().mean().item()
-        return self._answers.metrics() | {"no_signal": equal}
+        tokens = int(self._answers.completions.lengths.sum())
+        speed = {"generated_per_second": round(tokens / self._seconds, 1)} if self._seconds else {}
+        return self._answers.metrics() | {"no_signal": equal, **speed}
 
 
 def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, torch.Tensor]:

@@ -237,3 +237,9 @@ def test_rl_and_finetune_name_each_other(folder, text_file, capsys):
     assert "no task" in capsys.readouterr().err
     assert main(["finetune", *start, "--data", str(text_file), "--rl.task", "exact"]) == 2
     assert "rl.task is for `cli.py rl`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["pretrain", "prepare", "estimate", "bench", "doctor"])
+def test_commands_that_read_text_refuse_an_rl_recipe(command, root, capsys):
+    assert main([command, str(root / "recipes" / "arithmetic_rl.yaml")]) == 2
+    assert "its command is `cli.py rl`" in capsys.readouterr().err
