@@ -7,7 +7,7 @@ once, evaluates and generates: hidden states pass from stage to stage, and all g
 import copy
 import dataclasses
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import torch
 from torch import nn
@@ -95,9 +95,7 @@ class Stage:
         blocks, names = architecture.blocks(model), {id(module): name for name, module in model.named_modules()}
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        own = split_blocks(len(blocks), head.weight.numel() / sum(p.numel() for p in blocks[-1].parameters()), count)[
-            index
-        ]
+        own = split_blocks(len(blocks), head_in_blocks(model), count)[index]
         norm = architecture.final_norm(model)
         if head.weight is embedding.weight and (self.is_first or self.is_last):
             self.tied_name = f"{names[id(embedding)]}.weight"
@@ -141,6 +139,12 @@ class Stage:
 
     def _to_all(self, output: torch.Tensor) -> torch.Tensor:
         return output if self._in_micro_batch else self.links.from_last(output)
+
+
+def head_in_blocks(model: PreTrainedModel) -> float:
+    """How many blocks have as many parameters, and so as many multiplications, as the head."""
+    block, head = architecture_of(model).blocks(model)[0], cast(Any, model.get_output_embeddings())
+    return head.weight.numel() / sum(parameter.numel() for parameter in block.parameters())
 
 
 def split_blocks(blocks: int, head: float, count: int) -> list[range]:

@@ -56,7 +56,7 @@ def transfers(
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
     counts_of = counts_of or Counts.of
     counts = max((counts_of(model, place.tp, stage) for stage in stages), key=lambda counts: counts.total)
-    blocks = stages[0].blocks
+    blocks = max(stage.blocks for stage in stages)
     values = micro_batch_size * block_size // place.cp * config.hidden_size * accumulation  # of a layer, per step
     again = 1 if place.checkpointing else 0  # a second forward pass of the blocks
     stages_apart = place.processes // place.pp

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
+from nanogpt_hf.model.stages import head_in_blocks, split_blocks
 from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
 from nanogpt_hf.optim.muon import orthogonalization_buffers
 from nanogpt_hf.optim.optimizer import muon_matrices
@@ -58,15 +59,18 @@ class Stage:
 
 
 def stages_of(model: PreTrainedModel, place: Placement) -> list[Stage]:
-    """The first and last stage: under 1F1B the first holds the most activations, the last the loss.
+    """The first, one of the largest in the middle, and the last stage, if there are as many.
 
+    Under 1F1B the first holds the most activations, and the last the loss.
     1F1B (arXiv:2104.04473, section 2.2): a stage has as many micro-batches in flight as there are stages from it on.
     """
     blocks = model.config.num_hidden_layers
     if place.pp == 1:
         return [Stage(blocks)]
-    blocks = math.ceil(blocks / place.pp)
-    return [Stage(blocks, has_head=False, in_flight=place.pp), Stage(blocks, has_embedding=False)]
+    split = [len(part) for part in split_blocks(blocks, head_in_blocks(model), place.pp)]
+    middle = Stage(split[-2], has_embedding=False, has_head=False, in_flight=place.pp - 1)
+    first = Stage(split[0], has_head=False, in_flight=place.pp)
+    return [first, *[middle] * (place.pp > 2), Stage(split[-1], has_embedding=False)]
 
 
 @dataclass(frozen=True)

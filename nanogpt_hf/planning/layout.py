@@ -3,7 +3,6 @@
 By arithmetic: memory by footprint.py, communication by communication.py, time by peak FLOPs and the rates of links.
 """
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -17,6 +16,7 @@ from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.stages import head_in_blocks, split_blocks
 from nanogpt_hf.planning.communication import Transfer, transfers
 from nanogpt_hf.planning.footprint import Counts, CountsOf, Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
@@ -165,11 +165,17 @@ def _costed(
             continue
         moved = transfers(model, place, accumulation=accumulation, **batch)
         waiting, bubble = waiting_seconds(moved, compute, cluster, place, accumulation)
-        blocks = model.config.num_hidden_layers  # the stage with the most of them sets the pace
-        bubble += compute * (math.ceil(blocks / place.pp) * place.pp / blocks - 1)
+        bubble += compute * (_slowest_stage(model, place.pp) - 1)
         yield Layout(place, size, accumulation, memory, moved, compute, waiting, bubble)
         if place.pp == 1:
             return
+
+
+def _slowest_stage(model: PreTrainedModel, stages: int) -> float:
+    """How long the slowest stage of a pipeline computes, which sets the pace, as a multiple of the mean."""
+    blocks, head = model.config.num_hidden_layers, head_in_blocks(model)
+    *others, last = map(len, split_blocks(blocks, head, stages)) if stages > 1 else (blocks,)
+    return max(*others, last + head, 0) * stages / (blocks + head)
 
 
 def waiting_seconds(

@@ -1,6 +1,7 @@
 """Pipeline parallelism: a run in stages equals one process and moves to it and back; what does not fit is refused."""
 
 import functools
+import json
 import os
 import shutil
 import signal
@@ -96,6 +97,22 @@ def trained(recipe, launch):
 @pytest.mark.parametrize("layout", ["pp2", *slow("pp3", "pp2_dp2", "pp2_fsdp2")])
 def test_pipeline_equals_one_process(trained, layout):
     assert_same_experiment(trained(layout), trained("one"))
+    # what each process held at its last checkpoint (launched.py): a stage, of which FSDP2 shards the matrices
+    files = sorted(trained(layout).path.parent.glob(f"{layout}.held.*.json"))
+    held = [{name: own for name, (_, own, _) in json.loads(f.read_text())["weights"].items()} for f in files]
+    _, stages, processes = LAYOUTS[layout]
+    assert len(held) == processes
+    own_blocks = [{name.split(".")[2] for name in names if ".h." in name} for names in held[:: processes // stages]]
+    assert [len(blocks) for blocks in own_blocks] == {2: [2, 1], 3: [1, 1, 1]}[stages]
+    assert len(set.union(*own_blocks)) == 3
+    matrix = "transformer.wte.weight"  # of the tied head, too
+    assert [matrix in names for names in held] == [
+        rank * stages // processes in (0, stages - 1) for rank in range(processes)
+    ]
+    if "fsdp" in layout:
+        assert (
+            held[0][matrix] + held[1][matrix] == load_file(trained("one").final / "model.safetensors")[matrix].numel()
+        )
 
 
 @pytest.mark.long

@@ -132,9 +132,10 @@ def test_processes_hold_the_estimated_bytes(measured):
     kind, ranks = measured
     place = LAYOUTS[kind][0]
     phase = estimate(load_config(None, VALUES, name="tiny"), place).memory.phases[LOSS]
-    for part in ("weights", "optimizer"):  # a row of odd matrices more on some processes; stages differ
-        assert max(held[part] for held in ranks) == pytest.approx(phase[part], rel=1e-3), part
-        assert min(held[part] for held in ranks) == pytest.approx(phase[part], rel=0.05 if place.pp > 1 else 2e-3)
+    of_peak = ranks[-1:] if place.pp > 1 else ranks  # here the last stage, which has the loss
+    for part in ("weights", "optimizer"):  # a row of odd matrices more on some processes
+        assert max(held[part] for held in of_peak) == pytest.approx(phase[part], rel=1e-3), part
+        assert min(held[part] for held in of_peak) == pytest.approx(phase[part], rel=2e-3)
     for held in ranks:  # before each micro-batch of two steps: none before the first, then those of the shards only
         accumulated = [phase["gradients"]] * (len(held["gradients"]) // 2 - 1)
         assert held["gradients"] == pytest.approx([0, *accumulated] * 2, rel=2e-3) or place.pp > 1
