@@ -55,6 +55,14 @@ class Candidates:
         return min(own, key=lambda layout: (self.cluster.lacks(layout), layout.step_seconds), default=None)
 
     def _misfit(self) -> Iterator[str]:
+        if not self.costed:
+            tokens, size = self.config.train.tokens_per_step, self.config.data.block_size
+            yield (
+                f"train.tokens_per_step: {tokens // size:,} sequences per step cannot be shared by "
+                f"{self.cluster.gpus:,} GPUs; make it a multiple of {self.cluster.gpus:,} × data.block_size {size:,} = "
+                f"{self.cluster.gpus * size:,}, or use fewer GPUs"
+            )
+            return
         smallest = min(self.costed, key=lambda layout: layout.memory.peak)
         checkpointed = ", checkpointed activations" if smallest.place.checkpointing else ""
         yield (

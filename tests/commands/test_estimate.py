@@ -175,6 +175,10 @@ def test_estimate_counts_unfrozen_parameters(tiny_base, text_file, tmp_path):
         (["RECIPE", "--gpus", "12"], "--gpus 12: machines of 8 GPUs are not filled; give a multiple, or --per-machine"),
         (["RECIPE", "--gpus", "8", "--gpu", "H10"], "--gpu H10: not in the table of GPUs, B200, "),
         (["RECIPE", "--gpus", "none"], "--gpus"),
+        (
+            ["RECIPE", "--gpus", "1024"],
+            "8 sequences per step cannot be shared by 1,024 GPUs; make it a multiple of 1,024",
+        ),
         (["RECIPE", "--gpus", "1", "--memory", "0.0001GB"], "no layout over 1 × RTX 4090 fits"),
         (["RECIPE", "--memory", "much"], "expected a size such as 80GB or 16GiB, got 'much'"),
         (["RECIPE", "--memory", "0GB"], "expected a size such as 80GB"),
