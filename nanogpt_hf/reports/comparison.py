@@ -9,7 +9,10 @@ from nanogpt_hf.runs.metrics import Event, column, names
 
 
 def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
-    """A table with one row per run: steps, tokens, time, speed, best and last value of `metric`."""
+    """A table with one row per run: steps, tokens, time, speed, best and last value of `metric`.
+
+    For mixtures tables of the last losses by source follow.
+    """
     rows = [["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]]
     for name, events in runs.items():
         steps, values = column(events, metric)
@@ -23,15 +26,20 @@ def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
         else:
             row += ["–", "–", "–"]
         rows.append(row)
-    table = _table(rows, right_aligned=True)
+    tables = [_table(rows, right_aligned=True), *(_source_table(runs, kind) for kind in (metric, "train/loss"))]
+    return "\n\n".join(table for table in tables if table)
+
+
+def _source_table(runs: dict[str, list[Event]], metric: str) -> str:
+    """The last values of `metric` of each source of a mixture, one row per run; empty without a mixture."""
     sources = {name: None for events in runs.values() for name in names(events) if name.startswith(f"{metric}/")}
     if not sources:
-        return table
+        return ""
     rows = [[f"last {metric} of", *(name.removeprefix(f"{metric}/") for name in sources)]]
     for run, events in runs.items():
         values = (column(events, name)[1] for name in sources)
         rows.append([run, *(f"{value[-1]:.4f}" if len(value) else "–" for value in values)])
-    return f"{table}\n\n{_table(rows, right_aligned=True)}"
+    return _table(rows, right_aligned=True)
 
 
 def compare_recipes(configs: dict[str, Config]) -> str:
