@@ -340,3 +340,20 @@ def test_tasks_in_training_over_stages_equal_one_process(letter_tasks, byte_toke
     )
     assert column(several, "task/letters/acc") == column(one, "task/letters/acc")
     assert len(column(one, "task/letters/acc")) == 3
+
+
+@pytest.mark.long
+@pytest.mark.slow
+def test_finetuning_in_stages_equals_one_process(tiny_base, text_file, launch_warm, tmp_path):
+    def train(layout: str) -> RunFolder:
+        machine, stages, processes = LAYOUTS[layout]
+        words = ["finetune", "--data", text_file, "--from", tiny_base, "--run-dir", tmp_path / layout]
+        words += ["--data.dir", tmp_path / "data", "--train.max_steps=4", "--train.micro_batch_size=2"]
+        words += ["--train.tokens_per_step=256", "--data.block_size=32", "--model.dropout=0", "--tracking.every=1"]
+        options = [] if machine == "cpu" else [f"--num_processes={processes}"]
+        return launch_warm(machine, *words, machine_options=options, PARALLELISM_CONFIG_PP_SIZE=str(stages))
+
+    one, several = train("one"), train("pp2")
+    assert column(several, "train/loss") == pytest.approx(column(one, "train/loss"), abs=1e-5)
+    ours, theirs = (load_file(run.final / "model.safetensors") for run in (several, one))
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5
