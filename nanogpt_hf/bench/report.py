@@ -19,9 +19,10 @@ from nanogpt_hf.bench.clock import (
     time_of,
     warm_up,
 )
+from nanogpt_hf.bench.communication import communicated_bytes
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
-from nanogpt_hf.formatting import plural
+from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
@@ -66,6 +67,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "peak_memory": memory_peak(device),
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
+        "communicated_bytes": communicated_bytes(work.step) if work.run.mesh.world_size > 1 else {},
         "checkpoint": checkpoint_times(work, min(windows, 3)),
         "generation": rates.generation_rates(work, min(windows, 5)),
         **rates.loader_rates(work, windows),
@@ -89,6 +91,9 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
         lines += [f"  {name:<10}{_ms(phase)}, {phase['median'] / total:.1%}" for name, phase in phases.items()]
     if figures["communication_seconds"]:
         lines.append(f"  collectives {figures['communication_seconds'] * 1e3:.2f} ms, mostly within backward")
+    if sent := figures["communicated_bytes"]:
+        kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in sent.items())
+        lines.append(f"sent        {format_bytes(sum(sent.values()))} per step by the main process: {kinds}")
     per_device = figures["tokens_per_second_per_device"]
     lines.append(f"throughput  {figures['tokens_per_second']:,.0f} tokens/s, {per_device:,.0f} per device")
     if figures["mfu"] is not None:

@@ -25,12 +25,13 @@ class Point:
     efficiency: float  # throughput per process, relative to one process alone
 
 
-def machine_config(processes: int) -> str:
-    """An accelerate config for this machine: DDP, bf16 on GPUs, float32 on the CPU."""
+def machine_config(processes: int, split: str = "ddp") -> str:
+    """An accelerate config for this machine, bf16 on GPUs, float32 on the CPU. `split`: ddp, fsdp2, tp or pp."""
     gpu = torch.cuda.is_available()
+    kind = "FSDP" if split == "fsdp2" else "MULTI_GPU"
     lines = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": "MULTI_GPU" if processes > 1 else "'NO'",
+        "distributed_type": kind if processes > 1 else "'NO'",
         "num_machines": 1,
         "num_processes": processes,
         "machine_rank": 0,
@@ -38,10 +39,16 @@ def machine_config(processes: int) -> str:
         "mixed_precision": "bf16" if gpu else "'no'",
         "use_cpu": str(not gpu).lower(),
     }
+    if processes > 1 and split == "fsdp2":
+        lines["fsdp_config"] = "{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
+    if processes > 1 and split in ("tp", "pp"):
+        lines["parallelism_config"] = f"{{parallelism_config_{split}_size: {processes}}}"
     return "".join(f"{key}: {value}\n" for key, value in lines.items())
 
 
-def measure(counts: list[int], arguments: Callable[[int], list[str]], log: Callable[[str], None]) -> list[Point]:
+def measure(
+    counts: list[int], arguments: Callable[[int], list[str]], log: Callable[[str], None], split: str = "ddp"
+) -> list[Point]:
     """Launch a bench for each number of processes, which must start with 1; `arguments` are those of `bench`.
 
     The number of CPU threads per process is always the same. Raises UserError if a bench fails.
@@ -52,9 +59,9 @@ def measure(counts: list[int], arguments: Callable[[int], list[str]], log: Calla
         log(f"{plural(count, 'process')} with {plural(threads, 'CPU thread')} each ...")
         with tempfile.TemporaryDirectory() as folder:
             machine, output = Path(folder) / "machine.yaml", Path(folder) / "bench.json"
-            machine.write_text(machine_config(count), encoding="utf-8")
-            launch = ["-m", "accelerate.commands.launch", "--config_file", machine]
-            launch += [f"--num_cpu_threads_per_process={threads}", "-m", "nanogpt_hf", "bench"]
+            machine.write_text(machine_config(count, split), encoding="utf-8")
+            options = ["--config_file", machine, f"--num_cpu_threads_per_process={threads}"]
+            launch = ["-m", "nanogpt_hf", "launch", *options, "bench"]  # accelerate's own knows no pipelines
             words = [sys.executable, *launch, *arguments(count), "--json", output]
             environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
             done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment)

@@ -43,6 +43,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["strong", "weak"],
         help="measure several numbers of processes: the same step shared (strong), or the same work per process (weak)",
     )
+    parser.add_argument(
+        "--split",
+        choices=["ddp", "fsdp2", "tp", "pp"],
+        help="of --scaling: how processes share the work (default ddp); tp: each matrix, pp: the layers",
+    )
     parser.add_argument("--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)")
     parser.add_argument("--plot", metavar="FILE", type=output_file, help="of --scaling (default scaling_<kind>.png)")
     add_json_argument(parser, "the figures")
@@ -82,6 +87,8 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
         raise UserError(f"--processes {arguments.processes:.80}: too many for this machine's {cores} cores")
     if arguments.scaling and Mesh.from_environment().world_size > 1:
         raise UserError("--scaling launches its processes itself; start it without accelerate launch")
+    if arguments.split and not arguments.scaling:
+        raise UserError("--split: only with --scaling; for one measurement name a config: launch --config_file F bench")
     if arguments.scaling and not arguments.recipe:
         raise UserError("--scaling: name a RECIPE, whose step is to be shared")
     if arguments.scaling and (baselines or arguments.profile):
@@ -123,9 +130,11 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
     from nanogpt_hf.bench import scaling
     from nanogpt_hf.bench.workload import strong_scaling, weak_scaling
 
-    shared = {
-        count: (strong_scaling if arguments.scaling == "strong" else weak_scaling)(config, count) for count in counts
-    }
+    split = arguments.split or "ddp"
+    if arguments.scaling == "weak":
+        shared = {count: weak_scaling(config, count) for count in counts}
+    else:  # tensor-parallel processes work on the same sequences; a pipeline needs as many micro-batches as stages
+        shared = {count: strong_scaling(config, 1 if split == "tp" else count) for count in counts}
 
     def words(count: int) -> list[str]:
         train = shared[count].train
@@ -133,11 +142,14 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
         knobs = [word for key, value in (*overrides, *ours) for word in (f"--{key}", str(value))]
         return [arguments.recipe, *knobs, "--windows", str(arguments.windows)]
 
-    points = scaling.measure(counts, words, show)
+    points = scaling.measure(counts, words, show, split)
     show("\n".join(scaling.table(points)))
     plot = arguments.plot or Path(f"scaling_{arguments.scaling}.png")
     with output_target(plot) as target:
-        scaling.draw(points, f"{config.name}: {arguments.scaling} scaling", target)
+        scaling.draw(points, f"{config.name}: {arguments.scaling} scaling, {split}", target)
     show(f"plot: {plot}")
     if arguments.json:
-        write_json(arguments.json, {"scaling": arguments.scaling, "points": [dataclasses.asdict(p) for p in points]})
+        write_json(
+            arguments.json,
+            {"scaling": arguments.scaling, "split": split, "points": [dataclasses.asdict(p) for p in points]},
+        )

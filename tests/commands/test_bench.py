@@ -62,6 +62,7 @@ def test_bench_trace_is_of_our_step_and_no_other_file_is_written(bench):
         (["--windows", "0"], "--windows: must be at least 1"),
         (["--json", "nowhere/x.json"], "argument --json: nowhere/x.json: there is no folder nowhere"),
         (["--windows", "1" + "0" * 19], "must be at least 1 and at most 10000"),
+        (["--split", "tp"], "--split: only with --scaling"),
         (["--scaling", "strong"], "--scaling: name a RECIPE, whose step is to be shared"),
         (["--processes", "two"], "--processes two: expected numbers such as 1,2,4"),
         (["--train.seed", "1"], "cli.py bench: --train.seed: a knob of a recipe, but no RECIPE is given"),
@@ -82,7 +83,10 @@ def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_pa
 
     arguments_by_count = {}
 
-    def measure(counts, arguments, say):
+    splits = []
+
+    def measure(counts, arguments, say, split):
+        splits.append(split)
         arguments_by_count.update({count: arguments(count) for count in counts})
         return [scaling.Point(count, 100.0, 0.1, 1.0) for count in counts]
 
@@ -95,3 +99,8 @@ def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_pa
     assert sorted(arguments_by_count) == [1, 2]
     assert Path("scaling_strong.png").is_file()
     assert "plot: scaling_strong.png" in capsys.readouterr().out
+    # tensor-parallel processes share a step without sharing its sequences
+    odd = ["--train.tokens_per_step", "48", "--train.micro_batch_size", "3"]
+    assert main(["bench", recipe, "--scaling", "strong", "--split", "tp", "--processes", "2", *odd]) == 0
+    assert arguments_by_count[2][1:5] == odd
+    assert splits == ["ddp", "tp"]

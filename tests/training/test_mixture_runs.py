@@ -98,6 +98,7 @@ def test_losses_and_epochs_of_each_source_are_logged_and_compared(start):
     table = compare_runs({"one": events, "other": events}, "val/loss")
     assert [line.split()[1] for line in table.splitlines() if line.startswith("last ")] == ["val/loss", "train/loss"]
     assert f"{last['val/loss/math']:.4f}" in table
+    assert f"{trained[-1]['train/loss/web']:.4f}" in table.partition("last train/loss of")[2]
     assert "math" in run.report.read_text()
 
 
