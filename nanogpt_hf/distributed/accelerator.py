@@ -6,6 +6,7 @@ transformers; clipping and the optimizer's step bypass the wrapper; a dry-run st
 """
 
 import math
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -113,6 +114,8 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
             )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
+        # what accelerate 1.15 does with a device mesh of several dimensions
+        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
         if fsdp.fsdp_version != 2:
             raise UserError("the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config")
         if accelerator.mixed_precision == "bf16":

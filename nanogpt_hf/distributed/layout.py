@@ -19,6 +19,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.stages import check_stages
 
+_NO_FP16 = "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
 _FSDP2 = "set distributed_type FSDP with fsdp_version 2, as accelerate_configs/"
 
 
@@ -50,7 +51,7 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, 
         (mesh.tp_size, "tensor parallelism", _without_tensor_parallelism),
         (mesh.cp_size, "context parallelism", _without_context_parallelism),
     ):
-        if size > 1 and (reason := _without_either(config, machine) or problem(config, mesh, machine)):
+        if size > 1 and (reason := problem(config, mesh, machine)):
             raise UserError(f"{kind} ({size} processes): {reason}")
     if mesh.pp_size > 1 and (reason := _without_pipeline(config, mesh, machine, sizes)):
         raise UserError(f"pipeline parallelism ({mesh.pp_size} stages): {reason}")
@@ -94,16 +95,10 @@ def _check_sizes(mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
         )
 
 
-def _without_either(config: Config, machine: Machine) -> str | None:
-    if machine.precision == "fp16":
-        return "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
-    if machine.compiles:
-        return "not with compilation; leave dynamo_config out of the accelerate config"
-    return None
-
-
 def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
     """The reason why a recipe cannot be trained with tensor parallelism; None if it can."""
+    if machine.precision == "fp16":
+        return _NO_FP16
     if config.lora.rank:
         return "lora.rank: adapters of matrices that are split are not supported; use accelerate_configs/fsdp2.yaml"
     if config.optim.state == "8bit":
@@ -117,6 +112,8 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
         plan = architecture.tensor_parallel(block)
     except ValueError as error:
         return f"model.architecture: {error}"
+    if machine.compiles and "heads" in plan.values():
+        return f"norms of heads, as of {config.model.architecture}, cannot be compiled; set dynamo_backend 'NO'"
     heads, kv_heads = _heads(model)
     widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
     layers: dict[str, Any] = {name: block.get_submodule(name) for name in plan}
@@ -133,6 +130,8 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
 
 def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
     """The reason why a recipe cannot be trained with context parallelism; None if it can."""
+    if machine.precision == "fp16":
+        return _NO_FP16
     if has_conversations(config.data):
         return "conversations are packed into blocks, and their masks cannot be cut; use accelerate_configs/fsdp2.yaml"
     block_size = config.data.block_size
@@ -161,7 +160,7 @@ def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[
     if machine.sharding == "fsdp" and sizes.get("dp_replicate_size", 1) > 1:
         return "a stage is not both sharded and copied; set dp_replicate_size 1"
     if machine.precision == "fp16":
-        return "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
+        return _NO_FP16
     if config.lora.rank:
         return "lora.rank: adapters are not supported; use accelerate_configs/fsdp2.yaml"
     if config.optim.name == "muon" or config.optim.state == "8bit":

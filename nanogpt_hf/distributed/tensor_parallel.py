@@ -6,6 +6,7 @@ rows of the vocabulary; the cross-entropy is computed from parts of the logits, 
 parameters are whole on every process, and get equal gradients there.
 """
 
+import logging
 from functools import partial
 from typing import Any
 
@@ -45,6 +46,8 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         if drops:
             _draw_own_dropout(architecture.attention(block), index, mesh.get_local_rank())
     _split_vocabulary(model, mesh)
+    # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and checkpoints need
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     vars(model)["_tp_size"] = mesh.size()  # accelerate asks for it
 
 
@@ -102,6 +105,8 @@ def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
         return
     tied = head.weight is embedding.weight
     parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    # a view would lose FSDP2's hook if the model changed it in place
+    embedding.register_forward_hook(lambda module, inputs, output: output.clone())
     if tied:
         head.weight = embedding.weight
     for name, parameter in list(head.named_parameters()):

@@ -5,6 +5,7 @@ sharding code runs. Each process records the sizes of what it held at its last c
 distinguish sharding from DDP.
 """
 
+import hashlib
 import json
 import os
 import sys
@@ -13,6 +14,7 @@ from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
 
+import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
@@ -43,15 +45,22 @@ def local_bytes(tensor) -> int:
     return sum(part.nbytes for part in ((local.codes, local.scale) if hasattr(local, "codes") else (local,)))
 
 
+def bytes_of(tensor) -> bytes:
+    return tensor.detach().clone().cpu().flatten().view(torch.uint8).numpy().tobytes()
+
+
 def recording(writer, model, optimizer, state):
     accelerator = writer.accelerator
     states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
     optimizer_state = [value for state in states.values() for key, value in state.items() if key != "step"]
+    parameters = full_state.named_parameters(accelerator, model)
+    parts = ("_local_tensor", "ds_tensor")
+    whole = [p for p in parameters.values() if not (p.is_meta or any(hasattr(p, name) for name in parts))]
     sizes = {
         "weights": {
-            name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()]
-            for name, p in full_state.named_parameters(accelerator, model).items()
+            name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()] for name, p in parameters.items()
         },
+        "whole": hashlib.sha256(b"".join(map(bytes_of, whole))).hexdigest(),
         "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
         "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
     }

@@ -1,0 +1,257 @@
+"""The table of docs/machines.md, "What combines": each cell trains as one process does, or is refused in one line."""
+
+import multiprocessing
+import os
+import shutil
+import sys
+import traceback
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from accelerate import state
+from accelerate.utils import DistributedType
+from safetensors.torch import load_file, save_file
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.distributed.accelerator import build_accelerator, sum_over_ranks
+from nanogpt_hf.distributed.full_state import full_weights
+from nanogpt_hf.distributed.layout import Machine, check_layout
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import loss_gpt
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.finetuning import finetune_config
+from nanogpt_hf.training.setup import build_run
+from nanogpt_hf.training.step import train_step
+
+STEPS = 5
+KNOBS = {
+    "model.n_layer": 2,
+    "model.n_head": 4,
+    "model.n_embd": 16,
+    "model.n_positions": 16,
+    "data.tokenizer": "char",
+    "data.validation_fraction": 0.1,
+    "data.block_size": 16,
+    "optim.learning_rate": 1e-3,
+    "optim.warmup_steps": 0,
+    "train.max_steps": STEPS,
+    "train.tokens_per_step": 128,
+    "train.micro_batch_size": 2,  # four micro-batches
+}
+GPT2 = {"model.bias": True, "model.pad_vocab_to_multiple_of": 64}
+DECODER = {"model.n_kv_head": 2, "model.extra": {"tie_word_embeddings": False}}
+TUNED = {"data.block_size": 16, "model.dropout": 0.0}
+
+# Row of the table: processes, sizes of the layout, FSDP2.
+LAYOUTS: dict[str, tuple[int, dict[str, int], bool]] = {
+    "TP": (2, {"tp_size": 2}, False),
+    "TP × FSDP2": (4, {"tp_size": 2, "dp_shard_size": 2}, True),
+    "CP × FSDP2": (2, {"cp_size": 2}, True),
+    "PP": (2, {"pp_size": 2}, False),
+    "PP × FSDP2": (4, {"pp_size": 2, "dp_shard_size": 2}, True),
+}
+# Column of the table: knobs, environment variables of the accelerate config, and how far a run may be from one process.
+FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
+    "gpt2": (GPT2, {}, 1e-5),
+    "llama": ({"model.architecture": "llama"} | DECODER, {}, 1e-5),
+    "qwen3": ({"model.architecture": "qwen3"} | DECODER | {"model.extra": {"tie_word_embeddings": True}}, {}, 1e-5),
+    "nanochat": ({"model.architecture": "nanochat"} | DECODER, {}, 1e-5),
+    "olmo2": ({"model.architecture": "olmo2"} | DECODER, {}, 1e-5),
+    "Muon": ({"optim.name": "muon"}, {}, 1e-5),
+    "8-bit state": ({"optim.state": "8bit", "model.n_layer": 1, "model.n_embd": 128}, {}, 5e-3),
+    "LoRA": ({"finetune.model": "tiny", "lora.rank": 4} | TUNED, {}, 1e-5),
+    "frozen layers": ({"finetune.model": "tiny", "finetune.freeze_layers": 1} | TUNED, {}, 1e-5),
+    "conversations": ({"data.format": "chat", "data.block_size": 128, "model.n_positions": 128}, {}, 1e-5),
+    "bf16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "bf16"}, 1e-2),
+    "fp16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "fp16"}, 1e-2),
+    "compiled": (
+        GPT2,
+        {"ACCELERATE_DYNAMO_BACKEND": "AOT_EAGER"},
+        1e-5,
+    ),  # without generating code, which takes minutes
+    "checkpointed": (GPT2, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, 1e-5),
+}
+
+
+def cells() -> dict[tuple[str, str], str]:
+    """The table's cells: (layout, feature) -> yes, no or –."""
+    text = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    head = next(row for row in rows if row[0] == "layout")
+    body = {row[0]: row[1:] for row in rows if row[0] in LAYOUTS}
+    return {(layout, name): cell for layout, row in body.items() for name, cell in zip(head[1:], row, strict=True)}
+
+
+CELLS = cells()
+
+
+def with_answer(*answers: str) -> list[tuple[str, str]]:
+    return [cell for cell, answer in CELLS.items() if answer in answers]
+
+
+def test_table_has_every_layout_and_feature():
+    assert {layout for layout, _ in CELLS} == set(LAYOUTS)
+    assert {feature for _, feature in CELLS} == set(FEATURES)
+    assert set(CELLS.values()) == {"yes", "no", "–"}
+
+
+@pytest.fixture(scope="module")
+def recipe_of(tmp_path_factory, text_file, chat_file, byte_tokenizer, tiny_base) -> Callable[[str], Config]:
+    folder = tmp_path_factory.mktemp("recipes")
+
+    def recipe(feature: str) -> Config:
+        knobs = {"data.source": str(text_file), "data.dir": str(folder / "text")} | KNOBS | FEATURES[feature][0]
+        if feature == "conversations":
+            knobs |= {"data.source": str(chat_file), "data.dir": str(folder / "chat")}
+            knobs |= {"data.tokenizer": str(byte_tokenizer), "train.tokens_per_step": 1024}
+        if "finetune.model" in knobs:
+            shape = {"data.tokenizer", "model.n_layer", "model.n_head", "model.n_embd", "model.n_positions"}
+            knobs = {key: value for key, value in knobs.items() if key not in shape}
+            knobs |= {"finetune.model": tiny_base, "data.dir": folder / "tuned"}
+            return finetune_config(None, [(key, str(value)) for key, value in knobs.items()])[0]
+        return load_config(None, knobs, name="tiny")
+
+    return recipe
+
+
+def check(layout: str, config: Config, feature: str) -> None:
+    """`check_layout` as a launch of the layout would call it."""
+    processes, sizes, fsdp = LAYOUTS[layout]
+    variables = FEATURES[feature][1]
+    mesh = Mesh(0, processes, **{name: size for name, size in sizes.items() if name[:2] != "dp"})
+    machine = Machine(
+        sharding="fsdp" if fsdp else "none",
+        precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
+        compiles="ACCELERATE_DYNAMO_BACKEND" in variables,
+    )
+    check_layout(config, mesh, machine, sizes)
+
+
+@pytest.mark.parametrize(("layout", "feature"), with_answer("no"))
+def test_what_does_not_combine_is_one_line(layout, feature, recipe_of):
+    with pytest.raises(UserError) as error:
+        check(layout, recipe_of(feature), feature)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
+def test_what_combines_passes_the_check(layout, feature, recipe_of):
+    check(layout, recipe_of(feature), feature)
+
+
+def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights after a few steps, on the main process, and the loss and gradient norm of each step."""
+    for kept in (state.AcceleratorState, state.GradientState, state.PartialState):
+        kept._reset_state()
+    accelerator = build_accelerator(config, RunFolder(folder))
+    run = build_run(config, accelerator, load_prepared(config))
+    values = {}
+    for step in range(STEPS):
+        loss, norm, _ = train_step(run, step, 1e-3)
+        values[f"step {step}"] = torch.stack([sum_over_ranks(accelerator, run.mesh, loss), norm])
+    weights = full_weights(accelerator, run.model)
+    accelerator.free_memory()
+    torch.compiler.reset()
+    return values | {name: weight.clone() for name, weight in weights.items()}
+
+
+def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], folder: Path) -> None:
+    """A process of a layout: train every feature."""
+    torch.set_num_threads(1)
+    processes, sizes, fsdp = LAYOUTS[layout]
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    variables |= {"MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    variables |= {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
+    if fsdp:
+        os.environ.pop("ACCELERATE_USE_CPU", None)
+        variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+        state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+    for feature, config in configs.items():
+        own = {name: str(value) for name, value in (variables | FEATURES[feature][1]).items()}
+        os.environ.update(own)
+        try:
+            values = train(config, folder)
+            if rank == 0:
+                save_file(values, folder / f"{feature}.safetensors")
+        except BaseException:
+            (folder / f"{feature}.{rank}.txt").write_text(traceback.format_exc())
+            os._exit(1)  # the others may wait for this process
+        for name in FEATURES[feature][1]:
+            del os.environ[name]
+    os._exit(0)  # gloo processes sometimes abort during teardown
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory, recipe_of):
+    """(layout, feature) -> what it trains. All features of a layout are trained at once; "one" is one process."""
+    folders: dict[str, Path] = {}
+    alone: dict[str, dict[str, torch.Tensor]] = {}
+
+    def configs_of(layout: str) -> dict[str, Config]:
+        configs = {feature: recipe_of(feature) for row, feature in with_answer("yes") if row == layout}
+        if find_spec("torchao") is None or not shutil.which("g++"):
+            configs.pop("8-bit state", None)
+        for config in configs.values():
+            prepare(config)
+        return configs
+
+    def one_process(feature: str) -> dict[str, torch.Tensor]:
+        if feature not in alone:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ACCELERATE_USE_CPU", "true")
+                patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
+                for name in ("ACCELERATE_MIXED_PRECISION",) if feature == "bf16" else ():
+                    patch.setenv(name, FEATURES[feature][1][name])
+                config = recipe_of(feature)
+                prepare(config)
+                alone[feature] = train(config, tmp_path_factory.mktemp("one"))
+        return alone[feature]
+
+    def results(layout: str, feature: str) -> dict[str, torch.Tensor]:
+        if layout == "one":
+            return one_process(feature)
+        if layout not in folders:
+            folders[layout] = folder = tmp_path_factory.mktemp("layout")
+            torch.set_num_threads(1)  # a thread pool does not survive a fork
+            fork = multiprocessing.get_context("fork")
+            port, configs = 20_000 + (os.getpid() + 7 * len(folders)) % 20_000, configs_of(layout)
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("ACCELERATE_USE_CPU", "true")
+                patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
+                ranks = [
+                    fork.Process(target=train_rank, args=(rank, port, layout, configs, folder))
+                    for rank in range(LAYOUTS[layout][0])
+                ]
+                for process in ranks:
+                    process.start()
+            for process in ranks:
+                process.join(timeout=240)
+                process.kill()
+        path = folders[layout] / f"{feature}.safetensors"
+        if not path.is_file():
+            if feature not in configs_of(layout):
+                pytest.skip("needs torchao and g++")
+            pytest.fail("\n".join(file.read_text() for file in sorted(folders[layout].glob("*.txt"))) or "timed out")
+        return load_file(path)
+
+    return results
+
+
+@pytest.mark.long
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
+@pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
+def test_what_combines_equals_one_process(layout, feature, trained):
+    values, expected, tolerance = trained(layout, feature), trained("one", feature), FEATURES[feature][2]
+    assert values.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(values[name], value, atol=tolerance, rtol=tolerance, msg=f"{name}")
