@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from accelerate import Accelerator
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from nanogpt_hf.data.tokenizer import Tokenizer
@@ -20,7 +21,6 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.core_bundle import CoreTask
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.evaluation.tasks import prefix_token_id
-from nanogpt_hf.model.architecture import architecture_of
 
 GPT2_SCORE = 0.256525  # of GPT-2 1.6B, as stated by nanochat's README
 _EXAMPLE_SEED = 1234  # nanochat's; the number of the question is added
@@ -140,7 +140,6 @@ def _is_correct(task: CoreTask, number: int, values: list[float]) -> bool:
 
 def _score(model: PreTrainedModel, kind: str, texts: list[ScoredText], batch_size: int) -> list[float]:
     """For each text its mean loss per scored token, or of language_modeling 1 if the model would write these tokens."""
-    score = _is_most_probable if kind == "language_modeling" else _mean_losses
     order = sorted(range(len(texts)), key=lambda n: len(texts[n].ids))  # texts of similar lengths need little padding
     values = [0.0] * len(texts)
     for first in range(0, len(order), batch_size):
@@ -153,17 +152,16 @@ def _score(model: PreTrainedModel, kind: str, texts: list[ScoredText], batch_siz
             ids[row, :end] = text.ids
             targets[row, text.start - 1 : end - 1] = text.ids[text.start :]
         inputs, labels = (torch.from_numpy(array).to(model.device) for array in (ids, targets))
-        for number, value in zip(numbers, score(model, inputs, labels).tolist(), strict=True):
+        for number, value in zip(numbers, _score_rows(model, kind, inputs, labels).tolist(), strict=True):
             values[number] = value
     return values
 
 
-def _mean_losses(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    return architecture_of(model).row_losses(model, input_ids, labels) / (labels != -100).sum(1)
-
-
-def _is_most_probable(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    first = int((labels != -100).any(0).float().argmax())  # logits of the texts before would need much memory
-    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=input_ids.shape[1] - first).logits
-    predicted, wanted = logits.argmax(-1), labels[:, first:]
-    return ((predicted == wanted) | (wanted == -100)).all(1)
+def _score_rows(model: PreTrainedModel, kind: str, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    first = int((labels != -100).any(0).float().argmax())  # logits of the tokens before would cost time and memory
+    logits = model(input_ids=input_ids, use_cache=False, logits_to_keep=input_ids.shape[1] - first).logits.float()
+    wanted = labels[:, first:]
+    if kind == "language_modeling":
+        return ((logits.argmax(-1) == wanted) | (wanted == -100)).all(1)
+    losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(wanted)
+    return losses.sum(1) / (wanted != -100).sum(1)
