@@ -39,6 +39,16 @@ def read_table(folder):
         return {row["run"]: row for row in csv.DictReader(file)}
 
 
+def test_sweep_over_a_mixture(in_process, make_recipe, text_file, byte_tokenizer, tmp_path):
+    source = [{"source": str(text_file), "weight": weight, "name": f"part{weight}"} for weight in (3, 1)]
+    values = {"data__source": source, "data__tokenizer": str(byte_tokenizer), "train__max_steps": 2}
+    recipe = make_recipe(tmp_path / "mixture.yaml", **values, eval__every=2)
+    folder = tmp_path / "sweep"
+    assert main(["sweep", str(recipe), "--sweep-dir", str(folder), "--train.seed", "1,2"]) == 0
+    assert in_process == ["seed=1", "seed=2"]
+    assert {row["status"] for row in read_table(folder).values()} == {"done"}
+
+
 def test_sweep_trains_runs_and_skips_finished_ones(write_recipe, tmp_path, in_process, capsys):
     recipe, folder = str(write_recipe(train__max_steps=4)), tmp_path / "sweep"
     arguments = ["sweep", recipe, *RATES, "--train.seed", "1", "--sweep-dir", str(folder)]

@@ -227,3 +227,26 @@ def test_text_and_conversations_mix(start, recipe, chat_file, texts):
             assert torch.equal(batch[name][row], tensor[0])
     assert batch["position_ids"][1].tolist() == list(range(64))
     assert "chat" in (run.final / "README.md").read_text()
+
+
+@pytest.mark.parametrize("order", ["random", "shuffled"])
+def test_counts_of_sources_follow_the_weights_when_resumed_in_the_middle(recipe, order):
+    config = load_config(recipe())
+    prepare(config)
+    blocks = load_prepared(config).train
+
+    def counts(first: int, last: int) -> np.ndarray:
+        """Samples of each source in steps `first` to `last`, as a process draws them that starts at `first`."""
+        batches = Batches(blocks, order=order, seed=1, micro_batch_size=5, accumulation=2)
+        owners = [blocks.owners(batches.indices(step)) for step in range(first, last)]
+        return np.bincount(np.concatenate(owners), minlength=3)
+
+    whole = counts(0, 100)
+    for samples, drawn in (
+        (10, counts(0, 1)),
+        (1_000, counts(0, 37) + counts(37, 100)),
+        (1_000_000, blocks.interleave.counts(999_000) + counts(99_900, 100_000)),
+    ):
+        assert drawn.sum() == samples
+        assert np.abs(drawn - samples * np.array([0.7, 0.2, 0.1])).max() <= 0.6
+    np.testing.assert_array_equal(whole, counts(0, 37) + counts(37, 100))
