@@ -9,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 # Before any Hugging Face library is imported: no test waits for a network.
@@ -390,6 +390,7 @@ def launch_warm(launch_command):
     """A function that trains like `accelerate launch`, in forks of a process that has imported torch: see warm.py.
 
     Its arguments are those of `launch_command`, with --run-dir FOLDER, and environment variables; it returns that run.
+    A launch that may fail is checked by `ends_with(status, output)`.
     """
     from nanogpt_hf.runs.folder import RunFolder
 
@@ -404,14 +405,21 @@ def launch_warm(launch_command):
     ) as process:
 
         def launch(
-            machine: str, *arguments: object, machine_options: Sequence[str] = (), **variables: str
+            machine: str,
+            *arguments: object,
+            machine_options: Sequence[str] = (),
+            ends_with: Callable[[int, str], None] | None = None,
+            **variables: str,
         ) -> RunFolder:
             command = launch_command(machine, *arguments, machine_options=machine_options)
             order = {"arguments": command[3:], "environment": variables}  # without python -m accelerate.commands.launch
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             answer = json.loads(process.stdout.readline())
-            assert answer["status"] == 0, answer["output"][-5000:]
+            if ends_with:
+                ends_with(answer["status"], answer["output"])
+            else:
+                assert answer["status"] == 0, answer["output"][-5000:]
             return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
 
         yield launch

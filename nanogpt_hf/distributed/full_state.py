@@ -87,8 +87,7 @@ def box_of(parameter: torch.Tensor) -> Box:
     shape = list(full_shape(parameter))
     offset = [0] * len(shape)
     if isinstance(parameter, DTensor):
-        # FSDP2 shards what tensor parallelism has split, so the last dimension of the mesh is cut first. torch's own
-        # function for this is right for parts of equal size only.
+        # FSDP2 shards what tensor parallelism has split, so the last dimension of the mesh is cut first
         for dim, placement in reversed(list(enumerate(parameter.placements))):
             if not placement.is_replicate():
                 cut = cast(Any, placement).dim

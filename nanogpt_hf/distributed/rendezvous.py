@@ -20,7 +20,7 @@ from nanogpt_hf.errors import LostProcess, UserError, explain
 from nanogpt_hf.runs.folder import RunFolder
 
 # Time limit of a collective, and for a process without a heartbeat. All processes wait while the main one writes a
-# checkpoint: 15 minutes are enough for the largest recipe's 19 GB on a disk of 21 MB/s. (Not 10: accelerate would
+# model: 15 minutes are enough for the largest recipe's 6 GB on a disk of 7 MB/s. (Not 10: accelerate would
 # replace that by the default, and gloo's is 30.)
 PEER_TIMEOUT = timedelta(minutes=15)
 HEARTBEAT = 5.0  # seconds between two

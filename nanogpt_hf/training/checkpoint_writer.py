@@ -27,7 +27,6 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
-from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.full_state import (
     full_optimizer_state,
@@ -40,7 +39,7 @@ from nanogpt_hf.distributed.full_state import (
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.rendezvous import connect_store, one_line_for_a_lost_process, wait_for_readers
 from nanogpt_hf.distributed.signals import StopRequest
-from nanogpt_hf.errors import DivergedError, LostProcess, RunFolderError, Stopped, UserError
+from nanogpt_hf.errors import DivergedError, LostProcess, RunFolderError, Stopped
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.replace import partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
@@ -49,7 +48,7 @@ from nanogpt_hf.training.checkpoint import CHECKSUMS, MODEL, OPTIMIZER, STATE, f
 
 logger = logging.getLogger(__name__)
 _POLL = 0.05  # seconds between two polls of the store, or of the thread
-_GRACE = 10.0  # seconds for the reports of other processes after one of them failed
+_GRACE = 10.0  # seconds to wait for other processes after an error of this one
 _numbers = itertools.count()  # of the saves of this process, the same on all
 
 
@@ -78,7 +77,6 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._waiting_since: float | None = None  # since when the thread has waited for another process
-        self._failed_at: float | None = None  # when this process raised an error that the others may not have
         self._abandoned = False  # the thread should wait no longer
         self._store: Store | None = None
 
@@ -146,21 +144,25 @@ class CheckpointWriter:
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises what `save` names if it could not be written.
 
-        Raises LostProcess if another process does not do its part.
+        With several processes it polls by a collective, which fails if one of them is lost.
         """
-        while self._thread is not None and self._thread.is_alive():
-            self._thread.join(_POLL)
-            since, limit = self._waiting_since, rendezvous.PEER_TIMEOUT.total_seconds()
-            if self._failed_at is not None and since is not None:
-                since, limit = max(since, self._failed_at), _GRACE
-            if since is not None and time.monotonic() - since > limit:
-                self._abandoned = True
+        while self._thread is not None:
+            self._thread.join(None if self._world_size == 1 else _POLL)
+            if self._thread.is_alive():
+                self.accelerator.set_trigger()
+            if self._world_size == 1 or not self.accelerator.check_trigger():
                 self._thread = None
-                raise LostProcess("lost another process: it did not finish its part of a checkpoint")
-        self._thread = None
         error, self._error = self._error, None
         if error is not None:
             raise error
+
+    def _wait_after_error(self) -> None:
+        """Wait for the last checkpoint, but only briefly for other processes, which may be lost."""
+        failed_at = time.monotonic()
+        while self._thread is not None and self._thread.is_alive() and not self._abandoned:
+            self._thread.join(_POLL)
+            since = self._waiting_since
+            self._abandoned = since is not None and time.monotonic() - max(since, failed_at) > _GRACE
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -168,15 +170,10 @@ class CheckpointWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if isinstance(error, KeyboardInterrupt):  # the second Ctrl-C; the next start removes the unfinished folder
-            return
-        if error is not None and not isinstance(error, UserError | Stopped):
-            self._failed_at = time.monotonic()
         if error is None or isinstance(error, Stopped):
             self.wait()
-            return
-        with contextlib.suppress(Exception):  # the error being raised came first
-            self.wait()
+        elif not isinstance(error, KeyboardInterrupt):  # the second Ctrl-C; the next start removes the hidden folder
+            self._wait_after_error()  # the error of the run came first
 
     def _write(self, save: _Save) -> None:
         """The thread: write this process's files, and wait until the checkpoint is complete."""

@@ -12,6 +12,8 @@ import traceback
 from datetime import timedelta
 
 import torch
+from accelerate import state
+from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.data import prepare as preparation
@@ -30,6 +32,9 @@ for line in sys.stdin:
         os.dup2(log, 1)
         os.dup2(log, 2)
         os.environ |= command["environment"]
+        if "ACCELERATE_USE_FSDP" in os.environ:  # as in launched.py
+            os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
+            state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
         os.chdir(command["folder"])
         rendezvous.PEER_TIMEOUT = timedelta(seconds=command["peer_timeout"])
         rendezvous.HEARTBEAT = 0.5

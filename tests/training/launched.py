@@ -5,7 +5,9 @@ sharding code runs. Each process records the sizes of what it held at its last c
 distinguish sharding from DDP.
 """
 
+import errno
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -13,7 +15,9 @@ import traceback
 from pathlib import Path
 
 os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
+import operations
 import torch
 from accelerate import state
 from accelerate.utils import DistributedType
@@ -22,6 +26,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import live
+from nanogpt_hf.training import checkpoint_writer
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
 save, configure_deepspeed = CheckpointWriter.save, deepspeed.configure
@@ -68,11 +73,30 @@ def recording(writer, model, optimizer, state):
     return save(writer, model, optimizer, state)
 
 
+def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> None:
+    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint."""
+    if os.environ.get("RANK") != rank:
+        return
+    if kind == "killed":
+        operations.kill_at(Path(arguments[arguments.index("--run-dir") + 1]), int(number))
+        return
+    calls, write = itertools.count(1), checkpoint_writer.write_tensors
+
+    def write_tensors(*parts):
+        if next(calls) > 2 * (int(number) - 1):  # two files per checkpoint
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return write(*parts)
+
+    checkpoint_writer.write_tensors = write_tensors
+
+
 def run(arguments: list[str]) -> None:
     """Run the command line and end the process."""
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+    if fault := os.environ.get("FAULT"):
+        prepare_fault(*fault.split(":"), arguments)
     CheckpointWriter.save, deepspeed.configure = recording, sharding_small_parameters
     live.draw_run = lambda *_: None  # the plot takes longer than the training
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))

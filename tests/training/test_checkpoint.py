@@ -4,6 +4,8 @@ import copy
 import json
 import os
 import re
+import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -67,6 +69,21 @@ def test_resume_from_loaded_checkpoint_is_exact(run, caplog, save_checkpoint):
     pairs = list(zip(first[1].parameters(), second[1].parameters(), strict=True))
     assert len(pairs) > 5
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+def test_checkpoint_of_an_older_version_is_read(run):
+    # written by the version that gathered everything in the main process, after two steps
+    shutil.copytree(Path(__file__).with_name("older_checkpoint"), run.checkpoint(3))
+    first, second = build_training(), build_training(seed=1)
+    train_steps(*first, 2)
+    state = load_checkpoint(*second, run)
+    assert (state.step, state.tokens, state.evaluation) == (3, 24, Evaluation(1.25, 7, 1.5))
+    for parts in (first, second):
+        train_steps(*parts, 3)
+    assert all(
+        torch.allclose(a, b, atol=1e-6)
+        for a, b in zip(*(parts[1].parameters() for parts in (first, second)), strict=True)
+    )
 
 
 def test_only_newest_checkpoints_are_kept(run, save_checkpoint):

@@ -59,10 +59,16 @@ class Host:
         )
 
     def send(
-        self, port: int, arguments: list, peer_timeout: float, folder: Path | None = None, busy: float = 0
+        self,
+        port: int,
+        arguments: list,
+        peer_timeout: float,
+        folder: Path | None = None,
+        busy: float = 0,
+        environment: dict[str, str] | None = None,
     ) -> None:
         command = {
-            "environment": self.environment | {"MASTER_PORT": str(port)},
+            "environment": self.environment | {"MASTER_PORT": str(port)} | (environment or {}),
             "folder": str(folder or self.folder),
             "log": str(self.log),
             "arguments": [str(word) for word in arguments],
@@ -128,11 +134,11 @@ def one_process(tmp_path_factory, recipe):
 ports = iter(range(29600, 29700))
 
 
-def send_both(hosts, arguments, *, folder=None, peer_timeout=60, second=()) -> None:
+def send_both(hosts, arguments, *, folder=None, peer_timeout=60, second=(), environment=None) -> None:
     port = next(ports)
     for host in hosts:
         more = second if host.rank else ()
-        host.send(port, ["pretrain", *arguments, *more], peer_timeout, folder)
+        host.send(port, ["pretrain", *arguments, *more], peer_timeout, folder, environment=environment)
 
 
 def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
@@ -180,6 +186,38 @@ def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, reci
     send_both(hosts, [recipe, "--run-dir", "run", "--auto-resume"])
     assert [host.status() for host in hosts] == [0, 0]
     assert f"resuming from {Path('run') / 'checkpoints' / 'step_00000005'}" in hosts[0].log.read_text()
+    assert_same_experiment(run, one_process)
+
+
+FSDP2 = {
+    "ACCELERATE_USE_FSDP": "true",
+    "FSDP_VERSION": "2",
+    "FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP",
+    "FSDP_RESHARD_AFTER_FORWARD": "true",
+    "FSDP_STATE_DICT_TYPE": "SHARDED_STATE_DICT",
+}
+
+
+def test_shards_of_two_hosts_are_gathered_without_shared_files(hosts, one_process, recipe, tmp_path):
+    folders = tmp_path / "first", tmp_path / "second"
+    port = next(ports), next(ports)
+    for number, options in enumerate((["--train.max_steps", "5"], ["--resume"])):
+        for host, folder in zip(hosts, folders, strict=True):
+            folder.mkdir(exist_ok=True)
+            host.send(port[number], ["pretrain", recipe, "--run-dir", "run", *options], 60, folder, environment=FSDP2)
+        assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text()
+    run = RunFolder(folders[0] / "run")
+    names = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (5, 10)]
+    assert all(sorted(path.name for path in folder.iterdir()) == names for folder in run.checkpoint_folders())
+    assert not (folders[1] / "run").exists()
+    assert_same_experiment(run, one_process)
+    shutil.rmtree(run.final)
+    shutil.rmtree(run.checkpoint(10))
+    # with a shared folder each process reads and writes its parts
+    send_both(hosts, [recipe, "--run-dir", run.path, "--resume"], folder=folders[0], environment=FSDP2)
+    assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text()
+    assert (run.checkpoint(10) / "model-00002-of-00002.safetensors").is_file()
     assert_same_experiment(run, one_process)
 
 

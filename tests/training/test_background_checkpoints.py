@@ -1,0 +1,168 @@
+"""Checkpoints are written in the background: training goes on, and whatever ends the run waits for them."""
+
+import errno
+import os
+import signal
+import threading
+
+import pytest
+
+from nanogpt_hf.commands import main
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training import checkpoint_writer, loop
+from nanogpt_hf.training.checkpoint import read_checkpoint
+
+KNOBS = {"optim__schedule": "constant", "eval__every": 10_000, "checkpoint__every": 3, "checkpoint__keep": 9}
+write_tensors, train_step = checkpoint_writer.write_tensors, loop.train_step
+
+
+@pytest.fixture
+def pretrain(capsys, tmp_path, write_recipe, forget_accelerate):
+    def pretrain(*options, **overrides) -> tuple[int, list[str]]:
+        forget_accelerate()
+        capsys.readouterr()
+        recipe = write_recipe(**KNOBS | overrides)
+        status = main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *map(str, options)])
+        return status, capsys.readouterr().err.splitlines()
+
+    return pretrain
+
+
+@pytest.fixture
+def run(tmp_path):
+    return RunFolder(tmp_path / "run")
+
+
+def at_step(monkeypatch, number: int, action) -> None:
+    """Call `action` before the step after `number`."""
+
+    def step(run, *arguments):
+        if run.state.step == number:
+            action()
+        return train_step(run, *arguments)
+
+    monkeypatch.setattr(loop, "train_step", step)
+
+
+def hold_writes(monkeypatch) -> threading.Event:
+    """Make the background write wait until the event is set."""
+    event = threading.Event()
+
+    def write(*arguments):
+        assert event.wait(60), "training waits for the write"
+        return write_tensors(*arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", write)
+    return event
+
+
+def fail_writes(monkeypatch) -> None:
+    def write(*arguments):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", write)
+
+
+def test_training_continues_while_a_checkpoint_is_written(pretrain, run, monkeypatch):
+    event, folders = hold_writes(monkeypatch), []
+
+    def release() -> None:
+        folders.extend(path.name for path in run.checkpoints.iterdir())
+        event.set()
+
+    at_step(monkeypatch, 5, release)
+    assert pretrain(train__max_steps=7)[0] == 0
+    assert sorted(folders) == [".no_checkpoint_yet", ".step_00000003.partial"]
+    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (3, 6, 7)]
+
+
+def test_checkpoint_has_the_state_of_its_step_though_training_continued(pretrain, run, monkeypatch):
+    assert pretrain(train__max_steps=3)[0] == 0
+    before = {name: tensor.clone() for part in read_checkpoint(run.checkpoint(3))[:2] for name, tensor in part.items()}
+    event = hold_writes(monkeypatch)
+    at_step(monkeypatch, 5, event.set)
+    assert pretrain("--overwrite", train__max_steps=6)[0] == 0
+    after = {name: tensor for part in read_checkpoint(run.checkpoint(3))[:2] for name, tensor in part.items()}
+    assert len(before) > 40
+    assert all(before[name].equal(after[name]) for name in before.keys() | after.keys())
+
+
+@pytest.mark.parametrize("ending", ["signal", "error", "end"])
+def test_end_of_the_run_waits_for_the_write(pretrain, run, monkeypatch, ending):
+    event = hold_writes(monkeypatch)
+
+    def end() -> None:
+        threading.Timer(0.3, event.set).start()
+        if ending == "signal":
+            os.kill(os.getpid(), signal.SIGTERM)
+        if ending == "error":
+            raise ZeroDivisionError
+
+    at_step(monkeypatch, 4, end)
+    if ending == "error":
+        with pytest.raises(ZeroDivisionError):
+            pretrain(train__max_steps=50)
+    else:
+        assert pretrain(train__max_steps=5 if ending == "end" else 50)[0] == (0 if ending == "end" else 75)
+    steps = [3] if ending == "error" else [3, 5]
+    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in steps]
+    read_checkpoint(run.checkpoint(steps[-1]))
+    assert not list(run.checkpoints.glob("*.partial"))
+
+
+def test_write_error_stops_the_run_before_the_next_checkpoint(pretrain, run, monkeypatch):
+    assert pretrain(train__max_steps=3)[0] == 0
+    fail_writes(monkeypatch)
+    status, (line,) = pretrain("--resume", train__max_steps=100_000, checkpoint__every=50)
+    assert status == 2
+    assert line.startswith(f"{run.checkpoint(50)}: the checkpoint cannot be written, older ones are intact: ")
+    assert line.endswith("No space left on device")
+    assert max(event["step"] for event in read_metrics(run)) < 100
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000003"]
+
+
+def test_error_of_the_run_is_named_not_that_of_the_write(pretrain, monkeypatch):
+    fail_writes(monkeypatch)
+
+    def end() -> None:
+        raise ZeroDivisionError
+
+    at_step(monkeypatch, 3, end)
+    with pytest.raises(ZeroDivisionError):
+        pretrain(train__max_steps=50)
+
+
+def test_second_interrupt_does_not_wait_for_the_write(pretrain, run, monkeypatch):
+    event = hold_writes(monkeypatch)
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    at_step(monkeypatch, 4, interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        pretrain(train__max_steps=50)
+    assert not run.checkpoint_folders()
+    event.set()
+    for thread in threading.enumerate():
+        if thread.name == "checkpoint":
+            thread.join()
+
+
+def test_rollback_waits_for_the_write(pretrain, run, monkeypatch):
+    event, losses = hold_writes(monkeypatch), []
+    summed = loop.sum_over_ranks
+
+    def spiking(accelerator, mesh, loss):
+        losses.append(loss)
+        if len(losses) == 5:
+            threading.Timer(0.3, event.set).start()
+            return summed(accelerator, mesh, loss) * 10
+        return summed(accelerator, mesh, loss)
+
+    monkeypatch.setattr(loop, "sum_over_ranks", spiking)
+    knobs = {"train__rollback_ratio": 2.0, "tracking__every": 1}
+    status, lines = pretrain(train__max_steps=8, **knobs)
+    assert status == 0, lines
+    assert len(losses) == 5 + 5  # steps 1 to 5, and 4 to 8 again
+    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (3, 6, 8)]
