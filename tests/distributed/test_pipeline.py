@@ -53,7 +53,7 @@ def launch(launch_warm):
     """Train on `processes` in stages: (machine, stages, processes, *arguments) -> the run."""
 
     def train(machine: str, stages: int, processes: int, *arguments) -> RunFolder:
-        options = [] if machine == "cpu" else [f"--num_processes={processes}"]
+        options = [] if machine == "cpu" else [f"--num_processes={processes}", "--mixed_precision=no"]
         variables = CHUNKS | {"PARALLELISM_CONFIG_PP_SIZE": str(stages)}
         return launch_warm(machine, "pretrain", *arguments, machine_options=options, **variables)
 
@@ -76,10 +76,10 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
 
 LAYOUTS = {
     "one": ("cpu", 1, 1),
-    "pp2": ("cpu_ddp", 2, 2),
-    "pp3": ("cpu_ddp", 3, 3),
+    "pp2": ("pp", 2, 2),
+    "pp3": ("pp", 3, 3),
     "pp2_dp2": ("cpu_ddp", 2, 4),
-    "pp2_fsdp2": ("fsdp2", 2, 4),
+    "pp2_fsdp2": ("pp_fsdp2", 2, 4),
     "pp2_fsdp2_checkpointing": ("fsdp2_checkpointing", 2, 4),
 }
 
@@ -181,8 +181,8 @@ def test_pipelined_run_with_dropout_resumes_exactly(recipe, launch, tmp_path, la
     [
         ("pp2", ["--mixed_precision=bf16"], 1e-2),
         ("pp2_fsdp2", ["--mixed_precision=bf16"], 1e-2),
-        ("pp2", ["--dynamo_backend=aot_eager"], 1e-5),
-        ("pp2_fsdp2_checkpointing", [], 1e-5),
+        ("pp2", ["--mixed_precision=no", "--dynamo_backend=aot_eager"], 1e-5),
+        ("pp2_fsdp2_checkpointing", ["--mixed_precision=no"], 1e-5),
     ],
     ids=["bf16", "bf16 with FSDP2", "compiled", "activation checkpointing"],
 )
@@ -350,7 +350,7 @@ def test_finetuning_in_stages_equals_one_process(tiny_base, text_file, launch_wa
         words = ["finetune", "--data", text_file, "--from", tiny_base, "--run-dir", tmp_path / layout]
         words += ["--data.dir", tmp_path / "data", "--train.max_steps=4", "--train.micro_batch_size=2"]
         words += ["--train.tokens_per_step=256", "--data.block_size=32", "--model.dropout=0", "--tracking.every=1"]
-        options = [] if machine == "cpu" else [f"--num_processes={processes}"]
+        options = [] if machine == "cpu" else [f"--num_processes={processes}", "--mixed_precision=no"]
         return launch_warm(machine, *words, machine_options=options, PARALLELISM_CONFIG_PP_SIZE=str(stages))
 
     one, several = train("one"), train("pp2")
