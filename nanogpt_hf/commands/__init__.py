@@ -6,6 +6,7 @@ import gc
 import importlib
 import os
 import sys
+import time
 import traceback
 from pathlib import Path
 from typing import NamedTuple, NoReturn
@@ -58,6 +59,7 @@ COMMANDS = {
 }
 
 _MAX_LINE = 2000  # characters; names and values in a message may have any length
+_SECONDS_TO_PRINT = 3.0
 _PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")  # metavars of files and folders
 _USAGE = "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
 
@@ -176,6 +178,8 @@ def main(arguments: list[str]) -> int:
         if isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError):
             if first_here:
                 console.show_end(message, sys.stderr)
+            else:  # the launcher ends all processes when one has ended, and the first may not have printed this yet
+                time.sleep(_SECONDS_TO_PRINT)
         else:  # the other processes may not have this error
             rank = Mesh.from_environment().rank
             console.show_end(f"[rank {rank}] {message}" if rank else message, sys.stderr)
