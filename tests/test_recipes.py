@@ -130,6 +130,7 @@ def test_recipe_states_only_differences_and_definitions(recipe):
         "data.block_size",
         "data.validation_fraction",
         "model.n_positions",
+        "model.dropout",
         "optim.learning_rate",
         "optim.min_learning_rate",
         "optim.warmup_steps",

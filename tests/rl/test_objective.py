@@ -128,7 +128,7 @@ def test_kl_estimate_is_zero_for_equal_and_positive_for_other_policies():
     torch.testing.assert_close((policy.exp() * kl_estimate(policy, other)).sum(), expected)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl==1.16.0")
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.filterwarnings("default")

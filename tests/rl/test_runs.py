@@ -158,7 +158,7 @@ def test_accumulation_does_not_change_a_run(full, train):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
+@pytest.mark.parametrize("machine", [pytest.param("cpu_ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
     knobs = {key.replace(".", "__"): value for key, value in MORE.items()}
     run = launch_warm(machine, "rl", *arguments(machine, **knobs))
