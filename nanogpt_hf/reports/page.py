@@ -49,8 +49,9 @@ def render(run: RunFolder, events: list[Event]) -> str:
         missing.append("machine.json: missing or unreadable (older versions did not write it)")
     if not events:
         missing.append("metrics.jsonl: no event yet")
-    reference = find_reference(config) if config else None
-    verdict = judge(reference, config, events) if config else None
+    has_loss = config is not None and not config.rl.task  # rewards have no reference
+    reference = find_reference(config) if config and has_loss else None
+    verdict = judge(reference, config, events) if config and has_loss else None
     data, reports_per_point = _chart_data(events, verdict, reference)
     style, script = _asset("page.css"), _asset("page.js")
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "

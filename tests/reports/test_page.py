@@ -164,8 +164,10 @@ def test_written_whole_leaves_no_partial_file(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["report.html"]
 
 
-def test_report_of_reinforcement_learning_shows_rewards(folder):
+def test_report_of_reinforcement_learning_shows_rewards(folder, write_recipe):
     folder.metrics.write_text("")
+    knobs = {"finetune__model": "start", "rl__task": "arithmetic", "rl__max_new_tokens": 4}
+    folder.recipe.write_text(config_to_yaml(load_config(write_recipe(**knobs))))
     answer = {"prompt": "2+2", "text": "<4>", "reward": "0.25"}
     events = [
         {"step": 0, "val/reward": 0.5, "val/pass@1": 0.4, "val/pass@4": 0.7},
@@ -178,4 +180,5 @@ def test_report_of_reinforcement_learning_shows_rewards(folder):
     assert "pass@40.9000at that step" in parsed.text
     assert "<b>2+2</b>\n&lt;4&gt;\n<i>reward 0.25</i>" in text
     assert text.count('<tr class="best">') == 1
+    assert "reference" not in parsed.text
     assert {"train/reward", "val/pass@1"} <= {name for group in parsed.data["groups"] for name in group["metrics"]}
