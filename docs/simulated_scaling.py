@@ -1,6 +1,6 @@
-"""Simulate steps of large models on 8 to 1,024 GPUs by the arithmetic of layout.py; no GPU is involved.
+"""Print the tables of docs/performance.md that simulate steps of large models on 8 to 1,024 GPUs.
 
-`python -m nanogpt_hf.planning.simulation` prints the tables of docs/performance.md.
+They are the arithmetic of nanogpt_hf/planning/layout.py; no GPU is involved.
 """
 
 import dataclasses
