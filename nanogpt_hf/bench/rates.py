@@ -4,7 +4,7 @@ import os
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.bench.clock import Spread, spread, time_of
 from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.completions import generate_completions
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
@@ -22,6 +23,7 @@ from nanogpt_hf.generate import generate_tokens
 
 _CPU = torch.device("cpu")
 _NEW_TOKENS = 128
+_ROWS = 16  # samples at once
 _DOCUMENTS = 64  # source files of Python's library for the tokenizer, about 2 MB
 
 
@@ -33,9 +35,10 @@ def _rate(device: torch.device, work: Callable[[], int], windows: int) -> Spread
 
 @torch.no_grad()
 def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
-    """Tokens per second of one greedy sample, up to 128 tokens or the context, with and without the KV cache.
+    """Tokens per second of samples, up to 128 tokens or the context.
 
-    `sample` uses the cache. None with several processes, which may share the model.
+    One greedy sample with and without the KV cache (`sample` uses it), sixteen samples at once, as in reinforcement
+    learning, and one sample by transformers' `generate`. None with several processes, which may share the model.
     """
     if work.run.mesh.world_size > 1:
         return None
@@ -55,7 +58,23 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], dim=1)
         return new
 
-    rates = {"with cache": _rate(device, with_cache, windows), "without": _rate(device, without_cache, windows)}
+    def batched() -> int:
+        options = {"seeds": range(_ROWS), "max_new_tokens": new, "temperature": 1.0, "end_ids": ()}
+        return int(generate_completions(model, [[0]] * _ROWS, **options).lengths.sum())
+
+    def by_transformers() -> int:
+        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+        ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
+        generate: Any = model.generate
+        return generate(ids, attention_mask=torch.ones_like(ids), **options).shape[1] - 1
+
+    kinds = {
+        "with cache": with_cache,
+        "without": without_cache,
+        f"{_ROWS} at once": batched,
+        "by transformers' generate": by_transformers,
+    }
+    rates = {kind: _rate(device, sample, windows) for kind, sample in kinds.items()}
     model.train()
     return rates
 

@@ -44,7 +44,7 @@ def test_bench_json_has_the_measurements(bench):
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
     assert set(figures["phases_seconds"]) == {"data wait", "set-up", "forward", "backward", "optimizer"}
-    assert set(figures["generation"]) == {"with cache", "without"}
+    assert set(figures["generation"]) == {"with cache", "without", "16 at once", "by transformers' generate"}
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 
