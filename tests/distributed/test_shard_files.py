@@ -85,7 +85,8 @@ def test_resume_after_a_process_is_killed_during_a_write_is_exact(train, uninter
     assert not [path for path in run.path.rglob("*") if re.search(r"\.(partial|old)$", path.name)]
 
 
-@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
 def test_full_disk_of_one_process_is_one_line(train, uninterrupted, tmp_path, rank):
     lines = []
 
@@ -103,6 +104,7 @@ def test_full_disk_of_one_process_is_one_line(train, uninterrupted, tmp_path, ra
     assert contents(run) == contents(uninterrupted)
 
 
+@pytest.mark.slow
 def test_missing_or_damaged_part_is_named_and_older_checkpoint_loaded(train, uninterrupted, tmp_path):
     shutil.copytree(uninterrupted.path, tmp_path / "run")
     run = RunFolder(tmp_path / "run")

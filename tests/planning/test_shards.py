@@ -106,7 +106,9 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     os._exit(0)  # gloo processes sometimes abort during teardown
 
 
-@pytest.fixture(scope="module", params=LAYOUTS)
+@pytest.fixture(
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind == "CP")) for kind in LAYOUTS]
+)
 def measured(request, tmp_path_factory):
     """(kind, what each of two processes held and sent)."""
     if sys.platform != "linux":

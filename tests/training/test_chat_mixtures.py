@@ -115,7 +115,7 @@ def test_mixture_of_conversations_resumes_exactly(alone, arguments, base, forget
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
+@pytest.mark.parametrize("machine", [pytest.param("cpu_ddp", marks=pytest.mark.slow), "fsdp2"])
 def test_two_processes_equal_one_on_a_mixture_of_conversations(alone, arguments, base, launch_warm, machine):
     pair = launch_warm(machine, "finetune", "--run-dir", base.parent / machine, *arguments())
     names = ["train/loss", "train/grad_norm", "val/loss", *(f"val/loss/{name}" for name in ROWS)]
