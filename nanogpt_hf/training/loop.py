@@ -119,6 +119,7 @@ def train_segment(run: Run, observers: Observers, stop: StopRequest) -> SegmentE
             reason = stop.reason or "another process asked for it"
             raise Stopped(f"stopped at step {state.step:,}, saved ({reason}); continue with --resume")
         if done:
+            observers.checkpoints.wait()  # so that the disk does not need room for both at once
             save_model(run, run.folder.final)
             return SegmentEnd.DONE
         if unfreeze:
