@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from nanogpt_hf.planning.footprint import Counts, CountsOf, stages_of
+from nanogpt_hf.planning.counts import Counts, CountsOf, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 

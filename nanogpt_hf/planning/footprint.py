@@ -6,9 +6,7 @@ gradients are allocated and freed. tests/planning/test_footprint.py compares the
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -16,11 +14,11 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
-from nanogpt_hf.model.stages import head_in_blocks, split_blocks
 from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
 from nanogpt_hf.optim.muon import orthogonalization_buffers
 from nanogpt_hf.optim.optimizer import muon_matrices
 from nanogpt_hf.planning.activations import narrower, saved_block_bytes
+from nanogpt_hf.planning.counts import Counts, CountsOf, Stage, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
@@ -46,101 +44,6 @@ class Footprint:
     @property
     def peak(self) -> float:
         return sum(self.phases[self.peak_phase].values())
-
-
-@dataclass(frozen=True)
-class Stage:
-    """What one pipeline stage holds; without pipeline parallelism the whole model."""
-
-    blocks: int
-    has_embedding: bool = True
-    has_head: bool = True
-    in_flight: int = 1  # micro-batches whose activations are held
-
-
-def stages_of(model: PreTrainedModel, place: Placement) -> list[Stage]:
-    """The first, one of the largest in the middle, and the last stage, if there are as many.
-
-    Under 1F1B the first holds the most activations, and the last the loss.
-    1F1B (arXiv:2104.04473, section 2.2): a stage has as many micro-batches in flight as there are stages from it on.
-    """
-    blocks = model.config.num_hidden_layers
-    if place.pp == 1:
-        return [Stage(blocks)]
-    split = [len(part) for part in split_blocks(blocks, head_in_blocks(model), place.pp)]
-    middle = Stage(split[-2], has_embedding=False, has_head=False, in_flight=place.pp - 1)
-    first = Stage(split[0], has_head=False, in_flight=place.pp)
-    return [first, *[middle] * (place.pp > 2), Stage(split[-1], has_embedding=False)]
-
-
-@dataclass(frozen=True)
-class Counts:
-    """Numbers of parameters of a model, or of its share on one device."""
-
-    total: int
-    trainable: int
-    block: int  # in one block
-    outside: int  # not in a block
-    head: int  # in the embedding, which is usually tied to the head
-    head_is_trainable: bool
-    backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
-
-    @classmethod
-    def of(cls, model: PreTrainedModel, tp: int = 1, stage: Stage | None = None) -> "Counts":
-        """The counts of `model`, which may be on the meta device; with tensor parallelism those of one rank.
-
-        Tensor parallelism splits the matrices of the blocks, the embedding of tokens and the head. A stage of a
-        pipeline has some of the blocks; the first has the embeddings, the last the head, which may be a copy.
-        """
-        architecture = architecture_of(model)
-        blocks, embedding = architecture.blocks(model), next(model.get_input_embeddings().parameters())
-        stage = stage or Stage(len(blocks))
-        trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
-        embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
-        frozen_below = 0
-        if True in trainable and not any(p.requires_grad for p in embeddings):
-            frozen_below = trainable.index(True)
-        split = _split_parameters(model) if tp > 1 else set()
-
-        def count(parameters: Iterable[torch.Tensor]) -> int:
-            return sum(p.numel() // tp if id(p) in split else p.numel() for p in parameters)
-
-        in_blocks = count(blocks.parameters())
-        block = in_blocks // len(blocks)
-        above = {id(p): p for layer in (architecture.final_norm(model), _head(model)) for p in layer.parameters()}
-        below = {id(p): p for p in embeddings}
-        outside = count(((below if stage.has_embedding else {}) | (above if stage.has_head else {})).values())
-        # the rest of the model, such as adapters outside the blocks, is with the last stage
-        known = {id(p) for p in blocks.parameters()} | below.keys() | above.keys()
-        outside += count(p for p in model.parameters() if id(p) not in known) if stage.has_head else 0
-        whole, all_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
-        total = outside + (in_blocks if stage.blocks == len(blocks) else block * stage.blocks)
-        return cls(
-            total=total,
-            trainable=all_trainable if total == whole else round(total * all_trainable / whole),
-            block=block,
-            outside=outside,
-            head=count([embedding]) if stage.has_head else 0,
-            head_is_trainable=embedding.requires_grad,
-            backward_blocks=min(stage.blocks, len(blocks) - frozen_below),
-        )
-
-
-CountsOf = Callable[[PreTrainedModel, int, Stage], Counts]
-
-
-def _head(model: PreTrainedModel) -> Any:
-    return model.get_output_embeddings() or model.get_input_embeddings()
-
-
-def _split_parameters(model: PreTrainedModel) -> set[int]:
-    """The ids of the parameters that tensor parallelism splits; biases of layers that it sums over ranks stay whole."""
-    architecture = architecture_of(model)
-    split = {id(p) for layer in (model.get_input_embeddings(), _head(model)) for p in layer.parameters()}
-    for block in architecture.blocks(model):
-        for *columns, rows in (architecture.attention_layers(block), architecture.mlp_layers(block)):
-            split |= {id(p) for layer in columns for p in layer.parameters()} | {id(rows.weight)}
-    return split
 
 
 def footprint(

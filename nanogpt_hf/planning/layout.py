@@ -18,7 +18,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.stages import head_in_blocks, split_blocks
 from nanogpt_hf.planning.communication import Transfer, transfers
-from nanogpt_hf.planning.footprint import Counts, CountsOf, Footprint, footprint
+from nanogpt_hf.planning.counts import Counts, CountsOf
+from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
 from nanogpt_hf.planning.placement import Placement
 

@@ -79,6 +79,7 @@ class CheckpointWriter:
         self._waiting_since: float | None = None  # since when the thread has waited for another process
         self._abandoned = False  # the thread should wait no longer
         self._store: Store | None = None
+        self._shares_folder: bool | None = None  # None until the first save that asks
 
     def save(self, model: torch.nn.Module, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
         """Copy the state to CPU memory, and start to write it as a checkpoint; waits for the one before.
@@ -129,17 +130,19 @@ class CheckpointWriter:
         return parts
 
     def _folder_is_shared(self) -> bool:
-        """Whether all processes see the main one's run folder."""
+        """Whether all processes see the main one's run folder; tried once."""
+        if self._shares_folder is not None:
+            return self._shares_folder
         name = [f".{secrets.token_hex(6)}.partial"]  # of leftovers that RunFolder.lock removes
         broadcast_object_list(name, from_process=0)
         probe = self.run.path / name[0]
         if self._rank == 0:
             probe.touch()
         self.accelerator.wait_for_everyone()
-        shared = all(gather_object([probe.exists()]))
+        self._shares_folder = all(gather_object([probe.exists()]))
         if self._rank == 0:
             probe.unlink()
-        return shared
+        return self._shares_folder
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises what `save` names if it could not be written.
@@ -247,7 +250,7 @@ class CheckpointWriter:
         except OSError as error:
             where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""
             return {"error": f"{where}{error}"}
-        except Exception:
+        except Exception:  # a bug, which the main process raises with this traceback
             return {"fault": traceback.format_exc()}
         return {"files": files}
 

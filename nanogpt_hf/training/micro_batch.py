@@ -28,7 +28,8 @@ from nanogpt_hf.distributed.full_state import (
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.model.build import build_config, meta_model
-from nanogpt_hf.planning.footprint import Counts, optimizer_state_bytes, saved_bytes_per_token
+from nanogpt_hf.planning.counts import Counts
+from nanogpt_hf.planning.footprint import optimizer_state_bytes, saved_bytes_per_token
 from nanogpt_hf.planning.hardware import USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run

@@ -22,11 +22,8 @@ class SourceLosses:
     """
 
     def __init__(self, run: Run):
-        self.run, self.every, self.names = (
-            run,
-            run.config.tracking.every,
-            [source.name for source in sources_of(run.config.data)],
-        )
+        self.run, self.every = run, run.config.tracking.every
+        self.names = [source.name for source in sources_of(run.config.data)]
         blocks = run.batches.blocks
         self._mixture = blocks if isinstance(blocks, MixedBlocks) and run.mesh.pp_size == 1 else None
         self._sums: torch.Tensor | None = None
@@ -35,10 +32,13 @@ class SourceLosses:
     @contextmanager
     def measured_step(self, step: int, number: int) -> Iterator[None]:
         """Context for the step that ends at `step`, on the batches of step `number`."""
-        run = self.run
+        run, self._sums = self.run, None
+        if self._mixture is None or step % self.every:
+            yield
+            return
         model: Any = run.accelerator.unwrap_model(run.model)
-        head, self._sums = model.get_output_embeddings(), None
-        if self._mixture is None or step % self.every or not isinstance(head, Head):
+        head = model.get_output_embeddings()
+        if not isinstance(head, Head):
             yield
             return
         owners = self._mixture.owners(run.batches.indices(number)).reshape(-1, run.batches.micro_batch_size)
