@@ -1,7 +1,6 @@
 """Fixtures of several test files: offline libraries, the shared folder, tiny texts, recipes and models, a fake Hub."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import random
@@ -22,16 +21,12 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import pytest
 import yaml
 
+import browser as chromium
+import fake_hub
+
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
-
-
-def harness(name: str):
-    """Load the module tests/NAME.py, which holds no tests."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tests" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+pytest.register_assert_rewrite("assertions")
 
 
 @pytest.fixture(scope="session")
@@ -256,19 +251,12 @@ def letter_tasks(tmp_path_factory) -> list[str]:
     return paths
 
 
-@pytest.fixture(scope="session")
-def core_bundle():
-    """The module core_bundle.py, which writes a bundle of CORE for `letter_model`."""
-    return harness("core_bundle")
-
-
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A fake Hub (fake_hub.py) for this process and its child processes, logged in as `tester`."""
     from huggingface_hub import constants
     from huggingface_hub.utils import close_session
 
-    fake_hub = harness("fake_hub")
     with fake_hub.FakeHub() as hub:
         hub.token = fake_hub.TOKEN
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # read from the environment at import
@@ -287,18 +275,12 @@ def hub(monkeypatch, tmp_path):
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory):
     """Chromium with one tab."""
-    browser, driver = harness("browser"), shutil.which("chromedriver")
-    if not (driver and browser.BROWSER):
+    driver = shutil.which("chromedriver")
+    if not (driver and chromium.BROWSER):
         pytest.skip("no Chromium with its chromedriver on this machine: apt-get install chromium chromium-driver")
-    opened = browser.Browser(driver, tmp_path_factory.mktemp("browser"))
+    opened = chromium.Browser(driver, tmp_path_factory.mktemp("browser"))
     yield opened
     opened.close()
-
-
-@pytest.fixture(scope="session")
-def operations():
-    """The module operations.py, which kills a process at a change to files."""
-    return harness("operations")
 
 
 @pytest.fixture(scope="session")
@@ -312,12 +294,6 @@ def save_checkpoint():
         writer.wait()
 
     return save
-
-
-@pytest.fixture(scope="session")
-def forked():
-    """The class of forked.py: the command line in a fork of this process."""
-    return harness("forked").Forked
 
 
 @pytest.fixture

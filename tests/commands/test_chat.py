@@ -11,6 +11,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from forked import Forked
 from nanogpt_hf import generate
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.chat_template import ChatFormat, chat_format
@@ -183,11 +184,11 @@ def test_chat_mistakes_are_one_line(capsys, folder, tmp_path, byte_tokenizer):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder, forked):
+def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder):
     import pty
 
     leader, follower = pty.openpty()
-    process = forked(["chat", folder], terminal=os.ttyname(follower))
+    process = Forked(["chat", folder], terminal=os.ttyname(follower))
     os.close(follower)
     output = b""
 

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 import pytest
 from tqdm import tqdm
 
+from forked import Forked
 from nanogpt_hf.commands import COMMANDS, console, main
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -221,14 +222,14 @@ def test_help_onto_full_disk_is_one_line(root):
 
 
 @needs_full
-def test_run_survives_closed_stdout_and_full_disk_for_its_log(forked, tmp_path, write_recipe):
+def test_run_survives_closed_stdout_and_full_disk_for_its_log(tmp_path, write_recipe):
     recipe = write_recipe(train__max_steps=2)
     reading, writing = os.pipe()
     os.close(reading)
     for number, out in enumerate((writing, os.open("/dev/full", os.O_WRONLY))):
         with (tmp_path / "stderr").open("w") as stderr:
             arguments = ["pretrain", recipe, "--run-dir", tmp_path / str(number)]
-            process = forked(arguments, streams={1: out, 2: stderr.fileno()})
+            process = Forked(arguments, streams={1: out, 2: stderr.fileno()})
             os.close(out)
             assert process.wait(120) == 0
         assert "Traceback" not in (tmp_path / "stderr").read_text()
@@ -236,13 +237,13 @@ def test_run_survives_closed_stdout_and_full_disk_for_its_log(forked, tmp_path, 
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="controlling terminals are set up as on Linux")
-def test_closed_terminal_saves_the_run(forked, tmp_path, write_recipe):
+def test_closed_terminal_saves_the_run(tmp_path, write_recipe):
     import pty
 
     run = RunFolder(tmp_path / "run")
     recipe = write_recipe(train__max_steps=1_000_000, checkpoint__every=1_000_000)
     ours, theirs = pty.openpty()
-    process = forked(["pretrain", recipe, "--run-dir", run.path], terminal=os.ttyname(theirs))
+    process = Forked(["pretrain", recipe, "--run-dir", run.path], terminal=os.ttyname(theirs))
     end = time.monotonic() + 120
     while not (run.metrics.exists() and '"step": 5,' in run.metrics.read_text()):
         assert process.poll() is None

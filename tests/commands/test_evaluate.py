@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+import core_bundle
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
@@ -59,7 +60,7 @@ def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp
 
 
 @pytest.mark.long
-def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, core_bundle, tmp_path, root):
+def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, tmp_path, root):
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))

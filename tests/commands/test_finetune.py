@@ -159,8 +159,8 @@ def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--data", "my.txt"], "say what to start from: --from gpt2"),
-        (["--from", "BASE"], "say which text to train on: --data my.txt"),
+        (["--data", "my.txt"], "needs a model to start from: --from gpt2"),
+        (["--from", "BASE"], "needs text to train on: --data my.txt"),
         (["--from", "BASE", "--data", "none.txt"], "data.source: none.txt: no such file"),
         (["--from", "my.txt", "--data", "my.txt"], "my.txt: not a model folder"),
         (["--from", "BASE", "--data", "my.txt", "--freeze-layers", "5"], "5 is more than the model's 4 blocks"),

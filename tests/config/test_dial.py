@@ -159,7 +159,7 @@ def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
     [
         ({"model.depth": "0"}, "--model.depth: must be at least 1, got 0"),
         ({"model.depth": "two"}, "--model.depth: expected an integer, got 'two'"),
-        ({"model.depth": "20", "model.aspect_ratio": "10000"}, "20 asks for model.n_embd 200,000, more than 100,000"),
+        ({"model.depth": "20", "model.aspect_ratio": "10000"}, "20 gives model.n_embd 200,000, more than 100,000"),
         ({"model.depth": "2", "train.tokens_per_parameter": "0"}, "must be at least 0.001, got 0.0"),
         ({"model.depth": "2", "model.n_head": "7"}, "--model.n_embd: 128 is not a multiple of model.n_head 7"),
         ({"model.depth": "2", "finetune.model": "gpt2"}, "--model.depth: gpt2 has its size already; leave it out"),

@@ -8,12 +8,13 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.data.tokenizer import build_tokenizer, bytes_of_tokens
-from nanogpt_hf.errors import ConfigError, DataError
+from nanogpt_hf.errors import ConfigError
 
 END = 256  # of byte_tokenizer
 TEXTS = [f"Document {number} says {'many ' * (number % 9)}words: é." for number in range(60)]
@@ -42,13 +43,6 @@ def make(write_recipe, byte_tokenizer, tmp_path):
         return load_config(write_recipe(**options | overrides))
 
     return make
-
-
-def complaint(use, *arguments) -> str:
-    with pytest.raises(DataError) as caught:
-        use(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def tokens_of(config) -> list[int]:
@@ -91,15 +85,15 @@ def test_wrong_files_are_one_line(make, encode, tmp_path):
     path.write_bytes(whole[:-2])
     count = len(whole) // 2
     size = len(whole) - 2
-    assert f"{path}: {size:,} bytes are not the {count:,} tokens of its index" in complaint(prepare, make(path))
+    assert f"{path}: {size:,} bytes are not the {count:,} tokens of its index" in refusal(prepare, make(path))
     path.write_bytes(whole)
     index.write_bytes(ends[:-3])
-    assert "one.ds.index: 477 bytes are not numbers of 8 bytes" in complaint(prepare, make(folder))
+    assert "one.ds.index: 477 bytes are not numbers of 8 bytes" in refusal(prepare, make(folder))
     index.unlink()
-    assert "one.ds.index: cannot be read: No such file" in complaint(prepare, make(folder))
-    assert "expected a .ds file" in complaint(prepare, make(write_text(tmp_path / "a.txt")))
-    assert "the folder holds no .ds file" in complaint(prepare, make(write_text(tmp_path / "x" / "a.txt").parent))
-    assert "expected .ds files of datatrove on this machine" in complaint(prepare, make("some/set"))
+    assert "one.ds.index: cannot be read: No such file" in refusal(prepare, make(folder))
+    assert "expected a .ds file" in refusal(prepare, make(write_text(tmp_path / "a.txt")))
+    assert "the folder holds no .ds file" in refusal(prepare, make(write_text(tmp_path / "x" / "a.txt").parent))
+    assert "expected .ds files of datatrove on this machine" in refusal(prepare, make("some/set"))
     assert not (tmp_path / "data").exists()
 
 
@@ -111,7 +105,7 @@ def write_text(path: Path) -> Path:
 
 def test_ids_beyond_the_vocabulary_are_refused(make, encode, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, lambda text: [*encode(text), 300])
-    message = complaint(prepare, make(path))
+    message = refusal(prepare, make(path))
     assert f"{path}: token 300 is beyond the vocabulary of data.tokenizer" in message
     assert "(257 tokens); name the tokenizer that made it" in message
 
@@ -125,11 +119,11 @@ def test_changed_or_missing_files_are_found(make, encode, tmp_path):
     whole = bytearray(path.read_bytes())
     whole[10] ^= 1
     path.write_bytes(whole)
-    assert "has changed since it was prepared" in complaint(load_prepared, config)
+    assert "has changed since it was prepared" in refusal(load_prepared, config)
     shutil.copy(copy, path)  # the same bytes, another time
     assert len(tokens_of(config)) == len(whole) // 2
     path.unlink()
-    assert "no such file" in complaint(load_prepared, config)
+    assert "no such file" in refusal(load_prepared, config)
 
 
 def test_tokenizers_that_are_made_from_text_are_refused(make, tmp_path):

@@ -10,6 +10,7 @@ from pathlib import Path
 import filelock
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import parts as module
@@ -17,7 +18,6 @@ from nanogpt_hf.data.parts import merge_parts, prepare_part
 from nanogpt_hf.data.place import lock_of
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.source import Part
-from nanogpt_hf.errors import DataError
 
 
 def write_rows(path: Path, count: int, seed: int, chat: bool = False) -> None:
@@ -42,13 +42,6 @@ def data(write_recipe, byte_tokenizer, tmp_path):
         return load_config(write_recipe(**options | overrides)).data
 
     return data
-
-
-def complaint(use, *arguments) -> str:
-    with pytest.raises(DataError) as caught:
-        use(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -103,18 +96,18 @@ def test_each_part_reads_its_own_files_only(data, monkeypatch):
 
 def test_a_missing_part_is_named(data, tmp_path):
     section = data()
-    assert "holds no parts; run `prepare --shard 0/N`" in complaint(merge_parts, section)
+    assert "holds no parts; run `prepare --shard 0/N`" in refusal(merge_parts, section)
     prepare_part(section, Part(1, 3))
-    assert "2 of 3 parts are missing: 0, 2; prepare them with --shard 0/3" in complaint(merge_parts, section)
+    assert "2 of 3 parts are missing: 0, 2; prepare them with --shard 0/3" in refusal(merge_parts, section)
     assert not (tmp_path / "data").exists()
 
 
 def test_parts_of_different_numbers_are_refused(data, tmp_path):
     section = data()
     prepare_part(section, Part(0, 2))
-    assert "holds parts of 2, not of 3; give --shard I/2, or remove it" in complaint(prepare_part, section, Part(1, 3))
+    assert "holds parts of 2, not of 3; give --shard I/2, or remove it" in refusal(prepare_part, section, Part(1, 3))
     shutil.copytree(tmp_path / "data.parts" / "0-of-2", tmp_path / "data.parts" / "0-of-3")  # copied from elsewhere
-    assert "holds parts of 2 and of 3; remove those" in complaint(merge_parts, section)
+    assert "holds parts of 2 and of 3; remove those" in refusal(merge_parts, section)
 
 
 def test_a_part_of_another_recipe_or_text_is_refused(data, tmp_path):
@@ -122,14 +115,14 @@ def test_a_part_of_another_recipe_or_text_is_refused(data, tmp_path):
     prepare_parts(section, 2)
     other = data(data__text_column="body")
     message = "0-of-2: prepared with data.text_column 'text', the recipe says 'body'"
-    assert message in complaint(merge_parts, other)
-    assert message in complaint(prepare_part, other, Part(0, 2))
+    assert message in refusal(merge_parts, other)
+    assert message in refusal(prepare_part, other, Part(0, 2))
     path = tmp_path / "text" / "4.jsonl"
     whole = path.read_bytes()
     path.write_bytes(whole.replace(b"blue", b"gold", 1))
-    assert "1-of-2: its text has changed since it was prepared" in complaint(merge_parts, section)
+    assert "1-of-2: its text has changed since it was prepared" in refusal(merge_parts, section)
     path.write_bytes(whole + b'{"text": "more"}\n')
-    assert "0-of-2: prepared from other files" in complaint(merge_parts, section)
+    assert "0-of-2: prepared from other files" in refusal(merge_parts, section)
 
 
 @pytest.mark.parametrize("field", ["versions", "tokenizer_hash"])
@@ -140,7 +133,7 @@ def test_a_part_made_with_other_tools_is_refused(data, tmp_path, field):
     raw = json.loads(path.read_text())
     raw[field] = {"tokenizers": "0.1"} if field == "versions" else "0"
     path.write_text(json.dumps(raw))
-    assert "1-of-2: made with other" in complaint(merge_parts, section)
+    assert "1-of-2: made with other" in refusal(merge_parts, section)
 
 
 def test_a_damaged_part_is_named(data, tmp_path):
@@ -150,9 +143,9 @@ def test_a_damaged_part_is_named(data, tmp_path):
     whole = bytearray(path.read_bytes())
     whole[len(whole) // 2] ^= 1
     path.write_bytes(whole)
-    assert f"{path}: is damaged" in complaint(merge_parts, section)
+    assert f"{path}: is damaged" in refusal(merge_parts, section)
     path.parent.with_name("part.json").write_text("{}")
-    assert "part.json: not a prepared part" in complaint(merge_parts, section)
+    assert "part.json: not a prepared part" in refusal(merge_parts, section)
     assert not (tmp_path / "data").exists()
 
 
@@ -160,7 +153,7 @@ def test_two_writers_of_one_part(data, tmp_path):
     section, folder = data(), tmp_path / "data.parts" / "0-of-2"
     folder.parent.mkdir()
     with filelock.FileLock(lock_of(folder)):
-        assert "0-of-2: another process is preparing this part" in complaint(prepare_part, section, Part(0, 2))
+        assert "0-of-2: another process is preparing this part" in refusal(prepare_part, section, Part(0, 2))
     assert prepare_part(section, Part(0, 2))[1]
     assert not prepare_part(section, Part(0, 2))[1], "the second finds it"
 
@@ -174,7 +167,7 @@ def test_a_killed_part_leaves_nothing_that_counts(data, monkeypatch):
         os._exit(0)
     assert os.WTERMSIG(os.waitpid(child, 0)[1]) == signal.SIGKILL
     prepare_part(section, Part(1, 2))
-    assert "1 of 2 parts are missing: 0" in complaint(merge_parts, section)
+    assert "1 of 2 parts are missing: 0" in refusal(merge_parts, section)
     assert prepare_part(section, Part(0, 2))[1]
     assert merge_parts(section)[1]
 
@@ -182,11 +175,11 @@ def test_a_killed_part_leaves_nothing_that_counts(data, monkeypatch):
 def test_one_document_cannot_be_divided(data, tmp_path):
     (tmp_path / "one.txt").write_text("one document")
     section = data(data__source=str(tmp_path / "one.txt"))
-    assert "1 document cannot be divided into 2 parts" in complaint(prepare_part, section, Part(0, 2))
+    assert "1 document cannot be divided into 2 parts" in refusal(prepare_part, section, Part(0, 2))
 
 
 def test_a_tokenizer_of_the_whole_text_is_refused(data):
-    assert "data.tokenizer: char is made from the whole text" in complaint(
+    assert "data.tokenizer: char is made from the whole text" in refusal(
         prepare_part, data(data__tokenizer="char"), Part(0, 2)
     )
 

@@ -13,6 +13,7 @@ import datasets
 import numpy as np
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import encode
@@ -52,13 +53,6 @@ def without_checksums(raw) -> None:
     """The manifest as written by older versions."""
     for split in SPLITS:
         del raw[split]["sha256"], raw[split]["shards"]
-
-
-def complaint(use, *arguments) -> str:
-    with pytest.raises(DataError) as raised:
-        use(*arguments)
-    assert "\n" not in str(raised.value)
-    return str(raised.value)
 
 
 def shard(config, split="train", number=0) -> Path:
@@ -141,15 +135,15 @@ def test_file_of_wrong_size_is_named_at_opening(prepared, split, damage, tmp_pat
     else:
         whole = path.read_bytes()
         path.write_bytes(whole[:-8] if damage == "cut" else whole + bytes(8))
-    assert complaint(load_prepared, prepared).startswith(f"{path}: ")
-    assert complaint(check_prepared, prepared.data).startswith(f"{path}: ")
+    assert refusal(load_prepared, prepared).startswith(f"{path}: ")
+    assert refusal(check_prepared, prepared.data).startswith(f"{path}: ")
 
 
 def test_token_count_is_checked_without_checksums(prepared):
     edit_manifest(prepared, without_checksums)
     shutil.rmtree(folder_of(prepared) / "train")
     shutil.copytree(folder_of(prepared) / "validation", folder_of(prepared) / "train")
-    assert "/train: holds " in complaint(load_prepared, prepared)
+    assert "/train: holds " in refusal(load_prepared, prepared)
 
 
 @pytest.mark.parametrize("split", SPLITS)
@@ -159,7 +153,7 @@ def test_verify_finds_one_flipped_bit(prepared, split, caplog, capsys):
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     load_prepared(prepared)  # a run does not read all data before its first step
-    assert complaint(check_prepared, prepared.data).startswith(f"{path}: is damaged: its sha256 has changed")
+    assert refusal(check_prepared, prepared.data).startswith(f"{path}: is damaged: its sha256 has changed")
     recipe = str(folder_of(prepared).parent / "tiny.yaml")
     assert main(["prepare", recipe]) == 2
     assert f"{path}: is damaged" in capsys.readouterr().err
@@ -191,8 +185,8 @@ def test_token_beyond_the_vocabulary_is_one_line(prepared):
         train = load_prepared(prepared).train
         train.batch(np.arange(len(train)))
 
-    assert message in complaint(read_all)
-    assert message in complaint(check_prepared, prepared.data)
+    assert message in refusal(read_all)
+    assert message in refusal(check_prepared, prepared.data)
 
 
 # --- the manifest ----------------------------------------------------------------------------------------------------
@@ -228,7 +222,7 @@ def test_manifest_field_of_wrong_type_is_one_line(prepared):
             allowed |= field[0] == "recipe" and isinstance(value, str | int | float)
             if not allowed or (field[-1] in COUNTS and isinstance(value, int | float) and value < 1):
                 for use in (prepare, load_prepared):
-                    assert str(folder_of(prepared)) in complaint(use, prepared), (field, value)
+                    assert str(folder_of(prepared)) in refusal(use, prepared), (field, value)
                 refused += 1
             else:
                 with contextlib.suppress(DataError):
@@ -239,14 +233,14 @@ def test_manifest_field_of_wrong_type_is_one_line(prepared):
 @pytest.mark.parametrize("vocab_size", [1, 1_000_000])
 def test_wrong_vocab_size_in_manifest_is_one_line(prepared, vocab_size):
     edit_manifest(prepared, lambda raw: raw.update(vocab_size=vocab_size))
-    assert "/tokenizer: not the tokenizer that made these tokens" in complaint(load_prepared, prepared)
+    assert "/tokenizer: not the tokenizer that made these tokens" in refusal(load_prepared, prepared)
 
 
 def test_manifest_must_be_a_regular_file(prepared):
     path = folder_of(prepared) / "manifest.json"
     path.unlink()
     os.mkfifo(path)  # opening it would block
-    assert "exists and holds no manifest.json" in complaint(prepare, prepared)
+    assert "exists and holds no manifest.json" in refusal(prepare, prepared)
 
 
 # --- folders and signals ---------------------------------------------------------------------------------------------
@@ -255,7 +249,7 @@ def test_manifest_must_be_a_regular_file(prepared):
 @pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="this system has no /proc")
 def test_unwritable_folder_is_refused_first(write_recipe):
     started = time.monotonic()
-    assert "cannot be written" in complaint(prepare, load_config(write_recipe(data__dir="/proc/x")))
+    assert "cannot be written" in refusal(prepare, load_config(write_recipe(data__dir="/proc/x")))
     assert time.monotonic() - started < 20
 
 

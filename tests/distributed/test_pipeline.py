@@ -3,7 +3,6 @@
 import functools
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -11,8 +10,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from assertions import assert_same_experiment, column, copy_at, weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
@@ -60,20 +59,6 @@ def launch(launch_warm):
     return train
 
 
-def column(run: RunFolder, name: str) -> dict[int, float]:
-    return {event["step"]: event[name] for event in read_metrics(run) if name in event}
-
-
-def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
-    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
-        assert len(column(reference, name)) >= 3, name
-        assert column(run, name) == pytest.approx(column(reference, name), abs=tolerance, rel=tolerance), name
-    assert column(run, "samples") == column(reference, "samples")
-    ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
-    assert ours.keys() == theirs.keys()
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
-
-
 LAYOUTS = {
     "one": ("cpu", 1, 1),
     "pp2": ("pp", 2, 2),
@@ -110,9 +95,7 @@ def test_pipeline_equals_one_process(trained, layout):
         rank * stages // processes in (0, stages - 1) for rank in range(processes)
     ]
     if "fsdp" in layout:
-        assert (
-            held[0][matrix] + held[1][matrix] == load_file(trained("one").final / "model.safetensors")[matrix].numel()
-        )
+        assert held[0][matrix] + held[1][matrix] == weights(trained("one"))[matrix].numel()
 
 
 @pytest.mark.slow
@@ -131,10 +114,7 @@ def test_layer_stats_of_stages_equal_one_process(trained, layout):
     ("before", "after"), [("pp2", "one"), *slow(("one", "pp2"), ("pp2_fsdp2", "pp2"), ("pp2_dp2", "pp2_fsdp2"))]
 )
 def test_pipelined_run_moves(recipe, trained, launch, tmp_path, before, after):
-    moved = RunFolder(tmp_path / "moved")
-    shutil.copytree(trained(before).path, moved.path)
-    shutil.rmtree(moved.checkpoint(10))
-    shutil.rmtree(moved.final)
+    moved = copy_at(trained(before), 5, tmp_path / "moved")
     launch(*LAYOUTS[after], recipe, "--run-dir", moved.path, "--resume")
     assert_same_experiment(moved, trained("one"))
 
@@ -163,10 +143,7 @@ def test_pipelined_run_with_dropout_resumes_exactly(recipe, launch, tmp_path, la
         return launch(*LAYOUTS[layout], recipe, *knobs, *data, "--run-dir", tmp_path / name, *arguments)
 
     uninterrupted = train("uninterrupted")
-    shutil.copytree(uninterrupted.path, tmp_path / "resumed")
-    resumed = RunFolder(tmp_path / "resumed")
-    shutil.rmtree(resumed.checkpoint(10))
-    shutil.rmtree(resumed.final)
+    resumed = copy_at(uninterrupted, 5, tmp_path / "resumed")
     train("resumed", "--resume")
     model = "model.safetensors"
     assert (resumed.final / model).read_bytes() == (uninterrupted.final / model).read_bytes()
@@ -355,5 +332,5 @@ def test_finetuning_in_stages_equals_one_process(tiny_base, text_file, launch_wa
 
     one, several = train("one"), train("pp2")
     assert column(several, "train/loss") == pytest.approx(column(one, "train/loss"), abs=1e-5)
-    ours, theirs = (load_file(run.final / "model.safetensors") for run in (several, one))
+    ours, theirs = weights(several), weights(one)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-5

@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from safetensors.torch import load_file
 
+from assertions import assert_same_experiment, column, copy_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
@@ -45,27 +45,11 @@ OPTIONS = {
 }
 
 
-def column(run: RunFolder, name: str) -> dict[int, float]:
-    rows = [(event["step"], event[name]) for event in read_metrics(run) if name in event]
-    assert rows
-    assert len(dict(rows)) == len(rows)
-    return dict(rows)
-
-
 def tensor_files(run: Path, step: int) -> dict[str, bytes]:
     """The content of the files with tensors of the checkpoint of `step` and of the final model."""
     paths = [*(run / "final").glob("*.safetensors"), *(run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")]
     assert len(paths) >= 3
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
-
-
-def assert_same_experiment(run: RunFolder, reference: RunFolder) -> None:
-    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
-        assert column(run, name) == pytest.approx(column(reference, name), abs=tolerance), name
-    assert column(run, "samples") == column(reference, "samples")
-    ours, theirs = (load_file(r.final / "model.safetensors") for r in (run, reference))
-    assert ours.keys() == theirs.keys()
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
 
 
 @pytest.fixture(scope="module")
@@ -150,10 +134,7 @@ def test_optimizer_state_is_sharded(trained_on, machine):
     ],
 )
 def test_run_moves_between_machines(recipe, trained_on, launch_in_chunks, tmp_path, before, after):
-    shutil.copytree(trained_on(before).path, tmp_path / "moved")
-    moved = RunFolder(tmp_path / "moved")
-    shutil.rmtree(moved.checkpoint(10))
-    shutil.rmtree(moved.final)
+    moved = copy_at(trained_on(before), 5, tmp_path / "moved")
     launch_in_chunks(after, "pretrain", "--run-dir", moved.path, recipe, "--resume")
     assert_same_experiment(moved, trained_on("cpu"))
 
@@ -183,10 +164,7 @@ def test_three_processes_resume_exactly(recipe, launch_in_chunks, tmp_path, mach
         return launch_in_chunks(machine, *command, machine_options=["--num_processes=3"])
 
     uninterrupted = train("uninterrupted")
-    shutil.copytree(uninterrupted.path, tmp_path / "resumed")
-    resumed = RunFolder(tmp_path / "resumed")
-    shutil.rmtree(resumed.checkpoint(10))
-    shutil.rmtree(resumed.final)
+    resumed = copy_at(uninterrupted, 5, tmp_path / "resumed")
     train("resumed", "--resume")
     assert tensor_files(resumed.path, 10) == tensor_files(uninterrupted.path, 10)
     assert column(resumed, "train/grad_norm") == column(uninterrupted, "train/grad_norm")
@@ -209,9 +187,7 @@ def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks
 
     uninterrupted = train("fsdp2", "uninterrupted")
     for name in ("resumed", "moved"):
-        shutil.copytree(uninterrupted.path, tmp_path / name)
-        shutil.rmtree(RunFolder(tmp_path / name).checkpoint(4))
-        shutil.rmtree(RunFolder(tmp_path / name).final)
+        copy_at(uninterrupted, 2, tmp_path / name)
     resumed, moved = train("fsdp2", "resumed", "--resume"), train("cpu_ddp", "moved", "--resume")
     assert tensor_files(resumed.path, 4) == tensor_files(uninterrupted.path, 4)
     assert column(resumed, "train/grad_norm") == column(uninterrupted, "train/grad_norm")
@@ -247,9 +223,7 @@ def muon_on(train_muon, recipe):
 
 
 def second_half(train_muon, source: RunFolder, machine: str, folder: Path) -> RunFolder:
-    shutil.copytree(source.path, folder)
-    shutil.rmtree(RunFolder(folder).checkpoint(10))
-    shutil.rmtree(RunFolder(folder).final)
+    copy_at(source, 5, folder)
     return train_muon(machine, folder, "--resume")
 
 

@@ -14,13 +14,14 @@ import yaml
 from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import core_bundle
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.core_bundle import load_bundle
 
 
 @pytest.fixture(scope="module")
-def bundle(core_bundle, tmp_path_factory) -> Path:
+def bundle(tmp_path_factory) -> Path:
     return core_bundle.write(tmp_path_factory.mktemp("bundle"))
 
 
@@ -92,7 +93,7 @@ def measure(capsys, *arguments: object) -> tuple[dict, str]:
 
 
 @pytest.mark.parametrize(("limit", "batch_size"), [(None, 8), (20, 3)])
-def test_core_equals_a_slow_reference(capsys, letter_model, core_bundle, bundle, tmp_path, limit, batch_size):
+def test_core_equals_a_slow_reference(capsys, letter_model, bundle, tmp_path, limit, batch_size):
     options = ["--limit", limit] if limit else []
     arguments = [
         letter_model,
@@ -168,7 +169,7 @@ def change_row(folder: Path, label: str, line: str) -> None:
         ),
     ],
 )
-def test_mistake_in_a_bundle_is_one_line(capsys, letter_model, core_bundle, tmp_path, change, message):
+def test_mistake_in_a_bundle_is_one_line(capsys, letter_model, tmp_path, change, message):
     folder = core_bundle.write(tmp_path / "bundle")
     change(folder)
     assert main(["evaluate", str(letter_model), "--core", str(folder)]) == 2

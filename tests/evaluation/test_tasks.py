@@ -105,7 +105,7 @@ def test_lm_eval_tasks_by_name_and_offline(monkeypatch):
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: manager)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"knows no task 'helaswag'; did you mean hellaswag\?"):
+    with pytest.raises(UserError, match=r"has no task 'helaswag'; did you mean hellaswag\?"):
         load_tasks(["helaswag"])
     with pytest.raises(UserError, match=r"hellaswag cannot be loaded: .*the Hub is out of reach"):
         load_tasks(["hellaswag"])

@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from assertions import column, copy_at
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import OptimSection
@@ -21,7 +22,6 @@ from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.planning.footprint import optimizer_state_bytes
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import read_checkpoint
-from nanogpt_hf.training.tracking import read_metrics
 
 torchao = pytest.importorskip("torchao", reason="torchao is not installed")
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++ to compile the step for a CPU")
@@ -68,17 +68,9 @@ def half(uninterrupted, folder):
     """A copy of the run at its step 3."""
 
     def copy(name: str, of: RunFolder = uninterrupted) -> RunFolder:
-        shutil.copytree(of.path, folder / name)
-        run = RunFolder(folder / name)
-        shutil.rmtree(run.checkpoint(6))
-        shutil.rmtree(run.final)
-        return run
+        return copy_at(of, 3, folder / name)
 
     return copy
-
-
-def column(run: RunFolder, name: str) -> dict[int, float]:
-    return {event["step"]: event[name] for event in read_metrics(run) if name in event}
 
 
 def assert_same_bits(a: RunFolder, b: RunFolder) -> None:
@@ -140,9 +132,7 @@ def test_8bit_run_with_unfreezing_resumes_exactly(uninterrupted, train, folder, 
     words += ["--data.block_size", 16, "--checkpoint.keep", 5]
     unfrozen = train("unfrozen", *words)
     assert sorted(path.name for path in unfrozen.checkpoint_folders()) == ["step_00000003", "step_00000006"]
-    shutil.copytree(unfrozen.path, folder / "unfrozen resumed")
-    resumed = RunFolder(folder / "unfrozen resumed")
-    shutil.rmtree(resumed.checkpoint(6))
+    resumed = copy_at(unfrozen, 3, folder / "unfrozen resumed")
     train(resumed.path.name, *words, "--resume")
     first, second = (load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (unfrozen, resumed))
     steps = [first[f"transformer.{name}.weight.step"].item() for name in ("ln_f", "h.1.mlp.fc")]

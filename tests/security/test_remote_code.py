@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from forked import Forked
+
 PACKAGE = Path(__file__).parents[2] / "nanogpt_hf"
 # `load_dataset_builder` of datasets 5 runs no code and has no such parameter
 _LOADERS = ("from_pretrained", "from_config", "load_dataset", "pipeline", "HFLM")
@@ -80,7 +82,7 @@ def with_code(tiny_base, tmp_path):
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
-def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe, tmp_path, forked):
+def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe, tmp_path):
     import pty
 
     for arguments in (
@@ -89,7 +91,7 @@ def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe
         ["finetune", "--from", with_code, "--data", text_file, "--run-dir", "run"],
     ):
         leader, follower = pty.openpty()
-        process = forked(arguments, folder=tmp_path, terminal=os.ttyname(follower))
+        process = Forked(arguments, folder=tmp_path, terminal=os.ttyname(follower))
         os.close(follower)
         os.write(leader, b"y\ny\ny\n")  # a user who agrees
         output = b""

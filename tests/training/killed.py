@@ -18,7 +18,6 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import operations
-
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM

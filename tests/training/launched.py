@@ -17,11 +17,11 @@ from pathlib import Path
 os.environ["DS_ACCELERATOR"] = "cpu"  # read by DeepSpeed when it is imported
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-import operations
 import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
+import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state
 from nanogpt_hf.model import loss_gpt

@@ -9,11 +9,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
+from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training.finetuning import finetune_config
 
 CHATML = (
@@ -77,12 +77,6 @@ def alone(arguments, base, forget_accelerate) -> RunFolder:
     run = RunFolder(base.parent / "alone")
     assert main(["finetune", *arguments(), "--run-dir", str(run.path)]) == 0
     return run
-
-
-def column(run: RunFolder, name: str) -> dict[int, float]:
-    rows = {event["step"]: event[name] for event in read_metrics(run) if name in event}
-    assert rows
-    return rows
 
 
 def test_rows_of_every_source_become_the_tokens_of_the_template(alone, base):

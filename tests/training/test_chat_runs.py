@@ -11,6 +11,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
@@ -43,12 +44,6 @@ def start(write_chat_recipe, tmp_path, forget_accelerate):
         return run
 
     return start
-
-
-def column(run: RunFolder, name: str) -> dict[int, float]:
-    rows = {event["step"]: event[name] for event in read_metrics(run) if name in event}
-    assert rows
-    return rows
 
 
 def example_losses(model, config, split: str) -> list[tuple[float, int]]:

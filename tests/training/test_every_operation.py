@@ -9,6 +9,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 
+import operations
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import RunFolderError
@@ -101,9 +102,7 @@ def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
         ((2, 4), 6, 2, "half replaced", 2),
     ],
 )
-def test_killed_save_loses_no_checkpoint(
-    tmp_path, trained, operations, steps, saved, keep, condition, min_sound, save_checkpoint
-):
+def test_killed_save_loses_no_checkpoint(tmp_path, trained, steps, saved, keep, condition, min_sound, save_checkpoint):
     source, expected = trained
     run, parts = RunFolder(tmp_path / "run"), new_training()
     load = RunFolder(tmp_path / "load")
@@ -130,7 +129,7 @@ def test_killed_save_loses_no_checkpoint(
 
 
 @pytest.mark.parametrize("links", [False, True], ids=["folder", "link"])
-def test_killed_model_replacement_leaves_old_or_new(tmp_path, operations, links):
+def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
     tokenizer, run = char_tokenizer(list("abcd")).hf, RunFolder(tmp_path / "run")
 
     def write(seed: int) -> None:
@@ -167,7 +166,7 @@ def test_killed_model_replacement_leaves_old_or_new(tmp_path, operations, links)
     assert point > 15
 
 
-def test_killed_start_never_mixes_two_runs(tmp_path, trained, operations):
+def test_killed_start_never_mixes_two_runs(tmp_path, trained):
     source, _ = trained
     run = RunFolder(tmp_path / "run")
 
@@ -198,7 +197,7 @@ def test_killed_start_never_mixes_two_runs(tmp_path, trained, operations):
 
 
 @pytest.mark.parametrize("method", ["start", "update_recipe"])
-def test_killed_recipe_update_leaves_old_or_new(tmp_path, operations, method):
+def test_killed_recipe_update_leaves_old_or_new(tmp_path, method):
     run = RunFolder(tmp_path / "run")
 
     def write() -> None:
@@ -220,7 +219,7 @@ def test_killed_recipe_update_leaves_old_or_new(tmp_path, operations, method):
     assert point > 4
 
 
-def test_every_file_change_is_counted(tmp_path, operations):
+def test_every_file_change_is_counted(tmp_path):
     (tmp_path / "a").mkdir()
     (tmp_path / "a" / "b").write_text("b")
 

@@ -15,6 +15,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from assertions import column, weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
@@ -69,23 +70,9 @@ def uninterrupted(train, folder):
     return run
 
 
-def weights(run: RunFolder) -> dict[str, torch.Tensor]:
-    loaded = load_file(run.final / "model.safetensors")
-    assert len(loaded) > 10
-    return loaded
-
-
 def same_weights(a: RunFolder, b: RunFolder) -> bool:
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
-
-
-def column(run: RunFolder, name: str) -> dict[int, float]:
-    """step -> value of a metric that is logged at most once per step."""
-    rows = [(event["step"], event[name]) for event in read_metrics(run) if name in event]
-    assert rows
-    assert len(dict(rows)) == len(rows)
-    return dict(rows)
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 0.0])

@@ -1,0 +1,58 @@
+"""What several test files assert: that two runs are the same experiment, that a call refuses its input in one line."""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+
+
+def column(run: RunFolder, name: str) -> dict[int, float]:
+    """step -> value of a metric that is logged at most once per step."""
+    rows = [(event["step"], event[name]) for event in read_metrics(run) if name in event]
+    assert rows, name
+    assert len(dict(rows)) == len(rows)
+    return dict(rows)
+
+
+def weights(run: RunFolder) -> dict[str, torch.Tensor]:
+    """The final model's."""
+    loaded = load_file(run.final / "model.safetensors")
+    assert len(loaded) > 10
+    return loaded
+
+
+def assert_same_experiment(run: RunFolder, reference: RunFolder, samples: bool = True) -> None:
+    """Losses, gradient norms, samples and final weights are equal up to rounding."""
+    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
+        assert len(column(reference, name)) >= 3, name
+        assert column(run, name) == pytest.approx(column(reference, name), abs=tolerance), name
+    if samples:
+        assert column(run, "samples") == column(reference, "samples")
+    ours, theirs = weights(run), weights(reference)
+    assert ours.keys() == theirs.keys()
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+
+
+def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:
+    """Copy a run as if it had been killed after the checkpoint of `step`: without later ones and a final model."""
+    copy = RunFolder(Path(shutil.copytree(run.path, folder)))
+    for checkpoint in copy.checkpoint_folders():
+        if checkpoint > copy.checkpoint(step):
+            shutil.rmtree(checkpoint)
+    shutil.rmtree(copy.final)
+    return copy
+
+
+def refusal(call: Callable, *arguments) -> str:
+    """The message of the DataError that a call raises, one line."""
+    with pytest.raises(DataError) as error:
+        call(*arguments)
+    assert "\n" not in str(error.value)
+    return str(error.value)
