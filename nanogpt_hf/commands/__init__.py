@@ -29,7 +29,7 @@ from nanogpt_hf.runs.files import stdout_for_outputs
 
 
 class Command(NamedTuple):
-    """A row of the table: what `cli.py --help` says of it, and whether it reads knobs (--train.seed 7)."""
+    """A row of the table: its summary in `cli.py --help`, and whether it reads knobs (--train.seed 7)."""
 
     summary: str
     knobs: bool = False
@@ -55,7 +55,7 @@ COMMANDS = {
     "estimate": Command("estimate memory, time, tokens and disk of a run", knobs=True),
     "bench": Command("measure speed, MFU and the parts of a step; compare with baselines", knobs=True),
     "doctor": Command("find faults of this machine and its network", knobs=True),
-    "launch": Command("run one of these as an accelerate config says"),
+    "launch": Command("run one of these on the machine that an accelerate config describes"),
 }
 
 _MAX_LINE = 2000  # characters; names and values in a message may have any length
@@ -156,6 +156,8 @@ def main(arguments: list[str]) -> int:
             _refuse(parser, unknown[0])
         _expand_paths(parser, parsed)
         log_level = parsed.log_level
+        flags = [(key, value) for key, value in vars(parsed).items() if "." in key and value is not None]
+        overrides = flags + overrides  # flags that are short names of knobs: see training_run.py
         with console.configure_logging(log_level), stdout_for_outputs(*vars(parsed).values()):
             return (module.run(parsed, overrides) if COMMANDS[name].knobs else module.run(parsed)) or 0
     except Stopped as stopped:

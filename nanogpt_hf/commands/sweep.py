@@ -12,7 +12,7 @@ from pathlib import Path
 
 from nanogpt_hf.commands.arguments import list_knobs
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.training_run import add_depth, depth_override
+from nanogpt_hf.commands.training_run import DEPTH, add_flags
 from nanogpt_hf.config.grid import build_grid, sweep_name
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.formatting import plural
@@ -20,7 +20,7 @@ from nanogpt_hf.formatting import plural
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml")
-    add_depth(parser)
+    add_flags(parser, DEPTH)
     parser.add_argument("--sweep-dir", metavar="DIR", help="folder of the runs (default runs/<recipe name>-<knobs>)")
     parser.add_argument(
         "--overwrite", action="store_true", help="remove the runs that are in the folder, and start again"
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    runs = build_grid(arguments.recipe, depth_override(arguments) + overrides)
+    runs = build_grid(arguments.recipe, overrides)
     folder = Path(arguments.sweep_dir or Path("runs") / sweep_name(runs))
 
     from nanogpt_hf.training.sweep import Sweep, check_runs, planned_rows, train_runs, write_report
