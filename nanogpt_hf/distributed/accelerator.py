@@ -246,14 +246,14 @@ def clip_gradients(
 ) -> torch.Tensor:
     """Clip the gradients to `max_norm` (0: not) and return their norm before, a scalar on the device.
 
-    If it is not finite, the next step leaves weights and state unchanged. DeepSpeed and fp16's scaler, which do their
-    step elsewhere, see to that themselves.
+    If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's scaler do the same by
+    themselves.
     """
     if is_sharded(accelerator) or accelerator.scaler is not None:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     else:  # accelerate would look through all gradients for shards first
         norm = torch.nn.utils.clip_grad_norm_(_unwrap(optimizer).in_model_order, max_norm or math.inf)
-    if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and tells a number
+    if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and returns a number
         return torch.tensor(norm, device=accelerator.device)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if accelerator.scaler is None:

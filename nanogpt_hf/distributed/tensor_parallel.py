@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.loss_gpt import IGNORED, Head, LossWithGradients, rows_of_a_chunk
+from nanogpt_hf.model.loss_gpt import IGNORED, Head, LossWithGradients, cap_gradient, head_logits, rows_of_a_chunk
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -159,10 +159,8 @@ def _loss_and_gradient(
 
     Three numbers per row are exchanged: the largest logit, the sum of exponentials, and the target's logit.
     """
-    logits = F.linear(rows, weight, bias)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    logits[:, max(0, vocab_size - first) :] = -torch.inf
+    own_size = max(0, vocab_size - first)
+    logits = head_logits(rows, weight, bias, own_size, softcap)
     largest = logits.amax(-1, keepdim=True).float()
     dist.all_reduce(largest, dist.ReduceOp.MAX, group)
     counts = targets != IGNORED
@@ -178,6 +176,5 @@ def _loss_and_gradient(
     gradient /= sums[0][:, None]
     gradient.scatter_add_(1, index, -mine[:, None].to(gradient.dtype))
     if softcap is not None:
-        real = slice(0, max(0, vocab_size - first))
-        gradient[:, real] *= logits[:, real].div_(softcap).square_().neg_().add_(1)
+        cap_gradient(gradient, logits, own_size, softcap)
     return loss, gradient.to(rows.dtype)

@@ -37,6 +37,22 @@ def cap_logits(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
+def head_logits(
+    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, vocab_size: int, softcap: float | None
+) -> torch.Tensor:
+    """(R, C), (V, C) -> logits (R, V), capped, -inf from number `vocab_size` on."""
+    logits = F.linear(rows, weight, bias)
+    if softcap is not None:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    logits[:, vocab_size:] = -torch.inf  # softmax 0; slicing instead would copy
+    return logits
+
+
+def cap_gradient(gradient: torch.Tensor, logits: torch.Tensor, vocab_size: int, softcap: float) -> None:
+    """Multiply the gradient by capped logits with the derivative of the cap, 1 - tanh²; overwrites the logits."""
+    gradient[:, :vocab_size] *= logits[:, :vocab_size].div_(softcap).square_().neg_().add_(1)
+
+
 def loss_and_gradient(
     rows: torch.Tensor,
     weight: torch.Tensor,
@@ -50,19 +66,15 @@ def loss_and_gradient(
     The gradient, by the logits before they are capped, is softmax minus one at the target; for rows with an IGNORED
     target, as if it were token 0.
     """
-    logits = F.linear(rows, weight, bias)
-    if softcap is not None:
-        logits.div_(softcap).tanh_().mul_(softcap)
-    logits[:, vocab_size:] = -torch.inf  # softmax 0; slicing instead would copy
+    logits = head_logits(rows, weight, bias, vocab_size, softcap)
     log_softmax = F.log_softmax(logits, dim=-1, dtype=torch.float32)
     counts = targets != IGNORED
     index = targets.where(counts, 0)[:, None]
     loss = -log_softmax.gather(1, index)[:, 0].where(counts, 0.0).sum()
     gradient = log_softmax.exp_()
     gradient.scatter_add_(1, index, torch.full_like(index, -1.0, dtype=gradient.dtype))
-    if softcap is not None:  # the derivative of the cap is 1 - tanh²; its factor is in place of the logits
-        factor = logits[:, :vocab_size].div_(softcap).square_().neg_().add_(1)
-        gradient[:, :vocab_size] *= factor
+    if softcap is not None:
+        cap_gradient(gradient, logits, vocab_size, softcap)
     return loss, gradient.to(rows.dtype)
 
 
