@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 # Rounds that an idle thread of GNU OpenMP waits actively before it sleeps; its own default is 300,000, which on a busy
-# machine makes a step several times slower, and 100,000 even more so. docs/performance.md has the measurements.
+# machine makes a step several times slower, and 100,000 even more so: docs/log.md.
 SPIN_COUNT = 1000
 _SHORTEST_WINDOW = 0.5  # seconds; the kernel counts CPU time in steps of 0.01
 _BUSY = 0.5  # from this share of a core on, other programs take it

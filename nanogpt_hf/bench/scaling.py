@@ -61,7 +61,7 @@ def measure(
             machine, output = Path(folder) / "machine.yaml", Path(folder) / "bench.json"
             machine.write_text(machine_config(count, split), encoding="utf-8")
             options = ["--config_file", machine, f"--num_cpu_threads_per_process={threads}"]
-            launch = ["-m", "nanogpt_hf", "launch", *options, "bench"]  # accelerate's own knows no pipelines
+            launch = ["-m", "nanogpt_hf", "launch", *options, "bench"]  # accelerate's own has no pipelines
             words = [sys.executable, *launch, *arguments(count), "--json", output]
             environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
             done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment)

@@ -39,7 +39,7 @@ def run(arguments: argparse.Namespace) -> None:
 
 
 def import_model(source: Path, out: Path, meta: Path | None, activation_function: str) -> None:
-    """A checkpoint -> a model folder, and say what it is."""
+    """A checkpoint -> a model folder, and print what it is."""
     from transformers.utils import logging
 
     from nanogpt_hf.export.card import imported_card

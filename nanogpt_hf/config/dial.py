@@ -63,8 +63,8 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     def choose(key: str, value: Any, reason: str) -> Any:
         if key in stated:
             value, reason = get_value(config, key), f"stated; the dial chooses {_plain(value)}"
-        elif value > (most := KNOBS[key].high or LARGEST):
-            raise ValueError(f"{depth} asks for {key} {_plain(value)}, more than {_plain(most)}")
+        elif value > (limit := KNOBS[key].high or LARGEST):
+            raise ValueError(f"{depth} gives {key} {_plain(value)}, more than {_plain(limit)}")
         choices.append(Choice(key, value, reason))
         return value
 
@@ -112,8 +112,8 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
 
 
 def _micro_batch_size(sequences: int, block_size: int) -> int:
-    most = min(sequences / _SHARES, _MICRO_BATCH_TOKENS / block_size)
-    return max((size for size in divisors(sequences) if size <= most), default=1)
+    limit = min(sequences / _SHARES, _MICRO_BATCH_TOKENS / block_size)
+    return max((size for size in divisors(sequences) if size <= limit), default=1)
 
 
 def _rounded(rate: float) -> float:

@@ -3,7 +3,7 @@
 import dataclasses
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 logger = logging.getLogger(__name__)
 
 _LARGEST_RECIPE = 1_000_000  # characters
+_COMMAND_LINE = "--"  # the origin of an override, as a message names it
 
 
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -81,6 +82,57 @@ def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]
     return (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
 
 
+@dataclasses.dataclass
+class _Reading:
+    """The knobs as they are read from defaults, recipe and command line, one after the other, with all problems."""
+
+    values: dict[str, Any]
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of a knob, as a message names it
+    bad: set[str] = dataclasses.field(default_factory=set)  # knobs whose last value is a problem
+    problems: list[str] = dataclasses.field(default_factory=list)
+
+    def apply(self, origin: str, pairs: Iterable[tuple[str, Any]]) -> None:
+        """Convert the values from one origin; they replace those from earlier ones."""
+        for key, value in pairs:
+            if key in REMOVED_KNOBS:
+                self._removed(origin, key, value)
+                continue
+            if (mapping := key.rpartition(".")[0]) in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
+                # --model.extra.NAME VALUE sets one field of the mapping
+                key, value = mapping, self.values.get(mapping, {}) | {key.rpartition(".")[2]: value}
+            if key not in KNOBS:
+                self.problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
+                continue
+            self.origins[key] = origin
+            self.bad.discard(key)
+            try:
+                self.values[key] = convert(KNOBS[key], value)
+                if key == "data.source" and isinstance(self.values[key], list):
+                    self.values[key] = read_sources(self.values[key])
+            except ValueError as error:
+                self.problems.append(f"{origin}{key}: {error}")
+                self.bad.add(key)
+
+    def _removed(self, origin: str, key: str, value: Any) -> None:
+        default, remedy = REMOVED_KNOBS[key]
+        if origin == _COMMAND_LINE:
+            self.problems.append(f"{origin}{key}: no longer exists; {remedy}")
+        elif value not in (default, str(default)):
+            logger.warning(f"{origin}{key}: no longer exists and is ignored; {remedy}")
+
+    def apply_dial(self, config: Config, depth: int, overriding: set[str]) -> Config:
+        """`config` with the knobs that `model.depth` chooses, except `overriding` ones."""
+        try:
+            chosen = dial_choices(config, depth, overriding)
+        except ValueError as error:
+            self.problems.append(f"{self.origins['model.depth']}model.depth: {error}")
+            self.bad |= set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
+            return config
+        self.origins |= {c.key: self.origins["model.depth"] for c in chosen if c.key not in overriding}
+        config = replace_knobs(config, {choice.key: choice.value for choice in chosen} | {"model.depth": None})
+        return dataclasses.replace(config, dial=chosen)
+
+
 def load_config(
     recipe: Path | str | None,
     overrides: Sequence[tuple[str, str]] | Mapping[str, Any] = (),
@@ -104,49 +156,19 @@ def load_config(
         as_text = {key: str(value) for key, value in overrides.items() if not isinstance(value, list | dict | None)}
         overrides = list((dict(overrides) | as_text).items())
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
-    values, bad = dict(defaults or {}), set()
-    origins = {}
+    reading = _Reading(dict(defaults or {}), problems=problems)
+    reading.apply(f"{recipe}: ", stated.items())
     overriding = {key for key, _ in overrides}  # knobs that override the size dial
-    for origin, pairs in ((f"{recipe}: ", stated.items()), ("--", overrides)):
-        if origin == "--" and values.get("model.depth") is not None:
-            overriding |= set(stated)
-        for key, value in pairs:
-            if key in REMOVED_KNOBS:
-                default, remedy = REMOVED_KNOBS[key]
-                if origin == "--":
-                    problems.append(f"{origin}{key}: no longer exists; {remedy}")
-                elif value not in (default, str(default)):
-                    logger.warning(f"{origin}{key}: no longer exists and is ignored; {remedy}")
-                continue
-            if (mapping := key.rpartition(".")[0]) in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
-                # --model.extra.NAME VALUE sets one field of the mapping
-                key, value = mapping, values.get(mapping, {}) | {key.rpartition(".")[2]: value}
-            if key not in KNOBS:
-                problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
-                continue
-            origins[key] = origin
-            bad.discard(key)
-            try:
-                values[key] = convert(KNOBS[key], value)
-                if key == "data.source" and isinstance(values[key], list):
-                    values[key] = read_sources(values[key])
-            except ValueError as error:
-                problems.append(f"{origin}{key}: {error}")
-                bad.add(key)
-    config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
-    if (depth := config.model.depth) is not None and not bad & DIAL_INPUTS:
-        try:
-            chosen = dial_choices(config, depth, overriding)
-            config = replace_knobs(config, {choice.key: choice.value for choice in chosen} | {"model.depth": None})
-            config = dataclasses.replace(config, dial=chosen)
-            origins |= {choice.key: origins["model.depth"] for choice in chosen if choice.key not in overriding}
-        except ValueError as error:
-            problems.append(f"{origins['model.depth']}model.depth: {error}")
-            bad |= set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
+    if reading.values.get("model.depth") is not None:
+        overriding |= set(stated)
+    reading.apply(_COMMAND_LINE, overrides)
+    config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), reading.values)
+    if (depth := config.model.depth) is not None and not reading.bad & DIAL_INPUTS:
+        config = reading.apply_dial(config, depth, overriding)
     for conflict in find_conflicts(config):
-        if not bad & set(conflict.keys):
+        if not reading.bad & set(conflict.keys):
             key = conflict.keys[0]
-            origin = origins.get(key, f"{recipe}: " if recipe else "--")
+            origin = reading.origins.get(key, f"{recipe}: " if recipe else _COMMAND_LINE)
             problems.append(f"{origin}{key}: {conflict.message}")
     if problems:
         raise ConfigError(problems)

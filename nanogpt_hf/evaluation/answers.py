@@ -158,7 +158,7 @@ class AnswerSampler:
 def pass_at_k(passed: torch.Tensor, k: int) -> torch.Tensor:
     """For each question the probability that one of k samples is right: an unbiased estimate from n >= k samples.
 
-    `passed` says which samples are right, (questions, n). With c right ones: 1 - C(n - c, k) / C(n, k) (Chen et al.
+    `passed` is true for right samples, (questions, n). With c right ones: 1 - C(n - c, k) / C(n, k) (Chen et al.
     2021, arXiv:2107.03374, equation 1), computed as the product of (n - c - i) / (n - i) for i < k.
     """
     samples = passed.shape[1]

@@ -4,6 +4,7 @@ import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import numpy as np
@@ -13,7 +14,6 @@ from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
-from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.mixed_manifest import MixedManifest
 from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.data.prepared import PreparedData
@@ -107,27 +107,17 @@ def evaluate_data(
     bytes per token are weighted alike. Each source is measured on the same number of tokens, `tokens` in all.
     """
 
-    def evaluate(blocks: Blocks, tokens: int | Literal["all"], facts: SplitFacts) -> Evaluation | None:
-        return evaluate_blocks(
-            accelerator,
-            mesh,
-            model,
-            objective,
-            blocks,
-            micro_batch_size=micro_batch_size,
-            tokens=tokens,
-            bytes_per_token=facts.bytes_per_token,
-            stopping=stopping,
-        )
-
+    evaluate = partial(
+        evaluate_blocks, accelerator, mesh, model, objective, micro_batch_size=micro_batch_size, stopping=stopping
+    )
     blocks, manifest = data.validation, data.manifest
     if not (isinstance(blocks, MixedBlocks) and isinstance(manifest, MixedManifest)):
-        whole = evaluate(blocks, tokens, manifest.validation)
+        whole = evaluate(blocks, tokens=tokens, bytes_per_token=manifest.validation.bytes_per_token)
         return whole and (whole, {})
     each = tokens if tokens == "all" else tokens // len(manifest.sources)
     parts: dict[str, Evaluation] = {}
     for source, part in zip(manifest.sources, blocks.parts, strict=True):
-        evaluation = evaluate(part, each, source.manifest.validation)
+        evaluation = evaluate(part, tokens=each, bytes_per_token=source.manifest.validation.bytes_per_token)
         if evaluation is None:
             return None
         parts[source.name] = evaluation

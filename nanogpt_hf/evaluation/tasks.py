@@ -53,11 +53,11 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
         manager = TaskManager(include_defaults=len(files) < len(names))  # reading its 14,000 names takes seconds
         loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in names:
-            found = [specs[name]] if name in specs else manager.match_tasks([name])
-            if not found:
-                raise UserError(f"{where}: lm-eval knows no task {name!r}{did_you_mean(name, manager.all_tasks)}")
+            matches = [specs[name]] if name in specs else manager.match_tasks([name])
+            if not matches:
+                raise UserError(f"{where}: lm-eval has no task {name!r}{did_you_mean(name, manager.all_tasks)}")
             try:
-                part = manager.load(found)
+                part = manager.load(matches)
             except Exception as error:  # of the network, the Hub, a loading script, a package that the task needs
                 reason = " ".join(str(error).split()) or type(error).__name__
                 hint = "; the Hub is out of reach, and only what was downloaded before can be used" * offline
@@ -94,15 +94,15 @@ def _read_local_task(path: Path, where: str) -> dict[str, Any]:
 def _beside(files: Any, path: Path, where: str) -> Any:
     match files:
         case dict():
-            return {split: _beside(some, path, where) for split, some in files.items()}
+            return {split: _beside(names, path, where) for split, names in files.items()}
         case list():
-            return [_beside(one, path, where) for one in files]
+            return [_beside(name, path, where) for name in files]
     if "://" in str(files):
         return files
-    found = path.resolve().parent / str(files)
-    if not found.is_file():
-        raise UserError(f"{where}: {path}: its data file {found} is not there")
-    return str(found)
+    data_file = path.resolve().parent / str(files)
+    if not data_file.is_file():
+        raise UserError(f"{where}: {path}: its data file {data_file} does not exist")
+    return str(data_file)
 
 
 def prefix_token_id(tokenizer: transformers.PreTrainedTokenizerBase) -> int:

@@ -62,7 +62,7 @@ class Rewards:
 class RewardFunction:
     """A score that may raise, hang or return something else than a number.
 
-    `on_error` says what happens then: `stop` ends the run with one line, `zero` counts the error and gives reward 0.
+    `on_error` decides what happens then: `stop` ends the run with one line, `zero` counts the error and gives reward 0.
     """
 
     score: Score

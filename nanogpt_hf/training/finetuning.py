@@ -25,21 +25,21 @@ def finetune_config(
     """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts from.
 
     Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, with `policy` those of
-    reinforcement learning. Raises UserError where there is
-    no such model, and ConfigError where recipe or command line are wrong, or say otherwise than the model.
+    reinforcement learning. Raises UserError if there is no such model, and ConfigError if recipe or command line are
+    wrong or contradict the model.
     """
     stated = stated_knobs(recipe, overrides)
     start, revision = stated.get("finetune.model"), stated.get("finetune.revision")
     command, task = ("rl" if policy else "finetune"), stated.get("rl.task")
     if not start or str(start).lower() in ("null", "none"):
-        raise UserError(f"cli.py {command}: say what to start from: --from gpt2, or a model folder, or a run folder")
+        raise UserError(f"cli.py {command}: needs a model to start from: --from gpt2, a model folder or a run folder")
     if bool(task) != policy:
         reason = "no task: give --task arithmetic, or another rl.task" if policy else "rl.task is for `cli.py rl`"
         raise UserError(f"cli.py {command}: {reason}")
     if policy:
         check_name(str(task))
     if not stated.get("data.source") and not (policy and is_generated(str(task))):
-        raise UserError(f"cli.py {command}: say which {'questions' if policy else 'text'} to train on: --data my.txt")
+        raise UserError(f"cli.py {command}: needs {'questions' if policy else 'text'} to train on: --data my.txt")
     start = find_model(str(start))
 
     from nanogpt_hf.model.architecture import architecture_of
