@@ -12,6 +12,20 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
+# Knobs of a recipe whose runs `assert_same_experiment` compares.
+EXPERIMENT = {
+    "train__max_steps": 10,
+    "eval__every": 5,
+    "eval__tokens": "all",
+    "eval__samples": ["A cat "],
+    "eval__sample_tokens": 20,  # more than the 16 positions of the model
+    "checkpoint__every": 5,
+    "checkpoint__keep": 5,
+    "tracking__layers": True,
+}
+# Environment of such a run: several chunks of rows, so that the loss computes gradients with a gathered head.
+CHUNKS = {"LOGITS_PER_CHUNK": "200"}
+
 
 def column(run: RunFolder, name: str) -> dict[int, float]:
     """step -> value of a metric that is logged at most once per step."""

@@ -7,24 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from assertions import assert_same_experiment, column, copy_at, weights
+from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at, weights
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
-# several chunks of rows, so that the loss computes gradients with a gathered head
-CHUNKS = {"LOGITS_PER_CHUNK": "200"}
-OPTIONS = {
+OPTIONS = EXPERIMENT | {
     "model__n_head": 4,
     "model__bias": True,
-    "train__max_steps": 10,
     "train__micro_batch_size": 2,  # 128 tokens = 2 × 16 × 4 of accumulation
-    "eval__every": 5,
-    "eval__tokens": "all",
-    "eval__samples": ["A cat "],
-    "eval__sample_tokens": 20,  # more than the 16 positions of the model
-    "checkpoint__every": 5,
-    "checkpoint__keep": 5,
-    "tracking__layers": True,
 }
 LAYOUTS = {
     "one": ("cpu",),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from assertions import assert_same_experiment, column, copy_at, weights
+from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at, weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
@@ -19,19 +19,9 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
-# several chunks of rows, so that the loss computes gradients with a gathered head
-CHUNKS = {"LOGITS_PER_CHUNK": "200"}
-OPTIONS = {
+OPTIONS = EXPERIMENT | {
     "model__n_layer": 3,  # split unevenly
-    "train__max_steps": 10,
     "train__micro_batch_size": 1,  # 128 tokens = 1 × 16 × 8 of accumulation
-    "eval__every": 5,
-    "eval__tokens": "all",
-    "eval__samples": ["A cat "],
-    "eval__sample_tokens": 20,  # more than the 16 positions of the model
-    "checkpoint__every": 5,
-    "checkpoint__keep": 5,
-    "tracking__layers": True,
 }
 
 
