@@ -51,7 +51,12 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder, samples: bool =
         assert column(run, "samples") == column(reference, "samples")
     ours, theirs = weights(run), weights(reference)
     assert ours.keys() == theirs.keys()
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+    differences = {name: (ours[name] - theirs[name]).abs() for name in ours}
+    for name in differences:
+        if "c_attn.bias" in name:  # that of keys has no gradient but rounding errors, which AdamW enlarges
+            assert differences[name].chunk(3)[1].max() < 1e-4
+            differences[name].chunk(3)[1].zero_()
+    assert max(difference.max().item() for difference in differences.values()) < 1e-5
 
 
 def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:

@@ -5,6 +5,7 @@ The only reader of ACCELERATE_*.
 
 import os
 from importlib.util import find_spec
+from typing import cast
 
 import psutil
 import torch
@@ -112,6 +113,7 @@ def requested_machine() -> Machine:
         sharding="zero" if requested("DEEPSPEED") else "fsdp" if requested("FSDP") else "none",
         precision=requested_precision(),
         compiles=os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
+        device="cpu" if _on_the_cpu() else cast(torch.device, torch.accelerator.current_accelerator()).type,
     )
 
 

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import has_conversations
-from nanogpt_hf.distributed.context_parallel import exchange_heads
+from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring, share_positions
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
@@ -30,6 +30,7 @@ class Machine:
     sharding: Literal["none", "fsdp", "zero"] = "none"
     precision: str = "no"
     compiles: bool = False
+    device: str = "cpu"
 
 
 def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
@@ -38,7 +39,9 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
     if mesh.tp_size > 1:
         split_matrices(model, device_mesh["tp"])
     if mesh.cp_size > 1:
-        exchange_heads(model, device_mesh["cp"])
+        handler: Any = cast(Any, accelerator.parallelism_config).cp_handler
+        ring = needs_ring(model.config, mesh.tp_size * mesh.cp_size)
+        share_positions(model, device_mesh["cp"], ring=ring, rotation=handler.cp_comm_strategy)
 
 
 def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
@@ -114,7 +117,7 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
         return f"model.architecture: {error}"
     if machine.compiles and "heads" in plan.values():
         return f"norms of heads, as of {config.model.architecture}, cannot be compiled; set dynamo_backend 'NO'"
-    heads, kv_heads = _heads(model)
+    heads, kv_heads = heads_of(model.config)
     widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
     layers: dict[str, Any] = {name: block.get_submodule(name) for name in plan}
     widths |= {f"the width of {name}": layers[name].out_features for name in plan if plan[name] == "outputs"}
@@ -146,10 +149,27 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
     if window is not None and window < block_size:
         return f"model.architecture: {config.model.architecture} attends to a window of {window} tokens of {block_size}"
     each = mesh.tp_size * mesh.cp_size
-    for name, heads in zip(("model.n_head", "model.n_kv_head"), _heads(model), strict=True):
-        if heads % each:
-            product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
-            return f"{name} is {heads}, which {product} processes do not divide"
+    return _without_ring(config, model, mesh, machine) if needs_ring(model.config, each) else None
+
+
+def _without_ring(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:
+    """The reason why a recipe whose heads cannot be exchanged cannot be trained by ring attention; None if it can."""
+    if (machine.device, machine.precision) not in RING_MACHINES:
+        names = zip(("model.n_head", "model.n_kv_head"), heads_of(model.config), strict=True)
+        each = mesh.tp_size * mesh.cp_size
+        name, heads = next((name, heads) for name, heads in names if heads % each)
+        product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
+        return (
+            f"{name} is {heads}, which {product} processes do not divide, and ring attention, which needs no such "
+            "sizes, runs only on CUDA GPUs with mixed_precision bf16; set other sizes, or use such GPUs"
+        )
+    if config.data.block_size % (2 * mesh.cp_size):
+        return (
+            f"data.block_size is {config.data.block_size}, which does not divide into the 2 × {mesh.cp_size} equal "
+            "parts of ring attention; set a multiple"
+        )
+    if any("drop" in name and value for name, value in model.config.to_dict().items()):
+        return "ring attention has no dropout: its backward pass would draw other masks; set model.dropout 0"
     return None
 
 
@@ -191,9 +211,3 @@ def _meta_model(config: Config) -> PreTrainedModel:
     model_config = build_config(config.model, vocab_size=256)
     with torch.device("meta"):
         return architecture_of(model_config).model_class(model_config)
-
-
-def _heads(model: Any) -> tuple[int, int]:
-    """Heads of queries, and of keys and values."""
-    heads = model.config.num_attention_heads
-    return heads, getattr(model.config, "num_key_value_heads", None) or heads

@@ -21,6 +21,7 @@ import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
+import cpu_ring
 import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state
@@ -95,6 +96,8 @@ def run(arguments: list[str]) -> None:
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+    if os.environ.get("CPU_RING"):
+        cpu_ring.allow_cpu_ring()
     if fault := os.environ.get("FAULT"):
         prepare_fault(*fault.split(":"), arguments)
     CheckpointWriter.save, deepspeed.configure = recording, sharding_small_parameters
