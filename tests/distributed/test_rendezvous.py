@@ -111,6 +111,15 @@ def test_optimizer_state_is_sharded(trained_on, machine):
         assert 0.48 <= sharded["optimizer_state"] / whole["optimizer_state"] <= 0.52
 
 
+@pytest.mark.parametrize("machine", ["fsdp2", ZERO_2, ZERO_3])
+def test_checkpoint_is_copied_in_shares(trained_on, machine):
+    whole, *copied = (
+        held_by_rank(trained_on(name), rank)["copied"] for name, rank in (("cpu_ddp", 0), (machine, 0), (machine, 1))
+    )
+    assert sum(copied) == whole
+    assert max(copied) < 0.6 * whole
+
+
 @pytest.mark.parametrize(
     ("before", "after"),
     [
