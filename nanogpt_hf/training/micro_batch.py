@@ -22,6 +22,7 @@ from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
 from nanogpt_hf.distributed.full_state import (
     check_optimizer_state,
     reset_optimizer_state,
+    saved_bytes,
     scaler_state,
     set_scaler_state,
 )
@@ -95,7 +96,11 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
     if size is not None and sequences % size == 0:
         dry_run_step(run, size)
     else:
-        size = largest_micro_batch(accelerator, sequences, lambda size: dry_run_step(run, size), run.mesh.pp_size)
+        # a checkpoint's copy is in host memory, and is allocated after the search
+        reserved = saved_bytes(accelerator, run.model, run.optimizer) if accelerator.device.type == "cpu" else 0
+        size = largest_micro_batch(
+            accelerator, sequences, lambda size: dry_run_step(run, size), run.mesh.pp_size, reserved
+        )
     accelerator.gradient_accumulation_steps = sequences // size
     if is_zero(accelerator):
         set_batch_sizes(run.model, size, sequences * run.mesh.dp_size)
@@ -104,20 +109,24 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
 
 
 def largest_micro_batch(
-    accelerator: Accelerator, sequences: int, dry_run: Callable[[int], None], min_accumulation: int = 1
+    accelerator: Accelerator,
+    sequences: int,
+    dry_run: Callable[[int], None],
+    min_accumulation: int = 1,
+    reserved: int = 0,
 ) -> int:
     """The largest divisor of `sequences` (per process and step) for which `dry_run` fits in memory.
 
     All processes call it and get the same answer: the one with the least memory decides. Memory is linear in the
     micro-batch size, so a few dry runs are enough. With one process an out-of-memory error is caught and a smaller size
-    tried; with several it is fatal, since other ranks could hang. Raises UserError on machines without a memory
-    counter.
+    tried; with several it is fatal, since other ranks could hang. `reserved`: bytes of this process that must stay
+    free. Raises UserError on machines without a memory counter.
     """
     sizes = [size for size in divisors(sequences) if sequences // size >= min_accumulation]
     needed: dict[int, int] = {}
     size: int | None = 1
     while size is not None:
-        available = min(_gather(accelerator, available_memory(accelerator)))
+        available = min(_gather(accelerator, available_memory(accelerator) - reserved))
         reset_peak_memory(accelerator)
         try:
             dry_run(size)
