@@ -73,11 +73,10 @@ def run(arguments: argparse.Namespace) -> None:
         for number, cause in enumerate(verdict.causes, 1):
             show(f"    check {number}: {cause}")
     by = "seconds" if arguments.by == "time" else arguments.by
-    same_reference = len({reference and reference.name for reference in references.values()}) == 1
-    band = next(iter(references.values())) if same_reference else None
+    one = next(iter(references.values())) if len({r and r.name for r in references.values()}) == 1 else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
-        drawn = draw_comparison(events, metric, by, target, band)
+        drawn = draw_comparison(events, metric, by, target, one)
     if drawn:
         show(f"\nplot: {output}")
 

@@ -21,18 +21,11 @@ class Conflict(NamedTuple):
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Every rule that `config` breaks."""
-    yield from _data_conflicts(config)
-    yield from _model_conflicts(config)
-    yield from _step_conflicts(config)
-    yield from _finetune_conflicts(config)
-    if config.rl.task:
-        yield from _rl_conflicts(config)
-    yield from _hub_conflicts(config)
+    model, data, optim, train = config.model, config.data, config.optim, config.train
+    finetune, lora, hub, rl = config.finetune, config.lora, config.hub, config.rl
+    chat = has_conversations(data)
 
-
-def _data_conflicts(config: Config) -> Iterator[Conflict]:
-    data, chat = config.data, has_conversations(config.data)
-    if not data.source and not config.rl.task:
+    if not data.source and not rl.task:
         yield Conflict(("data.source",), "required: the text to train on, for example python-docs")
     for source in sources_of(data):
         if not source.data.validation_fraction and not source.data.validation_split:
@@ -70,9 +63,6 @@ def _data_conflicts(config: Config) -> Iterator[Conflict]:
     if chat and data.order == "random":
         yield Conflict(("data.order", "data.format"), "random windows would cut conversations; use shuffled")
 
-
-def _model_conflicts(config: Config) -> Iterator[Conflict]:
-    model, block_size, start = config.model, config.data.block_size, config.finetune.model
     if model.n_embd % model.n_head:
         yield Conflict(
             ("model.n_embd", "model.n_head"), f"{model.n_embd} is not a multiple of model.n_head {model.n_head}"
@@ -82,17 +72,13 @@ def _model_conflicts(config: Config) -> Iterator[Conflict]:
             ("model.n_kv_head", "model.n_head"), f"{model.n_kv_head} does not divide model.n_head {model.n_head}"
         )
     yield from _architecture_conflicts(config)
-    if block_size > model.n_positions:
-        reason = f": {start} was trained with no more; use a shorter one" if start else ""
+    if data.block_size > model.n_positions:
+        reason = f": {finetune.model} was trained with no more; use a shorter one" if finetune.model else ""
         yield Conflict(
             ("data.block_size", "model.n_positions", "finetune.model"),
-            f"{block_size} is longer than model.n_positions {model.n_positions}{reason}",
+            f"{data.block_size} is longer than model.n_positions {model.n_positions}{reason}",
         )
 
-
-def _step_conflicts(config: Config) -> Iterator[Conflict]:
-    """Every rule over steps and the optimizer that `config` breaks."""
-    optim, train = config.optim, config.train
     if train.max_time is not None and not parse_duration(train.max_time):
         yield Conflict(("train.max_time",), f"expected a time such as 11h30m, 45m or 90s, got {train.max_time!r}")
     if optim.warmup_steps > train.max_steps:
@@ -115,17 +101,14 @@ def _step_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict(
                 ("optim.state", "optim.name"), "8bit is for adamw only; muon already halves the state of its matrices"
             )
-        if config.lora.rank:
+        if lora.rank:
             yield Conflict(
                 ("optim.name", "lora.rank"),
                 "muon orthogonalises the update of a whole weight, and LoRA trains two factors of it; use adamw",
             )
-    if message := _uneven_step(train.tokens_per_step, train.micro_batch_size, config.data.block_size):
+    if message := _uneven_step(train.tokens_per_step, train.micro_batch_size, data.block_size):
         yield Conflict(("train.tokens_per_step", "train.micro_batch_size", "data.block_size"), message)
 
-
-def _finetune_conflicts(config: Config) -> Iterator[Conflict]:
-    model, finetune, lora = config.model, config.finetune, config.lora
     if finetune.freeze_layers is not None:
         keys = ("finetune.freeze_layers", "finetune.model", "model.n_layer")
         if finetune.model is None:
@@ -136,7 +119,7 @@ def _finetune_conflicts(config: Config) -> Iterator[Conflict]:
         keys = ("finetune.unfreeze_every", "finetune.freeze_layers", "train.micro_batch_size")
         if finetune.freeze_layers is None:
             yield Conflict(keys, "no layer is frozen; give --freeze-layers N")
-        elif config.train.micro_batch_size == "auto":
+        elif train.micro_batch_size == "auto":
             yield Conflict(
                 keys,
                 "unfrozen layers need memory that train.micro_batch_size auto does not measure; set a number",
@@ -161,9 +144,9 @@ def _finetune_conflicts(config: Config) -> Iterator[Conflict]:
                 "cli.py export RUN OUT",
             )
 
+    if rl.task:
+        yield from _rl_conflicts(config)
 
-def _hub_conflicts(config: Config) -> Iterator[Conflict]:
-    hub = config.hub
     if hub.repo is not None and not REPO_ID.fullmatch(hub.repo):
         yield Conflict(("hub.repo",), f"expected user/name, got {hub.repo!r:.80}")
     if hub.push and not hub.repo:
