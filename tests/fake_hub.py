@@ -1,6 +1,7 @@
 """A small Hub on this machine's loopback, over real HTTP: accounts, repositories, commits, LFS, downloads.
 
-It keeps everything in memory and answers the requests of huggingface_hub for pushing and loading a model, no others.
+It keeps everything in memory and answers the requests of huggingface_hub and datasets for pushing and loading a model,
+and for loading or streaming a data set, no others.
 """
 
 import base64
@@ -10,7 +11,7 @@ import re
 import threading
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 TOKEN = "hf_" + "aT0kenThatIsNotReal" * 2
 
@@ -26,11 +27,15 @@ class Repository:
 
 @dataclass
 class FakeHub:
-    """`with FakeHub() as hub:` serves at `hub.url`. `faults` maps a part of a path to the status it answers with."""
+    """`with FakeHub() as hub:` serves at `hub.url`.
+
+    `faults` maps a part of a path to the status it answers with; of files in `cut`, connections end in the middle.
+    """
 
     lfs: bool = False  # whether weights travel as LFS objects
     role: str = "write"
     faults: dict[str, int] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
     silent: bool = False  # accept connections and never answer
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -69,7 +74,7 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, body: object = None, status: int = 200, **headers: str) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         self.send_response(status)
-        headers = {"Content-Type": "application/json", "Content-Length": str(len(content))} | headers
+        headers = {"Content_Type": "application/json", "Content_Length": str(len(content))} | headers
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
@@ -162,7 +167,7 @@ class _Handler(BaseHTTPRequestHandler):
         if commits is None:
             self.refuse(404, "RevisionNotFound", f"Invalid rev id: {branch}")
             return
-        files = [{"rfilename": name} for name in commits[-1]["files"]]
+        files = [{"rfilename": name, "size": len(content)} for name, content in commits[-1]["files"].items()]
         self.answer({"id": repo_id, "sha": commits[-1]["oid"], "private": repository.private, "siblings": files})
 
     def branch(self, body: bytes, repo_id: str, branch: str) -> None:
@@ -242,15 +247,46 @@ class _Handler(BaseHTTPRequestHandler):
             self.answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=head["oid"])
             return
         content = head["files"][name]
-        tag = hashlib.sha256(content).hexdigest()
-        self.answer(content, Content_Type="application/octet-stream", ETag=f'"{tag}"', X_Repo_Commit=head["oid"])
+        headers = {"ETag": f'"{hashlib.sha256(content).hexdigest()}"', "X_Repo_Commit": head["oid"]}
+        headers["Content_Type"] = "application/octet-stream"
+        wanted = re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range", ""))
+        status = 206 if wanted else 200
+        if wanted:
+            first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
+            headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
+            content = content[first : last + 1]
+        if name in self.hub.cut and self.command == "GET":
+            headers["Content_Length"] = str(len(content))
+            content = content[: len(content) // 2]
+            self.close_connection = True
+        self.answer(content, status, **headers)
 
-    def tree(self, body: bytes, repo_id: str, revision: str) -> None:
+    def tree(self, body: bytes, repo_id: str, revision: str, folder: str | None = None) -> None:
+        repository = self.repository(repo_id)
+        if repository is None:
+            return
+        files = repository.files(revision if revision in repository.branches else "main")
+        rows, start = {}, f"{folder}/" if folder else ""
+        recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
+        for name in (name for name in files if name.startswith(start)):
+            parts = name.removeprefix(start).split("/")
+            for depth in range(1, len(parts) if recursive else min(len(parts), 2)):
+                path = start + "/".join(parts[:depth])
+                rows[path] = {"type": "directory", "path": path, "size": 0, "oid": _oid(path.encode(), False)}
+            if recursive or len(parts) == 1:
+                rows[name] = _file_row(name, files[name])
+        self.answer(json.dumps(list(rows.values())).encode(), 200 if rows or not start else 404)
+
+    def paths_info(self, body: bytes, repo_id: str, revision: str) -> None:
         repository = self.repository(repo_id)
         if repository is not None:
             files = repository.files(revision if revision in repository.branches else "main")
-            rows = [{"type": "file", "path": n, "size": len(c), "oid": _oid(c, False)} for n, c in files.items()]
-            self.answer(json.dumps(rows).encode())
+            paths = parse_qs(body.decode())["paths"]
+            self.answer(json.dumps([_file_row(path, files[path]) for path in paths if path in files]).encode())
+
+
+def _file_row(path: str, content: bytes) -> dict:
+    return {"type": "file", "path": path, "size": len(content), "oid": _oid(content, False)}
 
 
 def _oid(content: bytes, is_lfs: bool) -> str:
@@ -269,10 +305,13 @@ _ROUTES = [
     (rf"/api/models/{_REPO}/branch/(.+)", _Handler.branch),
     (rf"/api/models/{_REPO}/preupload/(.+)", _Handler.preupload),
     (rf"/api/models/{_REPO}/commit/(.+)", _Handler.commit),
-    (rf"/api/models/{_REPO}/tree/([^/]+).*", _Handler.tree),
+    (rf"/api/models/{_REPO}/tree/([^/]+)", _Handler.tree),
+    (rf"/api/datasets/{_REPO}(?:/revision/(.+))?", _Handler.info),
+    (rf"/api/datasets/{_REPO}/tree/([^/]+)(?:/(.+))?", _Handler.tree),
+    (rf"/api/datasets/{_REPO}/paths-info/(.+)", _Handler.paths_info),
+    (rf"(?:/datasets)?/{_REPO}/resolve/([^/]+)/(.+)", _Handler.download),
     (rf"/{_REPO}\.git/info/lfs/objects/batch", _Handler.batch),
     (r"/objects/(\w+)", _Handler.upload),
-    (rf"/{_REPO}/resolve/([^/]+)/(.+)", _Handler.download),
 ]
 
 if __name__ == "__main__":  # python tests/fake_hub.py: a Hub to try things on by hand

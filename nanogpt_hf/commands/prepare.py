@@ -65,8 +65,8 @@ def _parse_shard(text: str) -> tuple[int, int]:
 
 
 def _prepare_parts(config: "Config", index: int, number: int) -> None:
+    from nanogpt_hf.data.manifest import fitting_manifest
     from nanogpt_hf.data.parts import parts_folder, prepare_part
-    from nanogpt_hf.data.prepare import fitting_manifest
     from nanogpt_hf.data.source import Part
 
     for source in sources_of(config.data):
@@ -77,4 +77,6 @@ def _prepare_parts(config: "Config", index: int, number: int) -> None:
         state = "prepared" if now else "is prepared already"
         logger.info(f"{parts_folder(source.data)}: part {index} of {number} {state}")
         count = sum(facts.documents.values())
-        logger.info(f"  {count:,} documents, {facts.tokens:,} tokens; when all parts are there: prepare --merge")
+        logger.info(
+            f"  {count:,} documents, {sum(facts.tokens.values()):,} tokens; when all parts are there: prepare --merge"
+        )

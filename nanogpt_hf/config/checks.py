@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from nanogpt_hf.config.schema import LORA_TARGETS, Config, ModelSection
+from nanogpt_hf.config.schema import LORA_TARGETS, Config, DataSection, ModelSection
 from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
 
 # user/name on the Hub
@@ -33,6 +33,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
                 ("data.validation_fraction", "data.validation_split", "data.source"),
                 "must be above 0 if data.validation_split is not given",
             )
+        yield from _part_conflicts(source.data)
         if source.data.format == "chat" and source.data.source == "python-docs":
             yield Conflict(("data.source", "data.format"), "python-docs is text; name a file of conversations")
     if chat and data.tokenizer == "char":
@@ -158,6 +159,21 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         )
 
 
+def _part_conflicts(data: DataSection) -> Iterator[Conflict]:
+    """Every rule that a source breaks which is read in parts: streamed, or up to a number of tokens."""
+    for key, given in (("data.streaming", data.streaming), ("data.max_tokens", data.max_tokens is not None)):
+        if given and data.tokenizer in ("char", "bpe"):
+            reason = f"{data.tokenizer} is made from the whole text; use gpt2 or a tokenizer's folder"
+            yield Conflict((key, "data.tokenizer", "data.source"), reason)
+        if given and data.format == "datatrove":
+            yield Conflict((key, "data.format", "data.source"), "datatrove has made the tokens already; leave it out")
+    if data.streaming and "[" in f"{data.split}{data.validation_split}":
+        yield Conflict(
+            ("data.streaming", "data.split", "data.validation_split", "data.source"),
+            "reads whole splits, without [...]; data.max_tokens reads the first documents only",
+        )
+
+
 def accumulation_steps(config: Config, num_processes: int) -> int:
     """Micro-batches that each of `num_processes` data-parallel processes runs in one optimizer step; auto counts as 1.
 
@@ -216,6 +232,8 @@ def _rl_conflicts(config: Config) -> Iterator[Conflict]:
         )
     if micro == "auto":
         yield Conflict(("train.micro_batch_size", "rl.task"), "auto does not measure generation; set a number")
+    if config.data.streaming or config.data.max_tokens is not None:
+        yield Conflict(("data.streaming", "data.max_tokens", "rl.task"), "questions are read whole; leave it out")
     if config.data.order == "random":
         yield Conflict(("data.order", "rl.task"), "questions are drawn once per epoch; use shuffled")
     if config.tracking.layers:

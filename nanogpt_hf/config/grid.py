@@ -15,6 +15,7 @@ _LARGEST_GRID = 1000  # runs
 _LONGEST_NAME = 120  # of a run folder, in characters
 # Knobs of `data` that leave the prepared tokens as they are; runs that differ in any other have separate data folders.
 _SAME_TOKENS = ("data.block_size", "data.order", "data.packing", "data.num_proc", "data.dir", "data.max_epochs")
+_SAME_TOKENS += ("data.streaming",)
 
 Overrides = list[tuple[str, str]]
 

@@ -74,6 +74,10 @@ class DataSection:
     )
     revision: str | None = knob(None, "commit or tag of a Hub data set")
     text_column: str = knob("text", "column with the text of a row")
+    streaming: bool = knob(False, "read a Hub data set as it arrives, without its files on the disk")
+    max_tokens: int | None = knob(
+        None, "read the first documents only, of each split as many as have this many tokens (default: all)", low=1
+    )
     validation_fraction: float = knob(
         0.0005, "share held out: the end of a single document, or whole documents", low=0, high=0.5
     )

@@ -15,7 +15,7 @@ from nanogpt_hf.errors import did_you_mean
 
 # Knobs of `data` that an entry may set for its own source.
 _OF_A_SOURCE = ("format", "config", "split", "validation_split", "revision", "text_column")
-_OF_A_SOURCE += ("validation_fraction", "sha256")
+_OF_A_SOURCE += ("validation_fraction", "sha256", "streaming", "max_tokens")
 _KEYS = ("source", "weight", "name", "dir", *_OF_A_SOURCE)
 _EXAMPLE = "{source: web.txt, weight: 0.7}"
 _NAME = re.compile(r"[\w-][\w.-]{0,99}")

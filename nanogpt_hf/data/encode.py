@@ -1,12 +1,15 @@
 """Encode documents or conversations as token ids, in several processes, and write them as arrow shards."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import datasets
 import numpy as np
+from datasets.arrow_writer import ArrowWriter
 
+from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.examples import examples_sha256
@@ -29,39 +32,64 @@ def encode_split(
     num_proc: int | None,
     target: Path,
     *,
-    numbered: bool = False,
+    first: int | None = None,
 ) -> datasets.Dataset:
     """Encode texts, or conversations with `chat`: rows of token ids and of `bytes` of text, in the file `target`.
 
     Each text starts with the token that the tokenizer itself puts there, if any, and ends with `end_of_text_id` if that
-    is not None. Texts that are empty are left out, and a conversation may give several rows; with `numbered` the rows
-    have the number of their `document`.
+    is not None. Texts that are empty are left out, and a conversation may give several rows. With `first`, the number
+    of the first document, the rows have the number of their `document`.
     """
     processes = number_of_processes(documents, num_proc)
     if chat:
-        return _encode_conversations(documents, chat, processes, target, numbered)
-    return _encode_texts(documents, tokenizer, end_of_text_id, processes, target, numbered)
+        return _encode_conversations(documents, chat, processes, target, first)
+    return _encode_texts(documents, tokenizer, end_of_text_id, processes, target, first)
 
 
 def count_rows(rows: datasets.Dataset, documents: int) -> SplitFacts:
     """The counts of encoded rows, which hold conversations of `documents` documents, or a text each."""
-    tokens = sum(len(chunk.flatten()) for chunk in rows.data.column("input_ids").chunks)
     chat = "assistant_mask" in rows.column_names
-    assistant_tokens = _assistant_tokens(rows) if chat else None
+    tokens = size = assistant_tokens = 0
+    for table in _tables(rows):
+        tokens += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
+        size += sum(table["bytes"].to_pylist())
+        if chat:
+            masks = (chunk.flatten().to_numpy() for chunk in table["assistant_mask"].chunks)
+            assistant_tokens += sum(int(mask.sum(dtype=np.int64)) for mask in masks)
     count = documents if chat else rows.num_rows
-    return SplitFacts(count, tokens, sum(rows["bytes"]), assistant_tokens=assistant_tokens)
+    return SplitFacts(count, tokens, size, assistant_tokens=assistant_tokens if chat else None)
+
+
+def _tables(rows: datasets.Dataset) -> Iterator[Any]:
+    """Arrow tables of the rows, one for each record batch to write."""
+    yield from rows.with_format("arrow").iter(1000)
 
 
 def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> SplitFacts:
     """Write rows of `input_ids` as arrow shards; return their facts with the checksums."""
     itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
-    shards = -(-facts.tokens * itemsize // SHARD_BYTES)
-    # Without what the source's own data set was, such as its size: one machine and merged parts write the same bytes.
+    number_of_shards = max(1, min(-(-facts.tokens * itemsize // SHARD_BYTES), rows.num_rows))
+    # The same rows give the same bytes, however they were stored before. So nothing is written of the source's own data
+    # set, such as its size, and rows are copied first: arrow would pad a slice with bytes of its neighbours.
     info = datasets.DatasetInfo(features=rows.features)
-    rows = datasets.Dataset(rows.data, info, indices_table=rows._indices, fingerprint=rows._fingerprint)
-    rows.save_to_disk(folder, num_shards=max(1, min(shards, rows.num_rows)))
+    empty = datasets.Dataset(rows.features.arrow_schema.empty_table(), info, fingerprint=rows._fingerprint)
+    empty.save_to_disk(folder, num_shards=number_of_shards)  # the names of the shards, which are overwritten
+    for number, path in enumerate(sorted(folder.glob("*.arrow"))):
+        with ArrowWriter(path=str(path), features=rows.features) as writer:
+            shard = rows.shard(number_of_shards, number, contiguous=True)
+            for table in _tables(shard):
+                writer.write_table(table.take(np.arange(table.num_rows)))
+            writer.finalize()
     sha256 = TokenStream.open(folder).sha256() if facts.assistant_tokens is None else examples_sha256(folder)
     return replace(facts, sha256=sha256, shards=describe_shards(folder))
+
+
+def save_counted(rows: datasets.Dataset, documents: int, folder: Path, data: DataSection) -> SplitFacts:
+    """Write the encoded rows of a split; return its facts. Raises DataError if there is no token."""
+    counts = count_rows(rows, documents)
+    if not counts.tokens:
+        raise DataError(f"data.source: {data.one_source}: too little text: none is left for {folder.name}")
+    return save_split(rows.remove_columns("bytes"), counts, folder)
 
 
 def number_of_processes(text: datasets.Dataset, num_proc: int | None) -> int:
@@ -80,7 +108,7 @@ def _encode_texts(
     end_of_text_id: int | None,
     num_proc: int,
     target: Path,
-    numbered: bool,
+    first: int | None,
 ) -> datasets.Dataset:
     """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`; without empty rows."""
     # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
@@ -98,14 +126,14 @@ def _encode_texts(
             rows.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
         columns = {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
         if numbers is not None:
-            columns["document"] = [number for number, text in zip(numbers, batch["text"], strict=True) if text]
+            columns["document"] = [(first or 0) + n for n, text in zip(numbers, batch["text"], strict=True) if text]
         return columns
 
-    return _map(text, encode, {"input_ids": np.dtype(kind).name}, num_proc, target, numbered)
+    return _map(text, encode, {"input_ids": np.dtype(kind).name}, num_proc, target, first is not None)
 
 
 def _encode_conversations(
-    conversations: datasets.Dataset, chat: ChatFormat, num_proc: int, target: Path, numbered: bool
+    conversations: datasets.Dataset, chat: ChatFormat, num_proc: int, target: Path, first: int | None
 ) -> datasets.Dataset:
     """Rows of messages -> rows of `input_ids`, `assistant_mask` (1 for tokens of answers) and the answers' `bytes`.
 
@@ -125,11 +153,11 @@ def _encode_conversations(
             "bytes": [example.bytes for example in examples],
         }
         if numbers is not None:
-            columns["document"] = [n for n, own in zip(numbers, by_document, strict=True) for _ in own]
+            columns["document"] = [(first or 0) + n for n, own in zip(numbers, by_document, strict=True) for _ in own]
         return columns
 
     lists = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
-    return _map(conversations, encode, lists, num_proc, target, numbered)
+    return _map(conversations, encode, lists, num_proc, target, first is not None)
 
 
 def _map(
@@ -138,6 +166,8 @@ def _map(
     """The rows that `encode` makes, in the file `target`: `lists`, `bytes`, and with `numbered` their `document`."""
     features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in lists.items()}
     features |= {"bytes": datasets.Value("int64")} | (_NUMBERED if numbered else {})
+    if not rows.num_rows:  # `map` would leave them as they are
+        return datasets.Dataset.from_dict({name: [] for name in features}, datasets.Features(features))
     return rows.map(
         encode,
         batched=True,
@@ -150,8 +180,3 @@ def _map(
         new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
         desc="tokenizing",
     )
-
-
-def _assistant_tokens(rows: datasets.Dataset) -> int:
-    chunks = rows.data.column("assistant_mask").chunks
-    return sum(int(chunk.flatten().to_numpy().sum(dtype=np.int64)) for chunk in chunks)

@@ -17,8 +17,11 @@ class Interrupted(BaseException):
 
 @contextmanager
 def raise_on_signals() -> Iterator[None]:
-    """Raise Interrupted at a signal that would end this process. Does nothing outside the main thread."""
-    if threading.current_thread() is not threading.main_thread():
+    """Raise Interrupted at a signal that would end this process.
+
+    Does nothing outside the main thread, and within another such context.
+    """
+    if threading.current_thread() is not threading.main_thread() or _caught:
         yield
         return
     _caught[:] = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_DFL]

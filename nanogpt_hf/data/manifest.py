@@ -30,6 +30,7 @@ DECIDING_KNOBS = (
     "text_column",
     "validation_fraction",
     "validation_seed",
+    "max_tokens",
     "tokenizer",
     "vocab_size",
     "bpe_pattern",
@@ -87,6 +88,7 @@ def read_manifest(folder: Path) -> Manifest | None:
         raw["recipe"].setdefault("format", "text")  # older versions had only this one
         if "vocab_size" in raw["recipe"]:
             raw["recipe"].setdefault("bpe_pattern", "gpt2")  # and only this one
+            raw["recipe"].setdefault("max_tokens", None)  # and no limit
         manifest = Manifest(**raw | {name: _split_facts(raw[name]) for name in ("train", "validation")})
         _check_types(manifest)
         for knob, value in manifest.recipe.items():
@@ -160,9 +162,16 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             )
 
 
+def fitting_manifest(folder: Path, data: DataSection) -> Manifest | None:
+    """The manifest in `folder`, or None. Raises DataError if it does not fit the recipe."""
+    if manifest := read_manifest(folder):
+        check_fits(manifest, data)
+    return manifest
+
+
 def identity(config: Config, manifest: Manifest) -> dict[str, Any]:
     """What must be equal on all machines of a run: every knob except paths and reports, and the tokens."""
-    local = ("data.source", "data.dir", "data.num_proc", "tracking.", "hub.")
+    local = ("data.source", "data.dir", "data.num_proc", "data.streaming", "tracking.", "hub.")
     facts = {key: get_value(config, key) for key in KNOBS if not key.startswith(local)}
     return facts | {f"the data's {name}": value for name, value in manifest.content().items()}
 

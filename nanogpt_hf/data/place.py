@@ -60,13 +60,14 @@ def make_once(
     write: Callable[[Path], Facts],
     last: str,
     busy: str | None = None,
+    kept: str = "nothing was kept",
 ) -> tuple[Facts, bool]:
     """Write `folder` unless `find` finds it complete; return its facts and whether it was written now.
 
     `check` is called before any folder is made, `write` with the folder to fill; the file `last` makes it complete. If
     another process writes it, wait, or raise DataError with the message `busy`. An interruption leaves nothing,
     SIGKILL nothing that looks complete. Raises DataError if the folder cannot be written or holds something else, and
-    Stopped at a signal.
+    Stopped at a signal, with `kept` at the end of its message.
     """
     other = f"{folder}: exists and holds no {last}; choose another --data.dir"
     try:
@@ -98,5 +99,5 @@ def make_once(
     except OSError as error:
         raise DataError(f"{folder}: cannot be written: {error}") from error
     except Interrupted as signal:
-        raise Stopped(f"{folder}: stopped by {signal} while it was being prepared; nothing was kept") from None
+        raise Stopped(f"{folder}: stopped by {signal} while it was being prepared; {kept}") from None
     return facts, True

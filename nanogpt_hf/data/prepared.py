@@ -1,4 +1,4 @@
-"""Open prepared data: its manifest, tokenizer and tokens, and blocks to train on; verify its checksums."""
+"""Open prepared data: its manifest, tokenizer and tokens, and blocks to train on; write manifests; verify checksums."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,12 +11,29 @@ from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.datatrove import open_token_files, token_stream
 from nanogpt_hf.data.examples import Examples
-from nanogpt_hf.data.manifest import MANIFEST, Manifest, check_fits, read_manifest
+from nanogpt_hf.data.manifest import (
+    DECIDING_KNOBS,
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    SplitFacts,
+    check_fits,
+    read_manifest,
+    tool_versions,
+    write_manifest,
+)
 from nanogpt_hf.data.mixed_manifest import find_manifest
 from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.data.shards import check_bytes, check_sizes
-from nanogpt_hf.data.source import file_digest
-from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, start_of_text_id_of, vocabulary_hash
+from nanogpt_hf.data.source import file_digest, file_state, local_files
+from nanogpt_hf.data.tokenizer import (
+    Tokenizer,
+    end_of_text_id_of,
+    load_tokenizer,
+    save_tokenizer,
+    start_of_text_id_of,
+    vocabulary_hash,
+)
 from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
 
@@ -157,3 +174,30 @@ def _check_source(data: DataSection) -> bool:
         else:
             check_bytes(folder / split, shards)
     return manifest.train.shards is not None
+
+
+def write_facts(
+    folder: Path,
+    data: DataSection,
+    tokenizer: Tokenizer,
+    revision: str,
+    end_of_text_id: int | None,
+    facts: dict[str, SplitFacts],
+) -> Manifest:
+    """Write tokenizer and manifest, the end of every preparation; return the manifest."""
+    save_tokenizer(tokenizer.hf, folder / TOKENIZER)
+    local = local_files(data)
+    manifest = Manifest(
+        format=FORMAT,
+        recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
+        revision=revision,
+        file_state=file_state(local) if local else None,
+        tokenizer_hash=vocabulary_hash(tokenizer.hf),
+        vocab_size=tokenizer.vocab_size,
+        end_of_text_id=end_of_text_id,
+        **facts,
+        versions=tool_versions(),
+        start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
+    )
+    write_manifest(folder, manifest)
+    return manifest

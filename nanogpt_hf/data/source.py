@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,10 +24,11 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import plural
 
 PYTHON_DOCS = "python-docs"
+UNKNOWN_REVISION = "unknown"
 BUILT_IN = (PYTHON_DOCS, ARITHMETIC)  # sources that are neither files nor downloads
-_TEXT = datasets.Features({"text": datasets.Value("large_string")})  # a single document may exceed 2 GiB
+TEXT_FEATURES = datasets.Features({"text": datasets.Value("large_string")})  # a single document may exceed 2 GiB
 _MESSAGE = {"role": datasets.Value("string"), "content": datasets.Value("string")}
-_CHAT = datasets.Features({"messages": datasets.List(_MESSAGE)})
+CHAT_FEATURES = datasets.Features({"messages": datasets.List(_MESSAGE)})
 
 
 @dataclass(frozen=True)
@@ -88,6 +89,19 @@ def find_files(source: str, formats: tuple[str, ...] = KNOWN_FORMATS) -> list[Pa
     return []
 
 
+def is_on_hub(source: str) -> bool:
+    """Whether a source can only be the name of a Hub data set. Raises DataError for a path without files."""
+    return not (find_files(source) or source in BUILT_IN or is_url(source))
+
+
+def check_source(data: DataSection, folder: Path) -> None:
+    """Raises DataError if a local source is missing, or contains `folder`, which would be read as text."""
+    local_files(data)
+    source = Path(os.path.expanduser(data.one_source))
+    if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
+        raise DataError(f"{folder}: is inside data.source {data.one_source}, and would be read as text; choose another")
+
+
 def file_state(files: list[Path]) -> str:
     """A fingerprint of names, sizes and times: equal only if the files are unchanged."""
     states = [(path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
@@ -135,7 +149,7 @@ def _rows_of_part(rows: datasets.Dataset, part: Part, source: str) -> datasets.D
     if count < max(2, number):
         raise DataError(
             f"data.source: {source}: {plural(count, 'document')} cannot be divided into {number} parts; "
-            "prepare it on one machine"
+            "prepare it on one machine, without data.max_tokens"
         )
     return rows.select(range(part.index * count // number, (part.index + 1) * count // number))
 
@@ -175,6 +189,28 @@ def _collect(generator: Callable, features: datasets.Features, cache_dir: Path, 
         raise
 
 
+def hub_error(data: DataSection, error: Exception) -> DataError:
+    """An error of the Hub, or of a library that reads its data sets, in one line."""
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return DataError(f"data.source: {data.one_source}: no file or folder here, and the Hub did not give it: {reason}")
+
+
+def check_text_column(features: datasets.Features, data: DataSection) -> None:
+    """Raises DataError if a Hub data set has no such column of text."""
+    if data.text_column not in features:
+        raise DataError(
+            f"data.text_column: {data.one_source} has no column {data.text_column!r}; it has: {', '.join(features)}"
+        )
+    if features[data.text_column] not in (datasets.Value("string"), datasets.Value("large_string")):
+        raise DataError(f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text")
+
+
+def revision_of(urls: Iterable[str], data: DataSection) -> str:
+    """The commit in the URLs of a Hub data set's files; without one the recipe's revision."""
+    commit = re.search(r"@([0-9a-f]{40})/", " ".join(urls))
+    return commit[1] if commit else data.revision or UNKNOWN_REVISION
+
+
 def _from_hub(data: DataSection, scratch: Path) -> Documents:
     def load(split: str) -> datasets.Dataset:
         try:
@@ -182,32 +218,24 @@ def _from_hub(data: DataSection, scratch: Path) -> Documents:
                 data.one_source, data.config, split=split, revision=data.revision, trust_remote_code=False
             )
         except Exception as error:  # of the network, of the Hub, of a loading script, of a file format, ...
-            reason = " ".join(str(error).split()) or type(error).__name__
-            raise DataError(
-                f"data.source: {data.one_source}: no file or folder here, and the Hub did not give it: {reason}"
-            ) from None
+            raise hub_error(data, error) from None
         if not loaded.num_rows:
             raise DataError(f"data.source: {data.one_source}: split {split!r} is empty; there is no text to train on")
         if data.format == "chat":
             return loaded
-        if data.text_column not in loaded.column_names:
-            raise DataError(
-                f"data.text_column: {data.one_source} has no column {data.text_column!r}; "
-                f"it has: {', '.join(loaded.column_names)}"
-            )
-        if loaded.features[data.text_column] not in (datasets.Value("string"), datasets.Value("large_string")):
-            raise DataError(f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text")
+        check_text_column(loaded.features, data)
         return loaded.select_columns(data.text_column).rename_columns({data.text_column: "text"})
 
-    check_space(data, scratch)
+    urls = check_space(data, scratch)
     train = load(data.split)
-    commit = re.search(r"@([0-9a-f]{40})/", " ".join(train.info.download_checksums or ()))
-    revision = commit[1] if commit else data.revision or "unknown"
+    revision = revision_of([*urls, *(train.info.download_checksums or ())], data)
     validation = load(data.validation_split) if data.validation_split else None
     if data.format == "chat":
 
         def conversations(rows: datasets.Dataset, split: str | None) -> datasets.Dataset:
-            return _collect(_read_chat_rows, _CHAT, scratch, rows=rows, where=f"{data.one_source}: split {split}")
+            return _collect(
+                _read_chat_rows, CHAT_FEATURES, scratch, rows=rows, where=f"{data.one_source}: split {split}"
+            )
 
         train = conversations(train, data.split)
         validation = validation and conversations(validation, data.validation_split)
@@ -231,16 +259,18 @@ def load_documents(data: DataSection, scratch: Path, part: Part | None = None) -
 def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Documents, bool]:
     """The documents, and whether they are those of the part only."""
     files = find_files(data.one_source)
-    if not files and data.one_source not in BUILT_IN and not is_url(data.one_source):
+    if is_on_hub(data.one_source):
         return _from_hub(data, scratch), False
     if data.validation_split:
         raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
     if data.one_source == PYTHON_DOCS:
-        return Documents(_collect(_python_docs, _TEXT, scratch), None, f"Python {sys.version.split()[0]}"), False
+        return Documents(
+            _collect(_python_docs, TEXT_FEATURES, scratch), None, f"Python {sys.version.split()[0]}"
+        ), False
     if data.one_source == ARITHMETIC:
         if data.format == "chat":
-            return Documents(_collect(arithmetic_conversations, _CHAT, scratch), None, f"{ARITHMETIC} 1"), False
-        return Documents(_collect(arithmetic_text, _TEXT, scratch), None, f"{ARITHMETIC} 1"), False
+            return Documents(_collect(arithmetic_conversations, CHAT_FEATURES, scratch), None, f"{ARITHMETIC} 1"), False
+        return Documents(_collect(arithmetic_text, TEXT_FEATURES, scratch), None, f"{ARITHMETIC} 1"), False
     downloaded = not files
     divided = part is not None and len(files) >= max(2, part.number)
     files = files_of_part(files, part) if part and divided else files
@@ -251,7 +281,7 @@ def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Document
         chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
     arguments = {"chat": chat, "text_column": data.text_column, "source": without_login(data.one_source)}
     try:
-        documents = _collect(_read_files, _CHAT if chat else _TEXT, scratch, files=chosen, **arguments)
+        documents = _collect(_read_files, CHAT_FEATURES if chat else TEXT_FEATURES, scratch, files=chosen, **arguments)
     except DataError as error:
         if not downloaded:
             raise

@@ -15,28 +15,59 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import format_bytes
 
-_BYTES_PER_TOKEN = 4  # of English text, with GPT-2's tokenizer; a token takes 2 bytes
+BYTES_PER_TOKEN = 4  # of English text, with GPT-2's tokenizer; a token takes 2 bytes
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repo>[^/]+/[^/@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
 
 
-def check_space(data: DataSection, folder: Path) -> None:
+def check_token_space(tokens: int | None, vocab_size: int, folder: Path, parts: Path) -> str:
+    """A line with the space that so many tokens need while they are prepared in parts, and the free space.
+
+    The parts and the folder that is joined from them need it at the same time; parts that are written already need no
+    more. Raises DataError if it is not free.
+    """
+    place, free = _disk_of(folder)
+    if tokens is None:
+        return (
+            f"an unknown number of tokens, which data.max_tokens would limit; {format_bytes(free)} are free on {place}"
+        )
+    each = tokens * (2 if vocab_size <= 2**16 else 4)
+    written = sum(path.stat().st_size for path in parts.rglob("*.arrow"))
+    needed = max(each, 2 * each - written)
+    line = f"{tokens:,} tokens at most, which take {format_bytes(each)}, and {format_bytes(needed)} until all are there"
+    if needed > free:
+        raise DataError(
+            f"{folder}: {line}, and {format_bytes(free)} are free on the disk of {place}; set data.max_tokens, or "
+            "--data.dir on a larger disk"
+        )
+    return f"{line}; {format_bytes(free)} are free on the disk of {place}"
+
+
+def check_space(data: DataSection, folder: Path) -> list[str]:
     """Raises DataError if a Hub data set needs more space than is free for its download, its rows and its tokens.
 
-    `folder` gets the tokens. Without sizes from the Hub it does nothing.
+    `folder` gets the tokens. Without sizes from the Hub nothing is checked. Return the URLs of its files if known.
     """
+    urls = []
     try:
         builder = datasets.load_dataset_builder(data.one_source, data.config, revision=data.revision)
-        download, rows = _bytes_needed(builder)
+        urls = file_urls(builder)
+        download, rows = _bytes_needed(builder, urls)
     except Exception:  # of the network, of the Hub, of a data set without files: load_dataset will report it
-        return
+        return urls
     _compare(data.one_source, download, rows, folder)
+    return urls
 
 
-def _bytes_needed(builder: Any) -> tuple[int, int]:
+def file_urls(builder: Any) -> list[str]:
+    """The URLs of all files of a Hub data set."""
+    return [str(url) for urls in (builder.config.data_files or {}).values() for url in urls]
+
+
+def _bytes_needed(builder: Any, urls: list[str]) -> tuple[int, int]:
     """Bytes that remain to be downloaded, and those of the rows that `datasets` then writes."""
     sizes: dict[str, dict[str, int]] = {}
     download = 0
-    for url in {str(url) for urls in (builder.config.data_files or {}).values() for url in urls}:
+    for url in set(urls):
         if not (file := _HUB_FILE.fullmatch(url)):
             continue
         repo, revision, path = file["repo"], file["revision"], file["path"]
@@ -51,11 +82,11 @@ def _bytes_needed(builder: Any) -> tuple[int, int]:
 
 
 def _compare(source: str, download: int, rows: int, folder: Path) -> None:
-    tokens = rows * 2 // _BYTES_PER_TOKEN
+    tokens = rows * 2 // BYTES_PER_TOKEN
     needs = ((constants.HF_HUB_CACHE, download), (datasets_config.HF_DATASETS_CACHE, rows), (folder, tokens))
     needed, places = defaultdict[int, int](int), {}
     for place, size in needs:
-        existing = next(path for path in (Path(place), *Path(place).absolute().parents) if path.exists())
+        existing, _ = _disk_of(Path(place))
         device = existing.stat().st_dev
         needed[device] += size
         places.setdefault(device, existing)
@@ -65,6 +96,12 @@ def _compare(source: str, download: int, rows: int, folder: Path) -> None:
             raise DataError(
                 f"data.source: {source}: needs about {format_bytes(size)} on the disk of {places[device]}, where "
                 f"{format_bytes(free)} are free: {format_bytes(download)} to download, {format_bytes(rows)} of rows, "
-                f"{format_bytes(tokens)} of tokens; set HF_HOME to a larger disk, name a smaller data.config, or let "
-                "datatrove make the tokens (data.format datatrove)"
+                f"{format_bytes(tokens)} of tokens; set HF_HOME to a larger disk, name a smaller data.config, set "
+                "data.streaming, or let datatrove make the tokens (data.format datatrove)"
             )
+
+
+def _disk_of(place: Path) -> tuple[Path, int]:
+    """The nearest folder that exists, and the free bytes of its disk."""
+    existing = next(path for path in (place, *place.absolute().parents) if path.exists())
+    return existing, shutil.disk_usage(existing).free

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
 
 _FIXED = ("model.", "data.", "optim.name", "train.seed", "train.tokens_per_step", "finetune.", "lora.", "rl.")
-_FREE = ("data.dir", "data.num_proc", "data.max_epochs", "lora.merge")
+_FREE = ("data.dir", "data.num_proc", "data.max_epochs", "data.streaming", "lora.merge")
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
 _FREE += ("model.depth", "model.aspect_ratio")  # sizes that the dial chose are in the knobs that it sets
 

@@ -16,7 +16,7 @@ from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.arithmetic import arithmetic_question, is_held_out
 from nanogpt_hf.data.conversations import Conversation
-from nanogpt_hf.data.prepare import hold_out
+from nanogpt_hf.data.hold_out import hold_out
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
 from nanogpt_hf.tasks.names import ARITHMETIC, GYM, check_name

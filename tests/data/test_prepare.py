@@ -688,7 +688,7 @@ def test_prepared_data_inside_its_source_is_refused(text, tmp_path, monkeypatch)
 # --- interruptions ---------------------------------------------------------------------------------------------------
 
 forks = pytest.mark.skipif(sys.platform != "linux", reason="forking this process is safe on Linux only")
-MOMENTS = ("load_documents", "build_tokenizer", "encode_split", "file_state")  # in order of time
+MOMENTS = ("load_documents", "build_tokenizer", "encode_split", "write_facts")  # in order of time
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -711,11 +711,11 @@ def test_interrupted_prepare_leaves_no_manifest(monkeypatch, text, tmp_path, mom
 def prepare_and_pause(config, ready):
     """In another process: prepare, and stop forever before the manifest is written."""
 
-    def pause(files):
+    def pause(*_):
         ready.set()
         time.sleep(600)
 
-    module.file_state = pause
+    module.write_facts = pause
     prepare(config)
 
 
@@ -777,7 +777,7 @@ def test_prepare_uses_data_that_another_process_finishes(monkeypatch, text, tmp_
             return original(folder) if moment == "before" else manifest
         return manifest
 
-    monkeypatch.setattr(module, "read_manifest", look)
+    monkeypatch.setattr("nanogpt_hf.data.manifest.read_manifest", look)
     assert prepare(config)[1] is False
 
 

@@ -258,13 +258,13 @@ def test_signal_during_prepare_leaves_nothing(write_recipe, monkeypatch, tmp_pat
     config = load_config(write_recipe())
     before = sorted(path.name for path in tmp_path.iterdir())
 
-    def interrupted(files):
+    def interrupted(*_):
         assert (tmp_path / ".data.partial" / "train").is_dir(), "much is written already"
         os.kill(os.getpid(), getattr(signal, name))
         time.sleep(10)
 
     monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
-    monkeypatch.setattr(module, "file_state", interrupted)
+    monkeypatch.setattr(module, "write_facts", interrupted)
     with pytest.raises(Stopped, match=f"data: stopped by {name} while it was being prepared; nothing was kept"):
         prepare(config)
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted([*before, ".data.lock"])
