@@ -1,11 +1,12 @@
 """The digests tool: it finds every difference between reference runs, and no others."""
 
-import importlib.util
 import json
 import math
 
 import pytest
 from safetensors.numpy import save_file
+
+import run_digests as tool
 
 FACTS = {"step 1: train/loss": [2.5], "step 1: tokens": [256, 256], "text": "the cat"}
 LINES = [
@@ -14,14 +15,6 @@ LINES = [
     {"step": 1, "tokens": 256, "seconds": 0.3, "val/loss": None},
     {"step": 1, "tokens": 256, "seconds": 0.3, "pushed": True},
 ]
-
-
-@pytest.fixture(scope="module")
-def tool(root):
-    spec = importlib.util.spec_from_file_location("run_digests", root / "tests" / "run_digests.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.parametrize(
@@ -33,7 +26,7 @@ def tool(root):
         ({"step 2: train/loss": [2.5]}, "step 2: train/loss"),
     ],
 )
-def test_changed_value_is_found_and_changes_the_digest(tool, change, fact):
+def test_changed_value_is_found_and_changes_the_digest(change, fact):
     changed = FACTS | change
     assert [found for found, _, _ in tool.differences(FACTS, changed)] == [fact]
     assert tool.differences(FACTS, changed) == [(fact, FACTS.get(fact, tool.ABSENT), changed[fact])]
@@ -41,13 +34,13 @@ def test_changed_value_is_found_and_changes_the_digest(tool, change, fact):
     assert tool.digest(changed) != tool.digest(FACTS)
 
 
-def test_equal_values_have_equal_digests_in_any_order(tool):
+def test_equal_values_have_equal_digests_in_any_order():
     repeated = json.loads(json.dumps(dict(reversed(FACTS.items()))))
     assert tool.differences(FACTS, repeated) == []
     assert tool.digest(repeated) == tool.digest(FACTS)
 
 
-def test_metrics_facts_exclude_times_and_follow_renamed_keys(tool, monkeypatch):
+def test_metrics_facts_exclude_times_and_follow_renamed_keys(monkeypatch):
     facts = {
         "step 0: tokens": [0],
         "step 0: val/loss": [4.1],
@@ -62,7 +55,7 @@ def test_metrics_facts_exclude_times_and_follow_renamed_keys(tool, monkeypatch):
     assert tool.metrics_facts(renamed) == tool.metrics_facts(LINES) == facts
 
 
-def test_model_facts_are_names_dtypes_shapes_and_bytes(tool, tmp_path):
+def test_model_facts_are_names_dtypes_shapes_and_bytes(tmp_path):
     import numpy as np
 
     def facts(**tensors) -> list[str]:
@@ -83,7 +76,7 @@ def test_model_facts_are_names_dtypes_shapes_and_bytes(tool, tmp_path):
     assert len({tuple(facts(**tensors)) for tensors in variants}) == len(variants)
 
 
-def test_renamed_knob_is_set_by_its_name_in_the_checkout(tool, monkeypatch):
+def test_renamed_knob_is_set_by_its_name_in_the_checkout(monkeypatch):
     before, after = "  --optim.old  meaning (--optim.older)\n", "  --optim.new_one  meaning\n"
     monkeypatch.setitem(tool.KNOBS, "optim.old", ("optim.new_one", "optim.old"))
     monkeypatch.setitem(tool.KNOBS, "optim.dropped", ("optim.dropped", None))
@@ -93,7 +86,7 @@ def test_renamed_knob_is_set_by_its_name_in_the_checkout(tool, monkeypatch):
         tool.knob_name("optim.new", after)
 
 
-def test_exit_status_is_1_if_anything_differs(tool, monkeypatch, tmp_path, capsys):
+def test_exit_status_is_1_if_anything_differs(monkeypatch, tmp_path, capsys):
     before = str(tmp_path / "before.json")
     only = ["--only", "pretrain", "resumed"]
     monkeypatch.setitem(tool.RUNS, "pretrain", lambda bench: FACTS)
@@ -116,14 +109,14 @@ def test_exit_status_is_1_if_anything_differs(tool, monkeypatch, tmp_path, capsy
     assert "FAILED: it needs the run pretrain, which failed" in printed
 
 
-def test_run_without_its_package_is_skipped_with_reason(tool, monkeypatch, capsys):
+def test_run_without_its_package_is_skipped_with_reason(monkeypatch, capsys):
     monkeypatch.setitem(tool.RUNS, "zero3", lambda bench: tool.needs("no_such_package"))
     assert tool.main(["--only", "zero3"]) == 0
     assert "zero3        skipped: no_such_package is not installed" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("content", [None, "{}", "[]", "not JSON"])
-def test_invalid_file_to_compare_is_refused_first(tool, tmp_path, content):
+def test_invalid_file_to_compare_is_refused_first(tmp_path, content):
     file = tmp_path / "before.json"
     if content is not None:
         file.write_text(content)

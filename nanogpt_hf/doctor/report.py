@@ -14,6 +14,7 @@ import torch
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.doctor.findings import ADVICE, Finding
 from nanogpt_hf.errors import DataError, is_out_of_memory
+from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import write_json
 
 PATIENCE = 60  # seconds that processes wait for each other
@@ -39,9 +40,8 @@ class Report:
         if not self.prints:
             return 0
         counts = Counter(finding.level for finding in self.findings)
-        warnings, faults = counts["warning"], counts["fault"]
-        many = f"{warnings} warning{'s' * (warnings != 1)}, {faults} fault{'s' * (faults != 1)}"
-        self.show(f"{counts['ok']} ok, {many}")
+        faults = counts["fault"]
+        self.show(f"{counts['ok']} ok, {plural(counts['warning'], 'warning')}, {plural(faults, 'fault')}")
         if self.file:
             write_json(self.file, [dataclasses.asdict(finding) for finding in self.findings])
         return 1 if faults else 0

@@ -13,6 +13,7 @@ from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import prompt_ids
 from nanogpt_hf.errors import DataError, DivergedError, UserError
+from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.generate import continue_text
 
 logger = logging.getLogger(__name__)
@@ -49,16 +50,15 @@ class TrainingSamples:
         """
         if not self.prompts:
             return []
-        was_training = model.training
         unwrapped: Any = accelerator.unwrap_model(model)
-        model.eval()
         written = []
-        try:
-            self._write(unwrapped, accelerator, step, written)
-        except DivergedError as error:
-            if accelerator.is_main_process:
-                logger.warning(f"step {step:,}: eval.samples: no sample is generated: {str(error).partition(';')[0]}")
-        model.train(was_training)
+        with eval_mode(model):
+            try:
+                self._write(unwrapped, accelerator, step, written)
+            except DivergedError as error:
+                if accelerator.is_main_process:
+                    reason = str(error).partition(";")[0]
+                    logger.warning(f"step {step:,}: eval.samples: no sample is generated: {reason}")
         return written
 
     def _write(

@@ -62,8 +62,8 @@ def load_task(
     """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the rows of `data.source`.
 
     `reward`, such as my_reward.py:score, replaces the task's own score. With `hold_out_all` every row of a source is a
-    held-out question. Raises UserError for an unknown task, a package
-    that is not installed, and questions or a reward that cannot be used.
+    held-out question. Raises UserError for an unknown task, a package that is not installed, and questions or a reward
+    that cannot be used.
     """
     check_name(name, where)
     if name == ARITHMETIC:
