@@ -20,6 +20,7 @@ from nanogpt_hf.planning.layout import Cluster, Layout, layouts
 from nanogpt_hf.planning.proposal import propose
 
 COUNTS = (8, 64, 256, 1024)
+SEQUENCES = 256  # per step
 # Share of the peak while computing. Each is fitted to one row of PUBLISHED, its first of that GPU, the others follow.
 REACHED = {"H100": 0.402, "A100": 0.611}
 
@@ -114,21 +115,21 @@ def simulated(published: Published) -> tuple[float, float]:
     return tokens_per_second(config, layout), mfu(config, model, layout, row.gpu)
 
 
-def scaling_table(sizes: Iterable[Size] = SIZES, gpu: str = "H100", sequences: int = 256) -> list[str]:
+def scaling_table(sizes: Iterable[Size] = SIZES) -> list[str]:
     """A table in Markdown: the proposed layouts of three sizes, with the same step on all numbers of GPUs."""
     titles = ["model", "GPUs", "layout", "seconds per step", "tokens/s per GPU", "MFU", "waits", "bubble"]
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for size in sizes:
-        config, model = size.build(sequences)
+        config, model = size.build(SEQUENCES)
         for gpus in COUNTS:
-            proposal = propose(config, model, cluster_of(gpus, gpu), REACHED[gpu])
+            proposal = propose(config, model, cluster_of(gpus, "H100"), REACHED["H100"])
             layout = proposal.layout
             cells = [size.name, f"{gpus:,}", "none fits" if proposal.best else "too few sequences", *[""] * 5]
             if layout:
                 name = f"{layout.name}{', checkpointing' if layout.place.checkpointing else ''}"
                 times = (layout.waiting_seconds, layout.bubble_seconds)
                 cells[2:] = [name, f"{layout.step_seconds:.3g}", f"{tokens_per_second(config, layout):,.0f}"]
-                cells += [f"{mfu(config, model, layout, gpu):.1%}"]
+                cells += [f"{mfu(config, model, layout, 'H100'):.1%}"]
                 cells += [f"{value / layout.step_seconds:.1%}" for value in times]
             lines.append(f"| {' | '.join(cells)} |")
     return lines

@@ -8,6 +8,7 @@ import torch
 import transformers
 
 from nanogpt_hf.errors import DivergedError
+from nanogpt_hf.generate import LOGITS_NOT_FINITE
 
 
 class Completions(NamedTuple):
@@ -79,10 +80,7 @@ def generate_completions(
         ended = ended | torch.isin(tokens, ends)
         unread, positions = tokens[:, None], positions[:, -1:] + 1
     if not finite:
-        raise DivergedError(
-            "the model's logits are not finite: its training diverged, or its weights are damaged; choose another "
-            "model or checkpoint, or lower optim.learning_rate"
-        )
+        raise DivergedError(f"{LOGITS_NOT_FINITE}, or lower optim.learning_rate")
     return Completions(ids.cpu(), lengths.cpu(), ended.cpu())
 
 

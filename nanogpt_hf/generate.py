@@ -18,6 +18,10 @@ from nanogpt_hf.data.tokenizer import end_of_text_id_of, unknown_characters_name
 from nanogpt_hf.errors import DataError, DivergedError
 
 _CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
+LOGITS_NOT_FINITE = (
+    "the model's logits are not finite: its training diverged, or its weights are damaged; choose another model or "
+    "checkpoint"
+)
 
 
 def end_ids_of(model: transformers.PreTrainedModel) -> set[int]:
@@ -80,10 +84,7 @@ def generate_tokens(
         cache = out.past_key_values
         logits = warpers(context, out.logits[:, -1].float()).cpu()
         if not logits.amax(-1).isfinite().all():  # filtered tokens are -inf; a NaN would be the maximum
-            raise DivergedError(
-                "the model's logits are not finite: its training diverged, or its weights are damaged; "
-                "choose another model or checkpoint"
-            )
+            raise DivergedError(LOGITS_NOT_FINITE)
         if not greedy:
             probabilities = logits.softmax(-1)
             drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]

@@ -12,6 +12,20 @@ from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
+# Knobs of a recipe whose runs `assert_same_experiment` compares.
+EXPERIMENT = {
+    "train__max_steps": 10,
+    "eval__every": 5,
+    "eval__tokens": "all",
+    "eval__samples": ["A cat "],
+    "eval__sample_tokens": 20,  # more than the 16 positions of the model
+    "checkpoint__every": 5,
+    "checkpoint__keep": 5,
+    "tracking__layers": True,
+}
+# Environment of such a run: several chunks of rows, so that the loss computes gradients with a gathered head.
+CHUNKS = {"LOGITS_PER_CHUNK": "200"}
+
 
 def column(run: RunFolder, name: str) -> dict[int, float]:
     """step -> value of a metric that is logged at most once per step."""
@@ -37,7 +51,12 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder, samples: bool =
         assert column(run, "samples") == column(reference, "samples")
     ours, theirs = weights(run), weights(reference)
     assert ours.keys() == theirs.keys()
-    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+    differences = {name: (ours[name] - theirs[name]).abs() for name in ours}
+    for name in differences:
+        if "c_attn.bias" in name:  # that of keys has no gradient but rounding errors, which AdamW enlarges
+            assert differences[name].chunk(3)[1].max() < 1e-4
+            differences[name].chunk(3)[1].zero_()
+    assert max(difference.max().item() for difference in differences.values()) < 1e-5
 
 
 def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:

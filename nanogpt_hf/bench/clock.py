@@ -12,7 +12,8 @@ from accelerate.utils import gather
 from nanogpt_hf.bench.workload import Workload
 
 WARM_STEPS = 3  # the first compiles and allocates, the next fill caches
-_WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # the length to aim at, and the most steps
+_WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # the length to aim at, and its largest number of steps
+_PROFILED_STEPS = 3
 PHASES = ("data wait", "set-up", "forward", "backward", "optimizer")
 
 
@@ -136,7 +137,7 @@ def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
     return {phase: spread([row[phase] for row in rows]) for phase in PHASES}
 
 
-def communication(work: Workload, steps: int = 3) -> float | None:
+def communication(work: Workload) -> float | None:
     """Seconds per step in collectives, by torch's profiler; None with one process.
 
     They overlap with the backward pass, so they are not part of the sum of the phases.
@@ -144,10 +145,10 @@ def communication(work: Workload, steps: int = 3) -> float | None:
     if work.run.mesh.world_size == 1:
         return None
     with profiler(work.run.accelerator.device) as profile:
-        for _ in range(steps):
+        for _ in range(_PROFILED_STEPS):
             work.step()
         synchronize(work.run.accelerator.device)
-    return sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6 / steps
+    return sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6 / _PROFILED_STEPS
 
 
 def profiler(device: torch.device) -> torch.profiler.profile:

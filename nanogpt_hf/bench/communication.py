@@ -39,7 +39,10 @@ class _Counting(TorchDispatchMode):
             if kind:
                 values = tree_leaves((args, kwargs))
                 tensors = [value for value in (*values, *tree_leaves(output)) if isinstance(value, torch.Tensor)]
-                self.sent[kind] += round(_sent(kind, max(tensor.nbytes for tensor in tensors), _group_size(values)))
+                whole = max(tensor.nbytes for tensor in tensors)
+                if kind == "all-to-all" and func.namespace == "_c10d_functional" and 0 in args[2]:
+                    kind = "send"  # torch's permute_tensor: all of it to one process
+                self.sent[kind] += round(_sent(kind, whole, _group_size(values)))
         return output
 
 

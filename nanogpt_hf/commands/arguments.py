@@ -3,6 +3,7 @@
 import argparse
 import math
 from collections.abc import Callable
+from typing import Any
 
 from nanogpt_hf.config.load import knob_lines, load_config, stated_knobs
 from nanogpt_hf.config.schema import Config
@@ -46,6 +47,11 @@ def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=number(float, 0, 1), default=None, help="sample from the likeliest tokens that add up to p only"
     )
     parser.add_argument("--seed", type=number(int, 0, 2**62), default=1337, help="default %(default)s")
+
+
+def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
+    """The options of `generate_tokens` that `add_sampling_arguments` states, but for the seed."""
+    return {name: getattr(arguments, name) for name in ("temperature", "top_k", "top_p")}
 
 
 def add_json_argument(parser: argparse.ArgumentParser, content: str) -> None:

@@ -1,8 +1,8 @@
 """How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of repeated windows, after
 warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic tokens.
 
-Nothing is trained: no run folder is written. The machine is accelerate's, as ever:
-accelerate launch [--config_file F] cli.py bench RECIPE. With several processes the main one reports.
+Nothing is trained: no run folder is written. On the machine of an accelerate config:
+cli.py launch [--config_file F] bench RECIPE. With several processes the main one reports.
 """
 
 import argparse

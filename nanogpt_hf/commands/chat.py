@@ -10,9 +10,9 @@ import io
 import sys
 from collections.abc import Iterator
 
-from nanogpt_hf.commands.arguments import add_model_argument, add_sampling_arguments, number
+from nanogpt_hf.commands.arguments import add_model_argument, add_sampling_arguments, number, sampling_options
 from nanogpt_hf.commands.console import show, show_text
-from nanogpt_hf.commands.models import open_model
+from nanogpt_hf.commands.models import autocast, build_generation_accelerator, open_model
 from nanogpt_hf.errors import DataError, UserError
 
 _HELP = "/reset clears the conversation, /quit exits"
@@ -76,10 +76,10 @@ class Chat:
         """Generate and print the answer to `question`, and keep both as context; Ctrl-C ends it early."""
         from nanogpt_hf.generate import TextStream, encode_chat, generate_tokens
 
-        arguments, most = self.arguments, self.model.config.max_position_embeddings
+        arguments, context = self.arguments, self.model.config.max_position_embeddings
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
-            ids, kept = encode_chat(self.format, messages, most - self.room)
+            ids, kept = encode_chat(self.format, messages, context - self.room)
         except ValueError as error:
             show_note(
                 f"too long: with the messages before it {error}, the model's context without room for an answer; "
@@ -92,17 +92,15 @@ class Chat:
         if len(kept) < len(messages):
             show_note(f"the context is full: the oldest {len(messages) - len(kept)} messages were dropped")
         stream, text, length = TextStream(self.tokenizer), "", 0
-        limit = min(arguments.max_new_tokens, most - len(ids))
+        limit = min(arguments.max_new_tokens, context - len(ids))
         try:
             for (token,) in generate_tokens(
                 self.model,
                 ids,
                 max_new_tokens=limit,
-                temperature=arguments.temperature,
-                top_k=arguments.top_k,
-                top_p=arguments.top_p,
                 seed=arguments.seed + self.answers,
                 end_ids=self.end_ids,
+                **sampling_options(arguments),
             ):
                 length += 1
                 assert token is not None  # `generate_tokens` ends with its only sample
@@ -120,14 +118,7 @@ class Chat:
 
 
 def run(arguments: argparse.Namespace) -> None:
-
-    import torch
-    from accelerate import Accelerator
-
-    from nanogpt_hf.distributed.accelerate_config import ignore_layout
-
-    ignore_layout()
-    accelerator = Accelerator()
+    accelerator = build_generation_accelerator()
     model, tokenizer = open_model(arguments.model)
     if not tokenizer.chat_template:
         raise UserError(
@@ -139,7 +130,7 @@ def run(arguments: argparse.Namespace) -> None:
     chat = Chat(model.to(accelerator.device), tokenizer, arguments)
     if sys.stdin.isatty():
         show_note(f"{_HELP}; Ctrl-C ends an answer")
-    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
+    with autocast(accelerator):
         for line in questions():
             if line == "/quit":
                 return

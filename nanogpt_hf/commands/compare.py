@@ -73,10 +73,11 @@ def run(arguments: argparse.Namespace) -> None:
         for number, cause in enumerate(verdict.causes, 1):
             show(f"    check {number}: {cause}")
     by = "seconds" if arguments.by == "time" else arguments.by
-    one = next(iter(references.values())) if len({r and r.name for r in references.values()}) == 1 else None
+    same_reference = len({reference and reference.name for reference in references.values()}) == 1
+    band = next(iter(references.values())) if same_reference else None
     output = arguments.output or Path("compare.png")
     with output_target(output) as target:
-        drawn = draw_comparison(events, metric, by, target, one)
+        drawn = draw_comparison(events, metric, by, target, band)
     if drawn:
         show(f"\nplot: {output}")
 

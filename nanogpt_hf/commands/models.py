@@ -1,11 +1,30 @@
-"""Open the model that the user names, with its tokenizer."""
+"""Open the model that the user names, with its tokenizer, on the device of the accelerate config."""
 
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
+    import torch
+    from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+def build_generation_accelerator() -> "Accelerator":
+    """The Accelerator of a command whose main process generates text with a whole model."""
+    from accelerate import Accelerator
+
+    from nanogpt_hf.distributed.accelerate_config import ignore_layout
+
+    ignore_layout()
+    return Accelerator()
+
+
+def autocast(accelerator: "Accelerator") -> "torch.autocast":
+    """A new context for forward passes in the precision of the accelerate config, but in float32 instead of fp16."""
+    import torch
+
+    return torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16")
 
 
 def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":

@@ -4,9 +4,9 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_model_argument, add_sampling_arguments, number
+from nanogpt_hf.commands.arguments import add_model_argument, add_sampling_arguments, number, sampling_options
 from nanogpt_hf.commands.console import show_text
-from nanogpt_hf.commands.models import open_model
+from nanogpt_hf.commands.models import autocast, build_generation_accelerator, open_model
 from nanogpt_hf.errors import DataError, UserError
 
 if TYPE_CHECKING:
@@ -47,15 +47,10 @@ def default_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
 def run(arguments: argparse.Namespace) -> None:
     prompt = _read_prompt(arguments)
 
-    import torch
-    from accelerate import Accelerator
-
     from nanogpt_hf.data.tokenizer import prompt_ids
-    from nanogpt_hf.distributed.accelerate_config import ignore_layout
     from nanogpt_hf.generate import TextStream, generate_tokens
 
-    ignore_layout()
-    accelerator = Accelerator()
+    accelerator = build_generation_accelerator()
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
     if prompt is None:
@@ -69,16 +64,14 @@ def run(arguments: argparse.Namespace) -> None:
     streams = [TextStream(tokenizer, ids) for _ in range(arguments.num_samples)]
     texts = [""] * arguments.num_samples
     show_text(prompt)
-    with torch.autocast(accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"):
+    with autocast(accelerator):
         for tokens in generate_tokens(
             model,
             ids,
             max_new_tokens=arguments.max_new_tokens,
             num_samples=arguments.num_samples,
-            temperature=arguments.temperature,
-            top_k=arguments.top_k,
-            top_p=arguments.top_p,
             seed=arguments.seed,
+            **sampling_options(arguments),
         ):
             for i, token in enumerate(tokens):
                 if token is not None:

@@ -11,7 +11,7 @@ import logging
 from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_model_argument, number
-from nanogpt_hf.commands.models import open_model
+from nanogpt_hf.commands.models import autocast, build_generation_accelerator, open_model
 from nanogpt_hf.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -36,21 +36,14 @@ def run(arguments: argparse.Namespace) -> None:
     if missing := [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]:
         raise UserError(f"serve: {' and '.join(missing)} not installed; run `pip install 'nanogpt_hf[serve]'`")
 
-    import torch
-    from accelerate import Accelerator
-
-    from nanogpt_hf.distributed.accelerate_config import ignore_layout
     from nanogpt_hf.serving.server import Server, is_loopback, listen
 
-    ignore_layout()
-    accelerator = Accelerator()
+    accelerator = build_generation_accelerator()
     if not accelerator.is_main_process:
         return
     with listen(arguments.host, arguments.port) as listener:
         model, tokenizer = open_model(arguments.model)
-        precision = functools.partial(
-            torch.autocast, accelerator.device.type, torch.bfloat16, enabled=accelerator.mixed_precision == "bf16"
-        )
+        precision = functools.partial(autocast, accelerator)
         name = served_name(arguments.model)
         server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
         host, port = listener.getsockname()[:2]

@@ -21,11 +21,18 @@ class Conflict(NamedTuple):
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
     """Every rule that `config` breaks."""
-    model, data, optim, train = config.model, config.data, config.optim, config.train
-    finetune, lora, hub, rl = config.finetune, config.lora, config.hub, config.rl
-    chat = has_conversations(data)
+    yield from _data_conflicts(config)
+    yield from _model_conflicts(config)
+    yield from _step_conflicts(config)
+    yield from _finetune_conflicts(config)
+    if config.rl.task:
+        yield from _rl_conflicts(config)
+    yield from _hub_conflicts(config)
 
-    if not data.source and not rl.task:
+
+def _data_conflicts(config: Config) -> Iterator[Conflict]:
+    data, chat = config.data, has_conversations(config.data)
+    if not data.source and not config.rl.task:
         yield Conflict(("data.source",), "required: the text to train on, for example python-docs")
     for source in sources_of(data):
         if not source.data.validation_fraction and not source.data.validation_split:
@@ -64,6 +71,9 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     if chat and data.order == "random":
         yield Conflict(("data.order", "data.format"), "random windows would cut conversations; use shuffled")
 
+
+def _model_conflicts(config: Config) -> Iterator[Conflict]:
+    model, block_size, start = config.model, config.data.block_size, config.finetune.model
     if model.n_embd % model.n_head:
         yield Conflict(
             ("model.n_embd", "model.n_head"), f"{model.n_embd} is not a multiple of model.n_head {model.n_head}"
@@ -73,13 +83,17 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             ("model.n_kv_head", "model.n_head"), f"{model.n_kv_head} does not divide model.n_head {model.n_head}"
         )
     yield from _architecture_conflicts(config)
-    if data.block_size > model.n_positions:
-        reason = f": {finetune.model} was trained with no more; use a shorter one" if finetune.model else ""
+    if block_size > model.n_positions:
+        reason = f": {start} was trained with no more; use a shorter one" if start else ""
         yield Conflict(
             ("data.block_size", "model.n_positions", "finetune.model"),
-            f"{data.block_size} is longer than model.n_positions {model.n_positions}{reason}",
+            f"{block_size} is longer than model.n_positions {model.n_positions}{reason}",
         )
 
+
+def _step_conflicts(config: Config) -> Iterator[Conflict]:
+    """Every rule over steps and the optimizer that `config` breaks."""
+    optim, train = config.optim, config.train
     if train.max_time is not None and not parse_duration(train.max_time):
         yield Conflict(("train.max_time",), f"expected a time such as 11h30m, 45m or 90s, got {train.max_time!r}")
     if optim.warmup_steps > train.max_steps:
@@ -102,14 +116,17 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
             yield Conflict(
                 ("optim.state", "optim.name"), "8bit is for adamw only; muon already halves the state of its matrices"
             )
-        if lora.rank:
+        if config.lora.rank:
             yield Conflict(
                 ("optim.name", "lora.rank"),
                 "muon orthogonalises the update of a whole weight, and LoRA trains two factors of it; use adamw",
             )
-    if message := _uneven_step(train.tokens_per_step, train.micro_batch_size, data.block_size):
+    if message := _uneven_step(train.tokens_per_step, train.micro_batch_size, config.data.block_size):
         yield Conflict(("train.tokens_per_step", "train.micro_batch_size", "data.block_size"), message)
 
+
+def _finetune_conflicts(config: Config) -> Iterator[Conflict]:
+    model, finetune, lora = config.model, config.finetune, config.lora
     if finetune.freeze_layers is not None:
         keys = ("finetune.freeze_layers", "finetune.model", "model.n_layer")
         if finetune.model is None:
@@ -120,7 +137,7 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
         keys = ("finetune.unfreeze_every", "finetune.freeze_layers", "train.micro_batch_size")
         if finetune.freeze_layers is None:
             yield Conflict(keys, "no layer is frozen; give --freeze-layers N")
-        elif train.micro_batch_size == "auto":
+        elif config.train.micro_batch_size == "auto":
             yield Conflict(
                 keys,
                 "unfrozen layers need memory that train.micro_batch_size auto does not measure; set a number",
@@ -145,9 +162,9 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
                 "cli.py export RUN OUT",
             )
 
-    if rl.task:
-        yield from _rl_conflicts(config)
 
+def _hub_conflicts(config: Config) -> Iterator[Conflict]:
+    hub = config.hub
     if hub.repo is not None and not REPO_ID.fullmatch(hub.repo):
         yield Conflict(("hub.repo",), f"expected user/name, got {hub.repo!r:.80}")
     if hub.push and not hub.repo:

@@ -1,28 +1,56 @@
-"""Context parallelism: each sequence is cut in order, and every process trains on its part of the positions.
+"""Context parallelism: each sequence is cut, and every process trains on its part of the positions.
 
-Attention exchanges heads for positions and back (Ulysses, Jacobs et al. 2023, arXiv:2309.14509): each process attends
-to all positions with a part of the heads. So it is causal attention as before, on any device, and needs no mask. Only
-training steps are cut: evaluation and generation take whole sequences.
+If the processes divide the heads, attention exchanges heads for positions and back (Ulysses, Jacobs et al. 2023,
+arXiv:2309.14509): each process attends to all positions with a part of the heads. So it is causal attention as before,
+on any device. Otherwise keys and values go around a ring of GPUs (Liu et al. 2023, arXiv:2310.01889), by torch's
+implementation. Neither needs a mask. Only training steps are cut: evaluation and generation take whole sequences.
 """
 
+import weakref
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanogpt_hf.distributed.mesh import Mesh
 
-_NAME = "exchange_of_heads"
+_EXCHANGE, _RING = "exchange_of_heads", "ring"
+# Device and precision of torch's ring. In float32 kernels for fewer heads of keys than of queries are missing.
+RING_MACHINES = [("cuda", "bf16")]
 
 
-def exchange_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Let a model in training attend to the positions of all processes of `mesh`, of which it sees its own."""
-    group, attend_locally = mesh.get_group(), ALL_ATTENTION_FUNCTIONS["sdpa"]
+def heads_of(config: Any) -> tuple[int, int]:
+    """Heads of queries, and of keys and values."""
+    heads = config.num_attention_heads
+    return heads, getattr(config, "num_key_value_heads", None) or heads
+
+
+def needs_ring(config: Any, processes: int) -> bool:
+    """Whether heads cannot be exchanged, since `processes`, tensor- times context-parallel, do not divide them."""
+    return any(heads % processes for heads in heads_of(config))
+
+
+def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rotation: str) -> None:
+    """Let a model in training attend to the positions of all processes of `mesh`, of which it sees its own.
+
+    `rotation`: whether the ring sends keys and values around ("alltoall") or gathers them at once ("allgather").
+    """
+    attend_locally: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
+    before: Any
+    after: Any
+    if ring:
+        before, after = _enter_ring(mesh, rotation), DTensor.to_local
+    else:
+        before, after = (
+            partial(change, group=mesh.get_group()) for change in (_positions_for_heads, _heads_for_positions)
+        )
 
     def attend(
         module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
@@ -32,23 +60,50 @@ def exchange_heads(model: PreTrainedModel, mesh: DeviceMesh) -> None:
             return attend_locally(module, query, key, value, mask, **options)
         if mask is not None:
             raise ValueError("context parallelism has no attention masks: sequences are neither packed nor padded")
-        query, key, value = (_positions_for_heads(tensor, group) for tensor in (query, key, value))
-        out, _ = attend_locally(module, query, key, value, None, **options)
-        return _heads_for_positions(out, group), None
+        out, _ = attend_locally(module, before(query), before(key), before(value), None, **options)
+        return after(out), None
 
-    ALL_ATTENTION_FUNCTIONS.register(_NAME, attend)
-    ALL_MASK_ATTENTION_FUNCTIONS.register(_NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    model.set_attn_implementation(_NAME)
+    trained = weakref.proxy(model)  # the registry must not keep a model's memory
+
+    def build_mask(attention_mask: Any = None, **options: Any) -> Any:
+        """None for the ring's positions, which transformers takes for those of several documents."""
+        if trained.training and attention_mask is None:
+            return None
+        return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](attention_mask=attention_mask, **options)
+
+    name = _RING if ring else _EXCHANGE
+    ALL_ATTENTION_FUNCTIONS.register(name, torch.compiler.disable(attend) if ring else attend)
+    ALL_MASK_ATTENTION_FUNCTIONS.register(name, build_mask)
+    model.set_attn_implementation(name)
 
 
-def own_positions(batch: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
-    """This process's part of the positions of a batch (B, T), with their numbers; all of it without such a split."""
+def own_positions(batch: dict[str, torch.Tensor], model: Any, mesh: Mesh) -> dict[str, torch.Tensor]:
+    """This process's part of the positions of a batch (B, T), with their numbers; all of it without such a split.
+
+    In the ring it is a chunk and its mirror image: late positions attend to more than early ones.
+    """
     if mesh.cp_size == 1:
         return batch
-    length = batch["input_ids"].shape[1] // mesh.cp_size
-    own = slice(length * mesh.cp_rank, length * (mesh.cp_rank + 1))
-    part = {name: tensor[:, own].contiguous() for name, tensor in batch.items()}
-    return part | {"position_ids": torch.arange(own.start, own.stop, device=part["input_ids"].device)[None]}
+    pieces, own = mesh.cp_size, [mesh.cp_rank]
+    if model.config._attn_implementation == _RING:
+        pieces, own = 2 * pieces, [mesh.cp_rank, 2 * pieces - 1 - mesh.cp_rank]
+    tokens = batch["input_ids"]
+    chunks = torch.arange(tokens.shape[1], device=tokens.device).chunk(pieces)
+    positions = torch.cat([chunks[index] for index in own])
+    return {name: tensor[:, positions] for name, tensor in batch.items()} | {"position_ids": positions[None]}
+
+
+def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:
+    """Let torch compute attention of tensors whose positions are split over `mesh` in a ring; returns the split.
+
+    From here on, in all of this process; but no other attention has such tensors.
+    """
+    from torch.distributed.tensor.experimental import _attention as ring
+
+    ring._enable_context_parallel_dispatcher()
+    ring.set_rotate_method(rotation)
+    ring._cp_options.enable_load_balance = True  # as own_positions cuts
+    return partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(2)], run_check=False)
 
 
 def _positions_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:

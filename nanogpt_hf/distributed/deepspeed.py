@@ -129,13 +129,13 @@ def set_flat(parameter: Any, value: torch.Tensor, key: str | None = None) -> Non
 
 def full_state_tensors(
     trained: Mapping[str, torch.nn.Parameter], optimizer: AcceleratedOptimizer
-) -> Iterator[tuple[str, torch.Tensor | None]]:
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The full optimizer state, one tensor after another, as `<parameter>.<key>`."""
     from deepspeed.utils import safe_get_full_optimizer_state
 
     for name, parameter in trained.items():
         for key in ADAMW_STATE:
-            yield f"{name}.{key}", safe_get_full_optimizer_state(parameter, key)
+            yield f"{name}.{key}", cast(torch.Tensor, safe_get_full_optimizer_state(parameter, key))
     steps = torch.as_tensor(next(_states(optimizer))["step"], dtype=torch.float32)
     for name in trained:
         yield f"{name}.step", steps.clone()

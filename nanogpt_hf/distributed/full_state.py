@@ -5,6 +5,7 @@ Saved tensors are float32 and have our names, so a run can be resumed under anot
 are collectives: all processes call them.
 """
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
@@ -50,36 +51,30 @@ def _parameters_of_all_stages(accelerator: Accelerator, model: torch.nn.Module) 
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
-    if not is_zero(accelerator):
-        return _collect(accelerator, model, ((n, _full(tensor)) for n, tensor in held_weights(accelerator, model)))
-    parameters = named_parameters(accelerator, model).items()
-    return _collect(accelerator, model, ((name, deepspeed.full_weight(parameter)) for name, parameter in parameters))
-
-
-def full_optimizer_state(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer
-) -> dict[str, torch.Tensor]:
-    """The full optimizer state on the main process's CPU, as `<parameter>.<key>`; {} on other processes."""
-    if not is_zero(accelerator):
-        held = held_optimizer_state(accelerator, model, optimizer)
-        return _collect(accelerator, model, ((name, _full(tensor)) for name, tensor in held))
-    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
-    return _collect(accelerator, model, deepspeed.full_state_tensors(trained, optimizer))
+    pipeline = pipeline_of(model)
+    keep = pipeline.is_main_of_stage if pipeline else accelerator.is_main_process
+    # only one full tensor at a time is on the device
+    tensors = ((name, _full(tensor)) for name, tensor in held_weights(accelerator, model))
+    full = {name: tensor.cpu() for name, tensor in tensors if keep}
+    return pipeline.gather(full) if pipeline else full
 
 
 def held_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
-    """The weights as this process has them: whole, or DTensors."""
+    """The weights as this process has them: whole, or DTensors; ZeRO's are gathered, one after another."""
     for name, parameter in named_parameters(accelerator, model).items():
-        yield name, parameter.detach()
+        yield name, deepspeed.full_weight(parameter) if is_zero(accelerator) else parameter.detach()
 
 
 def held_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> Tensors:
-    """The optimizer state as this process has it, in float32, as `<parameter>.<key>`; not under ZeRO."""
+    """The optimizer state as `held_weights` has the weights, in float32, as `<parameter>.<key>`."""
     check_optimizer_state(accelerator, model, optimizer)
-    for name, parameter in named_parameters(accelerator, model).items():
-        if parameter.requires_grad:
-            for key, value in optimizer.state[parameter].items():
-                yield f"{name}.{key}", as_float32(value).detach()
+    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    if is_zero(accelerator):
+        yield from deepspeed.full_state_tensors(trained, optimizer)
+        return
+    for name, parameter in trained.items():
+        for key, value in optimizer.state[parameter].items():
+            yield f"{name}.{key}", as_float32(value).detach()
 
 
 def box_of(parameter: torch.Tensor) -> Box:
@@ -102,16 +97,32 @@ def box_of(parameter: torch.Tensor) -> Box:
 def owned_boxes(accelerator: Accelerator, model: torch.nn.Module) -> tuple[dict[str, Box], list[int]]:
     """The parts of parameters that this process saves, and the ranks that save any.
 
-    Of processes that have the same part the lowest rank saves it.
+    Of processes that have the same part the lowest rank saves it. Under ZeRO all gather each tensor, and each saves
+    about as many bytes of whole ones.
     """
-    boxes = {name: box_of(parameter) for name, parameter in named_parameters(accelerator, model).items()}
+    parameters, mesh = named_parameters(accelerator, model), Mesh.from_environment()
+    boxes = {name: box_of(parameter) for name, parameter in parameters.items()}
     owners: dict[tuple[str, Box], int] = {}
-    for rank, held in enumerate(gather_object([boxes])):
-        for item in held.items():
-            owners.setdefault(item, rank)
-    rank = Mesh.from_environment().rank
-    owned = {name: box for name, box in boxes.items() if owners[name, box] == rank and not box.is_empty}
+    if is_zero(accelerator):
+        loads = [0] * mesh.world_size
+        sizes = {n: full_shape(p).numel() * (12 if p.requires_grad else 4) for n, p in parameters.items()}
+        for name in sorted(sizes, key=lambda name: -sizes[name]):
+            owners[name, boxes[name]] = rank = loads.index(min(loads))
+            loads[rank] += sizes[name]
+    else:
+        for rank, held in enumerate(gather_object([boxes])):
+            for item in held.items():
+                owners.setdefault(item, rank)
+    owned = {name: box for name, box in boxes.items() if owners[name, box] == mesh.rank and not box.is_empty}
     return owned, sorted({owner for (_, box), owner in owners.items() if not box.is_empty})
+
+
+def saved_bytes(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> int:
+    """Bytes of the parts of weights and optimizer state that this process saves, in float32."""
+    owned, _ = owned_boxes(accelerator, model)
+    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    keys = state_keys(optimizer, trained)
+    return sum(4 * math.prod(box.shape) * (1 + len(keys.get(name, ()))) for name, box in owned.items())
 
 
 def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:
@@ -260,16 +271,6 @@ def reset_optimizer_state(accelerator: Accelerator, optimizer: AcceleratedOptimi
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _collect(
-    accelerator: Accelerator, model: torch.nn.Module, tensors: Iterator[tuple[str, torch.Tensor | None]]
-) -> dict[str, torch.Tensor]:
-    pipeline = pipeline_of(model)
-    keep = pipeline.is_main_of_stage if pipeline else accelerator.is_main_process
-    # only one full tensor at a time is on the device
-    full = {name: cast(torch.Tensor, tensor).cpu() for name, tensor in tensors if keep}
-    return pipeline.gather(full) if pipeline else full
 
 
 def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:

@@ -2,17 +2,16 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import has_conversations
-from nanogpt_hf.distributed.context_parallel import exchange_heads
-from nanogpt_hf.distributed.mesh import SCHEDULES, Mesh
+from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring, share_positions
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -31,8 +30,7 @@ class Machine:
     sharding: Literal["none", "fsdp", "zero"] = "none"
     precision: str = "no"
     compiles: bool = False
-    checkpoints: bool = False  # activations
-    reshards: bool = False  # FSDP2: weights after each forward pass
+    device: str = "cpu"
 
 
 def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
@@ -41,7 +39,9 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
     if mesh.tp_size > 1:
         split_matrices(model, device_mesh["tp"])
     if mesh.cp_size > 1:
-        exchange_heads(model, device_mesh["cp"])
+        handler: Any = cast(Any, accelerator.parallelism_config).cp_handler
+        ring = needs_ring(model.config, mesh.tp_size * mesh.cp_size)
+        share_positions(model, device_mesh["cp"], ring=ring, rotation=handler.cp_comm_strategy)
 
 
 def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
@@ -50,8 +50,6 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, 
     Checks that the sizes which the accelerate config states multiply to the number of processes, too.
     """
     _check_sizes(mesh, machine, sizes)
-    if mesh.pp_schedule not in SCHEDULES:
-        raise UserError(f"parallelism_config: pp_schedule {mesh.pp_schedule!r} is none of {', '.join(SCHEDULES)}")
     for size, kind, problem in (
         (mesh.tp_size, "tensor parallelism", _without_tensor_parallelism),
         (mesh.cp_size, "context parallelism", _without_context_parallelism),
@@ -119,7 +117,7 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
         return f"model.architecture: {error}"
     if machine.compiles and "heads" in plan.values():
         return f"norms of heads, as of {config.model.architecture}, cannot be compiled; set dynamo_backend 'NO'"
-    heads, kv_heads = _heads(model)
+    heads, kv_heads = heads_of(model.config)
     widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
     layers: dict[str, Any] = {name: block.get_submodule(name) for name in plan}
     widths |= {f"the width of {name}": layers[name].out_features for name in plan if plan[name] == "outputs"}
@@ -151,10 +149,27 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
     if window is not None and window < block_size:
         return f"model.architecture: {config.model.architecture} attends to a window of {window} tokens of {block_size}"
     each = mesh.tp_size * mesh.cp_size
-    for name, heads in zip(("model.n_head", "model.n_kv_head"), _heads(model), strict=True):
-        if heads % each:
-            product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
-            return f"{name} is {heads}, which {product} processes do not divide"
+    return _without_ring(config, model, mesh, machine) if needs_ring(model.config, each) else None
+
+
+def _without_ring(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:
+    """The reason why a recipe whose heads cannot be exchanged cannot be trained by ring attention; None if it can."""
+    if (machine.device, machine.precision) not in RING_MACHINES:
+        names = zip(("model.n_head", "model.n_kv_head"), heads_of(model.config), strict=True)
+        each = mesh.tp_size * mesh.cp_size
+        name, heads = next((name, heads) for name, heads in names if heads % each)
+        product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
+        return (
+            f"{name} is {heads}, which {product} processes do not divide, and ring attention, which needs no such "
+            "sizes, runs only on CUDA GPUs with mixed_precision bf16; set other sizes, or use such GPUs"
+        )
+    if config.data.block_size % (2 * mesh.cp_size):
+        return (
+            f"data.block_size is {config.data.block_size}, which does not divide into the 2 × {mesh.cp_size} equal "
+            "parts of ring attention; set a multiple"
+        )
+    if any("drop" in name and value for name, value in model.config.to_dict().items()):
+        return "ring attention has no dropout: its backward pass would draw other masks; set model.dropout 0"
     return None
 
 
@@ -176,21 +191,13 @@ def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[
         return f"finetune.{knob} is not supported; leave it out, or use accelerate_configs/fsdp2.yaml"
     if config.model.n_layer < mesh.pp_size:
         return f"model.n_layer is {config.model.n_layer}, fewer than the stages"
-    if mesh.pp_schedule == "zero_bubble" and (reason := _without_zero_bubble(machine)):
-        return f"pp_schedule zero_bubble: {reason}, or pp_schedule 1f1b"
     train, block_size = config.train, config.data.block_size
     sequences = train.tokens_per_step // (block_size * mesh.dp_size)
-    micro_batches = sequences // train.min_micro_batch_size
-    if not mesh.fills_pipeline(micro_batches):
-        problem, remedy = "fewer micro-batches than stages", "raise train.tokens_per_step"
-        if rounds := micro_batches // mesh.pp_size:
-            problem = f"pp_schedule zero_bubble cannot divide {micro_batches} micro-batches into {rounds} equal rounds"
-            remedy = "set pp_schedule 1f1b"
-        fitting = [size for size in divisors(sequences) if mesh.fills_pipeline(sequences // size)]
-        smaller = f"set train.micro_batch_size to {max(fitting)} or " if fitting else ""
+    if sequences // train.min_micro_batch_size < mesh.pp_size:
+        smaller = f"lower train.micro_batch_size to {most} or " if (most := sequences // mesh.pp_size) else ""
         return (
             f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
-            f"{train.min_micro_batch_size}: {problem}; {smaller}{remedy}"
+            f"{train.min_micro_batch_size}: fewer micro-batches than stages; {smaller}raise train.tokens_per_step"
         )
     try:
         check_stages(config.model)
@@ -199,25 +206,8 @@ def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[
     return None
 
 
-def _without_zero_bubble(machine: Machine) -> str | None:
-    """The reason why the machine cannot run the backward pass in two parts, for inputs and for weights."""
-    if machine.compiles:
-        return "a compiled block runs its backward pass as a whole; set dynamo_backend 'NO'"
-    if machine.checkpoints:
-        return "every part of the backward pass would repeat the forward pass; set fsdp_activation_checkpointing false"
-    if machine.reshards:
-        return "the weights of a stage stay gathered until the end of a step; set fsdp_reshard_after_forward false"
-    return None
-
-
 def _meta_model(config: Config) -> PreTrainedModel:
     """A model of the recipe's sizes on the meta device; its vocabulary does not matter here."""
     model_config = build_config(config.model, vocab_size=256)
     with torch.device("meta"):
         return architecture_of(model_config).model_class(model_config)
-
-
-def _heads(model: Any) -> tuple[int, int]:
-    """Heads of queries, and of keys and values."""
-    heads = model.config.num_attention_heads
-    return heads, getattr(model.config, "num_key_value_heads", None) or heads

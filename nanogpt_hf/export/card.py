@@ -1,20 +1,20 @@
 """Write the model card (README.md of a model folder): training, evaluation, limits, licence, recipe."""
 
 import math
-import re
 from datetime import timedelta
 
 from huggingface_hub import EvalResult, ModelCardData
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.config.schema import Config, DataSection, OptimSection
 from nanogpt_hf.config.sources import has_conversations, is_mixture, source_text, sources_of
 from nanogpt_hf.data.bpe import TRAINING_BYTES
 from nanogpt_hf.data.interleave import Interleave
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.mixed_manifest import MixedManifest, PreparedSource
 from nanogpt_hf.data.source import BUILT_IN
+from nanogpt_hf.export.markdown import escape, fact_table, fenced, inline_code
 from nanogpt_hf.export.staging import PATH_PLACEHOLDER
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
@@ -46,14 +46,14 @@ def model_card(
         model_name=config.name if results else None,
         eval_results=results or None,
     )
-    start = f"fine-tuned from {_code(base_model)}" if base_model else "trained from scratch"
-    origin = f"{start} on {_code(source)} with nanogpt_hf"
+    start = f"fine-tuned from {inline_code(base_model)}" if base_model else "trained from scratch"
+    origin = f"{start} on {inline_code(source)} with nanogpt_hf"
     sections = [
-        ("Training", _table(_training(config, manifest, state, machine))),
+        ("Training", fact_table(_training(config, manifest, state, machine))),
         ("Evaluation", _evaluation(config, manifest, state)),
         ("Limits", _limits(config, model_config)),
         ("Licence", _licence(config.hub.license, base_model)),
-        ("Recipe", _fenced(config_to_yaml(config).rstrip(), "yaml")),
+        ("Recipe", fenced(config_to_yaml(config).rstrip(), "yaml")),
     ]
     return _card(config.name, model_config, origin, metadata, sections, config.lora.rank if adapter else None)
 
@@ -61,7 +61,7 @@ def model_card(
 def imported_card(name: str, model_config: PreTrainedConfig, facts: dict[str, str]) -> str:
     """The card of a model that nanoGPT trained, which has no recipe."""
     origin = "trained by nanoGPT and imported with nanogpt_hf"
-    sections = [("Training", _table(facts)), ("Licence", _licence(None, None))]
+    sections = [("Training", fact_table(facts)), ("Licence", _licence(None, None))]
     return _card(name, model_config, origin, ModelCardData(), sections)
 
 
@@ -141,16 +141,7 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
             f"sequences; {part.manifest.train.tokens:,} tokens; revision {part.manifest.revision}"
             for part, count in zip(manifest.sources, counts, strict=True)
         }
-    optimizer = f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
-    if optim.state == "8bit":
-        optimizer += ", 8-bit state (torchao)"
-    rate = f"{optim.learning_rate:g}, {optim.schedule}"
-    if optim.schedule != "constant":
-        rate += f" to {optim.min_learning_rate:g}"
-    if optim.name == "muon":
-        muon = f"Muon, Nesterov momentum {optim.muon_momentum:g}, update scale {optim.muon_scale}"
-        optimizer = f"{muon}, for the matrices inside the blocks; for the rest {optimizer}"
-        rate = f"{optim.muon_learning_rate:g} (Muon) and {rate} (AdamW)"
+    optimizer, rate = _optimizer(optim)
     return {
         **sources,
         "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens{_tokenizer_training(config)}",
@@ -169,6 +160,21 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
     }
 
 
+def _optimizer(optim: OptimSection) -> tuple[str, str]:
+    """The optimizer and its learning rates."""
+    optimizer = f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
+    if optim.state == "8bit":
+        optimizer += ", 8-bit state (torchao)"
+    rate = f"{optim.learning_rate:g}, {optim.schedule}"
+    if optim.schedule != "constant":
+        rate += f" to {optim.min_learning_rate:g}"
+    if optim.name == "muon":
+        muon = f"Muon, Nesterov momentum {optim.muon_momentum:g}, update scale {optim.muon_scale}"
+        optimizer = f"{muon}, for the matrices inside the blocks; for the rest {optimizer}"
+        rate = f"{optim.muon_learning_rate:g} (Muon) and {rate} (AdamW)"
+    return optimizer, rate
+
+
 def _tokenizer_training(config: Config) -> str:
     if config.data.tokenizer != "bpe":
         return ""
@@ -184,7 +190,7 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
     if state.evaluation is None:
         return "Not measured."
     result = state.evaluation
-    table = _table(
+    table = fact_table(
         {
             "validation loss": f"{format_number(result.loss, 4)} nats per token",
             "perplexity": f"{format_number(result.perplexity, 2)} per token",
@@ -197,7 +203,7 @@ def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
             "shares of the training sequences; bytes per token are weighted alike."
         )
     elif config.data.validation_split:
-        split = f"The validation split is {_code(config.data.validation_split)} of the data set."
+        split = f"The validation split is {inline_code(config.data.validation_split)} of the data set."
     elif "validation_fraction" in manifest.recipe:
         split = (
             f"The validation split is {config.data.validation_fraction:.4g} of the text, held out before training: "
@@ -241,32 +247,10 @@ def _limits(config: Config, model_config: PreTrainedConfig) -> str:
 
 
 def _licence(licence: str | None, base_model: str | None) -> str:
-    sentences = [f"{_code(licence)}, as stated by the author of the run." if licence else "Not stated."]
+    sentences = [f"{inline_code(licence)}, as stated by the author of the run." if licence else "Not stated."]
     if base_model:
-        sentences.append(f"The terms of {_code(base_model)} apply as well.")
+        sentences.append(f"The terms of {inline_code(base_model)} apply as well.")
     return " ".join([*sentences, "The terms of the training text are not recorded here."])
-
-
-def _table(facts: dict[str, str]) -> str:
-    return "\n".join(["| | |", "|---|---|", *(f"| {_text(name)} | {_text(value)} |" for name, value in facts.items())])
-
-
-def _text(value: str) -> str:
-    """Escape a string for one line of Markdown: no HTML, link, image or end of a table cell."""
-    line = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(value.split()))
-    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _code(value: str) -> str:
-    """A string as inline code, between more backticks than it contains, so that it cannot end the code."""
-    line = " ".join(value.split())
-    ticks = "`" * (1 + max((len(run) for run in re.findall("`+", line)), default=0))
-    return f"{ticks} {line} {ticks}" if "`" in line else f"{ticks}{line}{ticks}"
-
-
-def _fenced(text: str, language: str) -> str:
-    ticks = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", text)), default=0))
-    return f"{ticks}{language}\n{text}\n{ticks}"
 
 
 def _card(
@@ -300,7 +284,7 @@ def _card(
 {metadata.to_yaml()}
 ---
 
-# {_text(name)}
+# {escape(name)}
 
 {what}, {origin}.
 

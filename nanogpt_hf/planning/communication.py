@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from nanogpt_hf.distributed.context_parallel import heads_of, needs_ring
 from nanogpt_hf.planning.counts import Counts, CountsOf, stages_of
 from nanogpt_hf.planning.placement import Placement
 
@@ -51,7 +52,9 @@ def transfers(
     shards over the copies, once. Tensor parallelism sums the output of attention and of the MLP in the forward pass,
     the gradients of their inputs in the backward pass (Megatron-LM, arXiv:1909.08053, section 3), the embedding's
     output and the gradient of the head's input. Context parallelism exchanges queries, keys, values and outputs
-    (Ulysses, arXiv:2309.14509). A stage of a pipeline sends activations on and their gradients back.
+    (Ulysses, arXiv:2309.14509); its ring sends keys and values past the other devices in each pass (arXiv:2310.01889),
+    and their gradients in float32 around to where they came from. A stage of a pipeline sends activations on and their
+    gradients back.
     """
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
     counts_of = counts_of or Counts.of
@@ -89,10 +92,14 @@ def transfers(
         sums = (4 + 2 * again) * blocks + 2
         add("tensor-parallel all-reduces", all_reduce_bytes(sums * value * values, place.tp), place.tp, 1)
     if place.cp > 1:
-        heads = config.num_attention_heads
-        ratio = (2 * heads + 2 * (getattr(config, "num_key_value_heads", None) or heads)) / heads / place.tp
-        exchanged = (2 + again) * blocks * ratio * value * values
-        add("context-parallel exchanges", all_gather_bytes(exchanged, place.cp), place.cp, place.tp)
+        heads, kv_heads = heads_of(config)
+        if needs_ring(config, place.tp * place.cp):
+            around = (2 + again) * (place.cp - 1) * value + place.cp * 4
+            size = blocks * 2 * kv_heads / heads / place.tp * values * around
+        else:
+            exchanged = (2 + again) * blocks * 2 * (heads + kv_heads) / heads / place.tp * value * values
+            size = all_gather_bytes(exchanged, place.cp)
+        add("context-parallel exchanges", size, place.cp, place.tp)
     if place.pp > 1:
         add("activations between stages", min(2, place.pp - 1) * place.residual_bytes * values, place.pp, stages_apart)
         if config.tie_word_embeddings:

@@ -4,6 +4,7 @@ The sums follow from the model, its loss and training/step.py: what autograd sav
 gradients are allocated and freed. tests/planning/test_footprint.py compares them with torch's allocator.
 """
 
+import dataclasses
 import math
 from collections import Counter
 from dataclasses import dataclass
@@ -21,7 +22,8 @@ from nanogpt_hf.planning.activations import narrower, saved_block_bytes
 from nanogpt_hf.planning.counts import Counts, CountsOf, Stage, stages_of
 from nanogpt_hf.planning.placement import Placement
 
-PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits")
+CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
+PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits", CHECKPOINT)
 LOSS, TOP, BOTTOM, EMBEDDING = "the loss", "the top block", "the bottom block", "the embedding's gradient"
 MUON = "Muon's update"  # a phase with optim.name muon only
 
@@ -35,6 +37,7 @@ class Footprint:
 
     phases: dict[str, dict[str, float]]
     offloaded: float  # bytes per process in host memory instead
+    host_copy: float  # bytes per machine with GPUs, in host memory, for the copy of a checkpoint
 
     @property
     def peak_phase(self) -> str:
@@ -88,12 +91,12 @@ def _footprint(
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
     passing = residual + value * rows * _mlp_gradient_values(model, place.tp)
     recomputed = full_block if place.checkpointing else 0
-    if optim.name == "adamw" and optim.state == "float32":
-        optimizer_bytes = 8 * counts.trainable / place.shards
-    else:
-        optimizer_bytes = optimizer_state_bytes(model, optim, place.shards)
-        optimizer_bytes *= counts.trainable / model.num_parameters(only_trainable=True)
-    state, offloaded = _state(counts, place, optimizer_bytes)
+    state, offloaded = _state(counts, place, _optimizer_bytes(model, counts, place, optim))
+    in_float32 = dataclasses.replace(optim, state="float32")
+    checkpoint = 4 * counts.total / place.shards + _optimizer_bytes(model, counts, place, in_float32)
+    savers = min(place.per_machine, place.processes // place.copies)  # processes of a machine: of copies one is saved
+    host_copy = 0 if place.on_cpu else savers * checkpoint
+    state[CHECKPOINT] = checkpoint if place.on_cpu else 0.0
     gradients = state.pop("gradients")
     accumulated = gradients if accumulates else 0
     head = 0  # a gradient of the head, not yet reduced
@@ -134,7 +137,7 @@ def _footprint(
     if optim.name == "muon":
         phases[MUON] = {"gradients": gradients, "copies": _muon_buffers(model, place)}
     zeros = dict.fromkeys(PARTS, 0.0)
-    return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded)
+    return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded, host_copy)
 
 
 def _loss(model: PreTrainedModel, counts: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
@@ -224,6 +227,14 @@ def optimizer_state_bytes(model: PreTrainedModel, optim: OptimSection, shards: i
         return (8 * sum(p.numel() for p in trained) - 4 * halved) / shards
     # sharded by rows: the first process has the largest share
     return sum(bytes_in_8_bits(math.ceil(len(p) / shards) * math.prod(p.shape[1:])) for p in trained)
+
+
+def _optimizer_bytes(model: PreTrainedModel, counts: Counts, place: Placement, optim: OptimSection) -> float:
+    """Bytes of the optimizer state of the part of the model that `counts` counts, on one process."""
+    if optim.name == "adamw" and optim.state == "float32":
+        return 8 * counts.trainable / place.shards
+    share = counts.trainable / model.num_parameters(only_trainable=True)
+    return share * optimizer_state_bytes(model, optim, place.shards)
 
 
 def _muon_buffers(model: PreTrainedModel, place: Placement) -> float:

@@ -146,7 +146,7 @@ def problem_with(config: Config, cluster: Cluster, tp: int, cp: int) -> str | No
     }
     mesh = Mesh(world_size=cluster.gpus, tp_size=tp, cp_size=cp)
     try:
-        check_layout(config, mesh, Machine(sharding, "bf16"), sizes)
+        check_layout(config, mesh, Machine(sharding, "bf16", device="cuda"), sizes)
     except UserError as error:
         return str(error)
     return None

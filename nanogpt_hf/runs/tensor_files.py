@@ -8,14 +8,14 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 
-_CHUNK = 2**22  # bytes written at a time
+_CHUNK = 2**22  # bytes written or sent at a time; torch's key-value store takes at most 8 MiB
 _SERIAL = 2**15  # values per operation: torch starts no threads below that, which would compete with the training
 _SLICES = "slices"
 _DTYPES = {
@@ -73,8 +73,24 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def write_tensors(path: Path, parts: Mapping[str, Part]) -> WrittenFile:
     """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum and size.
 
+    Raises as `stream_tensors`.
+    """
+    with path.open("wb", buffering=0) as file:
+
+        def write(data: memoryview) -> None:
+            while data:
+                data = data[file.write(data) :]
+
+        written = stream_tensors(parts, write)
+        os.fsync(file.fileno())
+    return written
+
+
+def stream_tensors(parts: Mapping[str, Part], write: Callable[[memoryview], None]) -> WrittenFile:
+    """Pass a safetensors file with parts of tensors to `write` in chunks; return the file's checksum and size.
+
     Holds Python's global lock only briefly, so that it does not delay another thread. Raises NotFiniteError before it
-    writes a tensor with an infinite or NaN value.
+    passes on a tensor with an infinite or NaN value.
     """
     parts = dict(sorted(parts.items(), key=lambda item: (-item[1].values.element_size(), item[0])))  # keeps alignment
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -90,24 +106,23 @@ def write_tensors(path: Path, parts: Mapping[str, Part]) -> WrittenFile:
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest, size = hashlib.sha256(), 0
-    with path.open("wb", buffering=0) as file:
-        for data in _contents(len(head).to_bytes(8, "little") + head, parts):
-            digest.update(data)
-            while data:
-                written = file.write(data)
-                size, data = size + written, data[written:]
-        os.fsync(file.fileno())
+    for data in _contents(len(head).to_bytes(8, "little") + head, parts):
+        digest.update(data)
+        write(data)
+        size += len(data)
     return WrittenFile(digest.hexdigest(), size)
 
 
 def _contents(head: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
-    yield memoryview(head)
+    yield from _chunks(memoryview(head))
     for name, part in parts.items():
         if not is_finite(part.values):
             raise NotFiniteError(name)
-        data = memoryview(cast(Any, part.values.reshape(-1).view(torch.uint8).numpy()))
-        for start in range(0, len(data), _CHUNK):
-            yield data[start : start + _CHUNK]
+        yield from _chunks(memoryview(cast(Any, part.values.reshape(-1).view(torch.uint8).numpy())))
+
+
+def _chunks(data: memoryview) -> Iterator[memoryview]:
+    return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
 
 
 class TensorFiles(Mapping[str, torch.Tensor]):

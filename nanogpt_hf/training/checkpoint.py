@@ -7,7 +7,6 @@ import json
 import logging
 import re
 import typing
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,45 +81,61 @@ def _damage_named(folder: Path) -> typing.Iterator[None]:
         raise RunFolderError(f"{folder}: damaged checkpoint: {error}") from None
 
 
-def read_checkpoint(folder: Path, *, verify: bool = True) -> Checkpoint:
-    """Open a checkpoint; the tensors are read when they are asked for.
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Open a checkpoint after verifying its files; the tensors are read when they are asked for.
 
-    Raises RunFolderError if a file is missing, a field has another type, or, with `verify`, `verify_files` does.
+    Raises RunFolderError if a file is missing, a field has another type, a byte has changed, or a value is not finite.
     """
+    facts, _ = _read_facts(folder)
+    _verify_tensors(folder)
+    return _open(folder, facts)
+
+
+def _read_facts(folder: Path) -> tuple[dict[str, Any], str]:
+    """The run state, and the digest of the checksums. Raises RunFolderError if one is damaged or a file is missing."""
     with _damage_named(folder):
         for name in (STATE, CHECKSUMS):
             _check_file(folder / name)
-        checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        names = sorted(name for name in checksums if _TENSORS.fullmatch(name))
-        for name in names or (f"{MODEL}.safetensors",):
+        for name in _tensor_files(folder) or (f"{MODEL}.safetensors",):
             _check_file(folder / name)
-        if file_digest(folder / STATE) != checksums[STATE]:
+        if file_digest(folder / STATE) != _checksums(folder)[STATE]:
             raise ValueError(f"{STATE} was changed after it was written")
         facts = json.loads((folder / STATE).read_text(encoding="utf-8"))
         _check_facts(facts, step_of(folder))
-    if verify:
-        verify_files(folder, names)
+        return facts, file_digest(folder / CHECKSUMS)
+
+
+def _verify_tensors(folder: Path, index: int = 0, count: int = 1) -> None:
+    """Verify the checksums of the files with tensors, and that values are finite: the `index`th of `count` shares."""
     with _damage_named(folder):
-        files = [[folder / n for n in names if n.startswith(kind)] for kind in (MODEL, OPTIMIZER)]
-        return Checkpoint(TensorFiles(files[0]), TensorFiles(files[1]), facts)
-
-
-def _check_file(path: Path) -> None:
-    if not path.is_file():  # reading a pipe or a device may never end
-        raise ValueError(f"{path.name} is {'not a regular file' if path.exists() else 'missing'}")
-
-
-def verify_files(folder: Path, names: list[str]) -> None:
-    """Raises RunFolderError if a byte of a checkpoint's files with tensors has changed, or a value is not finite."""
-    with _damage_named(folder):
-        checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
-        for name in names:
+        checksums = _checksums(folder)
+        for name in _tensor_files(folder)[index::count]:
             if file_digest(folder / name) != checksums[name]:
                 raise ValueError(f"{name} was changed after it was written")
             with safe_open(folder / name, "pt") as file:
                 for tensor in file.keys():  # noqa: SIM118  (not a mapping)
                     if not is_finite(file.get_tensor(tensor)):
                         raise ValueError(f"{tensor} is not finite: the run had diverged")
+
+
+def _open(folder: Path, facts: dict[str, Any]) -> Checkpoint:
+    with _damage_named(folder):
+        names = _tensor_files(folder)
+        files = [[folder / n for n in names if n.startswith(kind)] for kind in (MODEL, OPTIMIZER)]
+        return Checkpoint(TensorFiles(files[0]), TensorFiles(files[1]), facts)
+
+
+def _checksums(folder: Path) -> dict[str, str]:
+    return json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
+
+
+def _tensor_files(folder: Path) -> list[str]:
+    return sorted(name for name in _checksums(folder) if _TENSORS.fullmatch(name))
+
+
+def _check_file(path: Path) -> None:
+    if not path.is_file():  # reading a pipe or a device may never end
+        raise ValueError(f"{path.name} is {'not a regular file' if path.exists() else 'missing'}")
 
 
 def _check_facts(facts: Any, step: int) -> None:
@@ -153,25 +168,61 @@ def _check_fields(kind: type, values: Any) -> None:
             raise ValueError(f"{STATE}: {name} is {value!r:.80}")
 
 
-def _newest_intact(run: RunFolder, log: Callable[[int, str], None]) -> Checkpoint:
-    for folder in reversed(run.checkpoint_folders()):
+def newest_step(accelerator: Accelerator, run: RunFolder) -> int:
+    """The step of the newest intact checkpoint, or 0; the same on all processes."""
+    with contextlib.suppress(RunFolderError):
+        return step_of(_newest_intact(accelerator, run, log=False)[0])
+    return 0
+
+
+def _newest_intact(
+    accelerator: Accelerator, run: RunFolder, *, log: bool = True
+) -> tuple[Path, dict[str, Any], Checkpoint | None]:
+    """The newest intact checkpoint: its folder, its facts, and its files if this process finds them; a collective.
+
+    The processes that find them verify a share each. Raises RunFolderError on all processes if no checkpoint is intact.
+    """
+    rank, log = accelerator.process_index, log and accelerator.is_main_process
+    folders = [run.checkpoint_folders() if accelerator.is_main_process else []]
+    for folder in reversed(broadcast_object_list(folders, from_process=0)[0]):
         try:
-            read = read_checkpoint(folder)
+            head: list[Any] = [None]
+            with _errors_of_all():
+                head = [_read_facts(folder) if accelerator.is_main_process else None]
+            facts, digest = broadcast_object_list(head, from_process=0)[0]
+            readers = [reader for reader, sees in enumerate(gather_object([_is_same(folder, digest)])) if sees]
+            with _errors_of_all():
+                if rank in readers:
+                    _verify_tensors(folder, readers.index(rank), len(readers))
+            with _errors_of_all():
+                saved = _open(folder, facts) if rank in readers else None
         except RunFolderError as error:
-            log(logging.WARNING, f"{error}; trying an older one")
+            if log:
+                logger.warning(f"{error}; trying an older one")
             continue
-        log(logging.INFO, f"resuming from {folder}")
-        return read
+        if log:
+            logger.info(f"resuming from {folder}")
+        return folder, facts, saved
     raise RunFolderError(f"{run.checkpoints}: all checkpoints are damaged; start again with --overwrite")
 
 
-def newest_step(accelerator: Accelerator, run: RunFolder) -> int:
-    """The step of the newest intact checkpoint, or 0; the same on all processes."""
-    step = [0]
-    if accelerator.is_main_process:
-        with contextlib.suppress(RunFolderError):
-            step = [_newest_intact(run, lambda level, line: None).facts["step"]]
-    return broadcast_object_list(step, from_process=0)[0]
+@contextlib.contextmanager
+def _errors_of_all() -> typing.Iterator[None]:
+    """Context that raises RunFolderError on all processes if it is raised on one; a collective at the end."""
+    error = None
+    try:
+        yield
+    except RunFolderError as caught:
+        error = caught
+    if errors := [error for error in gather_object([error]) if error is not None]:
+        raise errors[0]
+
+
+def _is_same(folder: Path, digest: str) -> bool:
+    """Whether this process sees the checkpoint that the main process does; another host may not have it."""
+    with contextlib.suppress(OSError):
+        return file_digest(folder / CHECKSUMS) == digest
+    return False
 
 
 def load_checkpoint(
@@ -188,29 +239,20 @@ def load_checkpoint(
     of them, and changes nothing, if no checkpoint is intact, or it belongs to another model, or to another run than
     `identity`. A checkpoint without an identity (older versions) is accepted.
     """
-    saved, message = None, [None]
-    if accelerator.is_main_process:
-        try:
-            saved = _newest_intact(run, logger.log)
-            if identity and saved.facts.get("identity") and (differ := differences(saved.facts["identity"], identity)):
+    folder, facts, saved = _newest_intact(accelerator, run)
+    head: list[Any] = [None]
+    with _errors_of_all():
+        if saved and accelerator.is_main_process:
+            if identity and facts.get("identity") and (differ := differences(facts["identity"], identity)):
                 raise RunFolderError(
                     f"{run.checkpoints}: the newest checkpoint is of another run or other data: {'; '.join(differ)}; "
                     "use the recipe and data it was trained with, or start again with --overwrite"
                 )
-            layouts = (saved.weights.layout, saved.optimizer_state.layout)
-            digest = file_digest(run.checkpoint(saved.facts["step"]) / CHECKSUMS)
-            message = [(saved.facts | {"has_best": run.best.is_dir()}, layouts, digest)]
-        except RunFolderError as error:
-            message = [error]
-    broadcast_object_list(message, from_process=0)
-    if isinstance(message[0], RunFolderError):
-        raise message[0]
-    facts, layouts, digest = typing.cast(Any, message[0])
-    folder = run.checkpoint(facts["step"])
+            head = [((saved.weights.layout, saved.optimizer_state.layout), run.best.is_dir())]
+    layouts, has_best = broadcast_object_list(head, from_process=0)[0]
     if difference := first_mismatch(accelerator, model, optimizer, *layouts):
         raise RunFolderError(f"{folder}: is of another model: {difference}; has the recipe's model changed?")
 
-    saved = saved or _same_checkpoint(folder, digest)
     readable = all(gather_object([saved is not None]))  # by all processes
     files = saved[:2] if saved and (readable or accelerator.is_main_process) else (None, None)
     weights, optimizer_state = (
@@ -223,20 +265,10 @@ def load_checkpoint(
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)
     evaluation = facts.pop("evaluation")
-    if (
-        not facts.pop("has_best") and facts["best_step"] is not None
-    ):  # best/ was removed: the next evaluation writes a new one
+    if not has_best and facts["best_step"] is not None:  # best/ was removed: the next evaluation writes a new one
         facts |= {"best_loss": None, "best_step": None, "evaluated_step": -1}
     facts["identity"] = identity or facts.get("identity")
     return TrainState(**facts, evaluation=evaluation and Evaluation(**evaluation))
-
-
-def _same_checkpoint(folder: Path, digest: str) -> Checkpoint | None:
-    """The checkpoint in `folder`, if it is the one that the main process chose; another host may not have it."""
-    with contextlib.suppress(OSError, RunFolderError):
-        if file_digest(folder / CHECKSUMS) == digest:
-            return read_checkpoint(folder, verify=False)
-    return None
 
 
 def _read_by_all(files: TensorFiles) -> Fetch:

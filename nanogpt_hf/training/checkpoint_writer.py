@@ -1,11 +1,9 @@
 """Save checkpoints in the background: each process copies its parts to CPU memory, and a thread writes them.
 
-A checkpoint is whole or absent. All processes write into a hidden folder and report their files and checksums to the
-main process, through the launcher's key-value store, since a collective would wait for the training. When all files are
-complete, the main process gives the folder its name.
+A checkpoint is whole or absent. All processes write into a hidden folder, or send their files to the main process if
+they do not see it, and report the checksums. When all files are complete, the main process gives the folder its name.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import json
@@ -15,7 +13,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -24,30 +22,28 @@ import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
-from torch.distributed.distributed_c10d import Store
 from torch.distributed.tensor import DTensor
 
-from nanogpt_hf.distributed.deepspeed import is_zero
+from nanogpt_hf.distributed.channel import Channel
 from nanogpt_hf.distributed.full_state import (
-    full_optimizer_state,
-    full_weights,
     held_optimizer_state,
     held_weights,
+    named_parameters,
     owned_boxes,
     scaler_state,
 )
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.distributed.rendezvous import connect_store, one_line_for_a_lost_process, wait_for_readers
+from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
 from nanogpt_hf.distributed.signals import StopRequest
 from nanogpt_hf.errors import DivergedError, LostProcess, RunFolderError, Stopped
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.replace import partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
+from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, stream_tensors, write_tensors
 from nanogpt_hf.training.checkpoint import CHECKSUMS, MODEL, OPTIMIZER, STATE, file_digest, recovery_advice, tensor_file
 
 logger = logging.getLogger(__name__)
-_POLL = 0.05  # seconds between two polls of the store, or of the thread
+_POLL = 0.05  # seconds between two polls of the thread
 _GRACE = 10.0  # seconds to wait for other processes after an error of this one
 _numbers = itertools.count()  # of the saves of this process, the same on all
 
@@ -60,7 +56,7 @@ class _Save:
     facts: str  # the run state as JSON
     parts: dict[str, dict[str, Part]]
     writers: list[int]  # ranks that have parts
-    key: str  # of its entries in the store
+    key: str  # of its messages to other processes
 
 
 class CheckpointWriter:
@@ -73,13 +69,11 @@ class CheckpointWriter:
         self.accelerator, self.run, self.keep = accelerator, run, keep
         self.stop: StopRequest | None = None  # requested if a checkpoint cannot be written
         self._rank, self._world_size = Mesh.from_environment().rank, Mesh.from_environment().world_size
-        self._buffers: dict[str, torch.Tensor] = {}  # CPU memory, kept from one checkpoint to the next
+        self.buffers: dict[str, torch.Tensor] = {}  # CPU memory, kept from one checkpoint to the next
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
-        self._waiting_since: float | None = None  # since when the thread has waited for another process
-        self._abandoned = False  # the thread should wait no longer
-        self._store: Store | None = None
-        self._shares_folder: bool | None = None  # None until the first save that asks
+        self._channel = Channel()  # between the threads of the processes
+        self._remote: set[int] | None = None  # ranks that do not see the main one's run folder; None if not yet tried
 
     def save(self, model: torch.nn.Module, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
         """Copy the state to CPU memory, and start to write it as a checkpoint; waits for the one before.
@@ -88,20 +82,17 @@ class CheckpointWriter:
         written, and DivergedError if it had a value that is not finite; older checkpoints are not changed.
         """
         self.wait()
-        if self._world_size > 1 and self._store is None:
-            self._store = connect_store("checkpoints")
-        accelerator = self.accelerator
-        owned, writers = owned_boxes(accelerator, model)
-        if is_zero(accelerator) or (len(writers) > 1 and not self._folder_is_shared()):
-            writers = [0]
-            weights = full_weights(accelerator, model).items()
-            optimizer_state = full_optimizer_state(accelerator, model, optimizer).items()
-            owned = {name: Box((0,) * tensor.dim(), tuple(tensor.shape)) for name, tensor in weights}
-        else:
-            weights = held_weights(accelerator, model)
-            optimizer_state = held_optimizer_state(accelerator, model, optimizer)
-        parts = {MODEL: self._copy(MODEL, weights, owned), OPTIMIZER: self._copy(OPTIMIZER, optimizer_state, owned)}
-        if self._rank == 0 and state.step > 0 and not parts[OPTIMIZER]:
+        if self._world_size > 1:
+            self._channel.connect("checkpoints")
+        owned, writers = owned_boxes(self.accelerator, model)
+        if len(writers) > 1 and self._remote is None:
+            self._remote = self._ranks_without_folder()
+        parts = {
+            MODEL: self._copy(MODEL, held_weights(self.accelerator, model), owned),
+            OPTIMIZER: self._copy(OPTIMIZER, held_optimizer_state(self.accelerator, model, optimizer), owned),
+        }
+        parameters = named_parameters(self.accelerator, model)
+        if state.step > 0 and not parts[OPTIMIZER] and any(parameters[name].requires_grad for name in owned):
             raise RuntimeError("there is no optimizer state to save")
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
@@ -121,28 +112,26 @@ class CheckpointWriter:
             if box is None:
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-            buffer = self._buffers.get(f"{kind}.{name}")
+            buffer = self.buffers.get(f"{kind}.{name}")
             if buffer is None or (buffer.shape, buffer.dtype) != (local.shape, local.dtype):
                 buffer = torch.empty(local.shape, dtype=local.dtype, pin_memory=pin)
-                self._buffers[f"{kind}.{name}"] = buffer
+                self.buffers[f"{kind}.{name}"] = buffer
             buffer.copy_(local, non_blocking=True)
             parts[name] = Part(tuple(tensor.shape), box, buffer)
         return parts
 
-    def _folder_is_shared(self) -> bool:
-        """Whether all processes see the main one's run folder; tried once."""
-        if self._shares_folder is not None:
-            return self._shares_folder
+    def _ranks_without_folder(self) -> set[int]:
+        """The processes that do not see the main one's run folder, such as those of other machines."""
         name = [f".{secrets.token_hex(6)}.partial"]  # of leftovers that RunFolder.lock removes
         broadcast_object_list(name, from_process=0)
         probe = self.run.path / name[0]
         if self._rank == 0:
             probe.touch()
         self.accelerator.wait_for_everyone()
-        self._shares_folder = all(gather_object([probe.exists()]))
+        seen = gather_object([probe.exists()])
         if self._rank == 0:
             probe.unlink()
-        return self._shares_folder
+        return {rank for rank, sees in enumerate(seen) if not sees}
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises what `save` names if it could not be written.
@@ -162,10 +151,10 @@ class CheckpointWriter:
     def _wait_after_error(self) -> None:
         """Wait for the last checkpoint, but only briefly for other processes, which may be lost."""
         failed_at = time.monotonic()
-        while self._thread is not None and self._thread.is_alive() and not self._abandoned:
+        while self._thread is not None and self._thread.is_alive() and not self._channel.abandoned:
             self._thread.join(_POLL)
-            since = self._waiting_since
-            self._abandoned = since is not None and time.monotonic() - max(since, failed_at) > _GRACE
+            since = self._channel.waiting_since
+            self._channel.abandoned = since is not None and time.monotonic() - max(since, failed_at) > _GRACE
 
     def __enter__(self) -> "CheckpointWriter":
         return self
@@ -190,9 +179,8 @@ class CheckpointWriter:
             self._error = error
             if self.stop is not None:
                 self.stop.reason = self.stop.reason or "a checkpoint could not be written"
-        if self._store is not None and not isinstance(self._error, LostProcess):
-            with self._asking_others() as store:
-                wait_for_readers(store, f"{save.key}/read", self._world_size)
+        if not isinstance(self._error, LostProcess):
+            self._channel.finish(f"{save.key}/read", self._world_size)
 
     def _write_and_commit(self, save: _Save) -> None:
         target = self.run.checkpoint(save.state.step)
@@ -200,13 +188,9 @@ class CheckpointWriter:
         try:
             with replaced_folder(target) as partial:
                 (partial / STATE).write_text(save.facts, encoding="utf-8")
-                self._post(f"{save.key}/begin", {})
-                reports = [self._write_own(save, partial)]
-                reports += [self._await(f"{save.key}/{rank}") for rank in save.writers if rank]
-                for report in reports:
-                    _raise_reported(report)
+                files = self._write_all(save, partial)
                 checksums = {STATE: file_digest(partial / STATE)}
-                for name, (digest, size) in sorted(item for report in reports for item in report["files"].items()):
+                for name, (digest, size) in sorted(files.items()):
                     if (partial / name).stat().st_size != size:
                         raise OSError(f"{name} is not complete")
                     checksums[name] = digest
@@ -223,28 +207,55 @@ class CheckpointWriter:
         except OSError as error:
             result = {"RunFolderError": f"{target}: the checkpoint cannot be written, older ones are intact: {error}"}
         except BaseException:
-            self._post(f"{save.key}/result", {"RuntimeError": traceback.format_exc()})
+            self._channel.post(f"{save.key}/result", {"RuntimeError": traceback.format_exc()})
             raise
-        self._post(f"{save.key}/result", result)
+        self._channel.post(f"{save.key}/result", result)
         _raise_result(result)
 
+    def _write_all(self, save: _Save, folder: Path) -> dict[str, tuple[str, int]]:
+        """Write the files of all processes into `folder` of the main one; return their checksums and sizes."""
+        remote = [rank for rank in save.writers if rank in (self._remote or ())]
+        others = [rank for rank in save.writers if rank and rank not in remote]
+        for rank in others:
+            self._channel.post(f"{save.key}/begin/{rank}", {})
+        reports = [self._write_own(save, folder), *(self._report_of(rank, save) for rank in others)]
+        files = [_reported_files(report) for report in reports]
+        for rank in remote:  # one after another, so that few chunks are in memory
+            self._channel.post(f"{save.key}/begin/{rank}", {})
+            for name in self._files_of(rank, save).values():
+                with (folder / name).open("wb") as file:
+                    file.writelines(self._channel.receive(f"{save.key}/{name}", f"{save.key}/{rank}"))
+            files.append(_reported_files(self._report_of(rank, save)))
+        return {name: written for part in files for name, written in part.items()}
+
+    def _report_of(self, rank: int, save: _Save) -> dict[str, Any]:
+        return self._channel.wait_for(f"{save.key}/{rank}", last_reader=True)
+
+    def _files_of(self, rank: int, save: _Save) -> dict[str, str]:
+        number, count = save.writers.index(rank) + 1, len(save.writers)
+        return {kind: tensor_file(kind, number, count) for kind in save.parts}
+
     def _write_own_and_report(self, save: _Save) -> None:
+        result = f"{save.key}/result"
         if self._rank in save.writers:
-            begin = self._await(f"{save.key}/begin", f"{save.key}/result")
+            begin = self._channel.wait_for(f"{save.key}/begin/{self._rank}", result)
             if begin:  # the main process has failed
                 _raise_result(begin)
-            self._post(
-                f"{save.key}/{self._rank}", self._write_own(save, partial_of(self.run.checkpoint(save.state.step)))
-            )
-        _raise_result(self._await(f"{save.key}/result"))
+            report = self._write_own(save, partial_of(self.run.checkpoint(save.state.step)))
+            self._channel.post(f"{save.key}/{self._rank}", report)
+        _raise_result(self._channel.wait_for(result))
 
     def _write_own(self, save: _Save, folder: Path) -> dict[str, Any]:
-        """Write this process's files; return their checksums and sizes, or what the error is."""
-        number, files = save.writers.index(self._rank) + 1, {}
+        """Write or send this process's files; return their checksums and sizes, or what the error is."""
+        files = {}
         try:
-            for kind, parts in save.parts.items():
-                name = tensor_file(kind, number, len(save.writers))
-                files[name] = write_tensors(folder / name, parts)
+            for kind, name in self._files_of(self._rank, save).items():
+                if self._rank in (self._remote or ()):
+                    send = self._channel.sender(f"{save.key}/{name}", f"{save.key}/result")
+                    files[name] = stream_tensors(save.parts[kind], send)
+                    send(memoryview(b""))
+                else:
+                    files[name] = write_tensors(folder / name, save.parts[kind])
         except NotFiniteError as error:
             return {"not finite": str(error)}
         except OSError as error:
@@ -254,42 +265,16 @@ class CheckpointWriter:
             return {"fault": traceback.format_exc()}
         return {"files": files}
 
-    @contextlib.contextmanager
-    def _asking_others(self) -> Iterator[Store]:
-        """Context for the use of the store, which blocks if its connection is lost."""
-        assert self._store is not None, "one process waits for no other"
-        self._waiting_since = time.monotonic()
-        try:
-            yield self._store
-        finally:
-            self._waiting_since = None
 
-    def _post(self, key: str, value: dict[str, Any]) -> None:
-        if self._store is not None:
-            with self._asking_others() as store:
-                store.set(key, json.dumps(value))
-
-    def _await(self, *keys: str) -> dict[str, Any]:
-        """The value of the first of `keys` that a process has posted."""
-        with self._asking_others() as store:
-            while not (posted := [key for key in keys if store.check([key])]):
-                if self._abandoned:
-                    raise LostProcess("lost another process")
-                time.sleep(_POLL)
-            value = json.loads(store.get(posted[0]))
-            if self._rank == 0:  # the only reader of reports
-                store.delete_key(posted[0])
-        return value
-
-
-def _raise_reported(report: dict[str, Any]) -> None:
-    """Raise the error of a process's report."""
+def _reported_files(report: dict[str, Any]) -> dict[str, tuple[str, int]]:
+    """The files of a process's report; raises its error."""
     if "not finite" in report:
         raise NotFiniteError(report["not finite"])
     if "error" in report:
         raise OSError(report["error"])
     if "fault" in report:
         raise RuntimeError(report["fault"])
+    return report["files"]
 
 
 def _raise_result(result: dict[str, str]) -> None:

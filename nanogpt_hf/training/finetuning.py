@@ -29,18 +29,10 @@ def finetune_config(
     wrong or contradict the model.
     """
     stated = stated_knobs(recipe, overrides)
-    start, revision = stated.get("finetune.model"), stated.get("finetune.revision")
-    command, task = ("rl" if policy else "finetune"), stated.get("rl.task")
-    if not start or str(start).lower() in ("null", "none"):
-        raise UserError(f"cli.py {command}: needs a model to start from: --from gpt2, a model folder or a run folder")
-    if bool(task) != policy:
-        reason = "no task: give --task arithmetic, or another rl.task" if policy else "rl.task is for `cli.py rl`"
-        raise UserError(f"cli.py {command}: {reason}")
-    if policy:
-        check_name(str(task))
-    if not stated.get("data.source") and not (policy and is_generated(str(task))):
-        raise UserError(f"cli.py {command}: needs {'questions' if policy else 'text'} to train on: --data my.txt")
-    start = find_model(str(start))
+    _check_stated(stated, policy)
+    start, revision = find_model(str(stated["finetune.model"])), stated.get("finetune.revision")
+    task = stated.get("rl.task")
+    generated = policy and is_generated(str(task))
 
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_base_config
@@ -59,7 +51,7 @@ def finetune_config(
     )
     defaults["data.tokenizer"] = tokenizer
     defaults["lora.targets"] = list(architecture.lora_targets)
-    source = task if policy and is_generated(str(task)) else _stated_value(stated, "data.source") or ""
+    source = task if generated else _stated_value(stated, "data.source") or ""
     sources = source if isinstance(source, list) else [source]
     text = "-".join(_short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources)[:60]
     name = f"{_short(start)}-{text}"
@@ -78,13 +70,28 @@ def finetune_config(
     if wrong:
         raise ConfigError(wrong)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
-    if policy and is_generated(str(task)):
+    if generated:
         resolved["data.source"] = task
     if "model.n_positions" not in stated and learned_positions:  # those beyond a block would not be trained
         resolved["model.n_positions"] = config.data.block_size
     if stated.get("data.dir") is None:
         resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
     return replace_knobs(config, resolved), base
+
+
+def _check_stated(stated: dict[str, Any], policy: bool) -> None:
+    """Raises UserError if recipe and command line state no model, no text, or no task for reinforcement learning."""
+    start, task = stated.get("finetune.model"), stated.get("rl.task")
+    command = "cli.py rl" if policy else "cli.py finetune"
+    if not start or str(start).lower() in ("null", "none"):
+        raise UserError(f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder")
+    if bool(task) != policy:
+        reason = "no task: give --task arithmetic, or another rl.task" if policy else "rl.task is for `cli.py rl`"
+        raise UserError(f"{command}: {reason}")
+    if policy:
+        check_name(str(task))
+    if not stated.get("data.source") and not (policy and is_generated(str(task))):
+        raise UserError(f"{command}: needs {'questions' if policy else 'text'} to train on: --data my.txt")
 
 
 def _stated_value(stated: dict[str, Any], key: str) -> Any:

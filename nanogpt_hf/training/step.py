@@ -37,7 +37,7 @@ def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
         seed_dropout(accelerator.device, derive_seed(batches.seed, "dropout", step, number))
         with accumulate(accelerator, run.model):
             batch = {name: tensor.to(accelerator.device, non_blocking=True) for name, tensor in batch.items()}
-            batch = own_positions(batch, run.mesh)
+            batch = own_positions(batch, run.model, run.mesh)
             summed_loss, metrics = run.objective(run.model, batch)
             loss = summed_loss / num_targets
             # Cancel two means: Accelerate's over accumulated micro-batches, and the gradients' over ranks.

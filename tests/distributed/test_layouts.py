@@ -7,24 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from assertions import assert_same_experiment, column, copy_at, weights
+from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at, weights
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 
-# several chunks of rows, so that the loss computes gradients with a gathered head
-CHUNKS = {"LOGITS_PER_CHUNK": "200"}
-OPTIONS = {
+OPTIONS = EXPERIMENT | {
     "model__n_head": 4,
     "model__bias": True,
-    "train__max_steps": 10,
     "train__micro_batch_size": 2,  # 128 tokens = 2 × 16 × 4 of accumulation
-    "eval__every": 5,
-    "eval__tokens": "all",
-    "eval__samples": ["A cat "],
-    "eval__sample_tokens": 20,  # more than the 16 positions of the model
-    "checkpoint__every": 5,
-    "checkpoint__keep": 5,
-    "tracking__layers": True,
 }
 LAYOUTS = {
     "one": ("cpu",),
@@ -35,11 +25,27 @@ LAYOUTS = {
     "cp_fsdp": ("cp_fsdp2", "--num_processes=4", "--parallelism_config_dp_shard_size=2"),
     "tp_cp": ("cp_fsdp2", "--num_processes=4", "--parallelism_config_tp_size=2"),
 }
+LAYOUTS |= {  # their processes do not divide the heads
+    "ring": LAYOUTS["cp"],
+    "ring_fsdp": (*LAYOUTS["cp_fsdp"], "--parallelism_config_cp_comm_strategy=alltoall"),
+    "tp_ring": LAYOUTS["tp_cp"],
+}
+RING_HEADS = {"ring": 3, "ring_fsdp": 3, "tp_ring": 6}
 
 
 @pytest.fixture(scope="module")
-def recipe(tmp_path_factory, make_recipe) -> Path:
-    return make_recipe(tmp_path_factory.mktemp("layouts") / "recipe.yaml", **OPTIONS)
+def recipes(tmp_path_factory, make_recipe):
+    """Heads -> the recipe."""
+    folder = tmp_path_factory.mktemp("layouts")
+    return {
+        heads: make_recipe(folder / f"{heads}.yaml", **OPTIONS | {"model__n_head": heads, "model__n_embd": width})
+        for heads, width in {4: 16, 3: 24, 6: 24}.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def recipe(recipes) -> Path:
+    return recipes[4]
 
 
 @pytest.fixture(scope="module")
@@ -48,16 +54,18 @@ def launch(launch_warm):
 
     def train(layout: str, *arguments) -> RunFolder:
         machine, *options = LAYOUTS[layout]
-        return launch_warm(machine, "pretrain", *arguments, machine_options=options, **CHUNKS)
+        return launch_warm(machine, "pretrain", *arguments, machine_options=options, CPU_RING="true", **CHUNKS)
 
     return train
 
 
 @pytest.fixture(scope="module")
-def trained(recipe, launch):
+def trained(recipes, launch):
+    """(layout, heads) -> the run."""
+
     @functools.cache
-    def train(layout: str) -> RunFolder:
-        return launch(layout, recipe, "--run-dir", recipe.parent / layout)
+    def train(layout: str, heads: int = 4) -> RunFolder:
+        return launch(layout, recipes[heads], "--run-dir", recipes[heads].parent / f"{layout}-{heads}")
 
     return train
 
@@ -79,14 +87,17 @@ def share_held(run: RunFolder, name: str) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "layout", ["tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cp", "tp_fsdp", "cp_fsdp", "tp_cp"))]
+    "layout",
+    ["tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cp", "tp_fsdp", "cp_fsdp", "tp_cp", *RING_HEADS))],
 )
 def test_layout_equals_one_process(trained, layout):
-    assert_same_experiment_and_layers(trained(layout), trained("one"))
-    parts = {"tp": 2, "cp": 2}.get(layout, 4)
+    heads = RING_HEADS.get(layout, 4)
+    run = trained(layout, heads)
+    assert_same_experiment_and_layers(run, trained("one", heads))
+    parts = {"tp": 2, "cp": 2, "ring": 2}.get(layout, 4)
     for name in ("attn.q_proj", "attn.o_proj", "mlp.fc", "mlp.proj"):
-        assert share_held(trained(layout), f"transformer.h.1.{name}.weight") == [1 / parts] * parts
-    assert sum(share_held(trained(layout), "transformer.wte.weight")) == 1
+        assert share_held(run, f"transformer.h.1.{name}.weight") == [1 / parts] * parts
+    assert sum(share_held(run, "transformer.wte.weight")) == 1
 
 
 @pytest.mark.long
@@ -118,9 +129,12 @@ def test_resumed_run_with_dropout_equals_uninterrupted(recipe, launch, make_reci
         ("cp", "one"),
         ("tp", "cp"),
         ("tp_cp", "cp"),
+        ("ring", "one"),
+        ("one", "ring"),
     ],
 )
-def test_run_moves_to_another_layout(recipe, trained, launch, tmp_path, before, after):
-    moved = copy_at(trained(before), 5, tmp_path / "moved")
-    launch(after, recipe, "--run-dir", moved.path, "--resume")
-    assert_same_experiment_and_layers(moved, trained("one"))
+def test_run_moves_to_another_layout(recipes, trained, launch, tmp_path, before, after):
+    heads = RING_HEADS.get(before, RING_HEADS.get(after, 4))
+    moved = copy_at(trained(before, heads), 5, tmp_path / "moved")
+    launch(after, recipes[heads], "--run-dir", moved.path, "--resume")
+    assert_same_experiment_and_layers(moved, trained("one", heads))

@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 
-from assertions import assert_same_experiment, column, copy_at
+from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-# several chunks of rows, so that the loss computes gradients with a gathered head
-CHUNKS = {"LOGITS_PER_CHUNK": "200"}
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
@@ -31,17 +29,9 @@ needs_torchao = pytest.mark.skipif(
 ZERO_2, ZERO_3 = (pytest.param(f"deepspeed_zero{stage}", marks=needs_deepspeed) for stage in (2, 3))
 # one config of each kind is trained by the real launcher, the others by forks of a process that has imported torch
 REAL_LAUNCHERS = ("cpu_ddp", "fsdp2", "deepspeed_zero2")
-OPTIONS = {
+OPTIONS = EXPERIMENT | {
     "model__dropout": 0.1,
-    "train__max_steps": 10,
     "train__micro_batch_size": 2,  # 128 tokens = 2 × 16 × processes × accumulation of 4 or 2
-    "eval__every": 5,
-    "eval__tokens": "all",
-    "eval__samples": ["A cat "],
-    "eval__sample_tokens": 20,  # more than the 16 positions of the model
-    "checkpoint__every": 5,
-    "checkpoint__keep": 5,
-    "tracking__layers": True,
 }
 
 
@@ -119,6 +109,15 @@ def test_optimizer_state_is_sharded(trained_on, machine):
         sharded, whole = (held_by_rank(trained_on(name), rank) for name in (machine, "cpu_ddp"))
         assert whole["optimizer_state"] == 2 * sum(n for _, _, n in whole["weights"].values())
         assert 0.48 <= sharded["optimizer_state"] / whole["optimizer_state"] <= 0.52
+
+
+@pytest.mark.parametrize("machine", ["fsdp2", ZERO_2, ZERO_3])
+def test_checkpoint_is_copied_in_shares(trained_on, machine):
+    whole, *copied = (
+        held_by_rank(trained_on(name), rank)["copied"] for name, rank in (("cpu_ddp", 0), (machine, 0), (machine, 1))
+    )
+    assert sum(copied) == whole
+    assert max(copied) < 0.6 * whole
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import math
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -23,9 +24,20 @@ from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.planning.footprint import BOTTOM, EMBEDDING, LOSS, MUON, TOP, footprint, saved_bytes_per_token
+from nanogpt_hf.planning.footprint import (
+    BOTTOM,
+    CHECKPOINT,
+    EMBEDDING,
+    LOSS,
+    MUON,
+    TOP,
+    footprint,
+    saved_bytes_per_token,
+)
 from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 
@@ -49,8 +61,8 @@ def build(lora=None, frozen=-1, checkpointing=False, architecture="gpt2", **size
     return model
 
 
-def take_two_steps(case: "Case", cpu: bool = True) -> None:
-    """Two steps, because the optimizer state is created at the end of the first."""
+def take_two_steps(case: "Case", folder: Path, cpu: bool = True) -> None:
+    """A step, a checkpoint, and a step with optimizer state and the copy that the checkpoint was written from."""
     plugin = GradientAccumulationPlugin(num_steps=case.accumulation, sync_with_dataloader=False)
     accelerator = Accelerator(cpu=cpu, mixed_precision=case.precision, gradient_accumulation_plugin=plugin)
     model = build(**case.model)
@@ -76,8 +88,11 @@ def take_two_steps(case: "Case", cpu: bool = True) -> None:
         objective=next_token_loss,
         state=TrainState(),
     )
-    for step in range(2):
-        train_step(run, step, learning_rate=1e-4)
+    train_step(run, 0, learning_rate=1e-4)
+    checkpoints = CheckpointWriter(accelerator, RunFolder(folder), keep=1)
+    checkpoints.save(model, optimizer, TrainState(step=1))
+    checkpoints.wait()
+    train_step(run, 1, learning_rate=1e-4)
 
 
 def peak_allocation(work) -> int:
@@ -159,7 +174,7 @@ def estimated(case: Case, *, on_cpu: bool):
 
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
-def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch):
+def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch, tmp_path):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)
 
     if case.optim.state == "8bit":
@@ -167,13 +182,16 @@ def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch):
         if shutil.which("g++") is None:
             pytest.skip("g++ is missing, which compiles the step for a CPU")
     estimate = estimated(case, on_cpu=True)
-    assert estimate.peak == pytest.approx(peak_allocation(lambda: take_two_steps(case)), rel=0.1)
+    copied = estimate.phases[case.peak_phase][CHECKPOINT]
+    assert copied > 0
+    peak = peak_allocation(lambda: take_two_steps(case, tmp_path))
+    assert estimate.peak == pytest.approx(peak, abs=0.1 * (peak - copied))
     assert estimate.peak_phase == case.peak_phase
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("name", ["bf16", "accumulating", "dropout in bf16", "large vocabulary"])
-def test_footprint_equals_the_gpu_allocators_peak(name):
+def test_footprint_equals_the_gpu_allocators_peak(name, tmp_path):
     # so large that cuBLAS's workspace of tens of MB does not matter
     larger = {"n_embd": 768, "n_layer": 8, "n_head": 12}
     case = dataclasses.replace(CASES[name], model=CASES[name].model | larger, micro_batch_size=64)
@@ -181,7 +199,7 @@ def test_footprint_equals_the_gpu_allocators_peak(name):
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    take_two_steps(case, cpu=False)
+    take_two_steps(case, tmp_path, cpu=False)
     assert estimated(case, on_cpu=False).peak == pytest.approx(torch.cuda.max_memory_allocated() - before, rel=0.1)
 
 
@@ -234,6 +252,38 @@ def state(placement: Placement) -> dict[str, float]:
 )
 def test_state_bytes_per_parameter(placement, bytes_each):
     assert tuple(map(pytest.approx, bytes_each)) == tuple(state(placement).values())
+
+
+@pytest.mark.parametrize(
+    ("placement", "bytes_each", "on_device"),
+    [
+        (Placement(on_cpu=True), 0, 12),
+        (Placement(on_cpu=True, kind="FSDP2", processes=4, shards=4), 0, 3),
+        (Placement(), 12, 0),
+        (Placement(kind="DDP", processes=16, per_machine=8), 12, 0),  # one process saves
+        (Placement(kind="FSDP2", processes=16, shards=16, per_machine=8), 6, 0),
+        (Placement(kind="FSDP2", processes=16, shards=8, per_machine=8), 12, 0),  # those of one machine
+        (Placement(kind="ZeRO-3", processes=4, shards=4, per_machine=4), 12, 0),
+    ],
+)
+def test_checkpoint_copy_bytes_per_parameter(placement, bytes_each, on_device):
+    with torch.device("meta"):
+        model = build()
+    estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulates=True)
+    for parts in estimate.phases.values():
+        assert parts[CHECKPOINT] == pytest.approx(on_device * model.num_parameters())
+    assert estimate.host_copy == pytest.approx(bytes_each * model.num_parameters())
+
+
+def test_checkpoint_copy_has_float32_state_of_trainable_parameters():
+    with torch.device("meta"):
+        model = build(frozen=1)
+    trainable = model.num_parameters(only_trainable=True)
+    assert trainable < model.num_parameters()
+    for state in ("float32", "8bit"):
+        options = {"micro_batch_size": 1, "block_size": 64, "accumulates": False}
+        copied = footprint(model, Placement(), **options, optim=OptimSection(state=state)).host_copy
+        assert copied == pytest.approx(4 * model.num_parameters() + 8 * trainable)
 
 
 def test_peak_grows_with_sequences_and_falls_with_shards():

@@ -12,8 +12,10 @@ import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
+from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.communication import communicated_bytes
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.synthetic import synthetic_data
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.model.objective import next_token_loss
@@ -63,8 +65,14 @@ LAYOUTS = {
     "FSDP2": (Placement(kind="FSDP2", processes=2, shards=2, on_cpu=True), SHARDED),
     "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
     "CP": (Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True), SHARDED | split(cp_size=2)),
+    "CP by ring": (Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True), SHARDED | split(cp_size=2)),
     "PP": (Placement(processes=2, pp=2, on_cpu=True), ON_CPU | {"PARALLELISM_CONFIG_PP_SIZE": "2"}),
 }
+
+
+def config_of(kind: str) -> Config:
+    """Two processes do not divide one head, and take the ring."""
+    return load_config(None, VALUES | ({"model.n_head": 1} if kind == "CP by ring" else {}), name="tiny")
 
 
 def local_bytes(tensors) -> int:
@@ -84,9 +92,11 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     world = LAYOUTS[kind][0].processes
     ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1", **LAYOUTS[kind][1])
-    if kind in ("FSDP2", "CP"):
+    if "ACCELERATE_USE_FSDP" in LAYOUTS[kind][1]:
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
-    config = load_config(None, VALUES, name="tiny")
+    if kind == "CP by ring":
+        allow_cpu_ring()
+    config = config_of(kind)
     accelerator = build_accelerator(config, RunFolder(file.parent / "run"))
     run = build_run(config, accelerator, synthetic_data(config, 50257))
     held: dict = {"gradients": [], "whole gradients": []}
@@ -107,7 +117,7 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] * (kind == "CP")) for kind in LAYOUTS]
+    scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("CP")) for kind in LAYOUTS]
 )
 def measured(request, tmp_path_factory):
     """(kind, what each of two processes held and sent)."""
@@ -133,7 +143,7 @@ pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*use of fork
 def test_processes_hold_the_estimated_bytes(measured):
     kind, ranks = measured
     place = LAYOUTS[kind][0]
-    phase = estimate(load_config(None, VALUES, name="tiny"), place).memory.phases[LOSS]
+    phase = estimate(config_of(kind), place).memory.phases[LOSS]
     of_peak = ranks[-1:] if place.pp > 1 else ranks  # here the last stage, which has the loss
     for part in ("weights", "optimizer"):  # a row of odd matrices more on some processes
         assert max(held[part] for held in of_peak) == pytest.approx(phase[part], rel=1e-3), part
@@ -147,7 +157,7 @@ def test_processes_hold_the_estimated_bytes(measured):
 def test_processes_send_the_estimated_bytes(measured):
     kind, ranks = measured
     place = LAYOUTS[kind][0]
-    model = planned_model(load_config(None, VALUES, name="tiny"))
+    model = planned_model(config_of(kind))
     sequences = VALUES["train.tokens_per_step"] // VALUES["data.block_size"] // place.dp
     moved = transfers(model, place, micro_batch_size=2, block_size=16, accumulation=sequences // 2)
     assert sum(transfer.size for transfer in moved) == pytest.approx(sum(ranks[0]["sent"].values()), rel=0.01)

@@ -10,6 +10,8 @@ import hashlib
 import itertools
 import json
 import os
+import re
+import signal
 import sys
 import traceback
 from pathlib import Path
@@ -21,9 +23,11 @@ import torch
 from accelerate import state
 from accelerate.utils import DistributedType
 
+import cpu_ring
 import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state
+from nanogpt_hf.distributed.channel import Channel
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import live
 from nanogpt_hf.training import checkpoint_writer
@@ -69,13 +73,20 @@ def recording(writer, model, optimizer, state):
         "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
         "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
     }
+    save(writer, model, optimizer, state)
+    sizes["copied"] = sum(buffer.numel() for buffer in writer.buffers.values())
     Path(f"{writer.run.path}.held.{accelerator.process_index}.json").write_text(json.dumps(sizes))
-    return save(writer, model, optimizer, state)
 
 
 def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> None:
-    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint."""
+    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint.
+
+    Or do so at the nth chunk of a file that it sends to the main process, or receives.
+    """
     if os.environ.get("RANK") != rank:
+        return
+    if "_" in kind:
+        fail_at_chunk(*kind.split("_"), int(number))
         return
     if kind == "killed":
         operations.kill_at(Path(arguments[arguments.index("--run-dir") + 1]), int(number))
@@ -90,13 +101,52 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
     checkpoint_writer.write_tensors = write_tensors
 
 
+def fail_at_chunk(kind: str, direction: str, number: int) -> None:
+    chunks, sender, receive = itertools.count(1), Channel.sender, Channel.receive
+
+    def count() -> None:
+        if next(chunks) == number:
+            if kind == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def failing_sender(*arguments):
+        send = sender(*arguments)
+        return lambda data: (count(), send(data))
+
+    def failing_receive(*arguments):
+        for data in receive(*arguments):
+            count()
+            yield data
+
+    if direction == "sending":
+        Channel.sender = failing_sender
+    else:
+        Channel.receive = failing_receive
+
+
+def hide_run_folder() -> None:
+    """Make this process find no shared run folder, and fail if it writes a part of a checkpoint itself."""
+    exists, probe = Path.exists, re.compile(r"\.[0-9a-f]{12}\.partial")
+
+    def write_tensors(*_):
+        raise AssertionError("wrote into a folder of another host")
+
+    Path.exists = lambda path, **options: not probe.fullmatch(path.name) and exists(path, **options)
+    checkpoint_writer.write_tensors = write_tensors
+
+
 def run(arguments: list[str]) -> None:
     """Run the command line and end the process."""
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+    if os.environ.get("CPU_RING"):
+        cpu_ring.allow_cpu_ring()
     if fault := os.environ.get("FAULT"):
         prepare_fault(*fault.split(":"), arguments)
+    if os.environ.get("HIDE_FROM") == os.environ.get("RANK", ""):
+        hide_run_folder()
     CheckpointWriter.save, deepspeed.configure = recording, sharding_small_parameters
     live.draw_run = lambda *_: None  # the plot takes longer than the training
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))

@@ -187,7 +187,7 @@ FSDP2 = {
 }
 
 
-def test_shards_of_two_hosts_are_gathered_without_shared_files(hosts, one_process, recipe, tmp_path):
+def test_shards_of_two_hosts_are_sent_without_shared_files(hosts, one_process, recipe, tmp_path):
     folders = tmp_path / "first", tmp_path / "second"
     port = next(ports), next(ports)
     for number, options in enumerate((["--train.max_steps", "5"], ["--resume"])):
@@ -196,7 +196,8 @@ def test_shards_of_two_hosts_are_gathered_without_shared_files(hosts, one_proces
             host.send(port[number], ["pretrain", recipe, "--run-dir", "run", *options], 60, folder, environment=FSDP2)
         assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text()
     run = RunFolder(folders[0] / "run")
-    names = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.json"]
+    shards = [f"{kind}-0000{n}-of-00002.safetensors" for kind in ("model", "optimizer") for n in (1, 2)]
+    names = ["checksums.json", *shards, "state.json"]
     assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (5, 10)]
     assert all(sorted(path.name for path in folder.iterdir()) == names for folder in run.checkpoint_folders())
     assert not (folders[1] / "run").exists()
@@ -206,7 +207,7 @@ def test_shards_of_two_hosts_are_gathered_without_shared_files(hosts, one_proces
     # with a shared folder each process reads and writes its parts
     send_both(hosts, [recipe, "--run-dir", run.path, "--resume"], folder=folders[0], environment=FSDP2)
     assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text()
-    assert (run.checkpoint(10) / "model-00002-of-00002.safetensors").is_file()
+    assert sorted(path.name for path in run.checkpoint(10).iterdir()) == names
     assert_same_experiment(run, one_process, samples=False)
 
 

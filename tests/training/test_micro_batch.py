@@ -11,14 +11,15 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.distributed.full_state import check_optimizer_state
+from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
+from nanogpt_hf.distributed.full_state import check_optimizer_state, saved_bytes
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import micro_batch
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_of_memory_advice, state_restored
 
 
@@ -57,22 +58,25 @@ class FakeMemory:
 
 def test_few_dry_runs_find_largest_micro_batch(monkeypatch):
     memory = FakeMemory(monkeypatch, room=5000)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 480
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 480
     assert memory.tried == [1, 2, 480]
     memory = FakeMemory(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 80
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 80
     assert memory.tried == [1, 2, 80]
+    memory = FakeMemory(monkeypatch, room=1000)
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run, reserved=500) == 40
+    assert memory.tried == [1, 2, 40]
 
 
 def test_out_of_memory_tries_smaller_sizes(monkeypatch):
     memory = FakeMemory(monkeypatch, room=1000, max_size=50)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 48
+    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 48
     assert memory.tried == [1, 2, 80, 60, 48]
 
 
 def test_out_of_memory_at_one_sequence_is_raised(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
-        largest_micro_batch(Accelerator(), divisors(480), FakeMemory(monkeypatch, room=1000, max_size=0).dry_run)
+        largest_micro_batch(Accelerator(), 480, FakeMemory(monkeypatch, room=1000, max_size=0).dry_run)
 
 
 def test_other_errors_are_raised(monkeypatch):
@@ -84,13 +88,13 @@ def test_other_errors_are_raised(monkeypatch):
             raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        largest_micro_batch(Accelerator(), divisors(480), dry_run)
+        largest_micro_batch(Accelerator(), 480, dry_run)
 
 
 def test_unmeasurable_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(micro_batch.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
     with pytest.raises(UserError, match="auto cannot measure memory on this machine's cpu; set a number"):
-        largest_micro_batch(Accelerator(), [1, 2, 4, 8], lambda size: None)
+        largest_micro_batch(Accelerator(), 8, lambda size: None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory of a CPU process is measured on Linux only")
@@ -194,3 +198,19 @@ def test_advice_names_knobs_and_savings():
     assert "optim.state" not in advice
     config = replace_knobs(config, {"train.micro_batch_size": 1})
     assert "micro_batch_size 0" not in out_of_memory_advice(config, 50257, "no")
+
+
+@pytest.mark.parametrize("optim", [{}, {"name": "muon"}])
+def test_saved_bytes_equal_the_copy_of_a_checkpoint(tmp_path, optim):
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    model.transformer.wpe.requires_grad_(False)
+    accelerator = Accelerator()
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, OptimSection(**optim)))
+    tokens = torch.arange(8)[None]
+    accelerator.backward(model(tokens, labels=tokens).loss)
+    optimizer.step()
+    checkpoints = CheckpointWriter(accelerator, RunFolder(tmp_path), keep=1)
+    checkpoints.save(model, optimizer, TrainState(step=1))
+    checkpoints.wait()
+    copied = sum(buffer.nbytes for name, buffer in checkpoints.buffers.items() if not name.endswith(".step"))
+    assert saved_bytes(accelerator, model, optimizer) == copied
