@@ -6,8 +6,9 @@ Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-res
 SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started, stops a training run after its current
 step and saves, however long that takes. The path of a script in place of COMMAND is launched unchanged.
 
-parallelism_config_pp_size, the number of pipeline stages, may be among the sizes of the config's parallelism_config, or
-an option: accelerate 1.15 does not know it, so this command passes it on, as PARALLELISM_CONFIG_PP_SIZE.
+parallelism_config_pp_size, the number of pipeline stages, and parallelism_config_pp_schedule, 1f1b or zero_bubble, may
+be in the config's parallelism_config, or options: accelerate 1.15 does not know them, so this command passes them on,
+as PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_PP_SCHEDULE.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ from typing import NoReturn
 from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
 
-_STAGES = "parallelism_config_pp_size"
+_PIPELINE = {"parallelism_config_pp_size": int, "parallelism_config_pp_schedule": str}
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
@@ -39,7 +40,8 @@ def run(words: list[str], commands: Collection[str]) -> int:
 
     parser = launch_command_parser()
     parser.error = _refuse
-    parser.add_argument(f"--{_STAGES}", type=int)
+    for name, kind in _PIPELINE.items():
+        parser.add_argument(f"--{name}", type=kind)
     arguments = parser.parse_args(words)
     command = arguments.training_script
     if command in commands:
@@ -70,11 +72,13 @@ def run(words: list[str], commands: Collection[str]) -> int:
     # it logs how the processes ended, which they or `_status` print
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     try:
-        stages, file = vars(arguments)[_STAGES], arguments.config_file
-        if stages is None and (file or os.path.isfile(default_config_file)):
-            stages = (vars(load_config_from_file(file)).get("parallelism_config") or {}).get(_STAGES)
-        if stages is not None:
-            os.environ[_STAGES.upper()] = str(stages)
+        file, layout = arguments.config_file, {}
+        if file or os.path.isfile(default_config_file):
+            layout = vars(load_config_from_file(file)).get("parallelism_config") or {}
+        for name in _PIPELINE:
+            value = vars(arguments)[name]
+            if (value := layout.get(name) if value is None else value) is not None:
+                os.environ[name.upper()] = str(value)
         launch_command(arguments)
         return 0
     except subprocess.CalledProcessError as error:

@@ -1,6 +1,6 @@
 """Settings of the accelerate config as its launcher passes them on, and their checks against the recipe.
 
-The only reader of ACCELERATE_*.
+The only reader of ACCELERATE_* and FSDP_*.
 """
 
 import os
@@ -109,11 +109,14 @@ def requested(kind: str) -> bool:
 
 def requested_machine() -> Machine:
     """The settings of the accelerate config that a parallel layout has to fit."""
+    fsdp = requested("FSDP")
     return Machine(
-        sharding="zero" if requested("DEEPSPEED") else "fsdp" if requested("FSDP") else "none",
+        sharding="zero" if requested("DEEPSPEED") else "fsdp" if fsdp else "none",
         precision=requested_precision(),
         compiles=os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
         device="cpu" if _on_the_cpu() else cast(torch.device, torch.accelerator.current_accelerator()).type,
+        checkpoints=fsdp and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true",
+        reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
     )
 
 

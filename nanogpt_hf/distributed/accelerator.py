@@ -167,6 +167,7 @@ def describe_machine(accelerator: Accelerator) -> str:
     mesh = Mesh.from_environment()
     for name, size in (("tensor", mesh.tp_size), ("context", mesh.cp_size), ("pipeline", mesh.pp_size)):
         kind += f", {size}-way {name}-parallel" if size > 1 else ""
+    kind += f" ({mesh.pp_schedule})" if mesh.pp_size > 1 else ""
     return f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, {precision_of(accelerator)}"
 
 

@@ -8,10 +8,11 @@ import torch
 from accelerate import Accelerator
 from transformers import PreTrainedModel
 
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring, share_positions
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import SCHEDULES, Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -31,6 +32,8 @@ class Machine:
     precision: str = "no"
     compiles: bool = False
     device: str = "cpu"
+    checkpoints: bool = False  # activations
+    reshards: bool = False  # FSDP2: weights after each forward pass
 
 
 def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
@@ -50,6 +53,8 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, 
     Checks that the sizes which the accelerate config states multiply to the number of processes, too.
     """
     _check_sizes(mesh, machine, sizes)
+    if mesh.pp_schedule not in SCHEDULES:
+        raise UserError(f"parallelism_config: pp_schedule {mesh.pp_schedule!r} is none of {', '.join(SCHEDULES)}")
     for size, kind, problem in (
         (mesh.tp_size, "tensor parallelism", _without_tensor_parallelism),
         (mesh.cp_size, "context parallelism", _without_context_parallelism),
@@ -191,18 +196,37 @@ def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[
         return f"finetune.{knob} is not supported; leave it out, or use accelerate_configs/fsdp2.yaml"
     if config.model.n_layer < mesh.pp_size:
         return f"model.n_layer is {config.model.n_layer}, fewer than the stages"
+    if mesh.pp_schedule == "zero_bubble" and (reason := _without_zero_bubble(machine)):
+        return f"pp_schedule zero_bubble: {reason}, or pp_schedule 1f1b"
     train, block_size = config.train, config.data.block_size
     sequences = train.tokens_per_step // (block_size * mesh.dp_size)
-    if sequences // train.min_micro_batch_size < mesh.pp_size:
-        smaller = f"lower train.micro_batch_size to {most} or " if (most := sequences // mesh.pp_size) else ""
+    micro_batches = sequences // train.min_micro_batch_size
+    if not mesh.fills_pipeline(micro_batches):
+        problem, remedy = "fewer micro-batches than stages", "raise train.tokens_per_step"
+        if rounds := micro_batches // mesh.pp_size:
+            problem = f"pp_schedule zero_bubble cannot divide {micro_batches} micro-batches into {rounds} equal rounds"
+            remedy = "set pp_schedule 1f1b"
+        fitting = [size for size in divisors(sequences) if mesh.fills_pipeline(sequences // size)]
+        smaller = f"set train.micro_batch_size to {max(fitting)} or " if fitting else ""
         return (
             f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
-            f"{train.min_micro_batch_size}: fewer micro-batches than stages; {smaller}raise train.tokens_per_step"
+            f"{train.min_micro_batch_size}: {problem}; {smaller}{remedy}"
         )
     try:
         check_stages(config.model)
     except ValueError as error:
         return f"model.architecture: {error}"
+    return None
+
+
+def _without_zero_bubble(machine: Machine) -> str | None:
+    """The reason why the machine cannot run the backward pass in two parts, for inputs and for weights."""
+    if machine.compiles:
+        return "a compiled block runs its backward pass as a whole; set dynamo_backend 'NO'"
+    if machine.checkpoints:
+        return "every part of the backward pass would repeat the forward pass; set fsdp_activation_checkpointing false"
+    if machine.reshards:
+        return "the weights of a stage stay gathered until the end of a step; set fsdp_reshard_after_forward false"
     return None
 
 

@@ -7,6 +7,10 @@ command can use it before heavy imports.
 import os
 from dataclasses import dataclass
 
+from nanogpt_hf.errors import UserError
+
+SCHEDULES = ("1f1b", "zero_bubble")  # of a pipeline; the first is the default
+
 
 @dataclass(frozen=True)
 class Mesh:
@@ -23,6 +27,7 @@ class Mesh:
     tp_size: int = 1  # tensor parallelism: each matrix is split
     cp_size: int = 1  # context parallelism: each sequence is split
     pp_size: int = 1  # pipeline parallelism: the layers are split
+    pp_schedule: str = SCHEDULES[0]
 
     @classmethod
     def from_environment(cls) -> "Mesh":
@@ -32,9 +37,10 @@ class Mesh:
             world_size=int(os.environ.get("WORLD_SIZE") or 1),
             local_rank=int(os.environ.get("LOCAL_RANK") or 0),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-            tp_size=int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE") or 1),
-            cp_size=int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE") or 1),
-            pp_size=int(os.environ.get("PARALLELISM_CONFIG_PP_SIZE") or 1),
+            tp_size=_size("tp_size"),
+            cp_size=_size("cp_size"),
+            pp_size=_size("pp_size"),
+            pp_schedule=os.environ.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
         )
 
     @staticmethod
@@ -47,7 +53,7 @@ class Mesh:
     def stated_sizes(cls) -> dict[str, int]:
         """The sizes that the accelerate config's parallelism_config states, by their names there; {} if it has none.
 
-        The launcher passes on all but pp_size, which only `cli.py launch` does.
+        The launcher passes on all but pp_size, which only `cli.py launch` does, as it does pp_schedule.
         """
         stated = {name: os.environ.get(variable) for variable, name in cls.variables().items()}
         return {name: int(size) for name, size in stated.items() if size}
@@ -92,3 +98,18 @@ class Mesh:
     def pp_rank(self) -> int:
         """The pipeline stage of this process."""
         return self.rank // (self.dp_size * self.cp_size * self.tp_size)
+
+    def fills_pipeline(self, micro_batches: int) -> bool:
+        """Whether the pipeline's schedule takes a step of so many micro-batches: at least as many as stages.
+
+        torch's zero bubble also divides them into equal rounds, each of at least as many as stages.
+        """
+        rounds = micro_batches // self.pp_size
+        return rounds > 0 and (self.pp_schedule != "zero_bubble" or micro_batches % rounds == 0)
+
+
+def _size(name: str) -> int:
+    value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}") or "1"
+    if not value.isdecimal() or int(value) < 1:
+        raise UserError(f"parallelism_config: {name} {value!r} is not a number of processes; set 1 or more")
+    return int(value)

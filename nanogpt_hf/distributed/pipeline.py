@@ -1,4 +1,4 @@
-"""Pipeline parallelism: the stages of a model, one per process, and their training by torch's 1F1B schedule."""
+"""Pipeline parallelism: the stages of a model, one per process, and their training by a schedule of torch."""
 
 import functools
 from collections.abc import Callable
@@ -11,7 +11,7 @@ from accelerate.utils import DistributedType
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleavedZeroBubble
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
@@ -31,14 +31,16 @@ class Pipeline:
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh):
         self.accelerator, self.device = accelerator, accelerator.device
         self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
+        self.is_zero_bubble = mesh.pp_schedule == "zero_bubble"
         device_mesh = init_device_mesh(self.device.type, (mesh.pp_size, mesh.dp_size), mesh_dim_names=("pp", "dp"))
         self.pp_group, self.dp_mesh = device_mesh["pp"].get_group(), device_mesh["dp"]
         self.is_main_of_stage = mesh.dp_rank == 0
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         self.model = model
-        self._schedule: Schedule1F1B | None = None
+        self._schedule: Schedule1F1B | ScheduleInterleavedZeroBubble | None = None
         self._schedule_shape: tuple[int, ...] = ()
         self._divisor = 1.0
+        self.micro_batch = 0  # index of the one in the forward pass
         self._before: Callable[[int], None] = lambda number: None
         self.stage = Stage(model, self.index, self.count, self)
         self._replace_forward(model)
@@ -113,7 +115,8 @@ class Pipeline:
             with self.accelerator.autocast():
                 if number is None:
                     return whole(*args, **batch)
-                self._before(int(number))
+                self.micro_batch = int(number)
+                self._before(self.micro_batch)
                 return self.stage.micro_batch(args[0], **batch)
 
         vars(model)["forward"] = forward
@@ -136,7 +139,7 @@ class Pipeline:
     def train(
         self, micro_batches: list[dict[str, torch.Tensor]], num_targets: int, before: Callable[[int], None]
     ) -> torch.Tensor:
-        """Run forward and backward passes of a step's micro-batches by 1F1B, and reduce the gradients.
+        """Run forward and backward passes of a step's micro-batches by the schedule, and reduce the gradients.
 
         `before(i)` is called before the forward pass of micro-batch i. Returns this process's share of the loss: the
         summed loss divided by `num_targets`, on the last stage.
@@ -169,14 +172,16 @@ class Pipeline:
             self._add_tied_gradient(self.model.get_parameter(self.stage.tied_here))
         return loss
 
-    def _schedule_for(self, count: int, input_ids: torch.Tensor) -> Schedule1F1B:
+    def _schedule_for(self, count: int, input_ids: torch.Tensor) -> Schedule1F1B | ScheduleInterleavedZeroBubble:
         shape = (count, *input_ids.shape)
         if self._schedule is None or shape != self._schedule_shape:
             stage = PipelineStage(self.model, self.index, self.count, self.device, group=self.pp_group)
+            options: Any = {"scale_grads": False, "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor}
             self._schedule_shape = shape
-            self._schedule = Schedule1F1B(
-                stage, count, loss_fn=lambda summed_loss, targets: summed_loss / self._divisor, scale_grads=False
-            )
+            if self.is_zero_bubble:
+                self._schedule = ScheduleInterleavedZeroBubble([stage], count, **options)
+            else:
+                self._schedule = Schedule1F1B(stage, count, **options)
         return self._schedule
 
     def _sum_gradients(self) -> None:

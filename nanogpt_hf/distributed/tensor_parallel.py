@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.loss_gpt import IGNORED, Head, LossWithGradients, cap_gradient, head_logits, rows_of_a_chunk
+from nanogpt_hf.model.loss_gpt import IGNORED, Head, cap_gradient, head_logits, loss_with_gradients, rows_of_a_chunk
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -138,7 +138,7 @@ class VocabularyParallelHead(Head):
         if self.softcap is not None:
             gradient = partial(gradient, softcap=self.softcap)
         size = rows_of_a_chunk(len(hidden), rows)
-        return LossWithGradients.apply(hidden, weight, bias, targets, vocab_size, size, gradient)
+        return loss_with_gradients(hidden, weight, bias, targets, vocab_size, size, gradient)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:

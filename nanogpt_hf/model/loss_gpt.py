@@ -99,7 +99,7 @@ class Head(nn.Linear):
             gradient = self.loss_and_gradient
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)
-            return LossWithGradients.apply(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
+            return loss_with_gradients(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
         return _loss_in_chunks(super().forward, hidden, targets, vocab_size, self.softcap)
 
 
@@ -131,18 +131,26 @@ def _loss_in_chunks(logits_of, hidden, targets, vocab_size, softcap):
     return loss
 
 
-class LossWithGradients(torch.autograd.Function):
+def loss_with_gradients(hidden, weight, bias, targets, vocab_size, size, gradient):
     """The loss, whose gradients are computed in the forward pass; the backward pass only scales them.
 
     Recomputing logits in the backward pass would cost a fourth matrix product of the head.
     """
+    needed = weight.requires_grad, bias is not None and bias.requires_grad
+    bias_value = None if bias is None else bias.detach()
+    loss, *gradients = _Loss.apply(hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, needed)
+    return loss + _Zero.apply(weight, bias, *gradients) if any(needed) else loss
+
+
+class _Loss(torch.autograd.Function):
+    """The loss, differentiable by the hidden states; the gradients of weight and bias that are `needed`."""
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient, needed):
         device = hidden.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
-        hidden_gradient = torch.empty_like(hidden) if needs_hidden else None
+        needs_weight, needs_bias = needed
+        hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # summed in float32, whatever the dtype of the chunks
         weight_gradient = torch.zeros_like(weight, dtype=torch.float32) if needs_weight else None
         bias_gradient = torch.zeros_like(bias, dtype=torch.float32) if needs_bias else None
@@ -164,19 +172,39 @@ class LossWithGradients(torch.autograd.Function):
                     weight_gradient += by_logits.T @ (rows * counts)
                 if bias_gradient is not None:
                     bias_gradient += (by_logits * counts).sum(0)
-        ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
-        ctx.weight_dtype = weight.dtype
-        return total
+        ctx.save_for_backward(hidden_gradient)
+        ctx.mark_non_differentiable(*(tensor for tensor in (weight_gradient, bias_gradient) if tensor is not None))
+        ctx.set_materialize_grads(False)  # zeros for these two
+        return total, weight_gradient, bias_gradient
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx, by_total):  # pyright: ignore[reportIncompatibleMethodOverride]
-        hidden_gradient, weight_gradient, bias_gradient = ctx.saved_tensors
-        if hidden_gradient is not None:
-            # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up to 0.4%
-            hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
+    def backward(ctx, by_total, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
+        (hidden_gradient,) = ctx.saved_tensors
+        # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up to 0.4%
+        hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
+        return hidden_gradient, *[None] * 7
+
+
+class _Zero(torch.autograd.Function):
+    """Zero, whose derivatives by weight and bias are the given gradients.
+
+    It scales them in place, which saves a copy of the head's matrix. It is apart from `_Loss` because a zero-bubble
+    pipeline runs the backward pass in two parts, of which the second would find what the first has changed.
+    """
+
+    @staticmethod
+    def forward(ctx, weight, bias, weight_gradient, bias_gradient):
+        ctx.save_for_backward(weight_gradient, bias_gradient)
+        ctx.dtype = weight.dtype
+        return torch.zeros((), device=weight.device)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, by_zero):  # pyright: ignore[reportIncompatibleMethodOverride]
+        weight_gradient, bias_gradient = ctx.saved_tensors
         if weight_gradient is not None:
-            weight_gradient = weight_gradient.mul_(by_total).to(ctx.weight_dtype)
+            weight_gradient = weight_gradient.mul_(by_zero).to(ctx.dtype)
         if bias_gradient is not None:
-            bias_gradient = (bias_gradient * by_total).to(ctx.weight_dtype)
-        return hidden_gradient, weight_gradient, bias_gradient, None, None, None, None
+            bias_gradient = (bias_gradient * by_zero).to(ctx.dtype)
+        return weight_gradient, bias_gradient, None, None

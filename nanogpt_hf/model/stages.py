@@ -95,6 +95,7 @@ class Stage:
         blocks, names = architecture.blocks(model), {id(module): name for name, module in model.named_modules()}
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
+        self.computes_loss_in_head = isinstance(head, Head)  # of the whole model
         own = split_blocks(len(blocks), head_in_blocks(model), count)[index]
         norm = architecture.final_norm(model)
         if head.weight is embedding.weight and (self.is_first or self.is_last):

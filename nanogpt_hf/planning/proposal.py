@@ -130,10 +130,11 @@ class Candidates:
                 f"lets {place.tp} GPUs share a sequence"
             )
         if place.pp > 1:
-            share = (place.pp - 1) / (chosen.accumulation + place.pp - 1)
+            share, zero = ((place.pp - 1) / (slots * chosen.accumulation + place.pp - 1) for slots in (1, 3))
             yield (
                 f"a pipeline sends only activations between its {place.pp} stages; with {chosen.accumulation} "
-                f"micro-batches its bubble is {share:.1%} of a step, (p - 1) / (m + p - 1)"
+                f"micro-batches its bubble is {share:.1%} of a step, (p - 1) / (m + p - 1); with pp_schedule "
+                f"zero_bubble {zero:.1%}, (p - 1) / (3 m + p - 1), for more memory"
             )
         for kind, name in (("TP", "tensor"), ("CP", "context"), ("PP", "pipeline")):
             if self.cluster.gpus > 1 and kind not in chosen.family.split(" × "):

@@ -93,14 +93,13 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
     sequences = config.train.tokens_per_step // (config.data.block_size * run.mesh.dp_size)
     previous = [run.folder.micro_batch_size() if resume and run.mesh.is_main else None]
     size = broadcast_object_list(previous, from_process=0)[0]
-    if size is not None and sequences % size == 0:
+    sizes = [size for size in divisors(sequences) if run.mesh.fills_pipeline(sequences // size)]
+    if size in sizes:
         dry_run_step(run, size)
     else:
         # a checkpoint's copy is in host memory, and is allocated after the search
         reserved = saved_bytes(accelerator, run.model, run.optimizer) if accelerator.device.type == "cpu" else 0
-        size = largest_micro_batch(
-            accelerator, sequences, lambda size: dry_run_step(run, size), run.mesh.pp_size, reserved
-        )
+        size = largest_micro_batch(accelerator, sizes, lambda size: dry_run_step(run, size), reserved)
     accelerator.gradient_accumulation_steps = sequences // size
     if is_zero(accelerator):
         set_batch_sizes(run.model, size, sequences * run.mesh.dp_size)
@@ -109,22 +108,17 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
 
 
 def largest_micro_batch(
-    accelerator: Accelerator,
-    sequences: int,
-    dry_run: Callable[[int], None],
-    min_accumulation: int = 1,
-    reserved: int = 0,
+    accelerator: Accelerator, sizes: list[int], dry_run: Callable[[int], None], reserved: int = 0
 ) -> int:
-    """The largest divisor of `sequences` (per process and step) for which `dry_run` fits in memory.
+    """The largest of `sizes`, smallest first, for which `dry_run` fits in memory.
 
     All processes call it and get the same answer: the one with the least memory decides. Memory is linear in the
     micro-batch size, so a few dry runs are enough. With one process an out-of-memory error is caught and a smaller size
     tried; with several it is fatal, since other ranks could hang. `reserved`: bytes of this process that must stay
     free. Raises UserError on machines without a memory counter.
     """
-    sizes = [size for size in divisors(sequences) if sequences // size >= min_accumulation]
     needed: dict[int, int] = {}
-    size: int | None = 1
+    size: int | None = sizes[0]
     while size is not None:
         available = min(_gather(accelerator, available_memory(accelerator) - reserved))
         reset_peak_memory(accelerator)

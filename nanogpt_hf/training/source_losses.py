@@ -2,7 +2,8 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from itertools import count
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -10,6 +11,7 @@ import torch
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.mixture import MixedBlocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.model.loss_gpt import Head
 from nanogpt_hf.training.run import Run
 
@@ -18,14 +20,14 @@ class SourceLosses:
     """Computes the loss of each source's rows from the head's input, a second time, at the steps that are logged.
 
     The step's numbers stay as they are, and the host does not wait: the sums stay on the device until the step's loss
-    is read. Not measured in pipelines, and with a head that is not ours, such as an adapter's.
+    is read. The last stage of a pipeline measures. Not measured with a head that is not ours, such as an adapter's.
     """
 
     def __init__(self, run: Run):
         self.run, self.every = run, run.config.tracking.every
         self.names = [source.name for source in sources_of(run.config.data)]
         blocks = run.batches.blocks
-        self._mixture = blocks if isinstance(blocks, MixedBlocks) and run.mesh.pp_size == 1 else None
+        self._mixture = blocks if isinstance(blocks, MixedBlocks) else None
         self._sums: torch.Tensor | None = None
         self._step = 0  # of the batches
 
@@ -37,29 +39,30 @@ class SourceLosses:
             yield
             return
         model: Any = run.accelerator.unwrap_model(run.model)
-        head = model.get_output_embeddings()
-        if not isinstance(head, Head):
+        head, pipeline = model.get_output_embeddings(), pipeline_of(model)
+        if not (isinstance(head, Head) if pipeline is None else pipeline.stage.computes_loss_in_head):
             yield
             return
         owners = self._mixture.owners(run.batches.indices(number)).reshape(-1, run.batches.micro_batch_size)
-        rows = iter(owners[run.batches.micro_batch_number(index)] for index in range(run.batches.accumulation))
-        sums = torch.zeros(len(self._mixture.parts), device=run.accelerator.device)
+        sums = torch.zeros(run.batches.accumulation, len(self._mixture.parts), device=run.accelerator.device)
+        indices = count()
 
         @torch.no_grad()
         def add(head: Head, inputs: tuple[Any, ...]) -> None:
             hidden, targets, vocab_size = inputs
-            sources = next(rows)
+            index = next(indices) if pipeline is None else pipeline.micro_batch
+            sources, own_sums = owners[run.batches.micro_batch_number(index)], sums[index].zero_()
             hidden, targets = (tensor.unflatten(0, (len(sources), -1)) for tensor in (hidden, targets))
             for source in np.unique(sources):
                 own = torch.from_numpy(np.flatnonzero(sources == source)).to(hidden.device, non_blocking=True)
-                sums[source] += head.forward(hidden[own].flatten(0, 1), targets[own].flatten(), vocab_size)
+                own_sums[source] += head.forward(hidden[own].flatten(0, 1), targets[own].flatten(), vocab_size)
 
         handle = head.register_forward_pre_hook(add)
         try:
             yield
         finally:
             handle.remove()
-        self._sums, self._step = sums, number
+        self._sums, self._step = cast(torch.Tensor, sum(sums)), number  # one after the other
 
     def report(self) -> dict[str, float]:
         """The mean losses of the last `measured_step`, of the sources that it drew from. All processes call it."""

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -52,14 +53,16 @@ DECODER = {"model.n_kv_head": 2, "model.extra": {"tie_word_embeddings": False}}
 TUNED = {"data.block_size": 16, "model.dropout": 0.0}
 
 RING = "CP by ring × FSDP2"
-# Row of the table: processes, sizes of the layout, FSDP2.
-LAYOUTS: dict[str, tuple[int, dict[str, int], bool]] = {
+# Row of the table: processes, the accelerate config's parallelism_config, FSDP2.
+LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "TP": (2, {"tp_size": 2}, False),
     "TP × FSDP2": (4, {"tp_size": 2, "dp_shard_size": 2}, True),
     "CP × FSDP2": (2, {"cp_size": 2}, True),
     RING: (2, {"cp_size": 2}, True),
     "PP": (2, {"pp_size": 2}, False),
     "PP × FSDP2": (4, {"pp_size": 2, "dp_shard_size": 2}, True),
+    "PP, zero bubble": (2, {"pp_size": 2, "pp_schedule": "zero_bubble"}, False),
+    "PP, zero bubble × FSDP2": (4, {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "zero_bubble"}, True),
 }
 # Column of the table: knobs, environment variables of the accelerate config, and how far a run may be from one process.
 FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
@@ -134,11 +137,13 @@ def check(layout: str, config: Config, feature: str) -> None:
         sharding="fsdp" if fsdp else "none",
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
         compiles="ACCELERATE_DYNAMO_BACKEND" in variables,
+        checkpoints="FSDP_ACTIVATION_CHECKPOINTING" in variables,
+        reshards=fsdp and "pp_schedule" not in sizes,
     )
     with pytest.MonkeyPatch.context() as patch:
         if layout == RING:
             take_ring(patch)
-        check_layout(config, mesh, machine, sizes)
+        check_layout(config, mesh, machine, {name: size for name, size in sizes.items() if name != "pp_schedule"})
 
 
 def take_ring(patch: pytest.MonkeyPatch) -> None:
@@ -185,7 +190,8 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
     if fsdp:
         os.environ.pop("ACCELERATE_USE_CPU", None)
         variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
-        variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP", "FSDP_RESHARD_AFTER_FORWARD": "true"}
+        variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
+        variables |= {"FSDP_RESHARD_AFTER_FORWARD": str("pp_schedule" not in sizes).lower()}
         state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
     if layout == RING:
         allow_cpu_ring()

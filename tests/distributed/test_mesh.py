@@ -5,6 +5,7 @@ import math
 import pytest
 
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
 
 SIZES = [(1, 1, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1), (2, 3, 2, 4)]
 
@@ -27,6 +28,22 @@ def test_from_environment_reads_the_launchers_variables(monkeypatch):
         "PARALLELISM_CONFIG_TP_SIZE": "2",
         "PARALLELISM_CONFIG_CP_SIZE": "1",
         "PARALLELISM_CONFIG_PP_SIZE": "2",
+        "PARALLELISM_CONFIG_PP_SCHEDULE": "zero_bubble",
     }.items():
         monkeypatch.setenv(name, value)
-    assert Mesh.from_environment() == Mesh(5, 8, 1, 4, tp_size=2, cp_size=1, pp_size=2)
+    assert Mesh.from_environment() == Mesh(5, 8, 1, 4, tp_size=2, cp_size=1, pp_size=2, pp_schedule="zero_bubble")
+
+
+@pytest.mark.parametrize("size", ["two", "0", "-2", "1.5"])
+def test_size_that_is_no_number_of_processes_is_refused(size, monkeypatch):
+    monkeypatch.setenv("PARALLELISM_CONFIG_PP_SIZE", size)
+    with pytest.raises(UserError, match=f"^parallelism_config: pp_size '{size}' is not a number of processes; set 1"):
+        Mesh.from_environment()
+
+
+@pytest.mark.parametrize(
+    ("schedule", "counts"), [("1f1b", [4, 5, 6, 7, 8, 9, 10]), ("zero_bubble", [4, 5, 6, 7, 8, 10])]
+)
+def test_micro_batches_that_fill_four_stages(schedule, counts):
+    mesh = Mesh(world_size=4, pp_size=4, pp_schedule=schedule)
+    assert [count for count in range(1, 11) if mesh.fills_pipeline(count)] == counts

@@ -1,5 +1,6 @@
 """Pipeline parallelism: a run in stages equals one process and moves to it and back; what does not fit is refused."""
 
+import dataclasses
 import functools
 import json
 import os
@@ -7,9 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+from torch.distributed.pipelining import Schedule1F1B, ScheduleInterleavedZeroBubble
 
 from assertions import CHUNKS, EXPERIMENT, assert_same_experiment, column, copy_at, weights
 from nanogpt_hf.config.load import load_config
@@ -39,23 +44,28 @@ def recipe(tmp_path_factory, make_recipe) -> Path:
 
 @pytest.fixture(scope="module")
 def launch(launch_warm):
-    """Train on `processes` in stages: (machine, stages, processes, *arguments) -> the run."""
+    """Train on `processes` in stages: (machine, stages, processes, schedule, *arguments) -> the run."""
 
-    def train(machine: str, stages: int, processes: int, *arguments) -> RunFolder:
+    def train(machine: str, stages: int, processes: int, schedule: str, *arguments) -> RunFolder:
         options = [] if machine == "cpu" else [f"--num_processes={processes}", "--mixed_precision=no"]
-        variables = CHUNKS | {"PARALLELISM_CONFIG_PP_SIZE": str(stages)}
+        options += ["--fsdp_reshard_after_forward=false"] * (schedule == "zero_bubble")
+        variables = CHUNKS | {"PARALLELISM_CONFIG_PP_SIZE": str(stages), "PARALLELISM_CONFIG_PP_SCHEDULE": schedule}
         return launch_warm(machine, "pretrain", *arguments, machine_options=options, **variables)
 
     return train
 
 
 LAYOUTS = {
-    "one": ("cpu", 1, 1),
-    "pp2": ("pp", 2, 2),
-    "pp3": ("pp", 3, 3),
-    "pp2_dp2": ("cpu_ddp", 2, 4),
-    "pp2_fsdp2": ("pp_fsdp2", 2, 4),
-    "pp2_fsdp2_checkpointing": ("fsdp2_checkpointing", 2, 4),
+    "one": ("cpu", 1, 1, ""),
+    "pp2": ("pp", 2, 2, ""),
+    "pp3": ("pp", 3, 3, ""),
+    "pp2_dp2": ("cpu_ddp", 2, 4, ""),
+    "pp2_fsdp2": ("pp_fsdp2", 2, 4, ""),
+    "checkpointing": ("fsdp2_checkpointing", 2, 4, ""),
+    "pp2_zero_bubble": ("pp", 2, 2, "zero_bubble"),
+    "pp3_zero_bubble": ("pp", 3, 3, "zero_bubble"),
+    "pp2_dp2_zero_bubble": ("cpu_ddp", 2, 4, "zero_bubble"),
+    "pp2_fsdp2_zero_bubble": ("pp_fsdp2", 2, 4, "zero_bubble"),
 }
 
 
@@ -69,13 +79,13 @@ def trained(recipe, launch):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("layout", ["pp2", *slow("pp3", "pp2_dp2", "pp2_fsdp2")])
+@pytest.mark.parametrize("layout", ["pp2", *slow(*[name for name in LAYOUTS if name[:2] == "pp"][1:])])
 def test_pipeline_equals_one_process(trained, layout):
     assert_same_experiment(trained(layout), trained("one"))
     # what each process held at its last checkpoint (launched.py): a stage, of which FSDP2 shards the matrices
     files = sorted(trained(layout).path.parent.glob(f"{layout}.held.*.json"))
     held = [{name: own for name, (_, own, _) in json.loads(f.read_text())["weights"].items()} for f in files]
-    _, stages, processes = LAYOUTS[layout]
+    _, stages, processes, _ = LAYOUTS[layout]
     assert len(held) == processes
     own_blocks = [{name.split(".")[2] for name in names if ".h." in name} for names in held[:: processes // stages]]
     assert [len(blocks) for blocks in own_blocks] == {2: [2, 1], 3: [1, 1, 1]}[stages]
@@ -89,7 +99,7 @@ def test_pipeline_equals_one_process(trained, layout):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2"])
+@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2", "pp2_zero_bubble", "pp2_fsdp2_zero_bubble"])
 def test_layer_stats_of_stages_equal_one_process(trained, layout):
     several, one = read_metrics(trained(layout)), read_metrics(trained("one"))
     for ours, theirs in zip(several, one, strict=True):
@@ -101,7 +111,8 @@ def test_layer_stats_of_stages_equal_one_process(trained, layout):
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    ("before", "after"), [("pp2", "one"), *slow(("one", "pp2"), ("pp2_fsdp2", "pp2"), ("pp2_dp2", "pp2_fsdp2"))]
+    ("before", "after"),
+    [("pp2", "one"), *slow(("one", "pp2"), ("pp2_fsdp2", "pp2_zero_bubble"), ("pp2_dp2", "pp2_fsdp2"))],
 )
 def test_pipelined_run_moves(recipe, trained, launch, tmp_path, before, after):
     moved = copy_at(trained(before), 5, tmp_path / "moved")
@@ -111,8 +122,13 @@ def test_pipelined_run_moves(recipe, trained, launch, tmp_path, before, after):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("architecture", ["llama", "qwen3", "nanochat", "olmo2"])
-@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2"])
+@pytest.mark.parametrize(
+    ("layout", "architecture"),
+    [
+        *[(layout, name) for layout in ("pp2", "pp2_fsdp2") for name in ("llama", "qwen3", "nanochat", "olmo2")],
+        *[(layout, "llama") for layout in ("pp2_zero_bubble", "pp2_fsdp2_zero_bubble")],
+    ],
+)
 def test_pipelined_decoder_equals_one_process(recipe, launch, tmp_path, architecture, layout):
     knobs = [f"--model.architecture={architecture}", "--model.n_kv_head=1", "--optim.learning_rate=3e-3"]
     runs = [
@@ -124,7 +140,7 @@ def test_pipelined_decoder_equals_one_process(recipe, launch, tmp_path, architec
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2"])
+@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2", "pp2_zero_bubble"])
 def test_pipelined_run_with_dropout_resumes_exactly(recipe, launch, tmp_path, layout):
     knobs = ["--model.dropout=0.1", "--train.micro_batch_size=auto"]
 
@@ -149,17 +165,20 @@ def test_pipelined_run_with_dropout_resumes_exactly(recipe, launch, tmp_path, la
         ("pp2", ["--mixed_precision=bf16"], 1e-2),
         ("pp2_fsdp2", ["--mixed_precision=bf16"], 1e-2),
         ("pp2", ["--mixed_precision=no", "--dynamo_backend=aot_eager"], 1e-5),
-        ("pp2_fsdp2_checkpointing", ["--mixed_precision=no"], 1e-5),
+        ("checkpointing", ["--mixed_precision=no"], 1e-5),
+        ("pp2_zero_bubble", ["--mixed_precision=bf16"], 1e-2),
+        ("pp2_fsdp2_zero_bubble", ["--mixed_precision=bf16", "--fsdp_reshard_after_forward=false"], 1e-2),
     ],
-    ids=["bf16", "bf16 with FSDP2", "compiled", "activation checkpointing"],
+    ids=["bf16", "FSDP2 bf16", "compiled", "activation checkpointing", "zero bubble bf16", "zero bubble FSDP2 bf16"],
 )
 def test_pipeline_in_other_precision_compiled_and_checkpointed(
     recipe, trained, launch_warm, tmp_path, layout, options, tolerance
 ):
-    machine, stages, processes = LAYOUTS[layout]
+    machine, stages, processes, schedule = LAYOUTS[layout]
     arguments = ["pretrain", recipe, "--data.dir", recipe.parent / "data", "--run-dir", tmp_path / "run"]
     options = [f"--num_processes={processes}", *options]
-    run = launch_warm(machine, *arguments, machine_options=options, PARALLELISM_CONFIG_PP_SIZE=str(stages), **CHUNKS)
+    variables = CHUNKS | {"PARALLELISM_CONFIG_PP_SIZE": str(stages), "PARALLELISM_CONFIG_PP_SCHEDULE": schedule}
+    run = launch_warm(machine, *arguments, machine_options=options, **variables)
     for name in ("train/loss", "val/loss"):
         assert column(run, name) == pytest.approx(column(trained("one"), name), abs=tolerance), name
 
@@ -229,6 +248,7 @@ def test_stages_that_accelerate_launch_does_not_pass_on_are_refused(recipe, laun
     assert not (tmp_path / "run").exists()
 
 
+ZERO_BUBBLE = {"pp_schedule": "zero_bubble"}
 REFUSED = {
     "sizes that do not multiply to the processes": ({}, {}, {"pp_size": 2, "dp_replicate_size": 2}, "= 4 processes"),
     "pp_size that does not divide the processes": ({}, {"world_size": 3}, {"pp_size": 2}, "3 were started"),
@@ -242,6 +262,26 @@ REFUSED = {
         "set dp_replicate_size 1",
     ),
     "fp16": ({}, {"precision": "fp16"}, {}, "fp16's loss scaler"),
+    "unknown schedule": ({}, {"pp_schedule": "zb"}, {}, "pp_schedule 'zb' is none of 1f1b, zero_bubble"),
+    "compiled blocks in a zero bubble": ({}, {"compiles": True} | ZERO_BUBBLE, {}, "set dynamo_backend 'NO', or"),
+    "checkpointed activations in a zero bubble": (
+        {},
+        {"sharding": "fsdp", "world_size": 4, "checkpoints": True} | ZERO_BUBBLE,
+        {},
+        "set fsdp_activation_checkpointing false, or pp_schedule 1f1b",
+    ),
+    "weights resharded in a zero bubble": (
+        {},
+        {"sharding": "fsdp", "world_size": 4, "reshards": True} | ZERO_BUBBLE,
+        {},
+        "set fsdp_reshard_after_forward false, or pp_schedule 1f1b",
+    ),
+    "unequal rounds of a zero bubble": (
+        {"train.tokens_per_step": 144},
+        ZERO_BUBBLE,
+        {},
+        "cannot divide 9 micro-batches into 4 equal rounds; set train.micro_batch_size to 3 or set pp_schedule 1f1b",
+    ),
     "LoRA": ({"lora.rank": 4, "finetune.model": "base"}, {}, {}, "lora.rank: adapters are not supported"),
     "Muon": ({"optim.name": "muon"}, {}, {}, "optim.name muon is not supported"),
     "8-bit state": ({"optim.state": "8bit"}, {}, {}, "optim.state 8bit is not supported"),
@@ -262,7 +302,7 @@ REFUSED = {
         {"train.micro_batch_size": 8},
         {},
         {},
-        "fewer micro-batches than stages; lower train.micro_batch_size to 4 or raise train.tokens_per_step",
+        "fewer micro-batches than stages; set train.micro_batch_size to 4 or raise train.tokens_per_step",
     ),
     "architecture": (
         {"model.architecture": "falcon"},
@@ -276,8 +316,9 @@ REFUSED = {
 @pytest.mark.parametrize(("knobs", "machine", "sizes", "message"), REFUSED.values(), ids=REFUSED)
 def test_what_stages_cannot_train_is_refused(recipe, knobs, machine, sizes, message):
     config = load_config(recipe, [(key, str(value)) for key, value in knobs.items()])
-    mesh = {"world_size": 2, "pp_size": 2} | {key: value for key, value in machine.items() if key.endswith("_size")}
-    rest = {key: value for key, value in machine.items() if not key.endswith("_size")}
+    of_mesh = {field.name for field in dataclasses.fields(Mesh)}
+    mesh = {"world_size": 2, "pp_size": 2} | {key: value for key, value in machine.items() if key in of_mesh}
+    rest = {key: value for key, value in machine.items() if key not in of_mesh}
     with pytest.raises(UserError) as error:
         check_layout(config, Mesh(**mesh), Machine(**rest), sizes or {"pp_size": 2})
     assert message in str(error.value)
@@ -289,11 +330,63 @@ def test_what_stages_cannot_train_is_refused(recipe, knobs, machine, sizes, mess
     [
         (Machine(), {"pp_size": 2}),
         (Machine(), {"pp_size": 2, "dp_replicate_size": 2, "dp_shard_size": 1}),
-        (Machine("fsdp", "bf16", compiles=True), {"pp_size": 2, "dp_shard_size": 2}),
+        (Machine("fsdp", "bf16", compiles=True, reshards=True), {"pp_size": 2, "dp_shard_size": 2}),
     ],
 )
 def test_layouts_with_stages_that_are_not_refused(recipe, machine, sizes):
     check_layout(load_config(recipe), Mesh(world_size=4, pp_size=2), machine, sizes)
+
+
+@pytest.mark.parametrize("machine", [Machine(), Machine("fsdp", "bf16")])
+def test_zero_bubbles_that_are_not_refused(recipe, machine):
+    check_layout(load_config(recipe), Mesh(world_size=4, pp_size=2, pp_schedule="zero_bubble"), machine, {"pp_size": 2})
+
+
+def slots_of(schedule: str, stages: int, micro_batches: int) -> int:
+    """How many slots a step takes in torch's order, if the forward pass and each part of the backward pass take one."""
+    fields = {"num_stages": stages, "group_size": stages, "group_rank": 0, "stage_index": 0, "submod": None}
+    stage: Any = SimpleNamespace(**fields)
+    if schedule == "1f1b":
+        actions = Schedule1F1B(stage, micro_batches).pipeline_order
+    else:
+        actions = ScheduleInterleavedZeroBubble([stage], micro_batches).pipeline_order
+    kinds = {rank: [action.computation_type.value for action in own if action] for rank, own in actions.items()}
+    orders = {rank: [kind for kind in own if kind in ("F", "B", "I", "W")] for rank, own in kinds.items()}
+    ends: dict[tuple[int, str], list[int]] = defaultdict(list)  # of each stage's passes, by micro-batch
+    clock = [0] * stages
+    while any(orders.values()):
+        remaining = sum(map(len, orders.values()))
+        for rank, own in orders.items():
+            while own:
+                kind = {"I": "B"}.get(own[0], own[0])
+                index = len(ends[rank, kind])
+                needs = [] if kind == "F" else [ends[rank, "F"]]
+                neighbour = rank + (-1 if kind == "F" else 1)
+                needs += [ends[neighbour, kind]] if kind != "W" and neighbour in orders else []
+                if any(len(times) <= index for times in needs):
+                    break
+                duration = 2 if own.pop(0) == "B" else 1
+                clock[rank] = max([clock[rank], *(times[index] for times in needs)]) + duration
+                ends[rank, kind].append(clock[rank])
+        assert sum(map(len, orders.values())) < remaining
+    return max(clock)
+
+
+def idle_table() -> list[list[str]]:
+    """The rows of "Time" in docs/machines.md: stages, micro-batches, and what share of a step each schedule idles."""
+    text = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
+    rows = text.partition("| stages | micro-batches |")[2].split("\n\n")[0].splitlines()[2:]
+    return [[cell.strip() for cell in row.strip(" |").split("|")] for row in rows]
+
+
+@pytest.mark.parametrize("row", idle_table(), ids=" ".join)
+def test_idle_slots_are_those_of_torchs_orders(row):
+    stages, micro_batches = int(row[0]), int(row[1])
+    busy = 3 * micro_batches
+    for schedule, idle, shown in zip(("1f1b", "zero_bubble"), (3 * stages - 3, stages - 1), row[2:], strict=True):
+        slots = slots_of(schedule, stages, micro_batches)
+        assert slots - busy == idle
+        assert f"{idle} of {slots}: {idle / slots:.1%}" == shown
 
 
 @pytest.mark.long
@@ -313,7 +406,7 @@ def test_tasks_in_training_over_stages_equal_one_process(letter_tasks, byte_toke
 @pytest.mark.slow
 def test_finetuning_in_stages_equals_one_process(tiny_base, text_file, launch_warm, tmp_path):
     def train(layout: str) -> RunFolder:
-        machine, stages, processes = LAYOUTS[layout]
+        machine, stages, processes, _ = LAYOUTS[layout]
         words = ["finetune", "--data", text_file, "--from", tiny_base, "--run-dir", tmp_path / layout]
         words += ["--data.dir", tmp_path / "data", "--train.max_steps=4", "--train.micro_batch_size=2"]
         words += ["--train.tokens_per_step=256", "--data.block_size=32", "--model.dropout=0", "--tracking.every=1"]

@@ -6,6 +6,7 @@ from collections import Counter
 import pytest
 import torch
 from torch import nn
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -131,6 +132,43 @@ def test_hooks_of_the_head_are_called_once():
     head.register_forward_hook(lambda *_: calls.append(1))
     summed_loss(head, hidden, targets, VOCAB)
     assert len(calls) == 1  # FSDP2 and ZeRO-3 gather and free the weight in hooks
+
+
+class Matrices(TorchDispatchMode):
+    """Counts new tensors as large as the head's matrix, or larger."""
+
+    def __init__(self, head: Head):
+        super().__init__()
+        self.size, self.storages = head.weight.numel(), []
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        output = function(*args, **(kwargs or {}))
+        given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
+        if isinstance(output, torch.Tensor) and output.numel() >= self.size:
+            self.storages += [storage for storage in [output.untyped_storage().data_ptr()] if storage not in given]
+        return output
+
+
+def test_backward_allocates_no_second_gradient_of_the_head():
+    head, hidden, targets = build()
+    loss = summed_loss(head, hidden, targets, VOCAB) / 3
+    with Matrices(head) as new:
+        loss.backward()
+    assert not new.storages
+    assert head.weight.grad is not None
+
+
+def test_backward_in_two_parts_equals_one():
+    # as a zero-bubble pipeline does it: the gradient of the inputs, which keeps the graph, then that of the weights
+    head, hidden, targets = build()
+    _, *expected = gradients(summed_loss, head, hidden, targets)
+    head.weight.grad = hidden.grad = None
+    loss = summed_loss(head, hidden, targets, VOCAB) / 3
+    dinputs, groups = stage_backward_input([loss], None, [hidden], head.parameters())
+    assert head.weight.grad is None
+    stage_backward_weight(head.parameters(), groups)
+    assert torch.equal(dinputs[0], expected[0])
+    assert torch.equal(head.weight.grad, expected[1])
 
 
 def test_second_backward_is_an_error():

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
 from nanogpt_hf.distributed.full_state import check_optimizer_state, saved_bytes
 from nanogpt_hf.errors import UserError
@@ -58,25 +59,25 @@ class FakeMemory:
 
 def test_few_dry_runs_find_largest_micro_batch(monkeypatch):
     memory = FakeMemory(monkeypatch, room=5000)
-    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 480
+    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 480
     assert memory.tried == [1, 2, 480]
     memory = FakeMemory(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 80
+    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 80
     assert memory.tried == [1, 2, 80]
     memory = FakeMemory(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), 480, memory.dry_run, reserved=500) == 40
+    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run, reserved=500) == 40
     assert memory.tried == [1, 2, 40]
 
 
 def test_out_of_memory_tries_smaller_sizes(monkeypatch):
     memory = FakeMemory(monkeypatch, room=1000, max_size=50)
-    assert largest_micro_batch(Accelerator(), 480, memory.dry_run) == 48
+    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 48
     assert memory.tried == [1, 2, 80, 60, 48]
 
 
 def test_out_of_memory_at_one_sequence_is_raised(monkeypatch):
     with pytest.raises(torch.OutOfMemoryError):
-        largest_micro_batch(Accelerator(), 480, FakeMemory(monkeypatch, room=1000, max_size=0).dry_run)
+        largest_micro_batch(Accelerator(), divisors(480), FakeMemory(monkeypatch, room=1000, max_size=0).dry_run)
 
 
 def test_other_errors_are_raised(monkeypatch):
@@ -88,13 +89,13 @@ def test_other_errors_are_raised(monkeypatch):
             raise RuntimeError("shapes do not match")
 
     with pytest.raises(RuntimeError, match="shapes"):
-        largest_micro_batch(Accelerator(), 480, dry_run)
+        largest_micro_batch(Accelerator(), divisors(480), dry_run)
 
 
 def test_unmeasurable_memory_is_one_line(monkeypatch):
     monkeypatch.setattr(micro_batch.Path, "write_text", lambda *_: (_ for _ in ()).throw(PermissionError()))
     with pytest.raises(UserError, match="auto cannot measure memory on this machine's cpu; set a number"):
-        largest_micro_batch(Accelerator(), 8, lambda size: None)
+        largest_micro_batch(Accelerator(), [1, 2, 4, 8], lambda size: None)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="peak memory of a CPU process is measured on Linux only")

@@ -110,10 +110,12 @@ def test_losses_of_sources_change_no_number_of_the_run(start):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "tp"])
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "tp", "pp"])
 def test_losses_of_sources_on_two_processes_equal_one(recipe, launch_warm, start, tmp_path, machine):
     one = start("one")
-    run = launch_warm(machine, "pretrain", recipe(), "--run-dir", tmp_path / machine)
+    stages = {"PARALLELISM_CONFIG_PP_SIZE": "2" if machine == "pp" else "1"}
+    options = ["--mixed_precision=no"] if machine == "pp" else []
+    run = launch_warm(machine, "pretrain", recipe(), "--run-dir", tmp_path / machine, machine_options=options, **stages)
     ours, theirs = ([event for event in read_metrics(r) if "train/loss" in event] for r in (run, one))
     assert len(ours) == 6
     for event, expected in zip(ours, theirs, strict=True):
