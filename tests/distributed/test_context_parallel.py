@@ -11,7 +11,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn import functional as F
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -45,14 +46,15 @@ def train_and_evaluate(rank: int) -> None:
     whole = LlamaForCausalLM(LLAMA).train()
     model = copy.deepcopy(whole)
     attention = F.scaled_dot_product_attention
-    share_positions(model, init_device_mesh("cpu", (2,)), ring=True, rotation="allgather")
+    mesh = init_device_mesh("cpu", (2,))
+    share_positions(model, mesh, ring=True, rotation="allgather")
     tokens = torch.randint(50, (2, 17))
     batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
     part = own_positions(batch, model, Mesh(rank, 2, cp_size=2))
     gradients = []
     for each, own in ((whole, batch), (model, part)):
         targets = own.pop("targets").flatten()
-        F.cross_entropy(each(**own).logits.flatten(0, 1), targets, reduction="sum").backward()
+        F.cross_entropy(each(**own, use_cache=False).logits.flatten(0, 1), targets, reduction="sum").backward()
         gradients.append(dict(each.named_parameters()))
     for name, parameter in gradients[1].items():
         dist.all_reduce(parameter.grad)
@@ -65,6 +67,22 @@ def train_and_evaluate(rank: int) -> None:
     logits = [each.eval()(tokens[:, :-1], attention_mask=padding).logits[padding.bool()] for each in (whole, model)]
     torch.testing.assert_close(*logits)
     assert not torch.allclose(logits[0], model(tokens[:, :-1]).logits[padding.bool()])
+    gpu_kernel_in_ring(mesh)
+
+
+def gpu_kernel_in_ring(mesh: DeviceMesh) -> None:
+    """Torch sends the kernel of GPUs through its ring, also with fewer heads of keys than of queries: shapes only."""
+    query, key, value = (
+        DTensor.from_local(torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="meta"), mesh, [Shard(2)])
+        for heads in (3, 1, 1)
+    )
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    out, *saved, _ = kernel(query, key, value, 0.0, True)
+    lse, *lengths, seed, offset = saved
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    gradients = kernel(out, query, key, value, out, lse, *lengths, 0.0, True, seed, offset)
+    assert [gradient.shape for gradient in gradients] == [query.shape, key.shape, value.shape]
+    assert [gradient.to_local().shape[2] for gradient in (out, *gradients)] == [8, 8, 8, 8]
 
 
 def on_rank(rank: int, folder: Path) -> None:
