@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
@@ -42,9 +42,8 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
     if mesh.tp_size > 1:
         split_matrices(model, device_mesh["tp"])
     if mesh.cp_size > 1:
-        handler: Any = cast(Any, accelerator.parallelism_config).cp_handler
         ring = needs_ring(model.config, mesh.tp_size * mesh.cp_size)
-        share_positions(model, device_mesh["cp"], ring=ring, rotation=handler.cp_comm_strategy)
+        share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)
 
 
 def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
@@ -142,6 +141,8 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
         return _NO_FP16
     if has_conversations(config.data):
         return "conversations are packed into blocks, and their masks cannot be cut; use accelerate_configs/fsdp2.yaml"
+    if mesh.cp_rotation not in ("allgather", "alltoall"):
+        return f"parallelism_config_cp_comm_strategy is {mesh.cp_rotation}; set allgather or alltoall"
     block_size = config.data.block_size
     if block_size % mesh.cp_size:
         return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"

@@ -28,6 +28,7 @@ class Mesh:
     cp_size: int = 1  # context parallelism: each sequence is split
     pp_size: int = 1  # pipeline parallelism: the layers are split
     pp_schedule: str = SCHEDULES[0]
+    cp_rotation: str = "allgather"  # how ring attention moves keys and values; or alltoall
 
     @classmethod
     def from_environment(cls) -> "Mesh":
@@ -41,6 +42,7 @@ class Mesh:
             cp_size=_size("cp_size"),
             pp_size=_size("pp_size"),
             pp_schedule=os.environ.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
+            cp_rotation=os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or "allgather",
         )
 
     @staticmethod

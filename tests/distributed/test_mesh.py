@@ -29,9 +29,11 @@ def test_from_environment_reads_the_launchers_variables(monkeypatch):
         "PARALLELISM_CONFIG_CP_SIZE": "1",
         "PARALLELISM_CONFIG_PP_SIZE": "2",
         "PARALLELISM_CONFIG_PP_SCHEDULE": "zero_bubble",
+        "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall",
     }.items():
         monkeypatch.setenv(name, value)
-    assert Mesh.from_environment() == Mesh(5, 8, 1, 4, tp_size=2, cp_size=1, pp_size=2, pp_schedule="zero_bubble")
+    sizes = {"tp_size": 2, "cp_size": 1, "pp_size": 2}
+    assert Mesh.from_environment() == Mesh(5, 8, 1, 4, **sizes, pp_schedule="zero_bubble", cp_rotation="alltoall")
 
 
 @pytest.mark.parametrize("size", ["two", "0", "-2", "1.5"])

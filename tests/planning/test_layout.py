@@ -73,7 +73,8 @@ def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
     # DDP: 16 bytes for each of 1,556.8 M parameters and 64 rows that pad the vocabulary
     assert "DDP 8 does not fit" in found.reasons[0]
     assert 16 * model.num_parameters() > 24e9
-    assert any("model.n_head is 25" in reason for reason in found.reasons)
+    assert any("(2 processes): model.n_head is 25" in reason for reason in found.reasons)  # tensor parallelism
+    assert "CP × FSDP2" in {other.family for other in found.best}  # in a ring
     # 2 bytes gathered twice, 4 scattered, of all but what stays gathered, for each of 12 micro-batches
     micro_batches = 480 // 8 // layout.micro_batch_size
     outside = model.transformer.wte.weight.numel() + 1024 * 1600 + 1600
