@@ -1,6 +1,9 @@
 """What several test files assert: that two runs are the same experiment, that a call refuses its input in one line."""
 
+import os
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -67,6 +70,25 @@ def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:
             shutil.rmtree(checkpoint)
     shutil.rmtree(copy.final)
     return copy
+
+
+def file_contents(folder: Path) -> dict[str, bytes]:
+    """The bytes of all files in a folder and below it, by relative path."""
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def run_without_this_package(script: str, folder: Path, *arguments: str) -> None:
+    """Run a Python script in a new process in `folder` that has no path to this checkout."""
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    completed = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=environment,
+        timeout=240,
+    )
+    assert completed.returncode == 0, completed.stderr
 
 
 def refusal(call: Callable, *arguments) -> str:

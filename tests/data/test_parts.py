@@ -10,7 +10,7 @@ from pathlib import Path
 import filelock
 import pytest
 
-from assertions import refusal
+from assertions import file_contents, refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import parts as module
@@ -44,10 +44,6 @@ def data(write_recipe, byte_tokenizer, tmp_path):
     return data
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def prepare_parts(data, number: int) -> None:
     for index in range(number):
         prepare_part(data, Part(index, number))
@@ -59,15 +55,15 @@ def prepare_parts(data, number: int) -> None:
 def test_merged_parts_equal_one_machine_byte_for_byte(data, write_recipe, tmp_path, files, number, format):
     section = data(files, data__format=format)
     prepare(load_config(tmp_path / "tiny.yaml"))
-    alone = contents(tmp_path / "data")
+    alone = file_contents(tmp_path / "data")
     shutil.rmtree(tmp_path / "data")
     prepare_parts(section, number)
     assert not (tmp_path / "data").exists()
     manifest, merged = merge_parts(section)
     assert merged
     assert manifest.train.documents + manifest.validation.documents == 40 * files
-    assert contents(tmp_path / "data").keys() == alone.keys()
-    assert contents(tmp_path / "data") == alone
+    assert file_contents(tmp_path / "data").keys() == alone.keys()
+    assert file_contents(tmp_path / "data") == alone
     assert not (tmp_path / "data.parts").exists()
     assert merge_parts(section) == (manifest, False)
 
@@ -79,11 +75,11 @@ def test_empty_rows_of_a_hub_data_set_are_left_out_as_on_one_machine(data, monke
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: datasets.Dataset.from_dict(rows))
     section = data(data__source="some/set")
     prepare(load_config(tmp_path / "tiny.yaml"))
-    alone = contents(tmp_path / "data")
+    alone = file_contents(tmp_path / "data")
     shutil.rmtree(tmp_path / "data")
     prepare_parts(section, 3)
     merge_parts(section)
-    assert contents(tmp_path / "data") == alone
+    assert file_contents(tmp_path / "data") == alone
 
 
 def test_each_part_reads_its_own_files_only(data, monkeypatch):

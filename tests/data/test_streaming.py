@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from assertions import file_contents, refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import parts as module
@@ -72,21 +73,10 @@ def config(hub_set, write_recipe, byte_tokenizer):
     return config
 
 
-def contents(folder: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-
-
 def remove(folder: Path) -> dict[str, bytes]:
-    before = contents(folder)
+    before = file_contents(folder)
     shutil.rmtree(folder)
     return before
-
-
-def complaint(use, *arguments) -> str:
-    with pytest.raises(DataError) as caught:
-        use(*arguments)
-    assert "\n" not in str(caught.value)
-    return str(caught.value)
 
 
 @pytest.mark.parametrize("case", ["parquet", "jsonl", "chat", "validation_split", "max_tokens", "one_file"])
@@ -112,7 +102,7 @@ def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(hub_set, config, 
     alone = remove(tmp_path / "data")
     manifest, now = prepare(config(**knobs, data__streaming=True))
     assert now
-    streamed = contents(tmp_path / "data")
+    streamed = file_contents(tmp_path / "data")
     assert streamed["manifest.json"].decode() == alone["manifest.json"].decode()
     assert streamed == alone
     assert not (tmp_path / "data.parts").exists()
@@ -188,7 +178,7 @@ def test_streamed_parts_of_several_machines_equal_one(hub_set, config, tmp_path,
 
 def test_more_streamed_parts_than_files_are_refused(config, tmp_path):
     section = config(data__streaming=True).data
-    assert "and the split has 3 files; divide it into as many parts at most" in complaint(
+    assert "and the split has 3 files; divide it into as many parts at most" in refusal(
         prepare_part, section, Part(0, 4)
     )
     prepare_part(section, Part(0, 2))
@@ -204,14 +194,14 @@ def test_a_broken_connection_is_one_line_and_the_same_command_continues(hub_set,
     prepare(config())
     alone = remove(tmp_path / "data")
     hub_set.cut.add("data/train-00001.parquet")
-    message = complaint(prepare, config(data__streaming=True))
+    message = refusal(prepare, config(data__streaming=True))
     assert "user/set: train split, part 1 of 3: cannot be read to its end: " in message
     assert not (tmp_path / "data").exists()
     assert {path.name for path in (tmp_path / "data.parts").glob("[0-9]*")} == {"0-of-3"}
     hub_set.cut.clear()
     hub_set.requests.clear()
     prepare(config(data__streaming=True))
-    assert contents(tmp_path / "data") == alone
+    assert file_contents(tmp_path / "data") == alone
     assert not any(request.startswith("GET") and "train-00000" in request for request in hub_set.requests[10:])
 
 
@@ -221,14 +211,14 @@ def test_a_restarted_stream_keeps_its_revision(hub_set, config, tmp_path, monkey
     section = config(data__streaming=True)
     monkeypatch.setattr("time.sleep", lambda seconds: None)
     hub_set.cut.add("data/train-00002.parquet")
-    complaint(prepare, section)
+    refusal(prepare, section)
     hub_set.cut.clear()
     repository = hub_set.repositories["user/set"]
     newer = {name: parquet(["other text"] * 50) for name in hub_set.data_files}
     repository.branches["old"] = repository.branches["main"]
     repository.branches["main"] = [{"oid": "1" * 40, "title": "newer", "files": newer}]
     prepare(section)
-    assert contents(tmp_path / "data") == alone
+    assert file_contents(tmp_path / "data") == alone
 
 
 def test_a_mixture_may_stream_one_source(hub_set, write_recipe, byte_tokenizer, tmp_path, text_file):
@@ -258,7 +248,7 @@ def test_rows_that_are_no_documents(hub_set, config, rows, message):
     if message is None:
         assert prepare(config(data__streaming=True))[1]
         return
-    assert message in complaint(prepare, config(data__streaming=True))
+    assert message in refusal(prepare, config(data__streaming=True))
 
 
 @pytest.mark.parametrize(
@@ -272,12 +262,12 @@ def test_rows_that_are_no_documents(hub_set, config, rows, message):
     ],
 )
 def test_streams_that_cannot_start(config, tmp_path, knobs, message):
-    assert message in complaint(prepare, config(**knobs, data__streaming=True))
+    assert message in refusal(prepare, config(**knobs, data__streaming=True))
     assert not (tmp_path / "data").exists()
 
 
 def test_only_hub_data_sets_are_streamed(config, text_file):
-    assert "only a Hub data set is streamed, not" in complaint(
+    assert "only a Hub data set is streamed, not" in refusal(
         prepare, config(data__source=str(text_file), data__streaming=True)
     )
 

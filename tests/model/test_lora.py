@@ -1,9 +1,6 @@
 """LoRA: saved adapters open with peft on a plain GPT-2, with equal logits."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -12,6 +9,7 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
+from assertions import run_without_this_package
 from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
@@ -67,15 +65,7 @@ def test_adapters_open_without_this_package(tiny_base, tmp_path):
             expected[name] = model(input_ids=TOKENS).logits
         start = FinetuneSection(model=str(tiny_base))
         save_adapter(tmp_path / name, model.config, section, start, model.state_dict())
-    completed = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS, json.dumps(folders), str(tmp_path / "logits.safetensors")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        timeout=240,
-    )
-    assert completed.returncode == 0, completed.stderr
+    run_without_this_package(OTHER_PROCESS, tmp_path, json.dumps(folders), str(tmp_path / "logits.safetensors"))
     logits = load_file(tmp_path / "logits.safetensors")
     reference = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
     for name in SECTIONS:

@@ -3,7 +3,6 @@
 import json
 import multiprocessing
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -13,6 +12,7 @@ from accelerate import state
 from accelerate.utils import DistributedType
 from safetensors.torch import load_file, save_file
 
+from assertions import run_without_this_package
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
@@ -99,15 +99,7 @@ def test_final_folders_open_without_this_package(train, tmp_path):
         folders[architecture] = str(train(architecture, architecture, train__max_steps=2).final)
         with torch.no_grad():
             expected[architecture] = load_model(folders[architecture]).eval()(torch.arange(16)[None] % 20).logits
-    completed = subprocess.run(
-        [sys.executable, "-c", OTHER_PROCESS, json.dumps(folders), str(tmp_path / "logits.safetensors")],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
-        timeout=240,
-    )
-    assert completed.returncode == 0, completed.stderr
+    run_without_this_package(OTHER_PROCESS, tmp_path, json.dumps(folders), str(tmp_path / "logits.safetensors"))
     logits = load_file(tmp_path / "logits.safetensors")
     for architecture in DECODERS:
         assert torch.equal(logits[architecture], expected[architecture])

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from assertions import assert_same_experiment
+from assertions import assert_same_experiment, file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -225,10 +225,7 @@ def test_two_hosts_without_shared_files_prepare_halves(hosts, recipe, tmp_path, 
     for words in (["--merge"], ["--data.dir", "alone"]):
         hosts[0].send(next(ports), ["prepare", recipe, *options, *words], 60, folders[0])
         assert hosts[0].status() == 0, hosts[0].log.read_text()
-    merged, alone = (
-        {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-        for folder in (folders[0] / "data", folders[0] / "alone")
-    )
+    merged, alone = file_contents(folders[0] / "data"), file_contents(folders[0] / "alone")
     assert len(alone) > 5
     assert merged == alone
 
