@@ -365,7 +365,7 @@ def launch_command():
 def launch_warm(launch_command):
     """A function that trains like `accelerate launch`, in forks of a process that has imported torch: see warm.py.
 
-    Its arguments are those of `launch_command`, with --run-dir FOLDER, and environment variables; it returns that run.
+    Its arguments are those of `launch_command`, and environment variables. It returns the run of --run-dir FOLDER.
     A launch that may fail is checked by `ends_with(status, output)`.
     """
     from nanogpt_hf.runs.folder import RunFolder
@@ -386,7 +386,7 @@ def launch_warm(launch_command):
             machine_options: Sequence[str] = (),
             ends_with: Callable[[int, str], None] | None = None,
             **variables: str,
-        ) -> RunFolder:
+        ) -> RunFolder | None:
             command = launch_command(machine, *arguments, machine_options=machine_options)
             order = {"arguments": command[3:], "environment": variables}  # without python -m accelerate.commands.launch
             process.stdin.write(json.dumps(order) + "\n")
@@ -396,6 +396,8 @@ def launch_warm(launch_command):
                 ends_with(answer["status"], answer["output"])
             else:
                 assert answer["status"] == 0, answer["output"][-5000:]
+            if "--run-dir" not in arguments:
+                return None
             return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
 
         yield launch

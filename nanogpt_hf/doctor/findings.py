@@ -144,8 +144,8 @@ def judge_data(read: list[list[str]], expected: list[str], source: str) -> Findi
             f"and {foreign} twice or from other data: check that all machines have the same prepared data"
         )
         return Finding("fault", "data", text)
-    each = f"once, {len(read[0])} by each of {len(read)} processes" if len(read) > 1 else "by the single process"
-    return Finding("ok", "data", f"{source}: the {plural(len(expected), 'window')} of a step are read {each}")
+    each = f", {len(read[0])} by each of {len(read)} data-parallel ranks" if len(read) > 1 else ""
+    return Finding("ok", "data", f"{source}: the {plural(len(expected), 'window')} of a step are read once{each}")
 
 
 def judge_checksums(folder: str, has_checksums: bool, problem: str | None) -> Finding:

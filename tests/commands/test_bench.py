@@ -55,6 +55,16 @@ def test_bench_trace_is_of_our_step_and_no_other_file_is_written(bench):
     assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "tiny.yaml", "trace.json"]
 
 
+@pytest.mark.long
+@pytest.mark.slow
+def test_bench_under_tensor_parallelism(launch_warm, make_recipe, tmp_path):
+    recipe, figures = make_recipe(tmp_path / "tiny.yaml"), tmp_path / "figures.json"
+    launch_warm("tp", "bench", recipe, "--windows", 1, "--json", figures)
+    figures = json.loads(figures.read_text())
+    assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
+    assert figures["communicated_bytes"].keys() == {"all-reduce"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

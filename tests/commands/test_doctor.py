@@ -89,8 +89,18 @@ def test_doctor_of_two_processes(pair):
     assert "as built: " in out
     assert "after 2 steps: " in out
     assert out.count("equal on all 2 processes") == 2
-    assert f"{folder / 'data'}: the 32 windows of a step are read once, 16 by each of 2 processes" in out
+    assert f"{folder / 'data'}: the 32 windows of a step are read once, 16 by each of 2 data-parallel ranks" in out
     assert lines(out, "fault") == []
+
+
+@pytest.mark.long
+def test_doctor_under_tensor_parallelism(launch_warm, make_recipe, tmp_path):
+    recipe, findings = make_recipe(tmp_path / "tiny.yaml"), tmp_path / "findings.json"
+    launch_warm("tp", "doctor", recipe, "--json", findings, HF_HOME=str(tmp_path), TORCH_HOME=str(tmp_path))
+    texts = {finding["topic"]: [finding["text"], *finding["lines"]] for finding in json.loads(findings.read_text())}
+    assert texts["data"][0].endswith("the 8 windows of a step are read once")  # both ranks read the same
+    assert texts["parameters"][0].endswith("as built: 19 tensors, equal on all 2 processes")
+    assert "a model that is split communicates as it computes" in texts["step"][-1]
 
 
 @pytest.mark.long
