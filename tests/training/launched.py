@@ -147,7 +147,9 @@ def run(arguments: list[str]) -> None:
         prepare_fault(*fault.split(":"), arguments)
     if os.environ.get("HIDE_FROM") == os.environ.get("RANK", ""):
         hide_run_folder()
-    CheckpointWriter.save, deepspeed.configure = recording, sharding_small_parameters
+    if "--run-dir" in arguments:
+        CheckpointWriter.save = recording
+    deepspeed.configure = sharding_small_parameters
     live.draw_run = lambda *_: None  # the plot takes longer than the training
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
