@@ -119,6 +119,18 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
 
 
+def _show_error(message: str, on_all_processes: bool, first_here: bool) -> None:
+    """Print an error of this process; one that all processes have is printed by the first of each machine."""
+    message = "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} …" for line in message.splitlines())
+    if not on_all_processes:
+        rank = Mesh.from_environment().rank
+        console.show_end(f"[rank {rank}] {message}" if rank else message, sys.stderr)
+    elif first_here:
+        console.show_end(message, sys.stderr)
+    else:  # the launcher ends all processes when one has ended, and the first may not have printed this yet
+        time.sleep(_SECONDS_TO_PRINT)
+
+
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
@@ -172,19 +184,10 @@ def main(arguments: list[str]) -> int:
         message = explain(error)
         if message is None:
             raise
-        message = "\n".join(
-            line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} …" for line in message.splitlines()
-        )
         if log_level == "debug":
             traceback.print_exception(error)
-        if isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError):
-            if first_here:
-                console.show_end(message, sys.stderr)
-            else:  # the launcher ends all processes when one has ended, and the first may not have printed this yet
-                time.sleep(_SECONDS_TO_PRINT)
-        else:  # the other processes may not have this error
-            rank = Mesh.from_environment().rank
-            console.show_end(f"[rank {rank}] {message}" if rank else message, sys.stderr)
+        on_all_processes = isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError)
+        _show_error(message, on_all_processes, first_here)
         return EXIT_USER_ERROR
 
 
