@@ -12,7 +12,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,7 @@ from nanogpt_hf.formatting import plural
 
 _PART = "part.json"
 _FORMAT = 2
-_CHUNK_BYTES = 256_000_000  # of text that is in memory, and encoded by several processes, at once
+_CHUNK_BYTES = 256_000_000  # of text that is read, and then encoded by several processes, at once
 _MAX_PARTS = 1000  # of a stream; of more files each part has several
 
 logger = logging.getLogger(__name__)
@@ -96,9 +96,7 @@ def prepare_in_parts(folder: Path, data: DataSection) -> Manifest:
     number = encoder.number_of_parts
     if encoder.stream:
         datasets.disable_progress_bars()  # one for each chunk would hide the lines about the tokens
-        limit, size = data.max_tokens, encoder.stream.text_bytes
-        tokens = min(filter(None, (limit, size and size // BYTES_PER_TOKEN)), default=None)
-        line = check_token_space(tokens, encoder.tokenizer.vocab_size, folder, parts)
+        line = check_token_space(data, encoder.stream.text_bytes, encoder.tokenizer.vocab_size, parts)
         logger.info(f"{data.dir}: streaming {data.one_source}: {line}")
         if finished:
             logger.info(f"{data.dir}: {len(finished)} of {number} parts are in {parts} already")
@@ -245,11 +243,12 @@ class _Encoder:
 
     def _splits(
         self, part: Part, scratch: Path, limit: int | None
-    ) -> tuple[str, dict[str, Iterable[datasets.Dataset]]]:
+    ) -> tuple[str, Mapping[str, Iterable[datasets.Dataset]]]:
         """The revision, and the documents of each split in chunks; small ones for a small limit."""
         size = _CHUNK_BYTES if limit is None else min(_CHUNK_BYTES, 2 * BYTES_PER_TOKEN * limit)
         if self.stream:
-            return self.stream.revision, {name: self.stream.chunks(name, part, size) for name in self.stream.splits}
+            streams = self.stream.splits
+            return self.stream.revision, {name: self.stream.chunks(name, part, size, scratch) for name in streams}
         documents = load_documents(self.data, scratch, part)
         splits = {"train": documents.train, "validation": documents.validation}
         return documents.revision, {

@@ -19,25 +19,30 @@ BYTES_PER_TOKEN = 4  # of English text, with GPT-2's tokenizer; a token takes 2 
 _HUB_FILE = re.compile(r"hf://datasets/(?P<repo>[^/]+/[^/@]+)@(?P<revision>[^/]+)/(?P<path>.+)")
 
 
-def check_token_space(tokens: int | None, vocab_size: int, folder: Path, parts: Path) -> str:
-    """A line with the space that so many tokens need while they are prepared in parts, and the free space.
+def check_token_space(data: DataSection, text_bytes: int | None, vocab_size: int, parts: Path) -> str:
+    """A line with the space that the tokens of a stream need, and the free space.
 
-    The parts and the folder that is joined from them need it at the same time; parts that are written already need no
-    more. Raises DataError if it is not free.
+    The parts and the folder that is joined from them need it at the same time, less what is in the folder `parts`
+    already. Raises DataError if it is not free.
     """
-    place, free = _disk_of(folder)
+    place, free = _disk_of(Path(data.dir))
+    limit, estimate = data.max_tokens, text_bytes and text_bytes // BYTES_PER_TOKEN
+    tokens = min(filter(None, (limit, estimate)), default=None)
     if tokens is None:
         return (
-            f"an unknown number of tokens, which data.max_tokens would limit; {format_bytes(free)} are free on {place}"
+            "an unknown number of tokens, since the Hub states no size and data.max_tokens is not set; "
+            f"{format_bytes(free)} are free on the disk of {place}"
         )
-    each = tokens * (2 if vocab_size <= 2**16 else 4)
-    written = sum(path.stat().st_size for path in parts.rglob("*.arrow"))
-    needed = max(each, 2 * each - written)
-    line = f"{tokens:,} tokens at most, which take {format_bytes(each)}, and {format_bytes(needed)} until all are there"
+    size = tokens * (2 if vocab_size <= 2**16 else 4)
+    needed = max(size, 2 * size - sum(path.stat().st_size for path in parts.rglob("*.arrow")))
+    line = (
+        f"{'at most' if tokens == limit else 'about'} {tokens:,} tokens, which take {format_bytes(size)}, and "
+        f"{format_bytes(needed)} until all are there"
+    )
     if needed > free:
         raise DataError(
-            f"{folder}: {line}, and {format_bytes(free)} are free on the disk of {place}; set data.max_tokens, or "
-            "--data.dir on a larger disk"
+            f"{data.dir}: {line}, and {format_bytes(free)} are free on the disk of {place}; lower data.max_tokens, or "
+            "set --data.dir on a larger disk"
         )
     return f"{line}; {format_bytes(free)} are free on the disk of {place}"
 

@@ -1,11 +1,13 @@
-"""Read a Hub data set as it arrives: its files are not kept, and its documents come in chunks that fit into memory."""
+"""Read a Hub data set as it arrives: its files are not kept, and one chunk of its documents is on the disk at once."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import datasets
 import pyarrow
+from datasets.arrow_writer import ArrowWriter
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.conversations import conversation_of
@@ -38,11 +40,12 @@ class Stream:
     def number_of_files(self) -> int:
         return self.splits["train"].num_shards
 
-    def chunks(self, name: str, part: Part, size: int) -> Iterator[datasets.Dataset]:
+    def chunks(self, name: str, part: Part, size: int, scratch: Path) -> Iterator[datasets.Dataset]:
         """The documents of a part of a split, in data sets of about `size` bytes; one of them may be empty.
 
-        A part of `train` is a run of its files. Part 0 has the whole of `validation`. Raises DataError if the
-        connection ends or a row is not a document.
+        Each is a file in the folder `scratch`, to be read before the next is asked for. A part of `train` is a run of
+        its files. Part 0 has the whole of `validation`. Raises DataError if the connection ends or a row is not a
+        document.
         """
         if part.number > self.number_of_files:
             raise DataError(
@@ -61,9 +64,9 @@ class Stream:
             documents.append(document)
             read += _size(document)
             if read >= size:
-                yield _in_memory(column, documents, features)
+                yield _save(column, documents, features, scratch)
                 documents, read = [], 0
-        yield _in_memory(column, documents, features)
+        yield _save(column, documents, features, scratch)
 
     def _documents(self, rows: Iterable[dict[str, Any]], where: str) -> Iterator[Any]:
         data, chat = self.data, self.data.format == "chat"
@@ -123,7 +126,11 @@ def _size(document: Any) -> int:
     return _ROW + len(document or "")
 
 
-def _in_memory(column: str, documents: list[Any], features: datasets.Features) -> datasets.Dataset:
-    table = pyarrow.Table.from_pydict({column: documents}, schema=features.arrow_schema)
-    # With a given fingerprint, since datasets would read the whole text to compute one.
-    return datasets.Dataset(table, datasets.DatasetInfo(features=features), fingerprint="chunk")
+def _save(column: str, documents: list[Any], features: datasets.Features, scratch: Path) -> datasets.Dataset:
+    # A file, of which each process maps its rows: a data set in memory would be sent to every process as a whole.
+    path = scratch / "documents.arrow"
+    path.unlink(missing_ok=True)  # not overwritten, since the chunk before may be mapped still
+    with ArrowWriter(path=str(path), features=features) as writer:
+        writer.write_table(pyarrow.Table.from_pydict({column: documents}, schema=features.arrow_schema))
+        writer.finalize()
+    return datasets.Dataset.from_file(str(path), datasets.DatasetInfo(features=features))
