@@ -165,3 +165,7 @@ def test_missing_or_damaged_part_is_named_and_older_checkpoint_loaded(train, uni
     assert "step_00000003: damaged checkpoint: model-00002-of-00002.safetensors was changed" in outputs[0]
     assert f"resuming from {run.checkpoint(2)}" in outputs[0]
     assert contents(run) == contents(uninterrupted)
+    verified = [json.loads(Path(f"{run.path}.held.{rank}.json").read_text())["verified"] for rank in (0, 1)]
+    shares = [[name for name in names if re.match(r"step_00000002/.*safetensors", name)] for names in verified]
+    assert [len(share) for share in shares] == [2, 2]
+    assert len({*shares[0], *shares[1]}) == 4

@@ -30,10 +30,16 @@ from nanogpt_hf.distributed import deepspeed, full_state
 from nanogpt_hf.distributed.channel import Channel
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import live
-from nanogpt_hf.training import checkpoint_writer
+from nanogpt_hf.training import checkpoint, checkpoint_writer
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
-save, configure_deepspeed = CheckpointWriter.save, deepspeed.configure
+save, configure_deepspeed, file_digest = CheckpointWriter.save, deepspeed.configure, checkpoint.file_digest
+verified: list[str] = []  # files of loaded checkpoints whose checksums this process computed
+
+
+def recording_digest(path: Path) -> str:
+    verified.append(f"{path.parent.name}/{path.name}")
+    return file_digest(path)
 
 
 def sharding_small_parameters(deepspeed_config, *rest):
@@ -69,6 +75,7 @@ def recording(writer, model, optimizer, state):
         "weights": {
             name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()] for name, p in parameters.items()
         },
+        "verified": verified,
         "whole": hashlib.sha256(b"".join(map(bytes_of, whole))).hexdigest(),
         "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
         "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
@@ -150,6 +157,7 @@ def run(arguments: list[str]) -> None:
     if "--run-dir" in arguments:
         CheckpointWriter.save = recording
     deepspeed.configure = sharding_small_parameters
+    checkpoint.file_digest = recording_digest
     live.draw_run = lambda *_: None  # the plot takes longer than the training
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
