@@ -1,7 +1,8 @@
 """Send messages and files between background threads of the processes, through the launcher's key-value store.
 
-A collective would wait for the training. The store needs no connection that a run does not have anyway: a gloo group
-beside NCCL would need a network interface that only users of gloo have set.
+A collective would wait for the training. The store is slower than a gloo group for this thread alone (about 200 MB/s
+on two busy cores, a fifth), but it needs no connection that a run does not have anyway: gloo beside NCCL needs a
+network interface that only users of gloo have set.
 """
 
 import contextlib
