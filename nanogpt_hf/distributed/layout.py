@@ -225,7 +225,9 @@ def _without_zero_bubble(machine: Machine) -> str | None:
     if machine.compiles:
         return "a compiled block runs its backward pass as a whole; set dynamo_backend 'NO'"
     if machine.checkpoints:
-        return "every part of the backward pass would repeat the forward pass; set fsdp_activation_checkpointing false"
+        return (
+            "the gradient of each weight would repeat its block's forward pass; set fsdp_activation_checkpointing false"
+        )
     if machine.reshards:
         return "the weights of a stage stay gathered until the end of a step; set fsdp_reshard_after_forward false"
     return None

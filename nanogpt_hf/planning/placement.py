@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from nanogpt_hf.distributed.mesh import SCHEDULES
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import plural
 
@@ -108,6 +109,8 @@ def _placement(path: str, config) -> Placement:
         raise UserError(f"--config_file {path}: num_processes {processes}, {shown}: must be at least 1")
     if processes % math.prod(sizes.values()):
         raise UserError(f"--config_file {path}: {processes} processes are not a multiple of {shown}")
+    if mesh.get("pp_schedule") not in (None, SCHEDULES[0]):
+        raise UserError(f"--config_file {path}: pp_schedule {mesh['pp_schedule']} is not estimated; set {SCHEDULES[0]}")
     if int(mesh.get("sp_size") or 1) > 1:
         raise UserError(f"--config_file {path}: sp_size {mesh['sp_size']} is not supported; set cp_size")
     if precision not in ("no", "bf16", "fp16"):

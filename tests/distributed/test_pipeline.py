@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import signal
@@ -214,7 +215,8 @@ def test_non_finite_gradient_skips_the_step_on_all_stages(recipe, launch, tmp_pa
 def test_signal_to_cli_launch_saves_on_all_stages(root, recipe, launch, tmp_path):
     run = RunFolder(tmp_path / "run")
     command = [sys.executable, root / "cli.py", "launch", "--config_file", root / "accelerate_configs" / "pp.yaml"]
-    command += ["--mixed_precision=no", "--num_cpu_threads_per_process=1", "pretrain", recipe, "--run-dir", run.path]
+    command += ["--mixed_precision=no", "--parallelism_config_pp_schedule=zero_bubble"]
+    command += ["--num_cpu_threads_per_process=1", "pretrain", recipe, "--run-dir", run.path]
     command += ["--data.dir", recipe.parent / "data"]
     process = subprocess.Popen(
         list(map(str, [*command, "--train.max_steps", 100_000])),
@@ -231,7 +233,7 @@ def test_signal_to_cli_launch_saves_on_all_stages(root, recipe, launch, tmp_path
     process.send_signal(signal.SIGTERM)
     out, _ = process.communicate(timeout=60)
     assert process.returncode == 75, out
-    assert "2-way pipeline-parallel" in out
+    assert "2-way pipeline-parallel (zero_bubble)" in out
     saved = int(run.newest_checkpoint().name.removeprefix("step_"))
     assert saved >= 5
     data = ["--data.dir", recipe.parent / "data"]
@@ -342,8 +344,11 @@ def test_zero_bubbles_that_are_not_refused(recipe, machine):
     check_layout(load_config(recipe), Mesh(world_size=4, pp_size=2, pp_schedule="zero_bubble"), machine, {"pp_size": 2})
 
 
-def slots_of(schedule: str, stages: int, micro_batches: int) -> int:
-    """How many slots a step takes in torch's order, if the forward pass and each part of the backward pass take one."""
+def slots_and_held(schedule: str, stages: int, micro_batches: int) -> tuple[int, list[int]]:
+    """What torch's order takes, if the forward pass and each part of the backward pass take one slot.
+
+    The slots of a step, and how many micro-batches each stage holds at most, until its backward pass is complete.
+    """
     fields = {"num_stages": stages, "group_size": stages, "group_rank": 0, "stage_index": 0, "submod": None}
     stage: Any = SimpleNamespace(**fields)
     if schedule == "1f1b":
@@ -352,6 +357,8 @@ def slots_of(schedule: str, stages: int, micro_batches: int) -> int:
         actions = ScheduleInterleavedZeroBubble([stage], micro_batches).pipeline_order
     kinds = {rank: [action.computation_type.value for action in own if action] for rank, own in actions.items()}
     orders = {rank: [kind for kind in own if kind in ("F", "B", "I", "W")] for rank, own in kinds.items()}
+    changes = {"F": 1, "B": -1, "I": 0, "W": -1}
+    held = [max(itertools.accumulate(changes[kind] for kind in own)) for own in orders.values()]
     ends: dict[tuple[int, str], list[int]] = defaultdict(list)  # of each stage's passes, by micro-batch
     clock = [0] * stages
     while any(orders.values()):
@@ -369,7 +376,7 @@ def slots_of(schedule: str, stages: int, micro_batches: int) -> int:
                 clock[rank] = max([clock[rank], *(times[index] for times in needs)]) + duration
                 ends[rank, kind].append(clock[rank])
         assert sum(map(len, orders.values())) < remaining
-    return max(clock)
+    return max(clock), held
 
 
 def idle_table() -> list[list[str]]:
@@ -383,9 +390,12 @@ def idle_table() -> list[list[str]]:
 def test_idle_slots_are_those_of_torchs_orders(row):
     stages, micro_batches = int(row[0]), int(row[1])
     busy = 3 * micro_batches
-    for schedule, idle, shown in zip(("1f1b", "zero_bubble"), (3 * stages - 3, stages - 1), row[2:], strict=True):
-        slots = slots_of(schedule, stages, micro_batches)
+    one_fewer_each, all_alike = list(range(stages, 0, -1)), [stages] * stages
+    cases = ("1f1b", 3 * stages - 3, one_fewer_each), ("zero_bubble", stages - 1, all_alike)
+    for (schedule, idle, expected), shown in zip(cases, row[2:], strict=True):
+        slots, held = slots_and_held(schedule, stages, micro_batches)
         assert slots - busy == idle
+        assert held == expected
         assert f"{idle} of {slots}: {idle / slots:.1%}" == shown
 
 

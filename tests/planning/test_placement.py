@@ -52,6 +52,7 @@ def test_every_shipped_config_is_tested():
         (("dp_replicate_size: 2", "dp_replicate_size: 3"), "16 processes are not a multiple of dp_replicate_size 3"),
         (("tp_size: 1", "tp_size: 3"), "16 processes are not a multiple of dp_replicate_size 2, tp_size 3"),
         (("cp_size: 1", "sp_size: 2"), "sp_size 2 is not supported; set cp_size"),
+        (("tp_size: 1", "pp_schedule: zero_bubble"), "pp_schedule zero_bubble is not estimated; set 1f1b"),
         (("num_machines", "numb_machines"), "not an accelerate config"),
         (("num_processes: 16", "num_processes: 0"), "num_processes 0, dp_replicate_size 2: must be at least 1"),
         (
