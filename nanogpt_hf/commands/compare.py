@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.console import show
+from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import output_file, output_target
 from nanogpt_hf.runs.find import find_run
@@ -61,7 +62,7 @@ def run(arguments: argparse.Namespace) -> None:
     show(compare_runs(events, metric))
     if metric != "val/loss":
         show("\nthe tokenizers differ, so the runs are compared by bits per byte instead of loss per token")
-    if len({(c.data.source, c.data.format, c.data.validation_split) for c in configs.values()}) > 1:
+    if len({(source_text(c.data), c.data.format, c.data.validation_split) for c in configs.values()}) > 1:
         show("\nthe validation texts differ, so the losses are of different texts")
     if len(folders) > 1:
         show(f"\n{compare_recipes(configs)}")
@@ -90,7 +91,6 @@ def _names(folders: list["RunFolder"]) -> dict[str, "RunFolder"]:
 
 def _same_tokens(configs: dict[str, "Config"]) -> bool:
     """Whether all runs predict tokens of one tokenizer: `char` and `bpe` differ with the text."""
-    from nanogpt_hf.config.sources import source_text
     from nanogpt_hf.reports.reference import text_facts
 
     facts = [text_facts(config) for config in configs.values()]

@@ -123,6 +123,11 @@ def _check_options(arguments: argparse.Namespace) -> None:
         raise UserError(
             f"--gpu {arguments.gpu}: not in the table of GPUs, {', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
         )
+    if (path := arguments.write_config) and path.is_file():
+        from nanogpt_hf.planning.machine_config import WRITTEN
+
+        if WRITTEN.encode() not in path.read_bytes()[:100]:
+            raise UserError(f"--write-config {path}: exists, and `estimate` did not write it; name another file")
 
 
 def _proposal(arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None") -> "Proposal":

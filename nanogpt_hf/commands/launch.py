@@ -12,6 +12,7 @@ as PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_PP_SCHEDULE.
 """
 
 import contextlib
+import json
 import logging
 import os
 import signal
@@ -21,8 +22,10 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import NoReturn
 
+import yaml
+
 from nanogpt_hf.commands.console import show, show_end
-from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean
+from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
 _PIPELINE = {"parallelism_config_pp_size": int, "parallelism_config_pp_schedule": str}
 
@@ -43,6 +46,8 @@ def run(words: list[str], commands: Collection[str]) -> int:
     for name, kind in _PIPELINE.items():
         parser.add_argument(f"--{name}", type=kind)
     arguments = parser.parse_args(words)
+    if arguments.config_file or os.path.isfile(default_config_file):
+        _check_is_config(arguments.config_file or default_config_file)
     command = arguments.training_script
     if command in commands:
         as_script = Path(sys.argv[0]).name == "cli.py"
@@ -60,8 +65,9 @@ def run(words: list[str], commands: Collection[str]) -> int:
             sys.exit(EXIT_STOPPED)  # nothing was started yet
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
-                # Ctrl-C has reached the child already, and a second SIGINT would interrupt its saving.
-                child.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
+                # Ctrl-C reaches the children of this session itself, but not those that torch's launcher starts.
+                again = received.count(signal.SIGINT) > 1 and os.getsid(child.pid) != os.getsid(0)
+                child.send_signal(signal.SIGTERM if number == signal.SIGINT and not again else number)
 
     # torch's launcher would kill its processes 30 seconds after one of these signals, too early for a large checkpoint
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
@@ -88,6 +94,21 @@ def run(words: list[str], commands: Collection[str]) -> int:
     except (ValueError, OSError, AssertionError) as error:  # about the config, before anything is started
         raise UserError(f"accelerate launch: {error}") from None
     return _status(statuses, stopped=bool(received))
+
+
+def _check_is_config(file: str) -> None:
+    """Raises UserError if an accelerate config holds no settings: accelerate prints a traceback."""
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+        settings = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        reason = getattr(error, "strerror", None) or one_line(error)
+        raise UserError(f"cli.py launch: --config_file {file}: cannot be read: {reason}") from None
+    if not isinstance(settings, dict):
+        raise UserError(
+            f"cli.py launch: --config_file {file}: holds no settings; expected an accelerate config, such as "
+            "accelerate_configs/cpu.yaml"
+        )
 
 
 def _status(statuses: dict[int, int], stopped: bool) -> int:

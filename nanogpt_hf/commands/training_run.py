@@ -8,6 +8,7 @@ from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError
 
 if TYPE_CHECKING:
@@ -47,13 +48,18 @@ def run_options(arguments: argparse.Namespace) -> dict[str, Any]:
 def dry_run(config: Config, base: "PreTrainedConfig | None" = None) -> None:
     """Print the resolved recipe, and the parameters and tokens of its run as far as they are known without its data.
 
-    `base` is the configuration of the model that the run starts from.
+    `base` is the configuration of the model that the run starts from. In processes of a launcher, raises UserError if
+    the recipe does not fit the accelerate config.
     """
     from nanogpt_hf.data.mixed_manifest import find_manifest
     from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import build_config, describe_trainable, meta_model
 
+    if Mesh.from_environment().world_size > 1:
+        from nanogpt_hf.distributed.accelerate_config import check_launch
+
+        check_launch(config)
     if base is not None:
         show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
     try:

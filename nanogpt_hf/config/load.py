@@ -106,9 +106,8 @@ class _Reading:
             self.origins[key] = origin
             self.bad.discard(key)
             try:
-                self.values[key] = convert(KNOBS[key], value)
-                if key == "data.source" and isinstance(self.values[key], list):
-                    self.values[key] = read_sources(self.values[key])
+                value = convert(KNOBS[key], value)
+                self.values[key] = read_sources(value) if key == "data.source" and isinstance(value, list) else value
             except ValueError as error:
                 self.problems.append(f"{origin}{key}: {error}")
                 self.bad.add(key)

@@ -95,8 +95,8 @@ def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
     counts = [count // math.gcd(*counts) for count in counts]
     if sum(counts) > _LONGEST_PERIOD:
         raise ValueError(
-            f"the weights {', '.join(str(source['weight']) for source in sources)} are met exactly only every "
-            f"{sum(counts):,} samples, more than {_LONGEST_PERIOD:,}; round them"
+            f"the weights {', '.join(str(source['weight']) for source in sources)} are met exactly only after more "
+            f"than {_LONGEST_PERIOD:,} samples; round them"
         )
     return counts
 

@@ -49,8 +49,9 @@ class _Accelerator(Accelerator):
 
     @property
     def multi_device(self) -> bool:
-        """Accelerate refuses tensor parallelism on CPU processes, where it works alike."""
-        on_cpus = self.distributed_type == DistributedType.MULTI_CPU and Mesh.from_environment().tp_size > 1
+        """Accelerate raises for tensor and context parallelism on CPU processes; the first works alike."""
+        mesh = Mesh.from_environment()
+        on_cpus = self.distributed_type == DistributedType.MULTI_CPU and mesh.tp_size * mesh.cp_size > 1
         return on_cpus or super().multi_device
 
     def _prepare_tp(self, *args: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -132,19 +132,21 @@ def _model_parallel_sizes(config: Config, model: PreTrainedModel, cluster: Clust
             for tp, cp in ((size, 1), (1, size)):
                 if problem_with(config, cluster, tp, cp) is None:
                     yield tp, cp, 1
-        if size <= model.config.num_hidden_layers:
+        if size <= model.config.num_hidden_layers and problem_with(config, cluster, pp=size) is None:
             yield 1, 1, size
 
 
-def problem_with(config: Config, cluster: Cluster, tp: int, cp: int) -> str | None:
-    """Why the recipe cannot be trained with these sizes; None if it can."""
-    sharding = "fsdp" if cluster.gpus > tp else "none"
+def problem_with(config: Config, cluster: Cluster, tp: int = 1, cp: int = 1, pp: int = 1) -> str | None:
+    """Why the recipe cannot be trained with these sizes, whatever the micro-batch; None if it can."""
+    config = replace_knobs(config, {"train.micro_batch_size": 1})
+    sharding = "fsdp" if cluster.gpus > tp * pp else "none"
     sizes = dict.fromkeys(Mesh.stated_sizes(), 1) | {
-        "dp_shard_size": cluster.gpus // (tp * cp),
+        "dp_shard_size": cluster.gpus // (tp * cp * pp),
         "tp_size": tp,
         "cp_size": cp,
+        "pp_size": pp,
     }
-    mesh = Mesh(world_size=cluster.gpus, tp_size=tp, cp_size=cp)
+    mesh = Mesh(world_size=cluster.gpus, tp_size=tp, cp_size=cp, pp_size=pp)
     try:
         check_layout(config, mesh, Machine(sharding, "bf16", device="cuda"), sizes)
     except UserError as error:

@@ -2,6 +2,7 @@
 
 from nanogpt_hf.planning.layout import Layout
 
+WRITTEN = "written by `estimate`"  # in the first line, so that no other file is replaced
 _SHIPPED = {
     "one process": "single_gpu",
     "DDP": "ddp",
@@ -32,7 +33,7 @@ def config_text(layout: Layout) -> str:
     machines = max(1, place.processes // place.per_machine)
     kind = "FSDP" if place.kind == "FSDP2" else "MULTI_GPU" if place.processes > 1 else "'NO'"
     lines = [
-        f"# {layout.name}: written by `estimate`",
+        f"# {layout.name}: {WRITTEN}",
         "compute_environment: LOCAL_MACHINE",
         f"distributed_type: {kind}",
         f"num_machines: {machines}",

@@ -150,10 +150,10 @@ class Candidates:
             yield f"no {name} parallelism: {best.name} would be {gain:.1%} faster only, and is less simple"
         elif best:
             yield f"no {name} parallelism: with {best.name} {_slower(best, chosen)}"
-        elif kind != "PP":
+        else:
             sizes = [size for size in divisors(self.cluster.gpus) if size > 1 and self.cluster.per_machine % size == 0]
-            problems = (problem_with(self.config, self.cluster, *((n, 1) if kind == "TP" else (1, n))) for n in sizes)
-            yield from (f"no {problem}" for problem in list(problems)[:1])
+            problems = (problem_with(self.config, self.cluster, **{kind.lower(): size}) for size in sizes)
+            yield from (f"no {problem}" for problem in list(problems)[:1] if problem)
 
 
 def _memory(layout: Layout) -> str:

@@ -87,6 +87,15 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     assert "validation texts" not in out
 
 
+def test_mixtures_are_compared(write_run, compare, byte_tokenizer):
+    runs = [
+        write_run(name, data__source=[{"source": "a.txt", "weight": weight}], data__tokenizer=str(byte_tokenizer))
+        for name, weight in (("one", 1), ("same", 1), ("other", 2))
+    ]
+    assert "validation texts" not in compare(*runs[:2])
+    assert "the validation texts differ" in compare(*runs)
+
+
 def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
     path = tmp_path / "tiny.json"
     seeds = [write_run(f"seed_{seed}", train__seed=seed) for seed in range(4)]

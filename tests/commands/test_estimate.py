@@ -65,6 +65,10 @@ def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
     # the same as for the config that it wrote
     assert main([*recipe, "--train.micro_batch_size", "5", "--config_file", str(written), "--json", str(file)]) == 0
     assert json.loads(file.read_text())["memory"] == figures["memory"]
+    written.write_text("mixed_precision: bf16\n")
+    assert main([*recipe, *options]) == 2
+    assert "machine.yaml: exists, and `estimate` did not write it; name another file" in capsys.readouterr().err
+    assert written.read_text() == "mixed_precision: bf16\n"
 
 
 def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):

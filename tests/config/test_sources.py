@@ -22,12 +22,13 @@ def load(entries, **overrides):
         (["0.333", "0.667"], [333, 667]),
         (["1e-3", 1], [1, 1000]),
         ([0.1 + 0.2, 0.3], None),  # 0.30000000000000004: an accident of floats, not a weight
+        (["1e15", "0.1"], None),
         ([3], [1]),
     ],
 )
 def test_weights_become_integers_exactly(weights, integers):
     if integers is None:
-        with pytest.raises(ValueError, match=r"are met exactly only every .* samples, more than 1,000,000; round them"):
+        with pytest.raises(ValueError, match=r"are met exactly only after more than 1,000,000 samples; round them"):
             sources(*weights)
     else:
         assert [source.weight for source in sources_of(load(sources(*weights)).data)] == integers
@@ -58,6 +59,13 @@ def test_a_wrong_entry_is_one_line(entries, message):
     with pytest.raises(ValueError, match=message) as caught:
         read_sources(entries)
     assert "\n" not in str(caught.value)
+
+
+def test_wrong_entry_of_a_recipe_is_the_only_problem():
+    for entry in ({"source": "a.txt", "weight": 0}, {"source": "a.txt"}, {"source": "a.txt", "weight": "1e15"}):
+        with pytest.raises(ConfigError) as caught:
+            load([{"source": "b.txt", "weight": 0.1}, entry])
+        assert len(caught.value.problems) == 1
 
 
 def test_an_entry_overrides_the_knobs_of_its_source_alone():

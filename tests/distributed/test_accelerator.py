@@ -126,6 +126,15 @@ def test_sharding_beyond_the_machine_is_refused(capsys, monkeypatch, tmp_path, w
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("size", ["TP", "CP"])
+def test_dry_run_in_processes_checks_the_layout(capsys, monkeypatch, write_recipe, size):
+    for name in ("WORLD_SIZE", f"PARALLELISM_CONFIG_{size}_SIZE"):
+        monkeypatch.setenv(name, "3")
+    assert main(["pretrain", str(write_recipe()), "--dry-run"]) == 2
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err.count("\n")) == ("", 1)
+
+
 def test_address_given_to_the_launcher_does_not_mean_several_processes():
     code = (
         "import os, subprocess, sys\n"

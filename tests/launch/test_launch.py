@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import yaml
 
@@ -125,7 +126,7 @@ def test_signal_before_training_is_status_75(tmp_path):
         (["--num_proceses", "3", "pretrain", "R"], "cli.py launch: unrecognized arguments: --num_proceses"),
         (
             ["--config_file", "none.yaml", "pretrain", "R"],
-            "accelerate launch: The passed configuration file",
+            "cli.py launch: --config_file none.yaml: cannot be read: No such file or directory",
         ),
     ],
 )
@@ -141,6 +142,36 @@ def test_launch_mistakes_are_one_line(capsys, monkeypatch, arguments, line):
     err = capsys.readouterr().err
     assert err.startswith(line)
     assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("content", [b"", b"text", b"sizes: [1", b"\xb7"])
+def test_config_file_without_settings_is_one_line(capsys, tmp_path, content):
+    file = tmp_path / "machine.yaml"
+    file.write_bytes(content)
+    assert main(["launch", "--config_file", str(file), "pretrain", "R"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"cli.py launch: --config_file {file}: ")
+    assert err.count("\n") == 1
+
+
+@needs_linux
+@pytest.mark.slow
+def test_second_ctrl_c_ends_several_processes_at_once(tmp_path, write_recipe):
+    # of several processes, one signal stops a run at its next report, which is far away here
+    knobs = {"train__max_steps": 10**6, "eval__every": 10**6, "tracking__every": 10**6}
+    process = start(CPU_DDP, write_recipe(**knobs), "--run-dir", tmp_path / "run")
+    try:
+        while "step 0/" not in process.stdout.readline():
+            assert process.poll() is None
+        for _ in range(2):
+            time.sleep(0.5)
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=30) == 75
+    finally:
+        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+            child.kill()
+        process.kill()
+        process.communicate()
 
 
 @pytest.mark.skipif(not shutil.which("bash"), reason="bash is not installed")

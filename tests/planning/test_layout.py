@@ -147,6 +147,15 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
     assert any("FSDP2 16 fits, but a step would take" in reason for reason in found.reasons)
 
 
+@pytest.mark.parametrize("knob", [{"optim.name": "muon"}, {"optim.state": "8bit"}])
+def test_pipelines_are_not_proposed_for_recipes_that_they_refuse(knob):
+    config, model, proposal = proposal_for(LLAMA_7B | {"model.n_layer": 8} | knob, cluster(8))
+    assert not [layout.name for layout in layouts(config, model, cluster(8), 0.4) if layout.place.pp > 1]
+    assert any(
+        reason.startswith(f"no pipeline parallelism (2 stages): {next(iter(knob))}") for reason in proposal.reasons
+    )
+
+
 def test_no_layout_is_proposed_if_none_fits():
     _, _, found = proposal_for(LLAMA_7B, cluster(2, "L4"))
     assert found.layout is None
