@@ -22,7 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.distributed.mesh import Mesh
 
 _EXCHANGE, _RING = "exchange_of_heads", "ring"
-# Device and precision of torch's ring. In float32 kernels for fewer heads of keys than of queries are missing.
+# Devices and precisions of torch's ring; in float32 CUDA has no fused kernel for fewer heads of keys than of queries.
 RING_MACHINES = [("cuda", "bf16")]
 
 

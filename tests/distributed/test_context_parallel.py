@@ -1,4 +1,4 @@
-"""Context parallelism: the parts of a sequence, ring attention on two processes, and what it refuses."""
+"""Context parallelism: the parts of a sequence, ring attention on several processes, and what it refuses."""
 
 import copy
 import multiprocessing
@@ -40,17 +40,17 @@ def test_own_positions_of_ring_and_exchange(attention, expected):
         assert part["input_ids"].tolist() == tokens[:, part["position_ids"][0]].tolist()
 
 
-def train_and_evaluate(rank: int) -> None:
+def train_and_evaluate(rank: int, processes: int, rotation: str) -> None:
     """A model that attends in a ring equals one on whole sequences, and leaves the attention of that one as it was."""
     torch.manual_seed(0)
     whole = LlamaForCausalLM(LLAMA).train()
     model = copy.deepcopy(whole)
     attention = F.scaled_dot_product_attention
-    mesh = init_device_mesh("cpu", (2,))
-    share_positions(model, mesh, ring=True, rotation="allgather")
+    mesh = init_device_mesh("cpu", (processes,))
+    share_positions(model, mesh, ring=True, rotation=rotation)
     tokens = torch.randint(50, (2, 17))
     batch = {"input_ids": tokens[:, :-1], "targets": tokens[:, 1:]}
-    part = own_positions(batch, model, Mesh(rank, 2, cp_size=2))
+    part = own_positions(batch, model, Mesh(rank, processes, cp_size=processes))
     gradients = []
     for each, own in ((whole, batch), (model, part)):
         targets = own.pop("targets").flatten()
@@ -85,12 +85,12 @@ def gpu_kernel_in_ring(mesh: DeviceMesh) -> None:
     assert [gradient.to_local().shape[2] for gradient in (out, *gradients)] == [8, 8, 8, 8]
 
 
-def on_rank(rank: int, folder: Path) -> None:
+def on_rank(rank: int, folder: Path, processes: int, rotation: str) -> None:
     torch.set_num_threads(1)
     try:
         allow_cpu_ring()
-        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-        train_and_evaluate(rank)
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=processes)
+        train_and_evaluate(rank, processes, rotation)
     except BaseException:
         (folder / f"{rank}.txt").write_text(traceback.format_exc())
         os._exit(1)
@@ -100,17 +100,18 @@ def on_rank(rank: int, folder: Path) -> None:
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
-def test_ring_attention_equals_whole_sequences(tmp_path):
+@pytest.mark.parametrize(("processes", "rotation"), [(2, "allgather"), (4, "alltoall")])
+def test_ring_attention_equals_whole_sequences(tmp_path, processes, rotation):
     torch.set_num_threads(1)  # a thread pool does not survive a fork
     fork = multiprocessing.get_context("fork")
-    ranks = [fork.Process(target=on_rank, args=(rank, tmp_path)) for rank in range(2)]
+    ranks = [fork.Process(target=on_rank, args=(rank, tmp_path, processes, rotation)) for rank in range(processes)]
     for process in ranks:
         process.start()
     for process in ranks:
         process.join(timeout=60)
         process.kill()
     errors = "\n".join(path.read_text() for path in sorted(tmp_path.glob("*.txt")))
-    assert [process.exitcode for process in ranks] == [0, 0], errors
+    assert [process.exitcode for process in ranks] == [0] * processes, errors
 
 
 GPU = Machine("fsdp", "bf16", device="cuda")
