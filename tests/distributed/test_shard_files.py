@@ -106,6 +106,7 @@ def test_resume_after_a_kill_during_a_transfer_is_exact(train, uninterrupted, tm
     def ends_with(status: int, output: str) -> None:
         assert status == 9, output
         assert "Traceback" not in output
+        assert ("lost another process: " in output) == fault.startswith("1")  # the main process prints for all
 
     run = train("fsdp2", tmp_path / "run", FAULT=fault, HIDE_FROM="1", ends_with=ends_with)
     for folder in run.checkpoint_folders():
@@ -130,6 +131,20 @@ def test_full_disk_during_a_transfer_is_one_line(train, uninterrupted, tmp_path)
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000001"]
     train("fsdp2", tmp_path / "run", "--resume", HIDE_FROM="1")
     assert contents(run) == contents(uninterrupted)
+
+
+@pytest.mark.slow
+def test_value_that_is_not_finite_ends_a_transfer_with_one_line(train, tmp_path):
+    lines = []
+
+    def ends_with(status: int, output: str) -> None:
+        assert status == 2, output
+        lines.extend(output.splitlines())
+
+    run = train("fsdp2", tmp_path / "run", FAULT="1:infinite:3", HIDE_FROM="1", ends_with=ends_with)
+    assert lines[-1].startswith("step 2: transformer.wte.weight is not finite, so no checkpoint was written; ")
+    assert lines[-1].endswith(f"continue with --resume from {run.checkpoint(1)}")
+    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000001"]
 
 
 @pytest.mark.slow

@@ -88,9 +88,12 @@ def recording(writer, model, optimizer, state):
 def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> None:
     """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint.
 
-    Or do so at the nth chunk of a file that it sends to the main process, or receives.
+    Or do so at the nth chunk of a file that it sends or receives; or send an infinity in its nth file.
     """
     if os.environ.get("RANK") != rank:
+        return
+    if kind == "infinite":
+        send_infinity(int(number))
         return
     if "_" in kind:
         fail_at_chunk(*kind.split("_"), int(number))
@@ -106,6 +109,17 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
         return write(*parts)
 
     checkpoint_writer.write_tensors = write_tensors
+
+
+def send_infinity(number: int) -> None:
+    files, stream = itertools.count(1), checkpoint_writer.stream_tensors
+
+    def stream_tensors(parts, write):
+        if next(files) == number:
+            parts["transformer.wte.weight"].values[-1, -1] = float("inf")
+        return stream(parts, write)
+
+    checkpoint_writer.stream_tensors = stream_tensors
 
 
 def fail_at_chunk(kind: str, direction: str, number: int) -> None:
