@@ -27,7 +27,7 @@ import yaml
 from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
-_PIPELINE = {"parallelism_config_pp_size": int, "parallelism_config_pp_schedule": str}
+_STAGES, _SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedule"
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
@@ -43,8 +43,8 @@ def run(words: list[str], commands: Collection[str]) -> int:
 
     parser = launch_command_parser()
     parser.error = _refuse
-    for name, kind in _PIPELINE.items():
-        parser.add_argument(f"--{name}", type=kind)
+    for name in (_STAGES, _SCHEDULE):
+        parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
     if arguments.config_file or os.path.isfile(default_config_file):
         _check_is_config(arguments.config_file or default_config_file)
@@ -81,10 +81,13 @@ def run(words: list[str], commands: Collection[str]) -> int:
         file, layout = arguments.config_file, {}
         if file or os.path.isfile(default_config_file):
             layout = vars(load_config_from_file(file)).get("parallelism_config") or {}
-        for name in _PIPELINE:
-            value = vars(arguments)[name]
-            if (value := layout.get(name) if value is None else value) is not None:
-                os.environ[name.upper()] = str(value)
+        for name in (_STAGES, _SCHEDULE):
+            option = vars(arguments)[name]
+            if (value := layout.get(name) if option is None else option) is None:
+                continue
+            os.environ[name.upper()] = value = str(value)
+            if name == _STAGES and not (value.isdecimal() and int(value)):
+                raise UserError(f"cli.py launch: {name} {value!r} is not a number of stages; set 1 or more")
         launch_command(arguments)
         return 0
     except subprocess.CalledProcessError as error:

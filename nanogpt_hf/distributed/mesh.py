@@ -7,8 +7,6 @@ command can use it before heavy imports.
 import os
 from dataclasses import dataclass
 
-from nanogpt_hf.errors import UserError
-
 SCHEDULES = ("1f1b", "zero_bubble")  # of a pipeline; the first is the default
 
 
@@ -38,9 +36,9 @@ class Mesh:
             world_size=int(os.environ.get("WORLD_SIZE") or 1),
             local_rank=int(os.environ.get("LOCAL_RANK") or 0),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-            tp_size=_size("tp_size"),
-            cp_size=_size("cp_size"),
-            pp_size=_size("pp_size"),
+            tp_size=int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE") or 1),
+            cp_size=int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE") or 1),
+            pp_size=int(os.environ.get("PARALLELISM_CONFIG_PP_SIZE") or 1),
             pp_schedule=os.environ.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
             cp_rotation=os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or "allgather",
         )
@@ -108,10 +106,3 @@ class Mesh:
         """
         rounds = micro_batches // self.pp_size
         return rounds > 0 and (self.pp_schedule != "zero_bubble" or micro_batches % rounds == 0)
-
-
-def _size(name: str) -> int:
-    value = os.environ.get(f"PARALLELISM_CONFIG_{name.upper()}") or "1"
-    if not value.isdecimal() or int(value) < 1:
-        raise UserError(f"parallelism_config: {name} {value!r} is not a number of processes; set 1 or more")
-    return int(value)

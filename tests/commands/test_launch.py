@@ -38,7 +38,12 @@ def test_pipeline_of_the_config_and_of_options_is_passed_on(passed_on):
     assert passed_on("--parallelism_config_pp_size", "4", "--parallelism_config_pp_schedule", "1f1b") == ("4", "1f1b")
 
 
-def test_pp_size_that_is_no_number_is_one_line(passed_on):
-    with pytest.raises(UserError, match="-pp-size: invalid int value: 'two'; see") as error:
-        passed_on("--parallelism_config_pp_size=two")
-    assert "\n" not in str(error.value)
+@pytest.mark.parametrize("size", ["two", "0", "-2", "1.5"])
+def test_pp_size_that_is_no_number_is_one_line(size, passed_on):
+    for case in (
+        {"options": [f"--parallelism_config_pp_size={size}"]},
+        {"layout": f"parallelism_config:\n  parallelism_config_pp_size: {size}\n"},
+    ):
+        with pytest.raises(UserError, match="parallelism_config_pp_size") as error:
+            passed_on(*case.pop("options", []), **case)
+        assert str(error.value).endswith(f"pp_size '{size}' is not a number of stages; set 1 or more")
