@@ -13,6 +13,7 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.examples import examples_sha256
+from nanogpt_hf.data.interruption import Interrupted
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.shards import describe_shards
 from nanogpt_hf.data.tokenizer import Tokenizer
@@ -168,15 +169,24 @@ def _map(
     features |= {"bytes": datasets.Value("int64")} | (_NUMBERED if numbered else {})
     if not rows.num_rows:  # `map` would leave them as they are
         return datasets.Dataset.from_dict({name: [] for name in features}, datasets.Features(features))
-    return rows.map(
-        encode,
-        batched=True,
-        with_indices=numbered,
-        remove_columns=rows.column_names,
-        features=datasets.Features(features),
-        num_proc=num_proc if num_proc > 1 else None,
-        cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
-        load_from_cache_file=False,
-        new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
-        desc="tokenizing",
-    )
+    try:
+        return rows.map(
+            encode,
+            batched=True,
+            with_indices=numbered,
+            remove_columns=rows.column_names,
+            features=datasets.Features(features),
+            num_proc=num_proc if num_proc > 1 else None,
+            cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
+            load_from_cache_file=False,
+            new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
+            desc="tokenizing",
+        )
+    except Exception as error:
+        # At an interruption datasets asks its processes for their results, and raises the timeout of that instead.
+        context = error.__context__
+        while context:
+            if isinstance(context, KeyboardInterrupt | Interrupted):
+                raise context from None
+            context = context.__context__
+        raise

@@ -53,6 +53,8 @@ def _after_fork_in_parent() -> None:
 
 
 def _after_fork_in_child() -> None:
+    if _caught:  # Ctrl-C reaches this process too: the pool ends it, without a traceback
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
     for number in _caught:
         signal.signal(number, signal.SIG_DFL)
     _caught.clear()

@@ -20,11 +20,12 @@ from nanogpt_hf.data import encode
 from nanogpt_hf.data import manifest as manifest_module
 from nanogpt_hf.data import prepare as module
 from nanogpt_hf.data import source as source_module
+from nanogpt_hf.data.interruption import Interrupted
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, encode_ordinary
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.errors import DataError, Stopped
 
 # Python 3.12 warns of any fork of a process with threads; datasets forks, and some tests below.
 ignore_fork_warning = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
@@ -706,6 +707,20 @@ def test_interrupted_prepare_leaves_no_manifest(monkeypatch, text, tmp_path, mom
     assert is_empty_but_for_lock(tmp_path / "data")
     assert prepare(config)[1]
     assert load_prepared(config)
+
+
+@pytest.mark.parametrize("interruption", [KeyboardInterrupt, Interrupted])
+def test_interruption_of_several_processes_is_not_their_timeout(monkeypatch, text, tmp_path, interruption):
+    def timeout(*_, **__):  # as datasets does with num_proc above 1
+        try:
+            raise interruption
+        finally:
+            raise TimeoutError
+
+    monkeypatch.setattr(datasets.Dataset, "map", timeout)
+    with pytest.raises(KeyboardInterrupt if interruption is KeyboardInterrupt else Stopped):
+        prepare(make(text(), tmp_path / "data"))
+    assert is_empty_but_for_lock(tmp_path / "data")
 
 
 def prepare_and_pause(config, ready):
