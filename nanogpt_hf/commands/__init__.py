@@ -29,10 +29,14 @@ from nanogpt_hf.runs.files import stdout_for_outputs
 
 
 class Command(NamedTuple):
-    """A row of the table: its summary in `cli.py --help`, and whether it reads knobs (--train.seed 7)."""
+    """A row of the table: its summary in `cli.py --help`, and whether it reads knobs (--train.seed 7).
+
+    A command that `writes_alone` would write its output once per process, and is refused in several.
+    """
 
     summary: str
     knobs: bool = False
+    writes_alone: bool = False
 
 
 # The module of the same name (with _ for -) has `add_arguments(parser)` and `run(arguments)`, or `run(arguments,
@@ -47,12 +51,12 @@ COMMANDS = {
     "chat": Command("chat with a model"),
     "serve": Command("serve a model as OpenAI's API does, with a chat page"),
     "evaluate": Command("measure loss and perplexity on a text, and tasks by lm-eval", knobs=True),
-    "compare": Command("compare runs with each other and with their recipe's reference"),
-    "report": Command("write a run's report.html"),
-    "export": Command("convert a model to plain GPT-2, GGUF or ONNX"),
-    "import-nanogpt": Command("convert a checkpoint or data of nanoGPT"),
-    "push": Command("push a model to the Hub, with its card, recipe, metrics and curve"),
-    "estimate": Command("estimate memory, time, tokens and disk of a run", knobs=True),
+    "compare": Command("compare runs with each other and with their recipe's reference", writes_alone=True),
+    "report": Command("write a run's report.html", writes_alone=True),
+    "export": Command("convert a model to plain GPT-2, GGUF or ONNX", writes_alone=True),
+    "import-nanogpt": Command("convert a checkpoint or data of nanoGPT", writes_alone=True),
+    "push": Command("push a model to the Hub, with its card, recipe, metrics and curve", writes_alone=True),
+    "estimate": Command("estimate memory, time, tokens and disk of a run", knobs=True, writes_alone=True),
     "bench": Command("measure speed, MFU and the parts of a step; compare with baselines", knobs=True),
     "doctor": Command("find faults of this machine and its network", knobs=True),
     "launch": Command("run one of these on the machine that an accelerate config describes"),
@@ -114,6 +118,8 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     from nanogpt_hf.config.schema import KNOBS
 
     key = word.partition("=")[0]
+    if key == "--config_file":
+        raise UserError(f"{parser.prog}: {key} is an option of launch: python cli.py launch {key} F COMMAND ...")
     options = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
     near = did_you_mean(key.removeprefix("--"), options + list(KNOBS))
     raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
@@ -149,6 +155,8 @@ def main(arguments: list[str]) -> int:
         name, *rest = arguments
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
+        if COMMANDS[name].writes_alone and Mesh.from_environment().world_size > 1:
+            raise UserError(f"{name} needs no launch, and runs in one process: python cli.py {name}")
         module = importlib.import_module(f"nanogpt_hf.commands.{name.replace('-', '_')}")
         if name == "launch":
             return module.run(rest, COMMANDS)

@@ -14,7 +14,6 @@ from nanogpt_hf.commands.training_run import DEPTH, add_flags
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import stated_knobs
 from nanogpt_hf.config.schema import replace_knobs
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
@@ -61,8 +60,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    if Mesh.from_environment().world_size > 1:
-        raise UserError("estimate needs no launch: python cli.py estimate RECIPE --config_file F")
     _check_options(arguments)
     base = None
     start = stated_knobs(arguments.recipe, overrides).get("finetune.model")

@@ -14,9 +14,10 @@ def build_generation_accelerator() -> "Accelerator":
     """The Accelerator of a command whose main process generates text with a whole model."""
     from accelerate import Accelerator
 
-    from nanogpt_hf.distributed.accelerate_config import ignore_layout
+    from nanogpt_hf.distributed.accelerate_config import default_to_cpu, ignore_layout
 
     ignore_layout()
+    default_to_cpu()  # otherwise each of several CPU processes takes itself for the main one
     return Accelerator()
 
 

@@ -209,12 +209,6 @@ def test_estimate_mistakes_are_one_line(capsys, write_recipe, options, complaint
     assert not captured.out
 
 
-def test_estimate_refuses_a_launcher(capsys, monkeypatch, write_recipe):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert main(["estimate", str(write_recipe())]) == 2
-    assert "needs no launch" in capsys.readouterr().err
-
-
 def test_estimate_is_json_serializable(write_recipe):
     figures = estimate(load_config(write_recipe()), Placement())
     assert json.loads(json.dumps(dataclasses.asdict(figures)))["recipe"] == "tiny"

@@ -266,3 +266,17 @@ def test_bug_is_raised(monkeypatch):
     monkeypatch.setattr("nanogpt_hf.commands.prepare.run", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["prepare", "recipe.yaml"])
+
+
+@pytest.mark.parametrize("name", ["compare", "report", "export", "import-nanogpt", "push", "estimate"])
+def test_command_that_writes_alone_refuses_several_processes(capsys, monkeypatch, name):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    status, _, err = run(capsys, name, "runs/one")
+    assert status == 2
+    assert err == f"{name} needs no launch, and runs in one process: python cli.py {name}\n"
+
+
+def test_option_of_launch_after_the_command_is_named(capsys, write_recipe):
+    status, _, err = run(capsys, "pretrain", "--config_file", "machine.yaml", write_recipe())
+    assert status == 2
+    assert "--config_file is an option of launch: python cli.py launch --config_file F COMMAND" in err
