@@ -36,7 +36,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         _prepare_parts(config, *shard)
         return
 
-    from nanogpt_hf.data.parts import merge_parts
+    from nanogpt_hf.data.join import merge_parts
     from nanogpt_hf.data.prepare import prepare
     from nanogpt_hf.data.prepared import check_prepared, load_prepared
     from nanogpt_hf.data.shards import NO_CHECKSUMS
@@ -66,7 +66,8 @@ def _parse_shard(text: str) -> tuple[int, int]:
 
 def _prepare_parts(config: "Config", index: int, number: int) -> None:
     from nanogpt_hf.data.manifest import fitting_manifest
-    from nanogpt_hf.data.parts import parts_folder, prepare_part
+    from nanogpt_hf.data.part_facts import parts_folder
+    from nanogpt_hf.data.parts import prepare_part
     from nanogpt_hf.data.source import Part
 
     for source in sources_of(config.data):

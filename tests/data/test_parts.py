@@ -14,7 +14,8 @@ from assertions import file_contents, refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import parts as module
-from nanogpt_hf.data.parts import merge_parts, prepare_part
+from nanogpt_hf.data.join import merge_parts
+from nanogpt_hf.data.parts import prepare_part
 from nanogpt_hf.data.place import lock_of
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.source import Part

@@ -17,8 +17,10 @@ import pytest
 from assertions import file_contents, refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data import join
 from nanogpt_hf.data import parts as module
-from nanogpt_hf.data.parts import merge_parts, prepare_part
+from nanogpt_hf.data.join import merge_parts
+from nanogpt_hf.data.parts import prepare_part
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.progress import TokenProgress
 from nanogpt_hf.data.source import Part
@@ -150,9 +152,10 @@ def peak_size(folders: list[Path], prepare) -> int:
         sizes.append(sum(path.stat().st_size for folder in folders for path in folder.rglob("*") if path.is_file()))
 
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("encode_split", "describe_shards", "save_counted", "write_facts"):
-            real = getattr(module, name)
-            patch.setattr(module, name, lambda *a, real=real, **k: [real(*a, **k), look()][0])
+        for place, names in ((module, ("encode_split", "describe_shards")), (join, ("save_counted", "write_facts"))):
+            for name in names:
+                real = getattr(place, name)
+                patch.setattr(place, name, lambda *a, real=real, **k: [real(*a, **k), look()][0])
         prepare()
     assert len(sizes) > 10
     return max(sizes)
