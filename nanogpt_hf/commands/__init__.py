@@ -144,7 +144,7 @@ def main(arguments: list[str]) -> int:
     75: stopped by a signal, after saving. Any other exception is a bug, and is raised.
     """
     log_level = None
-    first_here = Mesh.from_environment().local_rank == 0  # an error of all processes is printed once per machine
+    first_here = Mesh.is_first_of_machine()  # an error of all processes is printed once per machine
     try:
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())

@@ -70,12 +70,10 @@ def _check_sizes(mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
     # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size, which it does not know
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
     if sizes and product != mesh.world_size and not only_stages:
-        lost = (
-            "" if "pp_size" in sizes else " (to pass on parallelism_config_pp_size, start with `python cli.py launch`)"
-        )
+        lost = "" if "pp_size" in sizes else "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
         raise UserError(
             f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} were started: set "
-            f"num_processes to {product}, or other sizes{lost}"
+            f"sizes whose product is num_processes{lost}"
         )
     if sizes.get("sp_size", 1) > 1:
         raise UserError("parallelism_config: sp_size is not supported; set cp_size, which exchanges heads the same way")

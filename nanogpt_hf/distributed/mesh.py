@@ -7,6 +7,8 @@ command can use it before heavy imports.
 import os
 from dataclasses import dataclass
 
+from nanogpt_hf.errors import UserError
+
 SCHEDULES = ("1f1b", "zero_bubble")  # of a pipeline; the first is the default
 
 
@@ -30,15 +32,18 @@ class Mesh:
 
     @classmethod
     def from_environment(cls) -> "Mesh":
-        """The ranks and sizes that `accelerate launch` or torchrun gave this process."""
+        """The ranks and sizes that `accelerate launch` or torchrun gave this process.
+
+        Raises UserError for a size of parallelism_config that is no number.
+        """
         return cls(
             rank=int(os.environ.get("RANK") or 0),
             world_size=int(os.environ.get("WORLD_SIZE") or 1),
             local_rank=int(os.environ.get("LOCAL_RANK") or 0),
             local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-            tp_size=int(os.environ.get("PARALLELISM_CONFIG_TP_SIZE") or 1),
-            cp_size=int(os.environ.get("PARALLELISM_CONFIG_CP_SIZE") or 1),
-            pp_size=int(os.environ.get("PARALLELISM_CONFIG_PP_SIZE") or 1),
+            tp_size=_size("PARALLELISM_CONFIG_TP_SIZE"),
+            cp_size=_size("PARALLELISM_CONFIG_CP_SIZE"),
+            pp_size=_size("PARALLELISM_CONFIG_PP_SIZE"),
             pp_schedule=os.environ.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
             cp_rotation=os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or "allgather",
         )
@@ -55,8 +60,12 @@ class Mesh:
 
         The launcher passes on all but pp_size, which only `cli.py launch` does, as it does pp_schedule.
         """
-        stated = {name: os.environ.get(variable) for variable, name in cls.variables().items()}
-        return {name: int(size) for name, size in stated.items() if size}
+        return {name: _size(variable) for variable, name in cls.variables().items() if os.environ.get(variable)}
+
+    @staticmethod
+    def is_first_of_machine() -> bool:
+        """Whether this process is the first one of its machine; also if the other variables have errors."""
+        return not int(os.environ.get("LOCAL_RANK") or 0)
 
     @property
     def is_main(self) -> bool:
@@ -106,3 +115,10 @@ class Mesh:
         """
         rounds = micro_batches // self.pp_size
         return rounds > 0 and (self.pp_schedule != "zero_bubble" or micro_batches % rounds == 0)
+
+
+def _size(variable: str) -> int:
+    text = os.environ.get(variable) or "1"
+    if not text.isdecimal() or not int(text):
+        raise UserError(f"parallelism_config: {variable.lower()} is {text!r:.40}; set a number of processes, 1 or more")
+    return int(text)

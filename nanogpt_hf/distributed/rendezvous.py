@@ -138,7 +138,8 @@ def one_line_for_a_lost_process(run: RunFolder | None = None) -> Iterator[None]:
         # gloo raises plain RuntimeErrors that name its source file; NCCL has one error name for this
         if not lost and "/gloo/transport/" not in str(error) and "ncclRemoteError" not in str(error):
             raise
-        reason = re.sub(r"\[\S+/gloo/\S+\] ", "", str(error).strip().partition("\n")[0])
+        # without gloo's source file, and the wish of good luck at its end
+        reason = re.sub(r"\[\S+/gloo/\S+\] |[\s.:]*GLHF.*", "", str(error).strip().partition("\n")[0])
         if "connectFullMesh" in reason:
             reason += "; is GLOO_SOCKET_IFNAME the network interface between the machines?"
         newest = run and run.newest_checkpoint()

@@ -101,6 +101,9 @@ class Candidates:
             )
         elif simplest:
             yield f"{simplest.name} fits, but {_slower(simplest, chosen)}"
+        else:
+            sequences = self.config.train.tokens_per_step // self.config.data.block_size
+            yield f"no DDP: {self.cluster.gpus} GPUs do not divide the {sequences:,} sequences of a step"
 
     def _other_sharding(self, chosen: Layout) -> Iterator[str]:
         """Why HSDP and not FSDP2, or the other way round."""
@@ -134,7 +137,8 @@ class Candidates:
             yield (
                 f"a pipeline sends only activations between its {place.pp} stages; with {chosen.accumulation} "
                 f"micro-batches its bubble is {share:.1%} of a step, (p - 1) / (m + p - 1); with pp_schedule "
-                f"zero_bubble {zero:.1%}, (p - 1) / (3 m + p - 1), for more memory"
+                f"zero_bubble {zero:.1%}, (p - 1) / (3 m + p - 1), for more memory; the table adds the time that the "
+                "other stages wait for the slowest one"
             )
         for kind, name in (("TP", "tensor"), ("CP", "context"), ("PP", "pipeline")):
             if self.cluster.gpus > 1 and kind not in chosen.family.split(" × "):
