@@ -155,7 +155,7 @@ def main(arguments: list[str]) -> int:
         name, *rest = arguments
         if name not in COMMANDS:
             raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
-        if COMMANDS[name].writes_alone and Mesh.from_environment().world_size > 1:
+        if COMMANDS[name].writes_alone and Mesh.is_launched():
             raise UserError(f"{name} needs no launch, and runs in one process: python cli.py {name}")
         module = importlib.import_module(f"nanogpt_hf.commands.{name.replace('-', '_')}")
         if name == "launch":

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from nanogpt_hf.errors import UserError
 
 SCHEDULES = ("1f1b", "zero_bubble")  # of a pipeline; the first is the default
+LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # a process without them is alone
 
 
 @dataclass(frozen=True)
@@ -61,6 +62,11 @@ class Mesh:
         The launcher passes on all but pp_size, which only `cli.py launch` does, as it does pp_schedule.
         """
         return {name: _size(variable) for variable, name in cls.variables().items() if os.environ.get(variable)}
+
+    @classmethod
+    def is_launched(cls) -> bool:
+        """Whether a launcher started several processes; WORLD_SIZE alone may be that of a pod of a cluster."""
+        return "LOCAL_RANK" in os.environ and cls.from_environment().world_size > 1
 
     @staticmethod
     def is_first_of_machine() -> bool:

@@ -17,6 +17,7 @@ from typing import IO
 
 import nanogpt_hf
 from nanogpt_hf.config.schema import HubSection
+from nanogpt_hf.distributed.mesh import LAUNCHER_VARIABLES
 from nanogpt_hf.export.staging import staging_folder
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -83,7 +84,7 @@ class BackgroundPush:
 
     def _start(self) -> None:
         package = str(Path(nanogpt_hf.__file__).parents[1])
-        environment = {k: v for k, v in os.environ.items() if k != "LOCAL_RANK"}  # the push is not a rank of the launch
+        environment = {k: v for k, v in os.environ.items() if k not in LAUNCHER_VARIABLES}  # the push is no rank
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
         output = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115  (closed when it ends)
         process = subprocess.Popen(

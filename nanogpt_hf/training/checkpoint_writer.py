@@ -8,6 +8,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import os
 import secrets
 import socket
 import threading
@@ -225,6 +226,8 @@ class CheckpointWriter:
             for name in self._files_of(rank, save).values():
                 with (folder / name).open("wb") as file:
                     file.writelines(self._channel.receive(f"{save.key}/{name}", f"{save.key}/{rank}"))
+                    file.flush()
+                    os.fsync(file.fileno())
             files.append(_reported_files(self._report_of(rank, save)))
         return {name: written for part in files for name, written in part.items()}
 

@@ -1,6 +1,7 @@
 """BackgroundPush: models are pushed during training, and no failure of the Hub stops a run."""
 
 import json
+import shutil
 import threading
 import time
 
@@ -53,6 +54,16 @@ def test_pretrain_pushes_only_the_final_model(hub, pretrain, tmp_path):
     assert status == 0
     (commit,) = hub.commits("tester/tiny")
     assert commit["files"]["model.safetensors"] == (tmp_path / "run" / "final" / "model.safetensors").read_bytes()
+
+
+def test_a_run_on_several_processes_pushes_from_one(hub, tiny_base, tmp_path, monkeypatch):
+    shutil.copytree(tiny_base, tmp_path / "best")
+    for name, value in {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    pushing = BackgroundPush(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path))
+    pushing.new_model(tmp_path / "best")
+    wait(pushing, lambda: not pushing.is_pushing)
+    assert "model.safetensors" in hub.repositories["tester/tiny"].files()
 
 
 def test_pretrain_continues_when_the_hub_fails(hub, pretrain, tmp_path):
