@@ -254,9 +254,10 @@ def letter_tasks(tmp_path_factory) -> list[str]:
 @pytest.fixture
 def hub(monkeypatch, tmp_path):
     """A fake Hub (fake_hub.py) for this process and its child processes, logged in as `tester`."""
-    from huggingface_hub import constants
+    from huggingface_hub import HfFileSystem, constants
     from huggingface_hub.utils import close_session
 
+    HfFileSystem.clear_instance_cache()  # an earlier Hub may have had the same port
     with fake_hub.FakeHub() as hub:
         hub.token = fake_hub.TOKEN
         monkeypatch.setattr(constants, "ENDPOINT", hub.url)  # read from the environment at import

@@ -99,7 +99,9 @@ def _memory(estimate: Estimate, place: Placement) -> list[str]:
     if memory.offloaded:
         lines.append(f"  and {format_bytes(memory.offloaded)} of host memory per process")
     if memory.host_copy:
-        lines.append(f"  and {format_bytes(memory.host_copy)} of host memory per machine, for the copy of a checkpoint")
+        # torch rounds each pinned tensor up to a power of two
+        low, high = format_bytes(memory.host_copy), format_bytes(2 * memory.host_copy)
+        lines.append(f"  and {low} to {high} of host memory per machine, for the copy of a checkpoint")
     if place.compiles:
         lines.append("  compiled blocks save fewer activations than this")
     return lines

@@ -249,8 +249,9 @@ def _rl_conflicts(config: Config) -> Iterator[Conflict]:
         )
     if micro == "auto":
         yield Conflict(("train.micro_batch_size", "rl.task"), "auto does not measure generation; set a number")
-    if config.data.streaming or config.data.max_tokens is not None:
-        yield Conflict(("data.streaming", "data.max_tokens", "rl.task"), "questions are read whole; leave it out")
+    for key, is_set in (("data.streaming", config.data.streaming), ("data.max_tokens", config.data.max_tokens)):
+        if is_set:
+            yield Conflict((key, "rl.task"), "questions are read whole; leave it out")
     if config.data.order == "random":
         yield Conflict(("data.order", "rl.task"), "questions are drawn once per epoch; use shuffled")
     if config.tracking.layers:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import datasets
 import numpy as np
+import pyarrow
+from datasets.table import InMemoryTable
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.download import without_login
@@ -40,6 +42,7 @@ def merge_parts(data: DataSection) -> tuple[Manifest, bool]:
 
 
 def join_parts(folder: Path, data: DataSection) -> Manifest:
+    """Write the prepared data of all parts to `folder`; the parts stay. Raises DataError as `merge_parts`."""
     source = parts_folder(data)
     found = parts_in(source)
     if not found:
@@ -74,37 +77,49 @@ def join_parts(folder: Path, data: DataSection) -> Manifest:
     revision = _revision(data, folders, parts)
     facts = {}
     for split in parts[0].splits:
-        rows, numbers, count = _join(folders, parts, split)
-        if data.max_tokens is not None:
-            count = _documents_within(data.max_tokens, rows, numbers, count)
+        rows, document_of_row = _join(folders, parts, split)
+        count = total = sum(part.documents[split] for part in parts)
+        if data.max_tokens is not None and rows.num_rows:
+            count = _documents_within(data.max_tokens, rows, document_of_row, count)
         drawn = split == "train" and "validation" not in parts[0].splits
         if count < 1 + drawn:
+            within, remedy = "", "leave data.streaming out"
+            if data.max_tokens is not None:
+                within, remedy = " within data.max_tokens", "raise data.max_tokens, or leave it and data.streaming out"
             raise DataError(
-                f"data.source: {without_login(data.one_source)}: {plural(count, 'document')} in the first parts, which "
-                "is too few to hold some out; raise data.max_tokens, or leave it and data.streaming out"
+                f"data.source: {without_login(data.one_source)}: {plural(count, 'document')}{within}, which is too few "
+                f"to hold some out; {remedy}"
             )
         chosen = dict(zip(("train", "validation"), held_out_rows(count, data), strict=True)) if drawn else {}
         for name, documents in (chosen or {split: np.arange(count)}).items():
-            own = rows.select(np.flatnonzero(np.isin(numbers, documents)), new_fingerprint=name)
+            is_own = np.zeros(total, dtype=bool)
+            is_own[documents] = True
+            own = _select(rows, np.flatnonzero(is_own[document_of_row]), name)
             facts[name] = save_counted(own, len(documents), folder / name, data)
     return write_facts(folder, data, tokenizer, revision, end_of_text_id_of(tokenizer.hf), facts)
 
 
-def _join(folders: list[Path], parts: list[PartFacts], split: str) -> tuple[datasets.Dataset, np.ndarray, int]:
-    """The rows of all parts, the number of the document of each row, and the count of documents."""
+def _select(rows: datasets.Dataset, indices: np.ndarray, fingerprint: str) -> datasets.Dataset:
+    """The rows of these numbers. `Dataset.select` would make a list of Python's integers of them."""
+    table = pyarrow.table({"indices": pyarrow.array(indices, pyarrow.uint64())})
+    return datasets.Dataset(rows.data, rows.info, indices_table=InMemoryTable(table), fingerprint=fingerprint)
+
+
+def _join(folders: list[Path], parts: list[PartFacts], split: str) -> tuple[datasets.Dataset, np.ndarray]:
+    """The rows of all parts, and the number of the document of each row."""
     joined = [datasets.Dataset.load_from_disk(str(folder / split)) for folder in folders]
     counts = [part.documents[split] for part in parts]
     firsts = np.cumsum(counts) - counts
     numbers = [first + rows.data.column("document").to_numpy() for first, rows in zip(firsts, joined, strict=True)]
-    return datasets.concatenate_datasets(joined).remove_columns("document"), np.concatenate(numbers), sum(counts)
+    return datasets.concatenate_datasets(joined).remove_columns("document"), np.concatenate(numbers)
 
 
-def _documents_within(limit: int, rows: datasets.Dataset, numbers: np.ndarray, count: int) -> int:
+def _documents_within(limit: int, rows: datasets.Dataset, document_of_row: np.ndarray, count: int) -> int:
     """The number of first documents that have at most `limit` tokens in all."""
     offsets = (chunk.offsets.to_numpy() for chunk in rows.data.column("input_ids").chunks)
     lengths = np.concatenate([np.diff(of_chunk) for of_chunk in offsets])
     within = int(np.searchsorted(np.cumsum(lengths, dtype=np.int64), limit, side="right"))
-    return int(numbers[within]) if within < len(numbers) else count
+    return int(document_of_row[within]) if within < len(document_of_row) else count
 
 
 def _revision(data: DataSection, folders: list[Path], parts: list[PartFacts]) -> str:
@@ -112,7 +127,10 @@ def _revision(data: DataSection, folders: list[Path], parts: list[PartFacts]) ->
     files = find_files(data.one_source)
     if not files:
         if len({facts.revision for facts in parts}) > 1:
-            raise DataError(f"{folders[0].parent}: the parts were made from different revisions of the source")
+            raise DataError(
+                f"{folders[0].parent}: the parts were made from different revisions of the source; set data.revision "
+                "and prepare them again"
+            )
         return parts[0].revision
     groups = [files_of_part(files, Part(facts.index, facts.number)) for facts in parts]
     if groups[0] == groups[-1] == files:

@@ -83,9 +83,9 @@ def check_part(folder: Path, facts: PartFacts, data: DataSection) -> None:
 
 
 def part_recipe(data: DataSection) -> dict[str, Any]:
-    """What decides a part; the path of a source that is not streamed may differ from machine to machine."""
-    knobs = ("streaming", *(knob for knob in DECIDING_KNOBS if data.streaming or knob != "source"))
-    return {knob: getattr(data, knob) for knob in knobs}
+    """What decides a part; the path of local files may differ from machine to machine."""
+    recipe = {knob: getattr(data, knob) for knob in ("streaming", *DECIDING_KNOBS) if knob != "source"}
+    return recipe if find_files(data.one_source) else recipe | {"source": without_login(data.one_source)}
 
 
 def file_listing(data: DataSection) -> list[list[Any]] | None:

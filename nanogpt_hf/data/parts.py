@@ -57,7 +57,8 @@ def prepare_part(data: DataSection, part: Part) -> tuple[PartFacts, bool]:
     Raises DataError if the folder holds parts of another number, another recipe, or another process writes this part.
     """
     _check_tokenizer(data)
-    return _make_part(data, part, lambda folder: _Encoder(data).encode(folder, part, data.max_tokens))
+    revision, _ = _finished(data)
+    return _make_part(data, part, lambda folder: _Encoder(data, revision).encode(folder, part, data.max_tokens))
 
 
 def prepare_in_parts(folder: Path, data: DataSection) -> Manifest:
@@ -66,15 +67,15 @@ def prepare_in_parts(folder: Path, data: DataSection) -> Manifest:
     Parts that an earlier call has finished are kept, those of a stream with its revision.
     """
     parts = parts_folder(data)
-    finished = [facts for index, number in parts_in(parts) if (facts := read_part(parts / f"{index}-of-{number}"))]
-    encoder = _Encoder(data, next((facts.revision for facts in finished if facts.revision != UNKNOWN_REVISION), None))
+    revision, finished = _finished(data)
+    encoder = _Encoder(data, revision)
     number = encoder.number_of_parts
     if encoder.stream:
         datasets.disable_progress_bars()  # one for each chunk would hide the lines about the tokens
         line = check_token_space(data, encoder.stream.text_bytes, encoder.tokenizer.vocab_size, parts)
         logger.info(f"{data.dir}: streaming {data.one_source}: {line}")
         if finished:
-            logger.info(f"{data.dir}: {len(finished)} of {number} parts are in {parts} already")
+            logger.info(f"{data.dir}: {finished} of {number} parts are in {parts} already")
     for index in range(number):
         part, remaining = Part(index, number), encoder.remaining
         kept = f"{index} of {number} parts are kept, and the same command continues after them"
@@ -85,6 +86,17 @@ def prepare_in_parts(folder: Path, data: DataSection) -> Manifest:
         if encoder.remaining is not None and encoder.remaining < 0:
             break
     return join_parts(folder, data)
+
+
+def _finished(data: DataSection) -> tuple[str | None, int]:
+    """The revision of the finished parts, if they have one, and their number. Raises DataError if `check_part` does."""
+    folder, revision, count = parts_folder(data), None, 0
+    for index, number in parts_in(folder):
+        path = folder / f"{index}-of-{number}"
+        if facts := read_part(path):
+            check_part(path, facts, data)
+            revision, count = (None if facts.revision == UNKNOWN_REVISION else facts.revision), count + 1
+    return revision, count
 
 
 def _make_part(

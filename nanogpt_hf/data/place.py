@@ -38,7 +38,7 @@ def lock_of(folder: Path) -> Path:
 
 
 def parts_of(folder: Path) -> Path:
-    """The folder of the parts that several machines prepare for `folder`."""
+    """The folder of the parts that are prepared for `folder`."""
     return folder.with_name(f"{folder.name}.parts")
 
 

@@ -32,8 +32,8 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     """Prepare `config.data`, each source of a mixture in its own folder.
 
     Return the manifest and whether anything had to be done. Safe to call from several processes at once: one prepares,
-    the others wait for it. An interruption leaves nothing, SIGKILL nothing that looks complete. Raises DataError if the
-    text cannot be read or the folder contains something else, and Stopped at a signal.
+    the others wait for it. An interruption leaves nothing but complete parts, SIGKILL nothing that looks complete.
+    Raises DataError if the text cannot be read or the folder contains something else, and Stopped at a signal.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
@@ -60,6 +60,7 @@ def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
             check=lambda: check_source(data, folder) if in_parts else check_preparable(data, folder),
             write=lambda partial: (prepare_in_parts if in_parts else _prepare_in)(partial, data),
             last=MANIFEST,
+            kept="finished parts are kept for the same command" if in_parts else "nothing was kept",
         )
         if in_parts:
             shutil.rmtree(parts_of(folder), ignore_errors=True)

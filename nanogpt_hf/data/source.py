@@ -149,7 +149,7 @@ def _rows_of_part(rows: datasets.Dataset, part: Part, source: str) -> datasets.D
     if count < max(2, number):
         raise DataError(
             f"data.source: {source}: {plural(count, 'document')} cannot be divided into {number} parts; "
-            "prepare it on one machine, without data.max_tokens"
+            "prepare it on one machine"
         )
     return rows.select(range(part.index * count // number, (part.index + 1) * count // number))
 
@@ -249,7 +249,7 @@ def load_documents(data: DataSection, scratch: Path, part: Part | None = None) -
     Raises DataError if the source does not exist, has no text, or cannot be read as `data.format`.
     """
     documents, divided = _load(data, scratch, part)
-    if part is None or divided:
+    if part is None or divided or part.number == 1:
         return documents
     source = without_login(data.one_source)
     validation = documents.validation and _rows_of_part(documents.validation, part, source)

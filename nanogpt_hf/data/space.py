@@ -33,8 +33,10 @@ def check_token_space(data: DataSection, text_bytes: int | None, vocab_size: int
             "an unknown number of tokens, since the Hub states no size and data.max_tokens is not set; "
             f"{format_bytes(free)} are free on the disk of {place}"
         )
-    size = tokens * (2 if vocab_size <= 2**16 else 4)
-    needed = max(size, 2 * size - sum(path.stat().st_size for path in parts.rglob("*.arrow")))
+    size = tokens * bytes_of_a_token(data, vocab_size)
+    missing = max(0, size - sum(path.stat().st_size for path in parts.rglob("*.arrow")))
+    parts_place, free_for_parts = _disk_of(parts)  # not the disk of data.dir if that is a mount point
+    needed = size + missing
     line = (
         f"{'at most' if tokens == limit else 'about'} {tokens:,} tokens, which take {format_bytes(size)}, and "
         f"{format_bytes(needed)} until all are there"
@@ -44,7 +46,17 @@ def check_token_space(data: DataSection, text_bytes: int | None, vocab_size: int
             f"{data.dir}: {line}, and {format_bytes(free)} are free on the disk of {place}; lower data.max_tokens, or "
             "set --data.dir on a larger disk"
         )
+    if parts_place.stat().st_dev != place.stat().st_dev and missing > free_for_parts:
+        raise DataError(
+            f"{parts}: {line}, and {format_bytes(free_for_parts)} are free for the parts on the disk of {parts_place}; "
+            "set --data.dir to a folder below the mount point"
+        )
     return f"{line}; {format_bytes(free)} are free on the disk of {place}"
+
+
+def bytes_of_a_token(data: DataSection, vocab_size: int) -> int:
+    """Bytes of a prepared token on the disk, with the mask of conversations."""
+    return (2 if vocab_size <= 2**16 else 4) + (data.format == "chat")
 
 
 def check_space(data: DataSection, folder: Path) -> list[str]:

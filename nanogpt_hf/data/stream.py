@@ -35,10 +35,7 @@ class Stream:
     splits: dict[str, datasets.IterableDataset]
     revision: str
     text_bytes: int | None  # of the training split, if the Hub states it
-
-    @property
-    def number_of_files(self) -> int:
-        return self.splits["train"].num_shards
+    number_of_files: int  # of the training split
 
     def chunks(self, name: str, part: Part, size: int, scratch: Path) -> Iterator[datasets.Dataset]:
         """The documents of a part of a split, in data sets of about `size` bytes; one of them may be empty.
@@ -79,13 +76,12 @@ class Stream:
     def _received(self, rows: Iterable[dict[str, Any]], where: str) -> Iterator[dict[str, Any]]:
         try:
             yield from rows
-        except (
-            Exception
-        ) as error:  # of the network, of the Hub, of a file format, ...; datasets has tried it many times
+        except Exception as error:
+            # of the network, of the Hub, of a file format, ...; datasets has tried it many times
             reason = one_line(error) or type(error).__name__
             raise DataError(
-                f"data.source: {self.data.one_source}: {where}: cannot be read to its end: {reason}; the same command "
-                "continues with this part"
+                f"data.source: {self.data.one_source}: {where}: cannot be read to its end: {reason}; after a lost "
+                "connection the same command continues with this part"
             ) from None
 
 
@@ -99,7 +95,8 @@ def open_stream(data: DataSection, revision: str | None = None) -> Stream:
     names = {"train": data.split, "validation": data.validation_split}
     try:
         builder = datasets.load_dataset_builder(data.one_source, data.config, revision=revision or data.revision)
-        opened = {name: builder.as_streaming_dataset(split) for name, split in names.items() if split}
+        opened: Any = {name: builder.as_streaming_dataset(split) for name, split in names.items() if split}
+        number_of_files = opened["train"].num_shards
     except Exception as error:  # of the network, of the Hub, of a loading script, of a file format, ...
         raise hub_error(data, error) from None
     splits = {name: rows for name, rows in opened.items() if isinstance(rows, datasets.IterableDataset)}
@@ -109,7 +106,8 @@ def open_stream(data: DataSection, revision: str | None = None) -> Stream:
                 check_text_column(rows.features, data)
                 splits[name] = rows.select_columns(data.text_column)
     facts = (builder.info.splits or {}).get(data.split)
-    return Stream(data, splits, revision_of(file_urls(builder), data), facts.num_bytes if facts else None)
+    text_bytes = facts.num_bytes if facts else None
+    return Stream(data, splits, revision_of(file_urls(builder), data), text_bytes, number_of_files)
 
 
 def _text_of(row: dict[str, Any], column: str) -> str | None:

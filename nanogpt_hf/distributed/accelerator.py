@@ -238,9 +238,11 @@ def micro_batches_not_counted(accelerator: Accelerator, count: int = 1) -> Itera
     """
     accumulation = accelerator.gradient_accumulation_steps
     accelerator.gradient_accumulation_steps = count
-    yield
-    accelerator.gradient_accumulation_steps = accumulation
-    accelerator.step = 0
+    try:
+        yield
+    finally:  # the step may run out of memory
+        accelerator.gradient_accumulation_steps = accumulation
+        accelerator.step = 0
 
 
 def clip_gradients(

@@ -7,6 +7,7 @@ implementation. Neither needs a mask. Only training steps are cut: evaluation an
 """
 
 import weakref
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.distributed as dist
 from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from transformers import PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -22,6 +24,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.distributed.mesh import Mesh
 
 _EXCHANGE, _RING = "exchange_of_heads", "ring"
+_RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # of the plain one torch has no ring
 # Devices and precisions of torch's ring; in float32 CUDA has no fused kernel for fewer heads of keys than of queries.
 RING_MACHINES = [("cuda", "bf16")]
 
@@ -40,7 +43,7 @@ def needs_ring(config: Any, processes: int) -> bool:
 def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rotation: str) -> None:
     """Let a model in training attend to the positions of all processes of `mesh`, of which it sees its own.
 
-    `rotation`: whether the ring sends keys and values around ("alltoall") or gathers them at once ("allgather").
+    `rotation`, one of ROTATIONS: whether the ring gathers keys and values at once, or sends them around.
     """
     attend_locally: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     before: Any
@@ -60,7 +63,8 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
             return attend_locally(module, query, key, value, mask, **options)
         if mask is not None:
             raise ValueError("context parallelism has no attention masks: sequences are neither packed nor padded")
-        out, _ = attend_locally(module, before(query), before(key), before(value), None, **options)
+        with sdpa_kernel(_RING_KERNELS) if ring else nullcontext():
+            out, _ = attend_locally(module, before(query), before(key), before(value), None, **options)
         return after(out), None
 
     trained = weakref.proxy(model)  # the registry must not keep a model's memory

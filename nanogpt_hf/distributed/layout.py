@@ -12,7 +12,7 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring, share_positions
-from nanogpt_hf.distributed.mesh import SCHEDULES, Mesh
+from nanogpt_hf.distributed.mesh import ROTATIONS, SCHEDULES, Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -139,8 +139,8 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
         return _NO_FP16
     if has_conversations(config.data):
         return "conversations are packed into blocks, and their masks cannot be cut; use accelerate_configs/fsdp2.yaml"
-    if mesh.cp_rotation not in ("allgather", "alltoall"):
-        return f"parallelism_config_cp_comm_strategy is {mesh.cp_rotation}; set allgather or alltoall"
+    if mesh.cp_rotation not in ROTATIONS:
+        return f"parallelism_config_cp_comm_strategy is {mesh.cp_rotation}; set {' or '.join(ROTATIONS)}"
     block_size = config.data.block_size
     if block_size % mesh.cp_size:
         return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"
@@ -165,7 +165,7 @@ def _without_ring(config: Config, model: Any, mesh: Mesh, machine: Machine) -> s
         product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
         return (
             f"{name} is {heads}, which {product} processes do not divide, and ring attention, which needs no such "
-            "sizes, runs only on CUDA GPUs with mixed_precision bf16; set other sizes, or use such GPUs"
+            "sizes, runs only on CUDA GPUs (Ampere or newer) with mixed_precision bf16; set other sizes, or use them"
         )
     if config.data.block_size % (2 * mesh.cp_size):
         return (

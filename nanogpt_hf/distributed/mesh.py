@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from nanogpt_hf.errors import UserError
 
 SCHEDULES = ("1f1b", "zero_bubble")  # of a pipeline; the first is the default
+ROTATIONS = ("allgather", "alltoall")  # of keys and values in ring attention; the first is the default
 LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # a process without them is alone
 
 
@@ -29,7 +30,7 @@ class Mesh:
     cp_size: int = 1  # context parallelism: each sequence is split
     pp_size: int = 1  # pipeline parallelism: the layers are split
     pp_schedule: str = SCHEDULES[0]
-    cp_rotation: str = "allgather"  # how ring attention moves keys and values; or alltoall
+    cp_rotation: str = ROTATIONS[0]
 
     @classmethod
     def from_environment(cls) -> "Mesh":
@@ -46,7 +47,7 @@ class Mesh:
             cp_size=_size("PARALLELISM_CONFIG_CP_SIZE"),
             pp_size=_size("PARALLELISM_CONFIG_PP_SIZE"),
             pp_schedule=os.environ.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
-            cp_rotation=os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or "allgather",
+            cp_rotation=os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or ROTATIONS[0],
         )
 
     @staticmethod

@@ -136,7 +136,9 @@ def loss_with_gradients(hidden, weight, bias, targets, vocab_size, size, gradien
 
     Recomputing logits in the backward pass would cost a fourth matrix product of the head.
     """
-    needed = weight.requires_grad, bias is not None and bias.requires_grad
+    is_training = torch.is_grad_enabled()
+    hidden = hidden if is_training else hidden.detach()
+    needed = is_training and weight.requires_grad, is_training and bias is not None and bias.requires_grad
     bias_value = None if bias is None else bias.detach()
     loss, *gradients = _Loss.apply(hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, needed)
     return loss + _Zero.apply(weight, bias, *gradients) if any(needed) else loss

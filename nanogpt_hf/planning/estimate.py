@@ -13,6 +13,7 @@ from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.data.mixed_manifest import MixedManifest, find_manifest
 from nanogpt_hf.data.source import local_files
+from nanogpt_hf.data.space import bytes_of_a_token
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
@@ -203,9 +204,13 @@ def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> i
 def _source_bytes(data: DataSection, prepared: bool, vocab_size: int) -> int | None:
     if prepared:
         return sum(path.stat().st_size for path in Path(data.dir).rglob("*") if path.is_file())
+    each, limit = bytes_of_a_token(data, vocab_size), None
+    if data.max_tokens is not None:  # of each split
+        limit = data.max_tokens * (1 + bool(data.validation_split)) * each
     files = local_files(data)
     one_byte = data.tokenizer in ("char", "gpt2", "bpe")
     if not one_byte or not files or {path.suffix for path in files} - {".txt", ".md"}:
-        return None
+        return limit
     # none of these tokenizers makes more tokens than a text has bytes
-    return sum(path.stat().st_size for path in files) * (2 if vocab_size <= 2**16 else 4)
+    size = sum(path.stat().st_size for path in files) * each
+    return size if limit is None else min(size, limit)

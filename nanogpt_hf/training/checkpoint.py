@@ -65,9 +65,12 @@ def recovery_advice(run: RunFolder, state: TrainState) -> str:
         with contextlib.suppress(RunFolderError):
             read_checkpoint(folder)
             diverged = [later for later in folders if step_of(later) >= state.last_finite_step]
-            for later in diverged:
-                remove_folder(later)
             removed = ", ".join(later.name for later in diverged)
+            try:
+                for later in diverged:
+                    remove_folder(later)
+            except OSError as error:
+                return f"remove {removed} (it could not be: {error}), then continue with --resume from {folder}"
             return f"continue with --resume from {folder}{removed and f' (removed, since diverged: {removed})'}"
     return "start again with --overwrite: no checkpoint is older than the divergence"
 
@@ -190,7 +193,8 @@ def _newest_intact(
             with _errors_of_all():
                 head = [_read_facts(folder) if accelerator.is_main_process else None]
             facts, digest = broadcast_object_list(head, from_process=0)[0]
-            readers = [reader for reader, sees in enumerate(gather_object([_is_same(folder, digest)])) if sees]
+            files = gather_object([_file_seen(folder, digest)])
+            readers = [reader for reader, file in enumerate(files) if file is not None and file == files[0]]
             with _errors_of_all():
                 if rank in readers:
                     _verify_tensors(folder, readers.index(rank), len(readers))
@@ -218,11 +222,13 @@ def _errors_of_all() -> typing.Iterator[None]:
         raise errors[0]
 
 
-def _is_same(folder: Path, digest: str) -> bool:
-    """Whether this process sees the checkpoint that the main process does; another host may not have it."""
+def _file_seen(folder: Path, digest: str) -> tuple[int, int] | None:
+    """Which file with the checksums `digest` this process sees; a copy on another host is not the same."""
     with contextlib.suppress(OSError):
-        return file_digest(folder / CHECKSUMS) == digest
-    return False
+        if file_digest(folder / CHECKSUMS) == digest:
+            status = (folder / CHECKSUMS).stat()
+            return status.st_ino, status.st_ctime_ns
+    return None
 
 
 def load_checkpoint(

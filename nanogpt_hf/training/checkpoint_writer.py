@@ -4,6 +4,7 @@ A checkpoint is whole or absent. All processes write into a hidden folder, or se
 they do not see it, and report the checksums. When all files are complete, the main process gives the folder its name.
 """
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -127,12 +128,13 @@ class CheckpointWriter:
         broadcast_object_list(name, from_process=0)
         probe = self.run.path / name[0]
         if self._rank == 0:
-            probe.touch()
+            with contextlib.suppress(OSError):  # of a full disk, which the write reports
+                probe.touch()
         self.accelerator.wait_for_everyone()
-        seen = gather_object([probe.exists()])
+        seen = gather_object([os.path.exists(probe)])  # Path.exists raises some errors of other hosts' file systems
         if self._rank == 0:
-            probe.unlink()
-        return {rank for rank, sees in enumerate(seen) if not sees}
+            probe.unlink(missing_ok=True)
+        return {rank for rank, sees in enumerate(seen) if rank and not sees}
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises what `save` names if it could not be written.
@@ -264,6 +266,8 @@ class CheckpointWriter:
         except OSError as error:
             where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""
             return {"error": f"{where}{error}"}
+        except LostProcess:
+            raise
         except Exception:  # a bug, which the main process raises with this traceback
             return {"fault": traceback.format_exc()}
         return {"files": files}

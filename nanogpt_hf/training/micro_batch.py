@@ -55,10 +55,18 @@ def build_batches(
 
 @contextmanager
 def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Context for a dry-run step of one micro-batch per pipeline stage; optimizer state and counters are restored."""
+    """Context for a dry-run step of one micro-batch per pipeline stage; optimizer state and counters are restored.
+
+    After an error, such as too little memory, counters are restored and gradients cleared.
+    """
     scaler = scaler_state(accelerator, optimizer)
-    with micro_batches_not_counted(accelerator, Mesh.from_environment().pp_size):
-        yield
+    try:
+        with micro_batches_not_counted(accelerator, Mesh.from_environment().pp_size):
+            yield
+    except BaseException:
+        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+            parameter.grad = None
+        raise
     reset_optimizer_state(accelerator, optimizer)
     if scaler is not None:
         set_scaler_state(accelerator, optimizer, scaler)

@@ -235,6 +235,31 @@ def test_a_restarted_stream_keeps_its_revision(hub_set, config, tmp_path, monkey
     assert file_contents(tmp_path / "data") == alone
 
 
+@pytest.mark.parametrize("streaming", [True, False])
+def test_parts_of_another_source_are_refused(hub_set, config, tmp_path, monkeypatch, streaming):
+    hub_set.add("user/other").branches["main"][0]["files"]["data/train.csv"] = b"text\none\ntwo\nthree\n"
+    with monkeypatch.context() as patch:
+        patch.setattr(join, "save_counted", raising(OSError("the disk is full")))
+        assert "the disk is full" in refusal(prepare, config(data__streaming=streaming, data__max_tokens=500))
+    other = config(data__source="user/other", data__streaming=streaming, data__max_tokens=500)
+    assert "prepared with data.source 'user/set', the recipe says 'user/other'; remove it" in refusal(prepare, other)
+
+
+def raising(error: Exception):
+    """A function that raises `error`."""
+
+    def fail(*_):
+        raise error
+
+    return fail
+
+
+def test_an_empty_split_with_a_limit_is_one_line(hub_set, config):
+    hub_set.data_files["data/test-00000.parquet"] = parquet([""] * 3)
+    knobs = {"data__streaming": True, "data__max_tokens": 500, "data__validation_split": "test"}
+    assert "too little text" in refusal(prepare, config(**knobs))
+
+
 def test_a_mixture_may_stream_one_source(hub_set, write_recipe, byte_tokenizer, tmp_path, text_file):
     sources = [
         {"source": "user/set", "weight": 1, "streaming": True, "max_tokens": 1500},
@@ -252,7 +277,7 @@ def test_a_mixture_may_stream_one_source(hub_set, write_recipe, byte_tokenizer, 
         ("text\none\n2\n", None),
         ("text\n1\n2\n", "train split, part 0 of 1: row 1: column 'text' holds 1, not text; set data.text_column"),
         ("body\none\ntwo\n", "row 1: has no column 'text'; it has: body; set data.text_column"),
-        ("text\nalone\n", "1 document in the first parts, which is too few to hold some out"),
+        ("text\nalone\n", "1 document, which is too few to hold some out; leave data.streaming out"),
         ('text\n""\n""\n', "too little text"),
     ],
 )
@@ -272,7 +297,7 @@ def test_rows_that_are_no_documents(hub_set, config, rows, message):
         ({"data__text_column": "id"}, "data.text_column: column 'id' of user/set does not hold text"),
         ({"data__split": "best"}, "the Hub did not give it: Bad split: best"),
         ({"data__source": "user/none"}, "user/none: no file or folder here, and the Hub did not give it: "),
-        ({"data__max_tokens": 3}, "0 documents in the first parts, which is too few"),
+        ({"data__max_tokens": 3}, "0 documents within data.max_tokens, which is too few"),
     ],
 )
 def test_streams_that_cannot_start(config, tmp_path, knobs, message):

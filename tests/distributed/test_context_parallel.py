@@ -71,7 +71,7 @@ def train_and_evaluate(rank: int, processes: int, rotation: str) -> None:
 
 
 def gpu_kernel_in_ring(mesh: DeviceMesh) -> None:
-    """Torch sends the kernel of GPUs through its ring, also with fewer heads of keys than of queries: shapes only."""
+    """Torch sends the flash kernel of GPUs through its ring, also with fewer kv heads than heads: shapes only."""
     query, key, value = (
         DTensor.from_local(torch.empty(2, heads, 8, 16, dtype=torch.bfloat16, device="meta"), mesh, [Shard(2)])
         for heads in (3, 1, 1)
@@ -134,7 +134,11 @@ def check(machine: Machine, rotation: str = "alltoall", **knobs) -> None:
     ("machine", "knobs", "message"),
     [
         (Machine("fsdp", "bf16"), {}, "model.n_head is 3, which 2 processes do not divide, and ring attention"),
-        (Machine("fsdp", "no", device="cuda"), {}, "runs only on CUDA GPUs with mixed_precision bf16; set other sizes"),
+        (
+            Machine("fsdp", "no", device="cuda"),
+            {},
+            r"CUDA GPUs \(Ampere or newer\) with mixed_precision bf16; set other sizes",
+        ),
         (GPU, {"data__block_size": 14}, "data.block_size is 14, which does not divide into the 2 × 2 equal parts"),
         (GPU, {"model__dropout": 0.1}, "ring attention has no dropout"),
         (GPU, {"rotation": "ring"}, "parallelism_config_cp_comm_strategy is ring; set allgather or alltoall"),

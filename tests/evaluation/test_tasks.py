@@ -75,7 +75,7 @@ def local_task(folder: Path, **changes) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "its data file .*none.jsonl is not there"),
+        ({}, "its data file .*none.jsonl does not exist"),
         ({"task": None}, "not a task of lm-eval"),
         ({"include": "other.yaml"}, "`include` is not supported"),
         ({"dataset_kwargs": None, "dataset_path": "somebody/nothing"}, "cannot be loaded: .*out of reach"),

@@ -143,6 +143,23 @@ def test_dry_run_step_leaves_no_trace():
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_dry_run_step_without_memory_leaves_no_trace():
+    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
+    accelerator = Accelerator(gradient_accumulation_steps=3)
+    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
+    tokens = torch.arange(8)[None]
+
+    def step() -> None:
+        with state_restored(accelerator, optimizer), accelerator.accumulate(model):
+            accelerator.backward(model(tokens, labels=tokens).loss)
+            raise torch.OutOfMemoryError("no memory for the optimizer state")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        step()
+    assert (accelerator.gradient_accumulation_steps, accelerator.step) == (3, 0)
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 def test_parameters_unknown_to_the_optimizer_are_refused():
     model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
     accelerator = Accelerator()
