@@ -131,7 +131,10 @@ class CheckpointWriter:
             with contextlib.suppress(OSError):  # of a full disk, which the write reports
                 probe.touch()
         self.accelerator.wait_for_everyone()
-        seen = gather_object([os.path.exists(probe)])  # Path.exists raises some errors of other hosts' file systems
+        sees = False
+        with contextlib.suppress(OSError):  # of another host's file system
+            sees = probe.exists()
+        seen = gather_object([sees])
         if self._rank == 0:
             probe.unlink(missing_ok=True)
         return {rank for rank, sees in enumerate(seen) if rank and not sees}
