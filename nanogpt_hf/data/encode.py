@@ -17,7 +17,7 @@ from nanogpt_hf.data.interruption import Interrupted
 from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.data.shards import describe_shards
 from nanogpt_hf.data.tokenizer import Tokenizer
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.tokens import TokenStream, token_dtype
 from nanogpt_hf.errors import DataError
 
 SHARD_BYTES = 500_000_000
@@ -114,7 +114,7 @@ def _encode_texts(
     """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`; without empty rows."""
     # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
     name, encode_batch, vocab_size = tokenizer.name, tokenizer.encode_batch, tokenizer.vocab_size
-    kind = np.uint16 if vocab_size <= 2**16 else np.uint32
+    kind = token_dtype(vocab_size)
     start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
 
     def encode(batch: dict[str, list[str]], numbers: list[int] | None = None) -> dict[str, list]:
@@ -140,7 +140,7 @@ def _encode_conversations(
 
     They are written to the file `target`.
     """
-    kind = np.uint16 if len(chat.hf) <= 2**16 else np.uint32
+    kind = token_dtype(len(chat.hf))
 
     def encode(batch: dict[str, list], numbers: list[int] | None = None) -> dict[str, list]:
         if numbers is None:

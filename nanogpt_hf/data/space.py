@@ -8,10 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import datasets
+import numpy as np
 from datasets import config as datasets_config
 from huggingface_hub import HfApi, constants, try_to_load_from_cache
 
 from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.tokens import token_dtype
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import format_bytes
 
@@ -56,7 +58,7 @@ def check_token_space(data: DataSection, text_bytes: int | None, vocab_size: int
 
 def bytes_of_a_token(data: DataSection, vocab_size: int) -> int:
     """Bytes of a prepared token on the disk, with the mask of conversations."""
-    return (2 if vocab_size <= 2**16 else 4) + (data.format == "chat")
+    return np.dtype(token_dtype(vocab_size)).itemsize + (data.format == "chat")
 
 
 def check_space(data: DataSection, folder: Path) -> list[str]:

@@ -10,6 +10,11 @@ import numpy as np
 from nanogpt_hf.errors import DataError
 
 
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    """The dtype of token ids on the disk."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
 def read_column(folder: Path, name: str, older_name: str | None = None) -> list[Any]:
     """The arrow chunks of a column that `datasets.save_to_disk` wrote, memory-mapped. Raises DataError without one.
 

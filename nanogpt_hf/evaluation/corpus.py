@@ -14,7 +14,7 @@ from nanogpt_hf.data.manifest import MANIFEST
 from nanogpt_hf.data.prepared import open_tokens, require_manifest
 from nanogpt_hf.data.source import BUILT_IN, find_files, load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.tokens import TokenStream, token_dtype
 from nanogpt_hf.errors import DataError
 
 _TEXTS_AT_ONCE = 256
@@ -83,7 +83,7 @@ def corpus_of(texts: Sequence[str | None], tokenizer: Tokenizer, name: str, revi
     """One stream of texts, each a document. Raises DataError if the tokenizer has no token for a character."""
     end_of_text_id = tokenizer.hf.eos_token_id if len(texts) > 1 else None
     start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
-    kind = np.uint16 if tokenizer.vocab_size <= 2**16 else np.uint32
+    kind = token_dtype(tokenizer.vocab_size)
     chunks, count, size = [], 0, 0
     for first in range(0, len(texts), _TEXTS_AT_ONCE):
         batch = [text for text in texts[first : first + _TEXTS_AT_ONCE] if text]  # Hub data sets have empty rows

@@ -114,7 +114,7 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
         sharded = {ranks} if ranks > 1 else set()
         if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
             sharded.add(inside)  # HSDP
-        sizes = {"tp": tp, "cp": cp, "pp": pp, "compiles": tp == cp == pp == 1}  # others cannot be compiled
+        sizes = {"tp": tp, "cp": cp, "pp": pp, "compiles": tp == cp == pp == 1}  # others compile with limits
         if ranks == 1:
             yield Placement(**shared, **sizes)
         elif tp == cp == 1:

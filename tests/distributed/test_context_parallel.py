@@ -98,7 +98,7 @@ def on_rank(rank: int, folder: Path, processes: int, rotation: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+@pytest.mark.skipif(sys.platform != "linux", reason="forks after torch is imported, which is safe on Linux only")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("processes", "rotation"), [(2, "allgather"), (4, "alltoall")])
 def test_ring_attention_equals_whole_sequences(tmp_path, processes, rotation):

@@ -269,7 +269,7 @@ def trained(tmp_path_factory, recipe_of):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+@pytest.mark.skipif(sys.platform != "linux", reason="forks after torch is imported, which is safe on Linux only")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
 def test_what_combines_equals_one_process(layout, feature, trained):

@@ -151,7 +151,7 @@ def on_ranks(rank: int, port: int, folder: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.skipif(sys.platform != "linux", reason="needs fork")
+@pytest.mark.skipif(sys.platform != "linux", reason="forks after torch is imported, which is safe on Linux only")
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_decoders_on_one_process_equal_ddp_and_fsdp2(tmp_path, monkeypatch, forget_accelerate):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 61 * 10)
