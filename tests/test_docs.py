@@ -35,21 +35,6 @@ def flags_of(command: str) -> set[str]:
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_docs_are_ten_pages_and_the_log():
-    assert [path.stem for path in PAGES] == [
-        "alignment",
-        "data",
-        "evaluation",
-        "finetuning",
-        "machines",
-        "performance",
-        "recipes",
-        "sharing",
-        "training",
-        "watching",
-    ]
-
-
 def test_knob_tables_are_up_to_date():
     spec = importlib.util.spec_from_file_location("knob_table", ROOT / "docs" / "knob_table.py")
     knob_table = importlib.util.module_from_spec(spec)
