@@ -10,6 +10,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from unittest import mock
 
 # Before any Hugging Face library is imported: no test waits for a network.
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -137,6 +138,33 @@ def tiny_base(tmp_path_factory, text_file) -> Path:
 def write_recipe(tmp_path, make_recipe):
     """`make_recipe` in the test's own folder."""
     return lambda **overrides: make_recipe(tmp_path / "tiny.yaml", **overrides)
+
+
+@pytest.fixture
+def refused(capsys, monkeypatch, tmp_path):
+    """A function that runs a command in the test's folder and returns the one line that refuses it.
+
+    The status is 2, stdout is empty, and no file in the folder has changed, but for locks.
+    """
+    from nanogpt_hf.commands import main
+
+    def files() -> dict[Path, int | None]:
+        paths = [path for path in tmp_path.rglob("*") if path.suffix != ".lock"]
+        return {path: path.stat().st_mtime_ns if path.is_file() else None for path in paths}
+
+    def refused(*words: object) -> str:
+        monkeypatch.chdir(tmp_path)
+        capsys.readouterr()
+        before = files()
+        with mock.patch.dict(os.environ):  # `launch` sets variables
+            assert main([str(word) for word in words]) == 2
+        out, err = capsys.readouterr()
+        line, _, rest = err.partition("\n")
+        assert (out, rest.removesuffix("1 problem; nothing was started.\n")) == ("", "")
+        assert files() == before
+        return line
+
+    return refused
 
 
 @pytest.fixture(scope="session")

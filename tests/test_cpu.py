@@ -62,16 +62,6 @@ def test_limit_spinning_leaves_an_explicit_setting(monkeypatch, name):
     assert os.environ.get("GOMP_SPINCOUNT") == ("17" if name == "GOMP_SPINCOUNT" else None)
 
 
-def test_spin_limit_is_set_before_torch_is_imported():
-    program = (
-        "import sys; sys.argv = ['cli.py', '--help']; from nanogpt_hf import commands, cpu; limit = cpu.limit_spinning;"
-        "commands.limit_spinning = lambda: (limit(), print('torch' in sys.modules)); commands.entry_point()"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "GOMP_SPINCOUNT"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("False\n")
-
-
 @pytest.mark.parametrize(
     ("environment", "stated"),
     [

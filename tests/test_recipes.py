@@ -69,40 +69,6 @@ def rows_of_hub_set(name, config=None, *, split, revision, trust_remote_code):
     return made.cast(datasets.Features(made.features | answer))
 
 
-def test_all_recipes_and_configs_are_tested():
-    assert {path.stem for path in RECIPES} >= {
-        "quickstart",
-        "shakespeare_char",
-        "shakespeare_char_cpu",
-        "gpt2_124m",
-        "gpt2_350m",
-        "gpt2_774m",
-        "gpt2_1558m",
-        "sft_instructions",
-        "sft_mixture",
-        "modern_124m",
-        "modern_char_cpu",
-        "nanochat_d12",
-        "finetune_smollm2",
-        "arithmetic_base",
-        "arithmetic_sft",
-        "arithmetic_rl",
-        "gsm8k_rl",
-    }
-    assert {path.stem for path in MACHINES} >= {
-        "cpu",
-        "cpu_ddp",
-        "mps",
-        "single_gpu",
-        "ddp",
-        "fsdp2",
-        "fsdp2_checkpointing",
-        "hsdp",
-        "multi_node_ddp",
-        "multi_node_fsdp2",
-    }
-
-
 @pytest.mark.parametrize("recipe", FROM_SCRATCH, ids=lambda path: path.stem)
 def test_recipe_trains_two_steps(recipe, tmp_path, text_file, chat_file, monkeypatch):
     monkeypatch.chdir(tmp_path)

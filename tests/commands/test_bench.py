@@ -65,29 +65,6 @@ def test_bench_under_tensor_parallelism(launch_warm, make_recipe, tmp_path):
     assert figures["communicated_bytes"].keys() == {"all-reduce"}
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--against", "trainr"], "--against: 'trainr' is none of bare, trainer; did you mean trainer?"),
-        (["--windows", "0"], "--windows: must be at least 1"),
-        (["--json", "nowhere/x.json"], "argument --json: nowhere/x.json: there is no folder nowhere"),
-        (["--windows", "1" + "0" * 19], "must be at least 1 and at most 10000"),
-        (["--split", "tp"], "--split: only with --scaling"),
-        (["--scaling", "strong"], "--scaling: name a RECIPE, whose step is to be shared"),
-        (["--processes", "two"], "--processes two: expected numbers such as 1,2,4"),
-        (["--train.seed", "1"], "cli.py bench: --train.seed: a knob of a recipe, but no RECIPE is given"),
-        (["no.yaml"], "no.yaml"),
-    ],
-)
-def test_bench_mistakes_are_one_line(capsys, monkeypatch, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(["bench", *arguments]) == 2
-    stderr = capsys.readouterr().err
-    assert message in stderr
-    assert "Traceback" not in stderr
-    assert not list(Path().iterdir())
-
-
 def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_path, make_recipe):
     from nanogpt_hf.bench import scaling
 

@@ -167,22 +167,6 @@ def test_slash_commands_are_not_sent_to_the_model(talk, scripted, lines, note):
     assert note in err
 
 
-def test_chat_mistakes_are_one_line(capsys, folder, tmp_path, byte_tokenizer):
-    GPTForCausalLM.from_pretrained(folder).save_pretrained(tmp_path)
-    AutoTokenizer.from_pretrained(byte_tokenizer).save_pretrained(tmp_path)
-    for arguments, message in (
-        ([tmp_path], "its tokenizer has no chat template"),
-        ([folder, "--data.source", "x"], "this command reads no recipe and has no knobs"),
-        ([folder, "--temperature", "-1"], "must be at least 0"),
-        ([tmp_path / "nowhere" / "at" / "all"], "no such folder"),
-    ):
-        assert main(["chat", *map(str, arguments)]) == 2
-        out, err = capsys.readouterr()
-        assert out == ""
-        assert message in err
-        assert err.count("\n") == 1
-
-
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder):
     import pty

@@ -130,23 +130,3 @@ def test_runs_of_the_same_name_are_shown_by_path(write_run, compare, tmp_path):
     out = compare(first, str(second.path))
     assert out.splitlines()[1].startswith(first)
     assert out.splitlines()[2].startswith(str(second.path))
-
-
-def test_compare_mistakes_are_one_line(write_run, tmp_path, capsys):
-    run, empty = write_run("one"), write_run("silent")
-    open(f"{empty}/metrics.jsonl", "w").close()
-    for arguments, message in (
-        ([run, str(tmp_path / "onne")], f"no such run folder; did you mean {run}?"),
-        ([empty], "holds no event yet"),
-        ([run, "--by", "day"], "invalid choice: 'day'"),
-        ([run, "--output", str(tmp_path / "no" / "x.png")], "there is no folder"),
-        ([run, "--reference", str(tmp_path / "no.json")], "no such reference"),
-        ([run, "--make-reference", str(tmp_path / "x.json")], "at least three runs"),
-        ([run, "--optim.beta1", "0.5"], "this command reads no recipe and has no knobs"),
-        ([], "the following arguments are required: RUN"),
-    ):
-        assert main(["compare", *arguments]) == 2
-        err = capsys.readouterr().err
-        assert message in err
-        assert err.count("\n") == 1
-    assert not list(tmp_path.glob("*.png"))

@@ -14,7 +14,7 @@ import pytest
 from tqdm import tqdm
 
 from forked import Forked
-from nanogpt_hf.commands import COMMANDS, console, main
+from nanogpt_hf.commands import console, main
 from nanogpt_hf.runs.folder import RunFolder
 
 LOGGER = logging.getLogger("nanogpt_hf.training.somewhere")
@@ -111,29 +111,6 @@ def test_log_line_is_printed_above_a_progress_bar(capsys):
     # the bar was erased before the line and drawn again after it
     assert "\r" + " " * 30 in captured.err
     assert captured.err.count("2/3") == 1
-
-
-def test_every_command_has_log_options(capsys):
-    for name in COMMANDS.keys() - {"launch"}:  # launch passes them to the command
-        with pytest.raises(SystemExit):
-            main([name, "--help"])
-        out = capsys.readouterr().out
-        assert "-q, --quiet" in out, name
-        assert "--log-level {debug,info,warning,error}" in out, name
-
-
-@pytest.mark.parametrize(
-    ("options", "complaint"),
-    [
-        (["-q", "--log-level", "info"], "argument --log-level: not allowed with argument -q/--quiet"),
-        (["--log-level", "loud"], "argument --log-level: invalid choice: 'loud'"),
-    ],
-)
-def test_invalid_log_options_are_one_line(capsys, options, complaint):
-    assert main(["prepare", "recipe.yaml", *options]) == 2
-    captured = capsys.readouterr().err
-    assert complaint in captured
-    assert captured.count("\n") == 1
 
 
 def test_quiet_is_log_level_warning():

@@ -242,31 +242,6 @@ def test_doctor_reports_out_of_memory_and_raises_other_errors(capsys, monkeypatc
         main(["doctor"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--train.seed", "3"], "cli.py doctor: --train.seed: a knob of a recipe, but no RECIPE is given"),
-        (["nowhere.yaml"], "nowhere.yaml: no such recipe"),
-        (["--json", "no/where.json"], "cli.py doctor: argument --json: no/where.json: there is no folder no"),
-    ],
-)
-def test_doctor_mistakes_are_one_line(capsys, monkeypatch, tmp_path, arguments, message):
-    monkeypatch.chdir(tmp_path)
-    assert main(["doctor", *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith(message)
-
-
-def test_doctor_help_imports_nothing_heavy():
-    script = (
-        "import sys\nfrom nanogpt_hf.commands import main\n"
-        "try: main(['doctor', '--help'])\nexcept SystemExit: pass\n"
-        "assert not {'torch', 'accelerate', 'numpy'} & sys.modules.keys()"
-    )
-    assert subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True).returncode == 0
-
-
 def process(rank: int, **facts) -> machine.Process:
     base = {"host": "a", "device": "cuda:0", "gpu": f"uuid-{rank}", "versions": {"torch": "2.13.0"}, "threads": 1}
     return machine.Process(rank=rank, pid=1, free=10**9, memory=10**9, cores=2, places=[], **(base | facts))

@@ -89,32 +89,6 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
         assert two["tasks"][task][metric] == pytest.approx(one["tasks"][task][metric], rel=1e-6)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "give a text (--data TEXT), tasks (--tasks A,B), or the CORE score (--core BUNDLE)"),
-        (["--data", "TEXT", "--block-size", "33"], "--block-size: 33 is more than the model's 32 positions"),
-        (["--data", "TEXT", "--stride", "33"], "--stride: 33 is more than the block size 32"),
-        (["--data", "TEXT", "--stride", "0"], "argument --stride: must be at least 1"),
-        (["--data", "nowhere.txt"], "--data: nowhere.txt: no such file or folder"),
-        (["--data", "TEXT", "--limit", "3"], "--limit: applies to --tasks and --core"),
-        (["--data", "TEXT", "--core-sha256", "00"], "--core-sha256: checks the download of a bundle; give --core too"),
-        (["--core", "nowhere"], "--core: nowhere: no bundle of CORE, which has core.yaml in it"),
-        (["--data", "TEXT", "--output", "no/where.json"], "argument --output: no/where.json: there is no folder no"),
-        (["--data", "TEXT", "--optim.learning_rate", "1"], "--optim.learning_rate: not a knob of `evaluate`"),
-        (["--tasks", "x", "--stride", "3"], "--stride: applies to --data"),
-        (["--tasks", "x", "--data.split", "test"], "--data.split: describes a text or questions"),
-    ],
-)
-def test_evaluate_mistakes_are_one_line(capsys, letter_model, text, arguments, message):
-    arguments = [str(text) if word == "TEXT" else word for word in arguments]
-    assert main(["evaluate", str(letter_model), *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1
-
-
 def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
     checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
     assert (

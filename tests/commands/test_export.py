@@ -135,33 +135,6 @@ def test_model_folders_open_without_this_package(capsys, tmp_path, write_recipe)
         assert float(difference) < 1e-5
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--dtype", "int4"], "argument --dtype: invalid choice: 'int4'"),
-        (["--max-shard-size", "big"], "argument --max-shard-size: expected a size such as 500MB or 5GB, got 'big'"),
-        (["--train.seed", "3"], "--train.seed: this command reads no recipe and has no knobs"),
-    ],
-)
-def test_export_mistakes_are_one_line(capsys, tmp_path, options, message):
-    assert main(["export", str(tmp_path), str(tmp_path / "out"), *options]) == 2
-    err = capsys.readouterr().err
-    assert message in err
-    assert err.count("\n") == 1
-
-
-def test_export_refuses_existing_output_and_folder_without_model(capsys, tmp_path):
-    save(tmp_path / "model")
-    for model, out, message in (
-        ("model", "model", "model: exists already; choose another OUT, or remove it first"),
-        ("missing", "out", "missing: no such folder; a path is not looked up on the Hub"),
-        (".", "out", "not a model folder"),
-    ):
-        assert main(["export", str(tmp_path / model), str(tmp_path / out)]) == 2
-        assert message in capsys.readouterr().err
-        assert [path.name for path in tmp_path.iterdir()] == ["model"]
-
-
 @pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnxscript")])
 def test_export_format_without_package_names_the_extra(capsys, tmp_path, monkeypatch, kind, package):
     find_spec = importlib.util.find_spec

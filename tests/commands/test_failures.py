@@ -59,39 +59,6 @@ def test_long_message_is_truncated(capsys, monkeypatch):
     assert len(complaint(capsys, "report", "x/" * 10**5)) < 3000
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["pretrain", "R", "--run-dir", "X"],
-        ["doctor", "--run-dir", "X"],
-        ["report", "X"],
-        ["sample", "X"],
-        ["export", "X", "out"],
-        ["import-nanogpt", "X", "out"],
-        ["push", "X", "me/model"],
-    ],
-    ids=lambda arguments: arguments[0],
-)
-def test_too_long_path_is_one_line(capsys, tmp_path, monkeypatch, write_recipe, arguments):
-    monkeypatch.chdir(tmp_path)
-    arguments = [{"X": "a" * 300, "R": str(write_recipe())}.get(argument, argument) for argument in arguments]
-    assert "File name too long" in complaint(capsys, *arguments)
-    assert not [path for path in tmp_path.iterdir() if path.name not in ("tiny.yaml", "data")]
-
-
-@pytest.mark.parametrize(
-    "arguments", [["pretrain", "R", "--run-dir", ""], ["sample", ""], ["estimate", "R", "--json", ""], ["compare", ""]]
-)
-def test_empty_path_is_refused(capsys, write_recipe, arguments):
-    arguments = [str(write_recipe()) if argument == "R" else argument for argument in arguments]
-    error_line = complaint(capsys, *arguments)
-    assert error_line.endswith(": expected a path or a name, got nothing") or ": is a folder; name a file" in error_line
-
-
-def test_arguments_must_be_utf8(capsys):
-    assert "not UTF-8" in complaint(capsys, "report", b"run\xff".decode("utf-8", "surrogateescape"))
-
-
 def test_tilde_is_expanded_in_every_path(capsys, tmp_path, monkeypatch, write_recipe):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
@@ -167,22 +134,6 @@ def test_a_terminal_without_the_character_gets_an_escape(monkeypatch, encoding):
     print("2 × 3 → \N{SNOWMAN}", flush=True)
     assert raw.getvalue().decode(encoding).startswith("2 ")
     assert "\\u2603" in raw.getvalue().decode(encoding)
-
-
-def test_number_of_samples_is_bounded(capsys, letter_model):
-    error_line = complaint(capsys, "sample", letter_model, "--num-samples", 10**9)
-    assert "must be at least 1 and at most 10000" in error_line
-
-
-def test_a_trace_that_cannot_be_written_is_not_called_written(capsys, tmp_path, monkeypatch):
-    monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
-    error_line = complaint(capsys, "bench", "--profile", tmp_path)
-    assert "is a folder" in error_line
-
-
-def test_bench_scaling_refuses_too_many_processes(capsys, write_recipe):
-    arguments = ["bench", write_recipe(), "--scaling", "weak", "--processes", "1,100000"]
-    assert "too many for this machine's" in complaint(capsys, *arguments)
 
 
 def test_deeply_nested_json_is_skipped(capsys, tmp_path):

@@ -156,37 +156,6 @@ def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_
     assert not torch.equal(base["transformer.h.0.mlp.c_fc.weight"], tuned["transformer.h.0.mlp.c_fc.weight"])
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--data", "my.txt"], "needs a model to start from: --from gpt2"),
-        (["--from", "BASE"], "needs text to train on: --data my.txt"),
-        (["--from", "BASE", "--data", "none.txt"], "data.source: none.txt: no such file"),
-        (["--from", "my.txt", "--data", "my.txt"], "my.txt: not a model folder"),
-        (["--from", "BASE", "--data", "my.txt", "--freeze-layers", "5"], "5 is more than the model's 4 blocks"),
-        (["--from", "BASE", "--data", "my.txt", "--freeze-layers", "two"], "expected an integer, got 'two'"),
-        (["--from", "BASE", "--data", "my.txt", "--unfreeze-every", "5"], "give --freeze-layers N"),
-        (["--from", "BASE", "--data", "my.txt", "--lora", "2", "--freeze-layers", "1"], "LoRA freezes the whole model"),
-        (["--from", "BASE", "--data", "my.txt", "--lora", "2", "--lora.targets", "c_attn"], "expected some of q_proj"),
-        (["--from", "BASE", "--data", "my.txt", "--lora.quantize", "4bit"], "give --lora RANK"),
-        (
-            ["--from", "BASE", "--data", "my.txt", "--data.block_size", "64"],
-            "was trained with no more; use a shorter one",
-        ),
-        (["--from", "BASE", "--data", "my.txt", "--model.n_layer", "2"], "model.n_layer: BASE has 4; leave it out"),
-        (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "char"], "would build a vocabulary"),
-        (["--from", "BASE", "--data", "my.txt", "--data.tokenizer", "gpt2"], "is not the tokenizer of"),
-    ],
-)
-def test_finetune_mistakes_are_one_line_and_write_nothing(arguments, message, tiny_base, working_folder, capsys):
-    given = [str(tiny_base) if word == "BASE" else word for word in arguments]
-    assert main(["finetune", *given]) == 2
-    error = capsys.readouterr().err
-    assert message.replace("BASE", str(tiny_base)) in error
-    assert len(error.strip().splitlines()) <= 2  # the second line counts the problems
-    assert sorted(path.name for path in working_folder.iterdir()) == ["my.txt"]
-
-
 def test_text_with_unknown_characters_is_refused(tiny_base, working_folder, capsys):
     Path("my.txt").write_text("The cat says: ¿qué?\n" * 200)
     assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt"]) == 2

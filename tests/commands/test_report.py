@@ -58,18 +58,3 @@ def test_report_error_does_not_end_the_run(write_recipe, tmp_path, capsys, monke
     assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
     assert "report.html: cannot be written: the disk is full" in capsys.readouterr().err
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
-
-
-def test_report_mistakes_are_one_line(trained, tmp_path, capsys):
-    (tmp_path / "empty").mkdir()
-    for arguments, message in (
-        ([str(tmp_path / "empty")], "holds no run"),
-        ([str(trained.parent / "runn")], f"no such run folder; did you mean {trained}?"),
-        ([str(trained), "--train.max_steps", "3"], "this command reads no recipe and has no knobs"),
-        ([str(trained), "--output", str(tmp_path / "no" / "x.html")], "there is no folder"),
-        ([], "the following arguments are required: RUN"),
-    ):
-        assert main(["report", *arguments]) == 2
-        err = capsys.readouterr().err
-        assert message in err
-        assert err.count("\n") == 1

@@ -160,22 +160,6 @@ def test_several_samples_are_numbered(capsys, folder):
     assert "--- sample 3 of 3 ---" in out
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--prompt", "abcX"], "the tokenizer knows no 'X'"),
-        (["--prompt", ""], "the prompt must not be empty"),
-        (["--prompt-file", "nowhere.txt"], "--prompt-file: nowhere.txt cannot be read"),
-    ],
-)
-def test_sample_mistakes_are_one_line(capsys, folder, arguments, message):
-    assert main(["sample", str(folder), *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1
-
-
 def test_run_without_model_and_folder_without_model(capsys, tmp_path):
     assert main(["sample", str(tmp_path)]) == 2
     assert "not a model folder" in capsys.readouterr().err

@@ -17,32 +17,23 @@ from nanogpt_hf.commands.serve import served_name
 needs_server = pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="the extra `serve` is missing")
 
 
-def refused(capsys, *words: object) -> str:
-    assert main(["serve", *map(str, words)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err.count("\n") == 1
-    return err
-
-
 @needs_server
-def test_mistakes_are_one_line(capsys, letter_model, tmp_path):
+def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_model):
     from nanogpt_hf.serving.server import listen
 
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        message = refused(capsys, letter_model, "--port", port)
-    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use; choose another --port" in message
-    message = refused(capsys, letter_model, "--host", "no.such.host.invalid", "--port", 0)
-    assert "--host: no.such.host.invalid: " in message
-    assert "no such folder" in refused(capsys, tmp_path / "no" / "model" / "here", "--port", 0)
-    assert "must be at least 0 and at most 65535" in refused(capsys, letter_model, "--port", 70000)
+        line = refused("serve", letter_model, "--port", port)
+    assert f"127.0.0.1 port {port}" in line
+    assert "--port" in line
+    line = refused("serve", letter_model, "--host", "no.such.host.invalid", "--port", 0)
+    assert line.startswith("--host: no.such.host.invalid: ")
 
 
-def test_a_missing_extra_is_one_line(capsys, letter_model, monkeypatch):
+def test_a_missing_extra_is_one_line(refused, letter_model, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
-    assert "pip install 'nanogpt_hf[serve]'" in refused(capsys, letter_model)
+    assert "pip install 'nanogpt_hf[serve]'" in refused("serve", letter_model)
 
 
 @needs_server

@@ -101,23 +101,6 @@ def test_sweep_folder_of_another_recipe_is_refused(write_recipe, tmp_path, in_pr
     assert len(in_process) == 2
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--train.seed", "1"], "no knob has several values"),
-        (["--train.sed", "1,2"], "unknown key; did you mean train.seed?"),
-        (["--train.micro_batch_size", "4,5"], "is not a multiple of"),
-        (["--finetune.model", "gpt2,gpt2-medium"], "starts from gpt2"),
-        (["--hub.push", "best", "--hub.repo", "me/a,me/b"], "hub.push: the runs of a sweep would push"),
-    ],
-)
-def test_invalid_sweep_starts_nothing(write_recipe, tmp_path, in_process, capsys, options, message):
-    assert main(["sweep", str(write_recipe()), *options, "--sweep-dir", str(tmp_path / "sweep")]) == 2
-    assert message in capsys.readouterr().err
-    assert in_process == []
-    assert not (tmp_path / "sweep").exists()
-
-
 def test_sweep_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", str(write_recipe()), "--depth", "1,2", "--model.aspect_ratio", "8", "--dry-run"]) == 0

@@ -3,7 +3,6 @@ import yaml
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.sources import read_sources, short_name, source_changes, source_text, sources_of
-from nanogpt_hf.errors import ConfigError
 
 
 def sources(*weights, **more):
@@ -34,40 +33,6 @@ def test_weights_become_integers_exactly(weights, integers):
         assert [source.weight for source in sources_of(load(sources(*weights)).data)] == integers
 
 
-@pytest.mark.parametrize(
-    ("entries", "message"),
-    [
-        ([], "an empty list"),
-        (["a.txt"], r"entry 1: expected a source and its weight, such as .* got 'a.txt'"),
-        ([{"source": "a.txt"}], "entry 1: no weight"),
-        ([{"weight": "1"}], "entry 1: no source"),
-        ([{"source": "a.txt", "weight": "0"}], "entry 1: weight: expected a number above 0, got '0'"),
-        ([{"source": "a.txt", "weight": "-1"}], "above 0, got '-1'"),
-        ([{"source": "a.txt", "weight": "nan"}], "above 0, got 'nan'"),
-        ([{"source": "a.txt", "weight": "many"}], "above 0, got 'many'"),
-        ([{"source": ["a"], "weight": "1"}], "entry 1: source: expected text"),
-        ([{"source": "a.txt", "wieght": "1"}], "entry 1: wieght: unknown key; did you mean weight"),
-        ([{"source": "a.txt", "weight": "1", "name": "../x"}], "name: '../x'"),
-        ([{"source": "a.txt", "weight": "1", "validation_fraction": "2"}], "a.txt: must be at most 0.5"),
-        (
-            [{"source": "x/a.txt", "weight": 1}, {"source": "y/a.txt", "weight": 1}],
-            "two sources are named a; set another",
-        ),
-    ],
-)
-def test_a_wrong_entry_is_one_line(entries, message):
-    with pytest.raises(ValueError, match=message) as caught:
-        read_sources(entries)
-    assert "\n" not in str(caught.value)
-
-
-def test_wrong_entry_of_a_recipe_is_the_only_problem():
-    for entry in ({"source": "a.txt", "weight": 0}, {"source": "a.txt"}, {"source": "a.txt", "weight": "1e15"}):
-        with pytest.raises(ConfigError) as caught:
-            load([{"source": "b.txt", "weight": 0.1}, entry])
-        assert len(caught.value.problems) == 1
-
-
 def test_an_entry_overrides_the_knobs_of_its_source_alone():
     entries = [
         {"source": "web.txt", "weight": "3", "validation_fraction": "0.01"},
@@ -95,12 +60,6 @@ def test_a_mixture_on_the_command_line():
     config = load_config(None, [("data.source", text)], name="mix")
     assert [source.data.source for source in sources_of(config.data)] == ["a.txt", "b,c.txt"]
     assert load_config(None, [("data.source", "[ab].txt")], name="glob").data.source == "[ab].txt", "a glob"
-
-
-@pytest.mark.parametrize("tokenizer", ["char", "bpe"])
-def test_a_tokenizer_of_one_text_is_refused_for_a_mixture(tokenizer):
-    with pytest.raises(ConfigError, match=f"data.tokenizer: {tokenizer} is made from one text; for a mixture use gpt2"):
-        load(sources(1, 1), **{"data.tokenizer": tokenizer, "data.vocab_size": 300 if tokenizer == "bpe" else None})
 
 
 def test_names_of_sources():

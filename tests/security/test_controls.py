@@ -30,9 +30,9 @@ def test_escape_controls_keeps_text():
     assert escape_controls(text) == text
 
 
-@pytest.mark.parametrize("code", [*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066])
-def test_escape_controls_escapes_control_characters(code):
-    assert escape_controls(f"a{chr(code)}b").encode("ascii")
+def test_escape_controls_escapes_control_characters():
+    for code in (*range(9), *range(11, 32), *range(127, 160), 0x202E, 0x2066):
+        assert chr(code) not in escape_controls(f"a{chr(code)}b"), code
 
 
 def test_only_console_prints():

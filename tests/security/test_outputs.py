@@ -148,14 +148,3 @@ def test_written_file_has_default_permissions(tmp_path):
     with pytest.raises(ZeroDivisionError), written_whole(tmp_path / "y"):
         _ = 1 / 0
     assert os.listdir(tmp_path) == ["x"]
-
-
-@pytest.mark.parametrize("name", NAMES)
-@pytest.mark.parametrize(("path", "reason"), [("no/x.json", "there is no folder"), (".", "is a folder")])
-def test_unwritable_output_is_refused_first(commands, name, path, reason, tmp_path, capsys):
-    capsys.readouterr()
-    assert main([*commands[name][0], str(tmp_path / path)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert reason in err
-    assert err.count("\n") == 1
