@@ -43,9 +43,9 @@ class Command(NamedTuple):
 # overrides)` if it reads knobs. `run` may return an exit status. Only `launch` gets its words unparsed.
 COMMANDS = {
     "prepare": Command("tokenize a text into shards of tokens", knobs=True),
-    "pretrain": Command("train a GPT from scratch", knobs=True),
+    "pretrain": Command("train a model from scratch", knobs=True),
     "sweep": Command("train a grid of runs: learning rates, depths, seeds; one table and plot", knobs=True),
-    "finetune": Command("train a GPT-2 further on your text", knobs=True),
+    "finetune": Command("train a model further on your text or conversations", knobs=True),
     "rl": Command("train a model further by rewards of its answers to questions", knobs=True),
     "sample": Command("generate text with a model"),
     "chat": Command("chat with a model"),
@@ -53,7 +53,7 @@ COMMANDS = {
     "evaluate": Command("measure loss and perplexity on a text, and tasks by lm-eval", knobs=True),
     "compare": Command("compare runs with each other and with their recipe's reference", writes_alone=True),
     "report": Command("write a run's report.html", writes_alone=True),
-    "export": Command("convert a model to plain GPT-2, GGUF or ONNX", writes_alone=True),
+    "export": Command("convert a model to plain safetensors, GGUF or ONNX", writes_alone=True),
     "import-nanogpt": Command("convert a checkpoint or data of nanoGPT", writes_alone=True),
     "push": Command("push a model to the Hub, with its card, recipe, metrics and curve", writes_alone=True),
     "estimate": Command("estimate memory, time, tokens and disk of a run", knobs=True, writes_alone=True),

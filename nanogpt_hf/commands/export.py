@@ -1,4 +1,4 @@
-"""Convert a model to plain GPT-2 (safetensors), to GGUF for llama.cpp, or to an ONNX graph.
+"""Convert a model to plain safetensors, to GGUF for llama.cpp, or to an ONNX graph.
 
 The written model is loaded again and evaluated on a fixed input; the difference to the original is printed.
 """

@@ -1,4 +1,6 @@
-"""Fine-tune a GPT-2 from the Hub, a model folder or a run: all weights, the upper blocks only, or LoRA adapters.
+"""Fine-tune any text-only decoder: all weights, the upper blocks only, or LoRA adapters.
+
+It comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
 
 No recipe is needed: cli.py finetune --from gpt2 --data my.txt
 """

@@ -1,4 +1,4 @@
-"""Train a GPT from scratch: prepare its data if needed, train, and write a run folder."""
+"""Train a GPT or any text-only decoder from scratch: prepare its data, and write a run folder."""
 
 import argparse
 

@@ -33,7 +33,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     runs = build_grid(arguments.recipe, overrides)
     folder = Path(arguments.sweep_dir or Path("runs") / sweep_name(runs))
 
-    from nanogpt_hf.training.sweep import Sweep, check_runs, planned_rows, train_runs, write_report
+    from nanogpt_hf.training.sweep import Sweep, locked, planned_rows, train_runs, write_report
 
     sweep = Sweep(arguments.recipe, runs, folder, overwrite=arguments.overwrite, log_level=arguments.log_level)
     if arguments.dry_run:
@@ -41,8 +41,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
 
         show(f"{plural(len(runs), 'run')} below {folder}\n\n{sweep_table(planned_rows(runs))}\n\nnothing was started")
         return 0
-    check_runs(sweep)
-    statuses, exit_status = train_runs(sweep)
-    if Mesh.from_environment().is_main:
-        show(write_report(sweep, statuses))
+    with locked(sweep):
+        statuses, exit_status = train_runs(sweep)
+        if Mesh.from_environment().is_main:
+            show(write_report(sweep, statuses))
     return exit_status

@@ -222,7 +222,7 @@ class RlSection:
     reward: str | None = knob(
         None, "a Python function for the reward, such as my_reward.py:score (default: the task's own)"
     )
-    reward_seconds: float = knob(5.0, "time limit of the reward of one completion", low=0.01)
+    reward_seconds: float = knob(5.0, "time limit of the reward of one completion", low=0.01, high=86_400)
     reward_errors: Literal["stop", "zero"] = knob(
         "stop", "if the reward raises, takes too long or is not finite: stop, or count the error as reward 0"
     )

@@ -184,10 +184,10 @@ def draw_sweep(
     from matplotlib.figure import Figure
     from matplotlib.ticker import MaxNLocator, NullLocator
 
-    shown = [row for row in rows if row.tokens and row.val_loss is not None]
+    metric = _metric([row for row in rows if row.val_loss is not None])
+    shown = [row for row in rows if len(_late(metrics[row.run], metric, row)[0])]
     if not shown:
         return False
-    metric = _metric(shown)
     figure = Figure(figsize=(11, 5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = list(figure.subplots(1, 2, sharey=True))
@@ -236,12 +236,18 @@ def _metric(rows: Sequence[Row]) -> str:
 
 
 def _draw_losses(axes: "Axes", events: list[Event], metric: str, row: Row, scale: float, **style: Any) -> None:
-    start = _SHOWN_FROM * row.tokens
-    where, values = column(events, metric, "tokens")
-    late = where >= start
-    axes.plot(where[late] * scale, values[late], linewidth=1.6, marker="o", markersize=3.5, label=row.run, **style)
+    where, values = _late(events, metric, row)
+    style_of_evaluations = {"linewidth": 1.6, "marker": "o", "markersize": 3.5, "label": row.run}
+    axes.plot(where * scale, values, **style_of_evaluations, **style)
     if metric == "val/loss":
         where, losses = column(events, "train/loss", "tokens")
-        late = where >= start
         averages = smooth(losses, len(losses) // 25)
+        late = where >= _SHOWN_FROM * row.tokens
         axes.plot(where[late] * scale, averages[late], linewidth=0.8, alpha=0.5, **style)
+
+
+def _late(events: list[Event], metric: str, row: Row) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and values of a metric without those at the start, for logarithmic axes."""
+    where, values = column(events, metric, "tokens")
+    late = (where > 0) & (where >= _SHOWN_FROM * row.tokens) & (values > 0)
+    return where[late], values[late]

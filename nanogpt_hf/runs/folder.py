@@ -72,9 +72,7 @@ class RunFolder:
         """
         if resume and overwrite:
             raise RunFolderError("--resume and --overwrite exclude each other")
-        if self._lock_file.is_file():
-            with self._locked():  # first, because a run that has just started has no checkpoints yet
-                pass
+        self.check_unlocked()  # first, because a run that has just started has no checkpoints yet
         if self.path.exists() and not self.path.is_dir():
             raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
         self._check_folders()
@@ -237,6 +235,12 @@ class RunFolder:
                     path.unlink()
         except OSError as error:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+
+    def check_unlocked(self) -> None:
+        """Raises RunFolderError if another process is training in the folder."""
+        if self._lock_file.is_file():
+            with self._locked():
+                pass
 
     def _locked(self) -> filelock.AcquireReturnProxy:
         """Acquire the lock. Raises RunFolderError if another process holds it."""

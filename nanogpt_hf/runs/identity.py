@@ -1,5 +1,6 @@
 """Identity of a run: the knobs that a resume may not change, and its data. Checkpoints record it."""
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
@@ -62,6 +63,7 @@ def _tokenizer(data: dict[str, Any]) -> str:
 
 
 def _text(data: dict[str, Any]) -> str:
-    revision = data["revision"].removeprefix("sha256:")
-    short = f"sha256 {revision[:8]}" if revision != data["revision"] else revision
-    return f"{data['source']} ({short}, {data['train tokens']:,} + {data['validation tokens']:,} tokens)"
+    # of reinforcement learning it has a digest of the questions and one of the reward file
+    revision = re.sub(r"sha256:(\w{8})\w*", r"sha256 \1", data["revision"])
+    tokens = f"{data['train tokens']:,} + {data['validation tokens']:,} tokens"
+    return f"{data['source']} ({revision}, {tokens})"

@@ -1,7 +1,6 @@
 """Parse and check the requests of OpenAI's API, and its error objects."""
 
 import json
-import math
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -49,7 +48,10 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
-        return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+        # The name of a parameter may hold half of a surrogate pair, which cannot be sent.
+        texts = (str(self), self.param)
+        message, param = (text and text.encode(errors="replace").decode() for text in texts)
+        return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
 
 
 @dataclass(frozen=True)
@@ -152,7 +154,7 @@ def _number(given: dict[str, Any], name: str) -> Any:
     if value is None:
         return None
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+    if isinstance(value, bool) or not isinstance(value, int | float):
         raise ApiError(400, f"{name}: expected a number, got {_short(value)}", name)
     if kind is int and not is_whole:
         raise ApiError(400, f"{name}: expected a whole number, got {_short(value)}", name)

@@ -9,6 +9,7 @@ from typing import Any
 
 import uvicorn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.serving.app import build_app
@@ -16,6 +17,7 @@ from nanogpt_hf.serving.generation import Served
 from nanogpt_hf.serving.scheduler import Scheduler
 
 _MAX_CONNECTIONS = 512  # open at once; more get a 503
+_CLIENT_SECONDS = 30  # to send the headers of a request, and to read what was sent
 _LOOPBACK = ["localhost", "127.0.0.1", "::1", "[::1]"]
 
 
@@ -39,6 +41,43 @@ def listen(host: str, port: int) -> socket.socket:
         raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another --port or --host") from None
 
 
+class _Protocol(H11Protocol):
+    """HTTP/1.1 with a time limit for clients that send no whole request or read no response."""
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        transport.set_write_buffer_limits(0)  # pause as soon as the client does not read
+        self._timer = self.loop.call_later(_CLIENT_SECONDS, transport.abort)
+
+    def _restart_timer(self) -> None:
+        """Restart the time limit, if the next step is the client's."""
+        self._timer.cancel()
+        if self.cycle.response_complete or self.flow.write_paused:
+            self._timer = self.loop.call_later(_CLIENT_SECONDS, self.transport.abort)
+
+    def handle_events(self) -> None:
+        before = self.cycle
+        super().handle_events()
+        if self.cycle is not before:
+            self._restart_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._restart_timer()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._restart_timer()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._restart_timer()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._timer.cancel()
+        super().connection_lost(exc)
+
+
 class Server(uvicorn.Server):
     """A server for one model. `run(sockets=[...])` returns after a signal; a scheduler's thread runs meanwhile."""
 
@@ -56,7 +95,7 @@ class Server(uvicorn.Server):
         self.served = Served(name, model, tokenizer, self.scheduler)
         config = uvicorn.Config(
             build_app(self.served, hosts),
-            http="h11",
+            http=_Protocol,
             loop="asyncio",
             ws="none",
             lifespan="off",

@@ -2,15 +2,43 @@
 
 import hashlib
 import importlib.util
-import math
-from collections.abc import Sequence
+import os
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from nanogpt_hf.errors import UserError, one_line
+from nanogpt_hf.errors import EXIT_USER_ERROR, UserError, one_line
 from nanogpt_hf.tasks.task import Question, Score
 from nanogpt_hf.time_limit import TimeUpError, time_limit
+
+_IMPORT_SECONDS = 300.0  # to import a reward file, which may load a model
+_LARGEST = 1e15  # reward; float32 holds the sums and squares of more than a million such
+
+
+class _UserCodeError(Exception):
+    """What a user's code did wrong, in words."""
+
+
+@contextmanager
+def _user_code(seconds: float) -> Iterator[None]:
+    """Context for a user's code: its errors and a time limit raise _UserCodeError."""
+    process = os.getpid()
+    try:
+        with time_limit(seconds), chdir(os.curdir):  # it may change the folder
+            yield
+    except KeyboardInterrupt:
+        raise
+    except TimeUpError:
+        raise _UserCodeError(f"takes more than {seconds:g} seconds") from None
+    except BaseException as error:  # sys.exit() too
+        what = traceback.format_exception_only(error)[-1]  # str(error) may raise
+        raise _UserCodeError(f"raises {one_line(what, 150)}") from None
+    finally:
+        if os.getpid() != process:  # it called os.fork(): a second process must not train
+            os._exit(EXIT_USER_ERROR)
 
 
 def _is_model_folder(folder: Path) -> bool:
@@ -37,9 +65,10 @@ def load_reward(spec: str) -> tuple[Score, str]:
     assert module_spec.loader is not None
     module = importlib.util.module_from_spec(module_spec)
     try:
-        module_spec.loader.exec_module(module)
-    except Exception as error:  # whatever the user's code raises
-        raise UserError(f"rl.reward: {path} cannot be imported: {type(error).__name__}: {one_line(error)}") from None
+        with _user_code(_IMPORT_SECONDS):
+            module_spec.loader.exec_module(module)
+    except _UserCodeError as error:
+        raise UserError(f"rl.reward: {path} cannot be imported: it {error}") from None
     function = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"rl.reward: {path}: has no function {name!r}")
@@ -89,12 +118,10 @@ class RewardFunction:
 
     def _reward(self, completion: str, question: Question) -> tuple[float, str | None]:
         try:
-            with time_limit(self.seconds):
+            with _user_code(self.seconds):
                 value = float(self.score(completion, question))
-        except TimeUpError:
-            return 0.0, f"takes more than {self.seconds:g} seconds"
-        except Exception as error:  # whatever the user's code raises
-            return 0.0, f"raises {type(error).__name__}: {one_line(error, 100)}"
-        if not math.isfinite(value):
-            return 0.0, f"returns {value}"
+        except _UserCodeError as error:
+            return 0.0, str(error)
+        if not abs(value) <= _LARGEST:
+            return 0.0, f"returns {value:g}, which is no number up to {_LARGEST:g}"
         return value, None

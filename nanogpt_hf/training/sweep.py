@@ -1,5 +1,6 @@
 """Train the runs of a sweep one after another, each in a process of its own; skip, resume and report them."""
 
+import ctypes
 import logging
 import os
 import signal
@@ -27,6 +28,7 @@ logger = logging.getLogger(__name__)
 DONE = "done"
 EXIT_FAILED = 1
 _EXIT_INTERRUPTED = 130
+_PR_SET_PDEATHSIG = 1  # in Linux's <sys/prctl.h>
 _LAUNCHER_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # torch: whether the launcher serves the store at MASTER_PORT
 
 
@@ -41,22 +43,40 @@ class Sweep:
     log_level: str | None = None  # of the runs' processes
 
 
-def check_runs(sweep: Sweep) -> None:
-    """Raises UserError, on every process, if a run cannot be started or its folder holds another experiment."""
-    mesh, problem = Mesh.from_environment(), None
-    for grid_run in sweep.runs:
-        folder = RunFolder(sweep.folder / grid_run.name)
-        try:
+@contextmanager
+def locked(sweep: Sweep) -> Iterator[None]:
+    """Context in which no other sweep may train in the folder.
+
+    Raises UserError, on every process, if a run cannot be started, its folder holds another
+    experiment, or another process trains in one of the folders.
+    """
+    whole = RunFolder(sweep.folder)
+    try:
+        if problem := _share("sweep/check", _problem(sweep, whole)):
+            raise UserError(f"cli.py sweep: {problem}")
+        yield
+    finally:
+        whole.unlock()
+
+
+def _problem(sweep: Sweep, whole: RunFolder) -> str | None:
+    """Lock the folder on the main process; return why the runs cannot be started, if so."""
+    mesh, name, remedy = Mesh.from_environment(), "", ""
+    try:
+        if mesh.is_main:
+            whole.lock()
+            for grid_run in sweep.runs:  # a sweep that was killed may have left a run that saves
+                RunFolder(sweep.folder / grid_run.name).check_unlocked()
+        remedy = "; give another --sweep-dir, or --overwrite"
+        for grid_run in sweep.runs:
+            folder, name = RunFolder(sweep.folder / grid_run.name), f"{grid_run.name}: "
             accumulation_steps(grid_run.config, mesh.dp_size)
             resumes = mesh.is_main and folder.recipe.is_file() and not sweep.overwrite
             if resumes and (changes := folder.changes(grid_run.config)):
                 raise RunFolderError(f"{folder.path}: holds a run of another recipe: {'; '.join(changes)}")
-        except (UserError, ValueError) as error:
-            remedy = "; give another --sweep-dir, or --overwrite" if isinstance(error, RunFolderError) else ""
-            problem = f"{grid_run.name}: {error}{remedy}"
-            break
-    if problem := _share("sweep/check", problem):
-        raise UserError(f"cli.py sweep: {problem}")
+    except (UserError, ValueError) as error:
+        return f"{name}{error}{remedy if isinstance(error, RunFolderError) else ''}"
+    return None
 
 
 def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
@@ -144,6 +164,11 @@ def _free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _stop_with_parent() -> None:
+    """Let the kernel send this process SIGTERM when its parent ends, even if by SIGKILL."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
 class _CurrentRun:
     """The process of the run that is training now."""
 
@@ -152,7 +177,12 @@ class _CurrentRun:
         self._process: subprocess.Popen | None = None
 
     def run(self, command: list[str], environment: dict[str, str]) -> int:
-        self._process = subprocess.Popen(command, env=environment)
+        if self.stopped:  # by a signal between two runs
+            return EXIT_STOPPED
+        before = _stop_with_parent if sys.platform == "linux" else None
+        self._process = subprocess.Popen(command, env=environment, preexec_fn=before)
+        if self.stopped:
+            self._process.send_signal(signal.SIGTERM)
         return self._process.wait()
 
     def stop(self, number: int, frame: FrameType | None) -> None:

@@ -101,6 +101,42 @@ def test_sweep_folder_of_another_recipe_is_refused(write_recipe, tmp_path, in_pr
     assert len(in_process) == 2
 
 
+@pytest.mark.parametrize("locked", [".", "learning_rate=0.02"])
+def test_folder_in_which_another_process_trains_is_refused(write_recipe, tmp_path, in_process, capsys, locked):
+    folder = RunFolder(tmp_path / "sweep" / locked)
+    folder.lock()
+    arguments = ["sweep", str(write_recipe()), *RATES, "--sweep-dir", str(tmp_path / "sweep")]
+    for more in ([], ["--overwrite"]):
+        assert main([*arguments, *more]) == 2
+        assert f"{folder.path}: another process is training in it" in capsys.readouterr().err
+    assert in_process == []
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
+def test_run_of_a_killed_sweep_gets_sigterm(tmp_path):
+    if not (child := os.fork()):
+        script = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 60"
+        sweep._CurrentRun().run(["sh", "-c", script], dict(os.environ))
+        os._exit(0)
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "pid").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    run = Path("/proc") / (tmp_path / "pid").read_text().strip()
+    while run.exists() and ") Z " not in (run / "stat").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_signal_between_two_runs_starts_no_other(tmp_path):
+    current = sweep._CurrentRun()
+    current.stop(signal.SIGTERM, None)
+    assert current.run(["touch", str(tmp_path / "started")], {}) == 75
+    assert not (tmp_path / "started").exists()
+
+
 def test_sweep_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["sweep", str(write_recipe()), "--depth", "1,2", "--model.aspect_ratio", "8", "--dry-run"]) == 0

@@ -109,6 +109,9 @@ def test_sweep_plot_needs_losses(sweep_dir, tmp_path):
     empty = tmp_path / "empty"
     assert "plot: " not in write_sweep(PLANNED, {}, empty)
     assert not (empty / "sweep.png").exists()
+    diverged = [events(PLANNED[0])[0], {"step": 10, "tokens": 1000, "train/loss": None}]
+    rows = result_rows(PLANNED[:1], {"depth=1": diverged}, {})
+    assert not draw_sweep(rows, {"depth=1": diverged}, None, "diverged", tmp_path / "none.png")
     assert "–" in sweep_table(result_rows(PLANNED, {row.run: [] for row in PLANNED}, {}))
 
 

@@ -20,6 +20,7 @@ from nanogpt_hf.data.chat_template import ChatFormat
 openai = pytest.importorskip("openai", reason="the client of the API is not installed: it is in the extra `test`")
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 from nanogpt_hf.serving import generation  # noqa: E402
+from nanogpt_hf.serving import server as serving  # noqa: E402
 
 
 @contextmanager
@@ -292,6 +293,8 @@ WRONG = [
     ({"max_tokens": 0}, "max_tokens", 400),
     ({"max_tokens": 1.5}, "max_tokens", 400),
     ({"seed": 10**30}, "seed", 400),
+    ({"seed": 10**400}, "seed", 400),
+    ({"temperature": 10**400}, "temperature", 400),
     ({"stop": 5}, "stop", 400),
     ({"stop": [""]}, "stop", 400),
     ({"stop": ["a"] * 5}, "stop", 400),
@@ -302,6 +305,7 @@ WRONG = [
     ({"logit_bias": {"1": 5}}, "logit_bias", 400),
     ({"temprature": 1}, "temprature", 400),
     ({"messages": []}, "messages", 400),
+    ({"\ud800": 1}, "?", 400),
 ]
 
 
@@ -366,6 +370,31 @@ def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
         connection.sendall(b"\x16\x03 no HTTP\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
     assert complete(base).choices[0].text
+
+
+def test_client_without_a_whole_request_is_disconnected(base_server, base, monkeypatch):
+    monkeypatch.setattr(serving, "_CLIENT_SECONDS", 0.2)
+    whole = b"GET /v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    for sent in (b"", b"GET / HTTP/1.1\r\nX-Slow: ", whole + b"GET"):
+        with socket.create_connection(("127.0.0.1", base_server.port), timeout=30) as connection:
+            connection.sendall(sent)
+            received = b"".join(iter(lambda: connection.recv(10_000), b""))
+            assert received.startswith(b"HTTP/1.1 200") == (whole in sent)
+    wait_until(lambda: not base_server.server_state.connections)
+
+
+def test_client_that_reads_no_response_is_disconnected(base_server, endless, monkeypatch):
+    monkeypatch.setattr(serving, "_CLIENT_SECONDS", 0.2)
+    monkeypatch.setattr(base_server.served, "name", "x" * 100_000)  # fills the buffers soon
+    with socket.socket() as connection:
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.connect(("127.0.0.1", base_server.port))
+        body = json.dumps({"prompt": "abc", "stream": True}).encode()
+        head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode() + body)
+        wait_until(lambda: base_server.served.sequences)
+        wait_until(lambda: not endless and not base_server.served.sequences)
 
 
 def test_32_clients_at_once_lose_nothing(base_server, base):

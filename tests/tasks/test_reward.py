@@ -2,10 +2,13 @@
 
 import json
 import math
+import os
+import sys
 
 import pytest
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.tasks import reward
 from nanogpt_hf.tasks.reward import RewardFunction, load_reward
 from nanogpt_hf.tasks.task import Question
 
@@ -24,11 +27,23 @@ def hangs(completion, question):
             continue
 
 
+class Unprintable(BaseException):
+    def __str__(self):
+        raise ValueError
+
+
+def unprintable(completion, question):
+    raise Unprintable
+
+
 FAILING = {
     "raises ValueError: no such key,": raises,
     "takes more than 0.1 seconds": hangs,
+    "raises SystemExit: 0": lambda completion, question: sys.exit(0),
+    "Unprintable": unprintable,
     "returns nan": lambda completion, question: math.nan,
     "returns inf": lambda completion, question: math.inf,
+    "returns 1e+300": lambda completion, question: 1e300,
     "raises TypeError": lambda completion, question: None,
     "raises ValueError: could not": lambda completion, question: "much",
 }
@@ -50,6 +65,23 @@ def test_failing_reward_is_zero_and_counted_or_one_line(message):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_process_that_a_reward_forks_does_not_train():
+    def score(completion, question):
+        if not (child := os.fork()):
+            raise ValueError
+        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+    assert RewardFunction(score, 5.0, "stop").rewards(["4"], [QUESTION]).values == [2.0]
+
+
+def test_reward_changes_the_folder_for_itself_only(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    moves = RewardFunction(lambda completion, question: os.chdir("/"), 5.0, "zero")
+    moves.rewards(["4"], [QUESTION])
+    assert os.path.samefile(".", tmp_path)
+
+
 def test_load_reward_calls_the_users_function(tmp_path):
     path = tmp_path / "mine.py"
     path.write_text("def score(prompt, completion, answer):\n    return len(prompt) + (completion == answer)\n")
@@ -69,7 +101,9 @@ def test_load_reward_calls_the_users_function(tmp_path):
         ("user/repo:score", "expected a Python file and a function"),
         ("missing.py:score", "no such file"),
         ("mine.py:other", "has no function 'other'"),
-        ("broken.py:score", "cannot be imported: SyntaxError"),
+        ("broken.py:score", "cannot be imported: it raises SyntaxError"),
+        ("exits.py:score", "cannot be imported: it raises SystemExit: 0"),
+        ("hangs.py:score", "cannot be imported: it takes more than 0.1 seconds"),
         ("model/mine.py:score", "is in a model folder"),
         ("model/code/mine.py:score", "is in a model folder"),
     ],
@@ -82,6 +116,9 @@ def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypat
     for folder in (tmp_path, tmp_path / "model", tmp_path / "model" / "code"):
         (folder / "mine.py").write_text("def score(*_):\n    return 0\n")
     (tmp_path / "broken.py").write_text("def score(:")
+    (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
+    (tmp_path / "hangs.py").write_text("while True:\n    pass")
+    monkeypatch.setattr(reward, "_IMPORT_SECONDS", 0.1)
     with pytest.raises(UserError, match=message) as caught:
         load_reward(spec)
     assert "\n" not in str(caught.value)
