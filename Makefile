@@ -8,10 +8,10 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-all digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-all test-other-machines digests lint format types docs clean
 
 help: ## list these targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
 
 quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and let it write (a minute of training)
 	$(BIN)/accelerate launch --config_file accelerate_configs/cpu.yaml cli.py pretrain recipes/quickstart.yaml --overwrite
@@ -37,6 +37,9 @@ digests: $(VENV)/installed-test ## run small reference runs and print digests of
 
 test-all: lint types $(VENV)/installed-test ## run lint, types and every test: all that has to pass before a change lands
 	$(PYTEST)
+
+test-other-machines: $(VENV)/installed-test ## run the tests of numbers and processes as on other machines, in three runs
+	$(BIN)/python tests/other_machines.py $(ARGS)
 
 lint: $(VENV)/installed-test-quick ## check style and format
 	$(BIN)/ruff check .

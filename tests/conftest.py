@@ -16,8 +16,8 @@ from unittest import mock
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tiny models are faster on one thread, also on a busy machine.
-os.environ["OMP_NUM_THREADS"] = "1"
+# Tiny models are faster on one thread, also on a busy machine. other_machines.py sets other numbers.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import yaml
@@ -370,7 +370,8 @@ def launch_command():
     """
 
     def command(machine: str, *arguments: object, machine_options: Sequence[str] = ()) -> list[str]:
-        launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
+        threads = f"--num_cpu_threads_per_process={os.environ['OMP_NUM_THREADS']}"
+        launch = [sys.executable, "-m", "accelerate.commands.launch", threads]
         config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
         if machine == "hsdp":  # two × two processes instead of two machines of eight
             config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
@@ -399,7 +400,7 @@ def launch_warm(launch_command):
     """
     from nanogpt_hf.runs.folder import RunFolder
 
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     with subprocess.Popen(
         [sys.executable, ROOT / "tests" / "training" / "warm.py"],
         stdin=subprocess.PIPE,

@@ -14,6 +14,7 @@ import pytest
 import torch
 from accelerate import state
 from accelerate.utils import DistributedType
+from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file, save_file
 
 from cpu_ring import allow_cpu_ring
@@ -244,7 +245,7 @@ def trained(tmp_path_factory, recipe_of):
             folders[layout] = folder = tmp_path_factory.mktemp("layout")
             torch.set_num_threads(1)  # a thread pool does not survive a fork
             fork = multiprocessing.get_context("fork")
-            port, configs = 20_000 + (os.getpid() + 7 * len(folders)) % 20_000, configs_of(layout)
+            port, configs = get_free_port(), configs_of(layout)
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("ACCELERATE_USE_CPU", "true")
                 patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)

@@ -11,6 +11,7 @@ import pytest
 import torch
 from accelerate import state
 from accelerate.utils import DistributedType
+from accelerate.utils.other import get_free_port
 
 from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.communication import communicated_bytes
@@ -124,7 +125,7 @@ def measured(request, tmp_path_factory):
     if sys.platform != "linux":
         pytest.skip("needs fork")
     folder, kind = tmp_path_factory.mktemp("shards"), request.param
-    port, fork = 20_000 + os.getpid() % 20_000, multiprocessing.get_context("fork")
+    port, fork = get_free_port(), multiprocessing.get_context("fork")
     files = [folder / f"{rank}.json" for rank in range(LAYOUTS[kind][0].processes)]
     torch.set_num_threads(1)  # a thread pool does not survive a fork
     ranks = [fork.Process(target=on_rank, args=(rank, port, kind, file)) for rank, file in enumerate(files)]

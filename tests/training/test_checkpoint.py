@@ -80,10 +80,10 @@ def test_checkpoint_of_an_older_version_is_read(run):
     assert (state.step, state.tokens, state.evaluation) == (3, 24, Evaluation(1.25, 7, 1.5))
     for parts in (first, second):
         train_steps(*parts, 3)
-    assert all(
-        torch.allclose(a, b, atol=1e-6)
-        for a, b in zip(*(parts[1].parameters() for parts in (first, second)), strict=True)
-    )
+    ours, theirs = (dict(parts[1].named_parameters()) for parts in (first, second))
+    for name in ours:
+        if not name.endswith("k_proj.bias"):  # its gradient is 0, and what is computed is rounding: each CPU's own
+            torch.testing.assert_close(theirs[name], ours[name], atol=1e-6, rtol=0, msg=name)
 
 
 def test_only_newest_checkpoints_are_kept(run, save_checkpoint):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from accelerate import state
 from accelerate.utils import DistributedType
+from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file, save_file
 
 from assertions import run_without_this_package
@@ -158,7 +159,7 @@ def test_decoders_on_one_process_equal_ddp_and_fsdp2(tmp_path, monkeypatch, forg
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     torch.set_num_threads(1)  # a thread pool does not survive a fork
     fork = multiprocessing.get_context("fork")
-    port = 20_000 + os.getpid() % 20_000
+    port = get_free_port()
     ranks = [fork.Process(target=on_ranks, args=(rank, port, tmp_path)) for rank in range(2)]
     for process in ranks:
         process.start()

@@ -32,7 +32,7 @@ if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
     import torch._functorch.aot_autograd
 
-torch.set_num_threads(1)  # a thread pool does not survive a fork
+torch.set_num_threads(1)  # a thread pool does not survive a fork; a process sets its own number
 
 
 def start_processes(count: int, arguments: list[str], environment: dict[str, str]) -> None:
@@ -50,6 +50,7 @@ def start_processes(count: int, arguments: list[str], environment: dict[str, str
             os.environ.update(environment)
             if count > 1 or "ACCELERATE_USE_FSDP" in environment:
                 os.environ.update({k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()})
+            torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             run(arguments)
         children.append(child)
     statuses = [abs(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])) for child in children]
