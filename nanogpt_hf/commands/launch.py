@@ -66,8 +66,8 @@ def run(words: list[str], commands: Collection[str]) -> int:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 # Ctrl-C reaches the children of this session itself, but not those that torch's launcher starts.
-                again = received.count(signal.SIGINT) > 1 and os.getsid(child.pid) != os.getsid(0)
-                child.send_signal(signal.SIGTERM if number == signal.SIGINT and not again else number)
+                reached = number == signal.SIGINT and os.getsid(child.pid) == os.getsid(0)
+                child.send_signal(signal.SIGTERM if reached else number)
 
     # torch's launcher would kill its processes 30 seconds after one of these signals, too early for a large checkpoint
     os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"

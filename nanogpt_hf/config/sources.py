@@ -1,7 +1,6 @@
 """Sources of a mixture: check the entries of `data.source`; the data section and the integer weight of each source."""
 
 import dataclasses
-import itertools
 import math
 import os
 import re
@@ -144,15 +143,18 @@ def knob_text(config: Config, key: str) -> str:
 
 
 def source_changes(before: DataSection, now: DataSection) -> list[str]:
-    """What differs in `data.source`, as `key: before -> now`: the weights alone if all else is equal."""
-    if isinstance(before.source, list) and isinstance(now.source, list):
-        changed, rest = [], []
-        for old, new in itertools.zip_longest(before.source, now.source, fillvalue={}):
-            rest += [old | {"weight": 0}, new | {"weight": 0}]
-            if old.get("weight") != new.get("weight"):
-                changed.append(f"data.source: weight of {new.get('name')}: {old.get('weight')} -> {new.get('weight')}")
-        if rest[::2] == rest[1::2]:
-            return changed
-    if before.source == now.source:
+    """What differs in `data.source`, as `key: before -> now`.
+
+    Of two mixtures of as many sources each key that differs; one that is also a knob, such as data.dir, as that knob.
+    """
+    olds, news = before.source, now.source
+    if olds == news:
         return []
-    return [f"data.source: {source_text(before)} -> {source_text(now)}"]
+    if isinstance(olds, str) or isinstance(news, str) or len(olds) != len(news):
+        return [f"data.source: {source_text(before)} -> {source_text(now)}"]
+    lines = []
+    for old, new in zip(olds, news, strict=True):
+        for key in (key for key in _KEYS if old.get(key) != new.get(key)):
+            knob = "data.source: " if key in ("source", "weight", "name") else "data."
+            lines.append(f"{knob}{key} of {new['name']}: {old.get(key)} -> {new.get(key)}")
+    return lines

@@ -33,16 +33,19 @@ class StopRequest:
 def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
     """Context that turns SIGTERM, SIGINT, SIGUSR1, SIGHUP and a time limit into a stop request.
 
-    A second SIGINT interrupts at once. A SIGHUP that is ignored, as under nohup, stays ignored.
+    A second SIGINT interrupts at once; of other signals any number may come. A SIGHUP that is
+    ignored, as under nohup, stays ignored.
     """
     request = StopRequest(max_seconds)
 
     def handle(number, frame):
-        if request.reason is None:  # a cluster may send several
-            request.reason = f"received {signal.Signals(number).name}"
-            with contextlib.suppress(OSError):  # the signal may interrupt a print()
-                os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        elif request.reason is not None:  # a cluster may send several
+            return
+        request.reason = request.reason or f"received {signal.Signals(number).name}"
+        with contextlib.suppress(OSError):  # the signal may interrupt a print()
+            os.write(2, b"\nstopping after this step; a second Ctrl-C stops at once\n")
 
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread only

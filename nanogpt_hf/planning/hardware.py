@@ -1,8 +1,12 @@
-"""GPUs by name: dense bf16 peak, memory and link; the network between machines."""
+"""GPUs by name: dense bf16 peak, memory and link; the network between machines; free host memory."""
 
+import math
 import re
+from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
+import psutil
 import torch
 
 USABLE_MEMORY = 0.9  # of a device or machine; the rest is for fragmentation and for the network's buffers
@@ -48,6 +52,31 @@ def bf16_peak(name: str) -> float | None:
     if "Laptop" in name:
         return None
     return next((gpu.bf16_flops for part, gpu in GPUS.items() if re.search(rf"\b{part}\b", name)), None)
+
+
+def free_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Bytes of host memory that are free, within the limits of this process's cgroups."""
+    folders = [root, root / "memory"]
+    with suppress(OSError, ValueError):
+        for line in own.read_text().splitlines():  # 0::/a/b of cgroup v2, 4:memory:/a/b of v1
+            _, controller, path = line.split(":", 2)
+            folder = root / controller / path.lstrip("/")
+            folders += [folder, *folder.parents]
+    return int(min(psutil.virtual_memory().available, *map(_below_limit, folders)))
+
+
+def _below_limit(cgroup: Path) -> float:
+    """Bytes that a cgroup may still use; its file cache counts as free. Infinite without a limit."""
+    for limit, used, cache in (
+        ("memory.max", "memory.current", ""),
+        ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
+    ):
+        with suppress(OSError, ValueError, KeyError):  # no such file; no limit, which is `max`
+            stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+            cached = sum(int(stat[f"{cache}{kind}_file"]) for kind in ("active", "inactive"))
+            free = int((cgroup / limit).read_text()) - int((cgroup / used).read_text()) + cached
+            return max(0, free)
+    return math.inf
 
 
 def gpu_of(name: str | None, memory: float | None) -> tuple[str, Gpu]:

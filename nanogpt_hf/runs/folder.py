@@ -62,6 +62,7 @@ class RunFolder:
         self.best = self.path / "best"
         self.final = self.path / "final"
         self.trackers = self.path / "trackers"
+        self._recipe_yaml = ""  # of the run that this object started or resumed
         self._lock_file = self.path / ".lock"
         self._lock = filelock.FileLock(self._lock_file)
 
@@ -174,6 +175,7 @@ class RunFolder:
 
         Removes nothing before it is certain that new files can be written and all old ones removed.
         """
+        self._recipe_yaml = recipe_yaml
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             with written_whole(self.recipe) as partial:  # replaced last: it would not fit the old checkpoints
@@ -213,6 +215,7 @@ class RunFolder:
 
     def update_recipe(self, recipe_yaml: str) -> None:
         """Write the recipe of a resumed run."""
+        self._recipe_yaml = recipe_yaml
         with written_whole(self.recipe) as partial:
             partial.write_text(recipe_yaml, encoding="utf-8")
 
@@ -278,7 +281,10 @@ class RunFolder:
 
         Keeps the `keep` newest, and the newest one after which a gradient was finite: later ones may hold weights that
         have just diverged. Checkpoints of later steps are removed: they were damaged, or the run was rolled back.
+        A recipe that was removed while the run trains is written again, since a resume needs it.
         """
+        if not self.recipe.exists():
+            self.update_recipe(self._recipe_yaml)
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
         folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]
         sound = [folder for folder in folders if step_of(folder) < last_finite_step]

@@ -34,6 +34,9 @@ class TrainState:
     evaluated_step: int = -1
     skipped_steps: int = 0  # whose data was skipped after loss spikes: step s sees the data of s + skipped_steps
     last_finite_step: int = 0  # the last with a finite gradient; later ones changed no weight
+    reported_step: int = 0  # of the last report of the monitor
+    clipped_steps: int = 0  # steps since then whose gradient was clipped
+    not_finite_steps: int = 0  # and those whose gradient was not finite
     loss_average: float | None = None  # running average of the logged training losses
     best_loss: float | None = None  # validation loss of best/
     best_step: int | None = None

@@ -6,9 +6,9 @@ under `slices`. All other tensors are whole, so files of one process are plain s
 
 import hashlib
 import json
-import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from bisect import bisect_left
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -125,6 +125,17 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
     return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
 
 
+def _cover(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
+    """Whether boxes cover a tensor of `shape`, each of its values once."""
+    ranges = [[(at, at + n) for at, n in zip(*box, strict=True)] for box in boxes]
+    edges = [sorted({0, size, *(edge for box in ranges for edge in box[axis])}) for axis, size in enumerate(shape)]
+    times = torch.zeros([len(one) - 1 for one in edges], dtype=torch.int64)  # one value per cell between the edges
+    for box in ranges:
+        cells = ((bisect_left(one, edge) for edge in ends) for one, ends in zip(edges, box, strict=True))
+        times[tuple(slice(*ends) for ends in cells)] += 1
+    return bool((times == 1).all())
+
+
 class TensorFiles(Mapping[str, torch.Tensor]):
     """The tensors of one or several files by name; each is read when it is asked for.
 
@@ -140,8 +151,8 @@ class TensorFiles(Mapping[str, torch.Tensor]):
             for name in file.keys():  # noqa: SIM118  (not a mapping)
                 self._add(name, file, slices.get(name))
         for name, (shape, _) in self.layout.items():
-            if sum(math.prod(box.shape) for box in self._parts[name]) != math.prod(shape):
-                raise ValueError(f"parts of {name} are missing")
+            if not _cover(shape, self._parts[name]):
+                raise ValueError(f"parts of {name} are missing or overlap")
         self.layout = dict(sorted(self.layout.items()))
 
     def _add(self, name: str, file: Any, place: Any) -> None:

@@ -5,7 +5,6 @@ import dataclasses
 import hashlib
 import json
 import logging
-import re
 import typing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,7 +32,6 @@ from nanogpt_hf.runs.tensor_files import Box, TensorFiles, is_finite
 
 logger = logging.getLogger(__name__)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
-_TENSORS = re.compile(rf"({MODEL}|{OPTIMIZER})(-\d{{5,}}-of-\d{{5,}})?\.safetensors")
 
 
 def tensor_file(kind: str, number: int, count: int) -> str:
@@ -99,7 +97,7 @@ def _read_facts(folder: Path) -> tuple[dict[str, Any], str]:
     with _damage_named(folder):
         for name in (STATE, CHECKSUMS):
             _check_file(folder / name)
-        for name in _tensor_files(folder) or (f"{MODEL}.safetensors",):
+        for name in _tensor_files(folder):
             _check_file(folder / name)
         if file_digest(folder / STATE) != _checksums(folder)[STATE]:
             raise ValueError(f"{STATE} was changed after it was written")
@@ -133,7 +131,17 @@ def _checksums(folder: Path) -> dict[str, str]:
 
 
 def _tensor_files(folder: Path) -> list[str]:
-    return sorted(name for name in _checksums(folder) if _TENSORS.fullmatch(name))
+    """The files with tensors.
+
+    Raises ValueError if the checksums list others than a save writes, or not all of them.
+    """
+    listed = _checksums(folder).keys() - {STATE}
+    count = max(1, len(listed) // 2)
+    written = {tensor_file(kind, n, count) for kind in (MODEL, OPTIMIZER) for n in range(1, count + 1)}
+    found = {path.name for path in folder.glob("[!.]*.safetensors")}
+    if odd := (listed ^ written) | (found - listed):
+        raise ValueError(f"{CHECKSUMS} and the files do not agree on {min(odd):.80}")
+    return sorted(listed)
 
 
 def _check_file(path: Path) -> None:
@@ -145,9 +153,9 @@ def _check_facts(facts: Any, step: int) -> None:
     """Raises ValueError if this is not the run state of `step`'s checkpoint. Sets fields that older versions lack."""
     if not isinstance(facts, dict):
         raise ValueError(f"{STATE} is not a mapping")
-    facts.setdefault("last_finite_step", step)
-    facts.setdefault("scaler", None)
-    facts.setdefault("identity", None)
+    older = {"last_finite_step": step, "reported_step": step, "clipped_steps": 0, "not_finite_steps": 0}
+    for name, value in (older | {"scaler": None, "identity": None}).items():
+        facts.setdefault(name, value)
     _check_fields(TrainState, {name: value for name, value in facts.items() if name != "scaler"})
     if facts["evaluation"] is not None:
         _check_fields(Evaluation, facts["evaluation"])

@@ -159,6 +159,7 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
         is_best = state.step > 0 and evaluated.score < (math.inf if state.best_loss is None else state.best_loss)
         if is_best:
             state.best_loss, state.best_step = evaluated.score, state.step
+            observers.checkpoints.wait()  # so that the disk does not need room for both at once
             save_model(run, run.folder.best)
         samples = evaluated.samples + observers.samples.write(run.accelerator, run.model, state.step)
         observers.tracking.samples(samples)

@@ -1,4 +1,4 @@
-"""Micro-batch size: a dry-run step, the largest size that fits, and advice after an out-of-memory error."""
+"""Memory of a step: a check before it, a dry-run step, the largest micro-batch that fits, and advice."""
 
 import dataclasses
 import gc
@@ -17,7 +17,7 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.accelerator import micro_batches_not_counted
+from nanogpt_hf.distributed.accelerator import is_sharded, micro_batches_not_counted
 from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
 from nanogpt_hf.distributed.full_state import (
     check_optimizer_state,
@@ -28,10 +28,11 @@ from nanogpt_hf.distributed.full_state import (
 )
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
+from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.planning.counts import Counts
-from nanogpt_hf.planning.footprint import optimizer_state_bytes, saved_bytes_per_token
-from nanogpt_hf.planning.hardware import USABLE_MEMORY
+from nanogpt_hf.planning.footprint import footprint, optimizer_state_bytes, saved_bytes_per_token
+from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
@@ -115,6 +116,33 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 
 
+def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_size: int) -> None:
+    """Raises UserError if a step needs more memory than this machine has free; a collective before a model is built.
+
+    Only with the model on CPUs: a process that takes more than there is would be killed without a line.
+    """
+    if accelerator.device.type != "cpu" or config.lora.quantize:  # whose frozen weights are not counted in 8 bits
+        return
+    model, precision = meta_model(config, build_config(config.model, vocab_size)), str(accelerator.mixed_precision)
+    needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
+    if not is_sharded(accelerator):
+        needed = footprint(
+            model,
+            Placement(precision=precision, on_cpu=True),
+            micro_batch_size=config.train.min_micro_batch_size,
+            block_size=config.data.block_size,
+            accumulates=False,
+            optim=config.optim,
+        ).peak
+    free = (free_memory() + psutil.swap_memory().free) / mesh.local_world_size
+    if needed > (free := min(_gather(accelerator, int(free)))):
+        each = f" for each of {mesh.local_world_size} processes" if mesh.local_world_size > 1 else ""
+        raise UserError(
+            f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are free{each}; train a "
+            f"smaller model, or on a machine with more memory: {memory_advice(config, vocab_size, precision)}"
+        )
+
+
 def largest_micro_batch(
     accelerator: Accelerator, sizes: list[int], dry_run: Callable[[int], None], reserved: int = 0
 ) -> int:
@@ -164,7 +192,7 @@ def available_memory(accelerator: Accelerator) -> int:
     if accelerator.device.type == "cuda":
         return int(USABLE_MEMORY * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
     processes = Mesh.from_environment().local_world_size
-    return int(USABLE_MEMORY * (psutil.virtual_memory().available / processes + psutil.Process().memory_info().rss))
+    return int(USABLE_MEMORY * (free_memory() / processes + psutil.Process().memory_info().rss))
 
 
 def reset_peak_memory(accelerator: Accelerator) -> None:
@@ -188,8 +216,8 @@ def peak_memory(accelerator: Accelerator) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
 
 
-def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str:
-    """What used a GPU's memory and how to save some, estimated by footprint.py."""
+def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
+    """What takes the memory and how to save some, estimated by footprint.py."""
     model = meta_model(config, build_config(config.model, vocab_size))
     block_size, micro = config.data.block_size, config.train.min_micro_batch_size
     counts = Counts.of(model)
@@ -215,6 +243,6 @@ def out_of_memory_advice(config: Config, vocab_size: int, precision: str) -> str
         f"{state:.1f} × (1 - 1/N) GB"
     )
     return (
-        f"out of memory: weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
+        f"weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
         f"about {activations(micro):.1f} GB. {'; '.join(remedies)}"
     )

@@ -3,7 +3,6 @@
 import logging
 import math
 import sys
-from collections import deque
 
 import torch
 from accelerate import Accelerator
@@ -40,50 +39,50 @@ class Monitor:
     def __init__(self, accelerator: Accelerator, config: Config, checkpoints: CheckpointWriter):
         self.checkpoints, self.device, self.main = checkpoints, accelerator.device, accelerator.is_main_process
         self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG
-        self.every, self.ratio = config.tracking.every, config.train.rollback_ratio
+        self.ratio = config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
-        self._norms: deque[torch.Tensor] = deque(maxlen=max(self.every, BAD_STEPS_IN_A_ROW))  # on the device
+        self._norms: list[torch.Tensor] = []  # on the device, of the steps that the state does not count yet
         self._rolled_back: list[int] = []  # steps of the checkpoints loaded by rollbacks of this process
 
     def add(self, grad_norm: torch.Tensor) -> None:
         """Keep the gradient norm of a step, a scalar on the device."""
         self._norms.append(grad_norm)
 
-    def settle(self, state: TrainState) -> list[float]:
-        """Update `state.last_finite_step` and return the gradient norms of the last steps. Waits for the device.
-
-        Call it before the state is saved.
-        """
-        norms = torch.stack(list(self._norms)).tolist() if self._norms else []
-        finite = [step for step, norm in enumerate(norms, state.step - len(norms) + 1) if math.isfinite(norm)]
-        state.last_finite_step = finite[-1] if finite else state.last_finite_step
-        return norms
+    def settle(self, state: TrainState) -> None:
+        """Count the steps since the last call in `state`, which is then saved or reported. Waits for the device."""
+        norms = torch.stack(self._norms).tolist() if self._norms else []
+        self._norms.clear()
+        for step, norm in enumerate(norms, state.step - len(norms) + 1):
+            if not math.isfinite(norm):
+                state.not_finite_steps += 1
+                continue
+            state.last_finite_step = step
+            # clipping scales by max / (norm + 1e-6) if that is below 1
+            state.clipped_steps += bool(self.max_grad_norm) and norm + 1e-6 > self.max_grad_norm
 
     def report(self, state: TrainState) -> dict[str, float]:
         """Metrics of the steps since the last report.
 
         Raises DivergedError if none of the last BAD_STEPS_IN_A_ROW steps had a finite gradient.
         """
-        norms = self.settle(state)
-        bad = [not math.isfinite(norm) for norm in norms]
-        if sum(bad[-BAD_STEPS_IN_A_ROW:]) == BAD_STEPS_IN_A_ROW:
+        grad_norm = self._norms[-1].item()
+        self.settle(state)
+        if state.step - state.last_finite_step >= BAD_STEPS_IN_A_ROW:
             self.checkpoints.wait()  # it may hold diverged weights
             advice = f" and {recovery_advice(self.checkpoints.run, state)}" if self.main else ""
             raise DivergedError(
                 f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
                 f"optim.learning_rate{advice}"
             )
-        recent = norms[-self.every :]
-        values = {"train/grad_norm": norms[-1]}
+        values: dict[str, float] = {"train/grad_norm": grad_norm}
         if self.max_grad_norm:
-            # clipping scales by max / (norm + 1e-6) if that is below 1
-            clipped = [math.isfinite(norm) and norm + 1e-6 > self.max_grad_norm for norm in recent]
-            values["train/clipped_share"] = round(sum(clipped) / len(recent), 4)
-        if skipped := sum(bad[-self.every :]):
+            values["train/clipped_share"] = round(state.clipped_steps / (state.step - state.reported_step), 4)
+        if skipped := state.not_finite_steps:
             values["train/skipped_steps"] = skipped
             logger.log(self._warning, f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped")
         if (peak := memory_peak(self.device)) is not None:
             values["train/memory_peak_bytes"] = peak
+        state.reported_step, state.clipped_steps, state.not_finite_steps = state.step, 0, 0
         return values
 
     def spiked(self, state: TrainState, loss: float, saved: TrainState | None) -> bool:
@@ -108,7 +107,6 @@ class Monitor:
         steps = before.step - state.step
         state.skipped_steps = before.skipped_steps + steps
         state.seconds = before.seconds
-        self._norms.clear()
         self._rolled_back.append(state.step)
         if self._rolled_back[-ROLLBACKS_IN_A_ROW - 1 :] == [state.step] * (ROLLBACKS_IN_A_ROW + 1):
             raise UserError(

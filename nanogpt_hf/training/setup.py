@@ -21,7 +21,7 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.micro_batch import build_batches, settle_micro_batch
+from nanogpt_hf.training.micro_batch import build_batches, check_memory, settle_micro_batch
 from nanogpt_hf.training.pipeline import build_stage
 from nanogpt_hf.training.run import Run
 
@@ -52,6 +52,7 @@ def build_run(
             "rl: generates with a whole or FSDP2-sharded model, not under DeepSpeed, tensor, context or pipeline "
             "parallelism; use accelerate_configs/ddp.yaml or fsdp2.yaml"
         )
+    check_memory(config, accelerator, mesh, data.vocab_size)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     run = Run(

@@ -131,13 +131,13 @@ def _advise_on_memory(config: Config) -> Iterator[None]:
             raise
         from nanogpt_hf.data.mixed_manifest import find_manifest
         from nanogpt_hf.distributed.accelerate_config import requested_precision
-        from nanogpt_hf.training.micro_batch import out_of_memory_advice
+        from nanogpt_hf.training.micro_batch import memory_advice
 
         manifest = find_manifest(config.data)
         if manifest is None:
             raise
-        advice = out_of_memory_advice(config, manifest.vocab_size, requested_precision())
-        raise NotEnoughMemoryError(advice) from error
+        advice = memory_advice(config, manifest.vocab_size, requested_precision())
+        raise NotEnoughMemoryError(f"out of memory: {advice}") from error
 
 
 def leave_busy_cores(busy_cores: float) -> None:
@@ -177,7 +177,9 @@ def _summary(config: Config, folder: "RunFolder", state: "TrainState") -> str:
         lines.append(f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)")
     title = architecture_of_recipe(config.model).title
     opens_as = "with peft's AutoPeftModelForCausalLM" if _is_adapter(config) else f"as plain {title}"
-    lines.append(f"  model    {folder.best} (the best), {folder.final} (the last); both open {opens_as}")
+    models = {"best": folder.best, "last": folder.final}
+    named = [f"{path} (the {which})" for which, path in models.items() if path.is_dir()]
+    lines.append(f"  model    {', '.join(named)}; each opens {opens_as}")
     files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
     lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]  # a short run has no curve
     path = shlex.quote(str(folder.path))

@@ -2,17 +2,21 @@
 
 import io
 import json
+import math
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import filelock
+import psutil
 import pytest
 import torch
 
 from nanogpt_hf.commands import console, main
-from nanogpt_hf.training import loop
+from nanogpt_hf.model import GPTForCausalLM
+from nanogpt_hf.training import loop, micro_batch, setup
 
 
 def fail_with(monkeypatch, error: Exception) -> None:
@@ -81,6 +85,13 @@ def test_next_command_is_quoted_and_files_exist(capsys, tmp_path, monkeypatch, w
     assert f"report   {Path('a run', 'report.html')}" in out
 
 
+def test_only_models_that_exist_are_named(capsys, tmp_path, monkeypatch, write_recipe):
+    monkeypatch.setattr(GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan)
+    assert main(["pretrain", str(write_recipe(train__max_steps=2)), "--run-dir", str(tmp_path / "run")]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  model ")]
+    assert line.split()[1:4] == [str(tmp_path / "run" / "final"), "(the", "last);"]
+
+
 def test_run_folder_moved_during_run_is_one_line(capsys, tmp_path, monkeypatch, write_recipe):
     train_step = loop.train_step
 
@@ -104,6 +115,30 @@ def test_out_of_cpu_memory_names_knobs_and_writes_nothing(capsys, monkeypatch, t
     monkeypatch.setattr("nanogpt_hf.training.micro_batch.train_step", allocate)
     error_line = complaint(capsys, "pretrain", write_recipe(), "--run-dir", tmp_path / "run")
     assert "activations of 4 sequences about 0.0 GB. train.micro_batch_size 2 saves" in error_line
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("knobs", "fits"),
+    [
+        ({"train__max_steps": 2}, True),
+        ({"model__n_embd": 256}, False),
+        ({"train__tokens_per_step": 2**15, "train__micro_batch_size": 2**11}, False),
+    ],
+)
+def test_run_that_needs_more_memory_than_is_free_is_refused_before_it_is_built(
+    capsys, monkeypatch, tmp_path, write_recipe, knobs, fits
+):
+    monkeypatch.setattr(micro_batch, "free_memory", lambda: 2 * 10**6)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(free=0))
+    arguments = ["pretrain", write_recipe(**knobs), "--run-dir", tmp_path / "run"]
+    if fits:
+        assert main([str(argument) for argument in arguments]) == 0
+        return
+    monkeypatch.setattr(setup, "start_model", None)
+    error_line = complaint(capsys, *arguments)
+    assert "2.0 MB are free" in error_line
+    assert "train.micro_batch_size" in error_line
     assert not (tmp_path / "run").exists()
 
 

@@ -72,5 +72,7 @@ def test_changed_weights_are_named_alone():
     assert source_changes(before, now) == ["data.source: weight of 0: 2 -> 3"]
     assert source_changes(before, other) == ["data.source: 2 0.txt + 1 1.txt -> 2 0.txt + 1 1.txt + 1 2.txt"]
     assert source_changes(before, before) == []
+    changed = load([{**before.source[0], "split": "all", "dir": "a"}, before.source[1]]).data
+    assert source_changes(before, changed) == ["data.dir of 0: None -> a", "data.split of 0: None -> all"]
     assert source_text(before) == "2 0.txt + 1 1.txt"
     assert yaml.safe_load(config_to_yaml(load(sources(2, 1))))["data"]["source"] == before.source

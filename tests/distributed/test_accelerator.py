@@ -22,15 +22,18 @@ from nanogpt_hf.errors import LostProcess, UserError
 from nanogpt_hf.runs.folder import RunFolder
 
 
-@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP"])
-def test_signal_requests_stop_and_second_ctrl_c_interrupts(name):
+@pytest.mark.parametrize(
+    "names", [["SIGINT"], ["SIGINT", "SIGTERM"], ["SIGTERM", "SIGINT"], ["SIGUSR1", "SIGHUP", "SIGINT"]]
+)
+def test_signal_requests_stop_and_second_ctrl_c_interrupts(names):
     before = signal.getsignal(signal.SIGINT)
     accelerator = Accelerator()
     with stop_on_signals() as stop:
         assert not stop.on_any_process(accelerator)
-        os.kill(os.getpid(), getattr(signal, name))
-        assert stop.on_any_process(accelerator)
-        assert stop.reason == f"received {name}"
+        for name in names:
+            os.kill(os.getpid(), getattr(signal, name))
+            assert stop.on_any_process(accelerator)
+            assert stop.reason == f"received {names[0]}"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,11 +1,14 @@
-"""GPU peaks by name."""
+"""GPU peaks by name; free memory within the limits of cgroups."""
 
+from types import SimpleNamespace
+
+import psutil
 import pytest
 import torch
 
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2
-from nanogpt_hf.planning.hardware import bf16_peak, peak_flops
+from nanogpt_hf.planning.hardware import bf16_peak, free_memory, peak_flops
 
 
 def test_flops_of_gpt2_small_equal_nanogpt():
@@ -39,3 +42,34 @@ def test_bf16_peak_matches_whole_words_of_the_name(name, peak):
 
 def test_peak_flops_of_cpu_is_unknown():
     assert peak_flops(torch.device("cpu")) is None
+
+
+V1 = {
+    "limit_in_bytes": "5000",
+    "usage_in_bytes": "3000",
+    "stat": "cache 9\ntotal_active_file 500\ntotal_inactive_file 1",
+}
+V2 = {"max": "5000", "current": "3000", "stat": "anon 9\nactive_file 500\ninactive_file 1"}
+
+
+@pytest.mark.parametrize(
+    ("own", "folder", "files", "free"),
+    [
+        ("0::/a/b\n", "a/b", V2, 2501),
+        ("0::/a/b\n", "a", V2, 2501),  # the limit of a cgroup above
+        ("0::/other\n", ".", V2, 2501),  # in a container, whose own cgroup is the root
+        ("0::/a/b\n", "a/b", V2 | {"max": "max"}, None),
+        ("0::/a/b\n", "a/b", V2 | {"current": "9000"}, 0),
+        ("4:memory:/a/b\n0::/\n", "memory/a/b", V1, 2501),
+        ("4:memory:/a/b\n", "memory", V1, 2501),
+        ("4:memory:/a/b\n", "memory/a", V1 | {"limit_in_bytes": "9223372036854771712"}, None),
+        ("nonsense", "a", {}, None),
+    ],
+)
+def test_free_memory_is_within_the_limits_of_cgroups(tmp_path, monkeypatch, own, folder, files, free):
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "root" / folder).mkdir(parents=True)
+    for name, text in files.items():
+        (tmp_path / "root" / folder / f"memory.{name}").write_text(text)
+    assert free_memory(tmp_path / "root", tmp_path / "own") == (10**6 if free is None else free)

@@ -111,6 +111,22 @@ def test_invalid_place_of_a_part_is_refused(tmp_path, place):
         TensorFiles([tmp_path / "file"])
 
 
+@pytest.mark.parametrize(
+    "boxes",
+    [
+        [((0, 0), (2, 7)), ((1, 0), (2, 7)), ((4, 0), (1, 7))],  # row 1 twice, row 3 never
+        [((0, 0), (5, 3)), ((0, 2), (5, 3)), ((0, 6), (5, 1))],
+        [((0, 0), (5, 7)), ((2, 2), (1, 1))],
+        [((0, 0), (5, 0)), ((2, 0), (0, 7))],
+    ],
+)
+def test_parts_that_overlap_or_leave_a_hole_are_refused(tmp_path, boxes):
+    for number, box in enumerate(boxes):
+        write_tensors(tmp_path / f"{number}", {"a": part(TENSORS["matrix"], Box(*box))})
+    with pytest.raises(ValueError, match="parts of a "):
+        TensorFiles(sorted(tmp_path.iterdir()))
+
+
 def test_parts_of_other_shape_or_dtype_are_refused(tmp_path):
     matrix = TENSORS["matrix"]
     write_tensors(tmp_path / "one", {"a": part(matrix, Box((0, 0), (2, 7)))})

@@ -103,18 +103,29 @@ FILES = ["checksums.json", "model.safetensors", "optimizer.safetensors", "state.
 
 
 def damage_file(path, damage: str) -> None:
-    content = bytearray(path.read_bytes())
-    if damage == "missing":
-        path.unlink()
-    elif damage == "truncated":
-        path.write_bytes(content[:-40])
-    else:
-        content[-20] ^= 1  # one bit inside a number
-        path.write_bytes(content)
+    content, checksums = bytearray(path.read_bytes()), path.with_name("checksums.json")
+    listed = json.loads(checksums.read_text())
+    match damage:
+        case "missing":
+            path.unlink()
+        case "truncated":
+            path.write_bytes(content[:-40])
+        case "bit":
+            content[-20] ^= 1  # one bit inside a number
+            path.write_bytes(content)
+        case "beside another":
+            shutil.copy(path, path.with_name(f"{path.stem}-00002-of-00002.safetensors"))
+        case _:  # in the checksums
+            digest = listed.pop(path.name, None)
+            if damage == "under another name":
+                listed[path.name.upper()] = digest
+            checksums.write_text(json.dumps(listed if digest else [damage]))
 
 
 @pytest.mark.parametrize("file", FILES)
-@pytest.mark.parametrize("damage", ["truncated", "missing", "bit"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "missing", "bit", "under another name", "not listed", "beside another"]
+)
 def test_damaged_checkpoint_is_named_and_older_one_loaded(run, file, damage, caplog, save_checkpoint):
     parts = build_training()
     for step in (4, 8):
@@ -223,7 +234,8 @@ def test_invalid_state_json_is_one_line(run, save_checkpoint):
     assert len(state) > 10
     contents = [[], None, 3, "x", {}, [state], state | {"more": 1}, state | {"step": 5}]
     contents += ["", "{", "[" * 100_000, "9" * 5000, json.dumps(state).replace("4", "9" * 5000, 1)]
-    for name in state.keys() - {"last_finite_step", "scaler", "identity"}:  # older versions did not write these
+    older = {"last_finite_step", "reported_step", "clipped_steps", "not_finite_steps", "scaler", "identity"}
+    for name in state.keys() - older:  # older versions did not write these
         contents.append({other: value for other, value in state.items() if other != name})
     for name in state.keys() - {"evaluated_step", "identity"}:
         contents += [state | {name: value} for value in ("1", [1], True, {"a": "b"}, 2**63, -2, -1, [None])]
@@ -286,6 +298,12 @@ def test_checkpoint_holds_no_pickle(run, save_checkpoint):
     names = sorted(path.name for path in run.checkpoint(4).iterdir())
     assert names == FILES
     assert json.loads((run.checkpoint(4) / "state.json").read_text())["step"] == 4
+
+
+def test_recipe_that_is_removed_while_a_run_trains_is_written_again(run, save_checkpoint):
+    run.recipe.unlink()
+    save_checkpoint(*build_training(), TrainState(step=4), run, keep=2)
+    assert run.recipe.read_text() == "model: {}\n"
 
 
 def test_existing_run_needs_resume_or_overwrite(run):

@@ -21,7 +21,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import micro_batch
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
-from nanogpt_hf.training.micro_batch import largest_micro_batch, next_size, out_of_memory_advice, state_restored
+from nanogpt_hf.training.micro_batch import largest_micro_batch, memory_advice, next_size, state_restored
 
 
 @pytest.mark.parametrize(
@@ -203,7 +203,7 @@ def test_auto_measures_memory(tmp_path, write_recipe):
 
 def test_advice_names_knobs_and_savings():
     config = replace_knobs(Config(), {"train.micro_batch_size": 64})
-    advice = out_of_memory_advice(config, 50257, "bf16")
+    advice = memory_advice(config, 50257, "bf16")
     # 40 · 12 layers · 1,024 tokens · 768 width · 64 sequences = 24.2 GB; 16 bytes · 124 M = 2.0 GB
     assert "optimizer state take 2.0 GB, activations of 64 sequences about 24.2 GB" in advice
     assert "train.micro_batch_size 32 saves 12.1 GB" in advice
@@ -211,11 +211,11 @@ def test_advice_names_knobs_and_savings():
     assert "optim.state 8bit saves 0.7 GB" in advice  # 8 - 2.03 bytes · 124 M
     assert "\n" not in advice
     config = replace_knobs(config, {"optim.state": "8bit"})
-    advice = out_of_memory_advice(config, 50257, "bf16")
+    advice = memory_advice(config, 50257, "bf16")
     assert "optimizer state take 1.2 GB" in advice
     assert "optim.state" not in advice
     config = replace_knobs(config, {"train.micro_batch_size": 1})
-    assert "micro_batch_size 0" not in out_of_memory_advice(config, 50257, "no")
+    assert "micro_batch_size 0" not in memory_advice(config, 50257, "no")
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon"}])

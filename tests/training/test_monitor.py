@@ -1,5 +1,6 @@
 """Loss spikes and rollback, skipped steps, clipping and peak memory."""
 
+import dataclasses
 import json
 
 import pytest
@@ -131,33 +132,45 @@ def test_loss_average_ignores_spikes_and_nan(monitor):
 
 
 def test_ten_non_finite_steps_end_the_run(monitor):
-    monitor = monitor(tracking__every=5)
+    build, monitor = monitor, monitor(tracking__every=5)
+    state = TrainState(step=5)
     for _ in range(4):
         monitor.add(torch.tensor(1.0))
     monitor.add(torch.tensor(float("inf")))
-    assert monitor.report(TrainState())["train/skipped_steps"] == 1
-    for _ in range(9):
+    assert monitor.report(state)["train/skipped_steps"] == 1
+    for step in range(6, 15):
+        state.step = step
         monitor.add(torch.tensor(float("nan")))
+        if step == 8:  # a resume continues with the counts in the state
+            monitor.settle(state)
+            state, monitor = dataclasses.replace(state), build(tracking__every=5)
     with pytest.raises(UserError, match="no finite gradient in the last 10 steps"):
-        monitor.report(TrainState())
+        monitor.report(state)
 
 
 @pytest.mark.parametrize(
     ("max_norm", "norms", "share"),
     [
-        (1.0, [2.0, 2.0, 0.5, 3.0, 0.1, 0.2], 0.25),  # of the last four, those since the last log
         (1.0, [0.5, 2.0], 0.5),
+        (1.0, [2.0, 0.5, 3.0, 0.1], 0.5),
         (1.0, [float("inf"), 0.5, 0.5, 0.5], 0.0),  # skipped, not clipped
         (0.0, [2.0], None),  # nothing is clipped
     ],
 )
-def test_clipped_share_counts_steps_since_last_log(monitor, max_norm, norms, share):
-    monitor = monitor(tracking__every=4, optim__max_grad_norm=max_norm)
-    for norm in norms:
+@pytest.mark.parametrize("saved_after", [None, 0, 1])
+def test_clipped_share_counts_steps_since_last_report(monitor, max_norm, norms, share, saved_after):
+    build, state = monitor, TrainState(step=4, reported_step=4)
+    monitor = build(optim__max_grad_norm=max_norm)
+    for index, norm in enumerate(norms):
+        state.step += 1
         monitor.add(torch.tensor(norm))
-    values = monitor.report(TrainState())
+        if index == saved_after and len(norms) > index + 1:  # and resumed
+            monitor.settle(state)
+            monitor = build(optim__max_grad_norm=max_norm)
+    values = monitor.report(state)
     assert values.get("train/clipped_share") == share
     assert values["train/grad_norm"] == pytest.approx(norms[-1])
+    assert (state.reported_step, state.clipped_steps, state.not_finite_steps) == (state.step, 0, 0)
 
 
 def test_memory_peak_rises_and_never_falls():
