@@ -91,9 +91,9 @@ def run_without_this_package(script: str, folder: Path, *arguments: str) -> None
     assert completed.returncode == 0, completed.stderr
 
 
-def refusal(call: Callable, *arguments) -> str:
-    """The message of the DataError that a call raises, one line."""
-    with pytest.raises(DataError) as error:
-        call(*arguments)
-    assert "\n" not in str(error.value)
-    return str(error.value)
+def refusal(call: Callable, *arguments, error: type[Exception] = DataError, **options) -> str:
+    """The message of the error that a call raises, one line."""
+    with pytest.raises(error) as raised:
+        call(*arguments, **options)
+    assert "\n" not in str(raised.value)
+    return str(raised.value)

@@ -83,17 +83,16 @@ def test_wrong_files_are_one_line(make, encode, tmp_path):
     index = folder / "one.ds.index"
     whole, ends = path.read_bytes(), index.read_bytes()
     path.write_bytes(whole[:-2])
-    count = len(whole) // 2
-    size = len(whole) - 2
-    assert f"{path}: {size:,} bytes are not the {count:,} tokens of its index" in refusal(prepare, make(path))
+    assert f"{path}: {len(whole) - 2:,} bytes" in refusal(prepare, make(path))
     path.write_bytes(whole)
     index.write_bytes(ends[:-3])
-    assert "one.ds.index: 477 bytes are not numbers of 8 bytes" in refusal(prepare, make(folder))
+    assert f"{index}: 477 bytes" in refusal(prepare, make(folder))
     index.unlink()
-    assert "one.ds.index: cannot be read: No such file" in refusal(prepare, make(folder))
-    assert "expected a .ds file" in refusal(prepare, make(write_text(tmp_path / "a.txt")))
-    assert "the folder holds no .ds file" in refusal(prepare, make(write_text(tmp_path / "x" / "a.txt").parent))
-    assert "expected .ds files of datatrove on this machine" in refusal(prepare, make("some/set"))
+    assert f"{index}: " in refusal(prepare, make(folder))
+    for source in (write_text(tmp_path / "a.txt"), write_text(tmp_path / "x" / "a.txt").parent, "some/set"):
+        message = refusal(prepare, make(source))
+        assert f"{source}: " in message
+        assert ".ds file" in message
     assert not (tmp_path / "data").exists()
 
 
@@ -106,8 +105,9 @@ def write_text(path: Path) -> Path:
 def test_ids_beyond_the_vocabulary_are_refused(make, encode, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, lambda text: [*encode(text), 300])
     message = refusal(prepare, make(path))
-    assert f"{path}: token 300 is beyond the vocabulary of data.tokenizer" in message
-    assert "(257 tokens); name the tokenizer that made it" in message
+    assert f"{path}: token 300 " in message
+    assert "data.tokenizer" in message
+    assert "257 tokens" in message
 
 
 def test_changed_or_missing_files_are_found(make, encode, tmp_path):
@@ -119,15 +119,15 @@ def test_changed_or_missing_files_are_found(make, encode, tmp_path):
     whole = bytearray(path.read_bytes())
     whole[10] ^= 1
     path.write_bytes(whole)
-    assert "has changed since it was prepared" in refusal(load_prepared, config)
+    assert f"{path} has changed" in refusal(load_prepared, config)
     shutil.copy(copy, path)  # the same bytes, another time
     assert len(tokens_of(config)) == len(whole) // 2
     path.unlink()
-    assert "no such file" in refusal(load_prepared, config)
+    assert str(path) in refusal(load_prepared, config)
 
 
 def test_tokenizers_that_are_made_from_text_are_refused(make, tmp_path):
-    with pytest.raises(ConfigError, match=r"data.tokenizer: char is made from text, and datatrove has made the tokens"):
+    with pytest.raises(ConfigError, match=r"data\.tokenizer: char "):
         make(tmp_path, data__tokenizer="char")
 
 
@@ -135,7 +135,7 @@ def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, 
     path = write(tmp_path / "tokens", "one", TEXTS, encode)
     path.with_name("one.ds.metadata").write_text("their/tokenizer|2\n1000\n1.0 kT")
     prepare(make(path))
-    assert "made with the tokenizer their/tokenizer" in caplog.text
+    assert "their/tokenizer" in caplog.text
 
 
 def test_datatrove_and_text_mix(make, encode, byte_tokenizer, text_file, tmp_path):

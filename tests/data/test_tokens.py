@@ -8,8 +8,8 @@ import numpy as np
 import pyarrow
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.errors import DataError
 
 
 @pytest.fixture
@@ -89,7 +89,7 @@ def test_chunks_are_views_of_the_arrow_data(saved):
 @pytest.mark.parametrize(("start", "length"), [(-1, 2), (9, 2), (10, 1), (0, 11), (100, 1)])
 def test_window_outside_the_stream_is_an_error(start, length):
     stream = TokenStream([np.arange(4), np.arange(6)])
-    with pytest.raises(IndexError, match="leaves the stream of 10 tokens"):
+    with pytest.raises(IndexError, match="10 tokens"):
         stream.windows(np.array([0, start, 1]), length)
 
 
@@ -114,8 +114,7 @@ def test_windows_do_not_change_the_stream():
 
 def test_folder_without_prepared_data_is_an_error(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(DataError, match="cannot be read as prepared tokens"):
-            TokenStream.open(folder)
+        assert str(folder) in refusal(TokenStream.open, folder)
 
 
 def test_damaged_data_is_an_error(saved):
@@ -124,19 +123,15 @@ def test_damaged_data_is_an_error(saved):
     whole = shard.read_bytes()
     for data in (b"", whole[:100], whole[: len(whole) // 2], b"not arrow" * 100):
         shard.write_bytes(data)
-        with pytest.raises(DataError, match="cannot be read as prepared tokens"):
-            TokenStream.open(folder)
+        assert str(folder) in refusal(TokenStream.open, folder)
     shard.unlink()
-    with pytest.raises(DataError, match="cannot be read as prepared tokens"):
-        TokenStream.open(folder)
+    assert str(folder) in refusal(TokenStream.open, folder)
     shard.write_bytes(whole)
     (folder / "state.json").write_text(json.dumps({}))
-    with pytest.raises(DataError, match="cannot be read as prepared tokens"):
-        TokenStream.open(folder)
+    assert str(folder) in refusal(TokenStream.open, folder)
 
 
 def test_data_of_another_kind_is_an_error(tmp_path):
     for column in ({"text": ["a"]}, {"input_ids": [1, 2]}, {"input_ids": ["a"]}):
         datasets.Dataset.from_dict(column).save_to_disk(tmp_path / "train")
-        with pytest.raises(DataError, match="cannot be read as prepared tokens"):
-            TokenStream.open(tmp_path / "train")
+        assert str(tmp_path / "train") in refusal(TokenStream.open, tmp_path / "train")

@@ -15,8 +15,8 @@ from huggingface_hub import constants
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import core_bundle
+from assertions import refusal
 from nanogpt_hf.commands import main
-from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.core_bundle import load_bundle
 
 
@@ -112,9 +112,9 @@ def test_core_equals_a_slow_reference(capsys, letter_model, bundle, tmp_path, li
     centred = [(expected[label] - guess / 100) / (1 - guess / 100) for label, *_, guess in core_bundle.tasks]
     assert [task["centred"] for task in core["tasks"].values()] == pytest.approx(centred)
     assert core["score"] == pytest.approx(sum(centred) / len(centred))
-    assert f"on CORE, 5 tasks of {bundle}" in out
-    assert f"  CORE {core['score']:.4f}  (GPT-2 1.6B on DCLM's 22 tasks: 0.2565)" in out
-    assert f"accuracy {expected['resolve']:.4f}  centred {centred[2]:7.4f}  {limit or 37} questions" in out
+    assert f"5 tasks of {bundle}" in out
+    assert f"CORE {core['score']:.4f} " in out
+    assert f"{expected['resolve']:.4f}  centred {centred[2]:7.4f}  {limit or 37} questions" in out
 
 
 def change_entry(folder: Path, **changes: object) -> None:
@@ -213,24 +213,21 @@ def test_bundle_at_a_url_is_downloaded_once_and_checked(served, bundle, tmp_path
 
     url, path = served(write)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
-    with pytest.raises(DataError, match=f"--core-sha256: {url} has sha256 {digest}, not 0000"):
-        load_bundle(url, "0" * 64)
+    assert all(word in refusal(load_bundle, url, "0" * 64) for word in ("--core-sha256: ", url, digest, "0" * 64))
     downloaded = load_bundle(url, digest.upper())
     assert (downloaded.tasks, downloaded.sha256) == (load_bundle(str(bundle)).tasks, load_bundle(str(bundle)).sha256)
     path.unlink()
     assert load_bundle(url).tasks == downloaded.tasks
-    with pytest.raises(DataError, match=f"with sha256 {digest}, not 0000"):
-        load_bundle(url, "0" * 64)
+    assert all(word in refusal(load_bundle, url, "0" * 64) for word in ("--core-sha256: ", digest, "0" * 64))
 
 
 def test_archive_that_is_no_bundle_is_one_line(served, tmp_path):
     url, path = served(lambda path: path.write_bytes(b"not a zip"))
-    with pytest.raises(DataError, match=rf"--core: {url}: cannot be unpacked: File is not a zip file"):
-        load_bundle(url)
+    assert f"--core: {url}: " in refusal(load_bundle, url)
     with zipfile.ZipFile(path, "w") as file:
         file.writestr("../../outside.txt", "no")
-    with pytest.raises(DataError, match=rf"--core: {url}: no bundle of CORE, which has core\.yaml in it"):
-        load_bundle(url)
+    message = refusal(load_bundle, url)
+    assert f"--core: {url}: " in message
+    assert "core.yaml" in message
     assert not list(tmp_path.rglob("../outside.txt"))
-    with pytest.raises(DataError, match="--core-sha256: checks a download; leave it out for a folder"):
-        load_bundle(str(tmp_path), "0" * 64)
+    assert "--core-sha256: " in refusal(load_bundle, str(tmp_path), "0" * 64)

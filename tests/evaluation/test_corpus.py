@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, char_tokenizer
-from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.corpus import read_corpus
 
 
@@ -51,10 +51,8 @@ def test_prepared_data_gives_the_validation_split(read, write_recipe):
     text = prepared.tokenizer.decode(tokens(corpus))
     (path := write_recipe().parent / "text.txt").write_text(text)
     assert read(path, tokenizer).stream.sha256() == corpus.stream.sha256()
-    with pytest.raises(DataError, match="prepared with another tokenizer"):
-        read(config.data.dir, build_tokenizer("gpt2", ()))
-    with pytest.raises(DataError, match="the splits train and validation, not 'test'"):
-        read(config.data.dir, tokenizer, "test")
+    assert config.data.dir in refusal(read, config.data.dir, build_tokenizer("gpt2", ()))
+    assert "'test'" in refusal(read, config.data.dir, tokenizer, "test")
 
 
 def letters(characters: str = "abc\n") -> Tokenizer:
@@ -69,8 +67,7 @@ def test_unusable_text_is_refused(read, tmp_path, content, message):
     path = tmp_path / "text.txt"
     path.write_text(content)
     tokenizer = build_tokenizer_of_folder(tmp_path)
-    with pytest.raises(DataError, match=message):
-        read(path, tokenizer)
+    assert message in refusal(read, path, tokenizer)
 
 
 def build_tokenizer_of_folder(folder):
@@ -81,19 +78,17 @@ def build_tokenizer_of_folder(folder):
 @pytest.mark.parametrize(
     ("source", "split", "message"),
     [
-        ("nowhere.txt", None, "^--data: nowhere.txt: no such file"),
-        ("wikitext", None, "give --data.split test"),
-        ("python-docs", "test", "only a Hub data set and prepared data have splits"),
+        ("nowhere.txt", None, "--data: nowhere.txt: "),
+        ("wikitext", None, "--data.split test"),
+        ("python-docs", "test", "--data.split"),
     ],
 )
-def test_missing_source_names_the_remedy(read, source, split, message):
-    with pytest.raises(DataError, match=message):
-        read(source, letters(), split)
+def test_missing_source_names_the_option(read, source, split, message):
+    assert message in refusal(read, source, letters(), split)
 
 
 def test_missing_column_names_the_option(read, tmp_path):
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"page": "abc"}\n{"page": "cab"}\n')
-    with pytest.raises(DataError, match=r"set --data\.text_column"):
-        read(rows, letters())
+    assert "--data.text_column" in refusal(read, rows, letters())
     assert len(read(rows, letters(), text_column="page").stream) == 6

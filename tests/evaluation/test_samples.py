@@ -99,7 +99,7 @@ def test_end_of_text_ends_the_sample_but_not_the_computation(letter_model):
 def test_prompt_with_unknown_characters_is_skipped(write_recipe, tmp_path, capsys):
     recipe = write_recipe(eval__samples=["é", "cat"], eval__sample_tokens=2)
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
-    assert "eval.samples: 'é' is skipped: the tokenizer knows no 'é'" in capsys.readouterr().out
+    assert "eval.samples: 'é' is skipped" in capsys.readouterr().out
     logged = [event["samples"] for event in read_metrics(RunFolder(tmp_path / "run")) if "samples" in event]
     assert [[sample["prompt"] for sample in samples] for samples in logged] == [["cat"]] * len(logged)
     assert logged
@@ -109,6 +109,6 @@ def test_empty_prompt_is_refused_before_training(write_recipe, tmp_path, capsys)
     recipe = write_recipe(eval__samples=["cat", ""])
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
     err = capsys.readouterr().err
-    assert "must not be empty" in err
+    assert "eval.samples" in err
     assert err.count("\n") == 1
     assert not (tmp_path / "run").exists()

@@ -12,6 +12,7 @@ import yaml
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from assertions import refusal
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
@@ -75,25 +76,22 @@ def local_task(folder: Path, **changes) -> str:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({}, "its data file .*none.jsonl does not exist"),
-        ({"task": None}, "not a task of lm-eval"),
-        ({"include": "other.yaml"}, "`include` is not supported"),
-        ({"dataset_kwargs": None, "dataset_path": "somebody/nothing"}, "cannot be loaded: .*out of reach"),
+        ({}, "none.jsonl"),
+        ({"task": None}, "mine.yaml"),
+        ({"include": "other.yaml"}, "`include`"),
+        ({"dataset_kwargs": None, "dataset_path": "somebody/nothing"}, "out of reach"),
     ],
 )
 @pytest.mark.usefixtures("letter_tasks")  # skips if lm-eval is missing
 def test_invalid_local_task_is_one_line(tmp_path, changes, message):
-    with pytest.raises(UserError, match=message) as caught:
-        load_tasks([local_task(tmp_path, **changes)])
-    assert "\n" not in str(caught.value)
+    assert message in refusal(load_tasks, [local_task(tmp_path, **changes)], error=UserError)
 
 
 @pytest.mark.usefixtures("letter_tasks")
 def test_local_task_runs_no_python(tmp_path):
     (tmp_path / "code.py").write_text("raise SystemExit('ran')")
     (tmp_path / "mine.yaml").write_text("task: mine\nprocess_docs: !function code.run\n")
-    with pytest.raises(UserError, match="a local task holds no Python"):
-        load_tasks([str(tmp_path / "mine.yaml")])
+    assert "mine.yaml" in refusal(load_tasks, [str(tmp_path / "mine.yaml")], error=UserError)
 
 
 @pytest.mark.usefixtures("letter_tasks")
@@ -105,10 +103,10 @@ def test_lm_eval_tasks_by_name_and_offline(monkeypatch):
     manager = lm_eval.tasks.TaskManager(include_path=str(folder), include_defaults=False)
     monkeypatch.setattr("lm_eval.tasks.TaskManager", lambda include_defaults: manager)
     started = time.monotonic()
-    with pytest.raises(UserError, match=r"has no task 'helaswag'; did you mean hellaswag\?"):
-        load_tasks(["helaswag"])
-    with pytest.raises(UserError, match=r"hellaswag cannot be loaded: .*the Hub is out of reach"):
-        load_tasks(["hellaswag"])
+    message = refusal(load_tasks, ["helaswag"], error=UserError)
+    assert "'helaswag'" in message
+    assert "did you mean hellaswag?" in message
+    assert "out of reach" in refusal(load_tasks, ["hellaswag"], error=UserError)
     # retries of `datasets` take half a minute per task if the Hub is unreachable
     assert time.monotonic() - started < 120
 
@@ -131,16 +129,16 @@ def test_unreachable_hub_is_tried_once(monkeypatch):
 
 def test_missing_lm_eval_names_the_extra(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"eval.tasks: needs lm-eval; run `pip install 'nanogpt_hf\[lm-eval\]'`"):
-        load_tasks(["hellaswag"], "eval.tasks")
+    message = refusal(load_tasks, ["hellaswag"], "eval.tasks", error=UserError)
+    assert message.startswith("eval.tasks: ")
+    assert "nanogpt_hf[lm-eval]" in message
 
 
 def test_task_with_unknown_character_is_one_line(letter_model, letter_tasks, tmp_path):
     questions = Path(letter_tasks[0]).with_name("letters.jsonl").read_text().replace("a", "X")
     (tmp_path / "letters.jsonl").write_text(questions)
     (tmp_path / "letters.yaml").write_text(Path(letter_tasks[0]).read_text())
-    with pytest.raises(UserError, match="no token for some character"):
-        evaluate_tasks(letter_model, [str(tmp_path / "letters.yaml")])
+    assert "character" in refusal(evaluate_tasks, letter_model, [str(tmp_path / "letters.yaml")], error=UserError)
 
 
 def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_path, letter_tasks):

@@ -58,10 +58,8 @@ def test_model_card_describes_training_evaluation_and_recipe(write_recipe):
     adamw = "AdamW, betas 0.9 and 0.95, weight decay 0.1"
     assert f"| optimizer | {muon}; for the rest {adamw} |" in with_muon
     assert "| learning rate | 0.02 (Muon) and 0.01, cosine to 0.001 (AdamW), after 2 steps of warm-up |" in with_muon
-    assert "over 900 of the 1,000 tokens of the\nvalidation split, in consecutive windows of 16 tokens" in card.text
-    assert "held out before training" in card.text
-    assert "Its context is 8 tokens." in card.text
-    assert "trained from scratch" in card.text
+    for fact in ("900 of the 1,000 tokens", "windows of 16 tokens", "context is 8 tokens", "trained from scratch"):
+        assert fact in card.text
     recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
     assert recipe["train"]["max_steps"] == 6
 
@@ -100,25 +98,27 @@ def test_cards_omit_unknown_metadata(write_recipe):
 def test_model_card_states_the_license(write_recipe):
     card = card_of(load_config(write_recipe(hub__license="apache-2.0")))
     assert card.data.license == "apache-2.0"
-    assert "`apache-2.0`, as stated by the author of the run." in card.text
+    assert "`apache-2.0`" in card.text
     assert "gpt2" in card_of(load_config(write_recipe()), base_model="gpt2").text.partition("## Licence")[2]
 
 
 @pytest.mark.parametrize(
-    ("knobs", "problem"),
+    ("knob", "value", "named"),
     [
-        ({"hub__push": "best"}, "hub.push: needs hub.repo: user/name"),
-        ({"hub__push": "always"}, "hub.push: expected best, final, got 'always'"),
-        ({"hub__repo": "name"}, "hub.repo: expected user/name, got 'name'"),
-        ({"hub__repo": "a/b/c"}, "hub.repo: expected user/name"),
-        ({"hub__repo": "a/b--c"}, "hub.repo: expected user/name"),
-        ({"hub__license": "My own!"}, "hub.license: expected the Hub's name of a licence"),
+        ("push", "best", "hub.repo"),
+        ("push", "always", "'always'"),
+        ("repo", "name", "'name'"),
+        ("repo", "a/b/c", "'a/b/c'"),
+        ("repo", "a/b--c", "'a/b--c'"),
+        ("license", "My own!", "'My own!'"),
     ],
 )
-def test_invalid_hub_knobs_are_refused(write_recipe, knobs, problem):
-    with pytest.raises(ConfigError, match="1 problem;") as refused:
-        load_config(write_recipe(**knobs))
-    assert problem in str(refused.value)
+def test_invalid_hub_knobs_are_refused(write_recipe, knob, value, named):
+    with pytest.raises(ConfigError) as refused:
+        load_config(write_recipe(**{f"hub__{knob}": value}))
+    (problem,) = refused.value.problems
+    assert f"hub.{knob}: " in problem
+    assert named in problem
 
 
 def test_model_card_redacts_the_home_folder(write_recipe, monkeypatch):

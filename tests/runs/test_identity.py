@@ -48,7 +48,6 @@ def prepare_again(content: str, tmp_path):
 def test_resume_with_other_text_or_tokenizer_is_refused(resume, tmp_path, capsys, content, difference):
     assert resume(prepare_again(content, tmp_path)) == 2
     error = capsys.readouterr().err.strip().splitlines()[-1]
-    assert "the newest checkpoint is of another run or other data: " in error
     assert difference in error
     state = json.loads((RunFolder(tmp_path / "run").newest_checkpoint() / "state.json").read_text())
     assert state["step"] == 4

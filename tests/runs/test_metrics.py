@@ -70,4 +70,5 @@ def test_damaged_lines_are_one_warning_without_partial_last_line(tmp_path, caplo
     run.metrics.write_text('{"step": 1}\nx\n{"step": -1}\n{"step": true}\n{"step": 2, "train/lo')
     assert read_metrics(run) == [{"step": 1}]
     (record,) = caplog.records
-    assert record.getMessage() == f"{run.metrics}: skipped line 2: not JSON, and 2 more such lines"
+    assert record.getMessage().startswith(f"{run.metrics}: skipped line 2: ")
+    assert "2 more" in record.getMessage()

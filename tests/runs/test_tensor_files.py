@@ -77,7 +77,7 @@ def test_any_part_is_read_from_any_parts(tmp_path):
             assert torch.equal(read, cut(tensor, box))
             assert read.is_contiguous()
         if len(paths) > 1:
-            with pytest.raises(ValueError, match="parts of a are missing"):
+            with pytest.raises(ValueError, match="missing"):
                 TensorFiles(paths[1:])
 
 
@@ -132,5 +132,5 @@ def test_parts_of_other_shape_or_dtype_are_refused(tmp_path):
     write_tensors(tmp_path / "one", {"a": part(matrix, Box((0, 0), (2, 7)))})
     for other in (torch.zeros(6, 7), matrix.double()):
         write_tensors(tmp_path / "two", {"a": part(other, Box((2, 0), (3, 7)))})
-        with pytest.raises(ValueError, match="differ in shape or dtype"):
+        with pytest.raises(ValueError, match="shape or dtype"):
             TensorFiles([tmp_path / "one", tmp_path / "two"])

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks import reward
 from nanogpt_hf.tasks.reward import RewardFunction, load_reward
@@ -37,15 +38,15 @@ def unprintable(completion, question):
 
 
 FAILING = {
-    "raises ValueError: no such key,": raises,
-    "takes more than 0.1 seconds": hangs,
-    "raises SystemExit: 0": lambda completion, question: sys.exit(0),
+    "ValueError: no such key,": raises,
+    "0.1 seconds": hangs,
+    "SystemExit: 0": lambda completion, question: sys.exit(0),
     "Unprintable": unprintable,
-    "returns nan": lambda completion, question: math.nan,
-    "returns inf": lambda completion, question: math.inf,
-    "returns 1e+300": lambda completion, question: 1e300,
-    "raises TypeError": lambda completion, question: None,
-    "raises ValueError: could not": lambda completion, question: "much",
+    "nan": lambda completion, question: math.nan,
+    "inf": lambda completion, question: math.inf,
+    "1e+300": lambda completion, question: 1e300,
+    "TypeError": lambda completion, question: None,
+    "ValueError": lambda completion, question: "much",
 }
 
 
@@ -60,9 +61,8 @@ def test_failing_reward_is_zero_and_counted_or_one_line(message):
     assert len(rewards.errors) == 1
     assert message in rewards.errors[0]
     counted.check(rewards.errors)
-    with pytest.raises(UserError, match=r"the reward function .*'bad' of '2\+2'.*--rl.reward_errors zero") as caught:
-        RewardFunction(score, 0.1, "stop").check(rewards.errors)
-    assert "\n" not in str(caught.value)
+    line = refusal(RewardFunction(score, 0.1, "stop").check, rewards.errors, error=UserError)
+    assert all(word in line for word in ("'bad'", "'2+2'", "--rl.reward_errors zero"))
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
@@ -96,16 +96,16 @@ def test_load_reward_calls_the_users_function(tmp_path):
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("score", "expected a Python file and a function"),
-        ("mine.txt:score", "expected a Python file and a function"),
-        ("user/repo:score", "expected a Python file and a function"),
+        ("score", "'score'"),
+        ("mine.txt:score", "'mine.txt:score'"),
+        ("user/repo:score", "'user/repo:score'"),
         ("missing.py:score", "no such file"),
-        ("mine.py:other", "has no function 'other'"),
-        ("broken.py:score", "cannot be imported: it raises SyntaxError"),
-        ("exits.py:score", "cannot be imported: it raises SystemExit: 0"),
-        ("hangs.py:score", "cannot be imported: it takes more than 0.1 seconds"),
-        ("model/mine.py:score", "is in a model folder"),
-        ("model/code/mine.py:score", "is in a model folder"),
+        ("mine.py:other", "'other'"),
+        ("broken.py:score", "SyntaxError"),
+        ("exits.py:score", "SystemExit: 0"),
+        ("hangs.py:score", "0.1 seconds"),
+        ("model/mine.py:score", "model folder"),
+        ("model/code/mine.py:score", "model folder"),
     ],
 )
 def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypatch, spec, message):
@@ -119,6 +119,6 @@ def test_load_reward_refuses_what_is_no_function_of_the_user(tmp_path, monkeypat
     (tmp_path / "exits.py").write_text("import sys\nsys.exit(0)")
     (tmp_path / "hangs.py").write_text("while True:\n    pass")
     monkeypatch.setattr(reward, "_IMPORT_SECONDS", 0.1)
-    with pytest.raises(UserError, match=message) as caught:
-        load_reward(spec)
-    assert "\n" not in str(caught.value)
+    line = refusal(load_reward, spec, error=UserError)
+    assert line.startswith("rl.reward: ")
+    assert message in line

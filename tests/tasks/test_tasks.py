@@ -1,12 +1,14 @@
 """Loading tasks: questions as functions of (seed, index), disjoint splits, mistakes in one line."""
 
 import json
+from itertools import islice
 
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.arithmetic import arithmetic_conversations, arithmetic_text, is_held_out
-from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks.load import load_task
 
 
@@ -30,9 +32,10 @@ def test_arithmetic_held_out_questions_are_in_no_text_or_conversation():
     task = load_task("arithmetic", DataSection())
     held_out = {question.prompt for question in task.held_out[:300]}
     assert all(is_held_out(prompt) for prompt in held_out)
-    text = {line.partition("=")[0] for row in arithmetic_text() for line in row["text"].splitlines()}
-    asked = {row["messages"][0]["content"] for row in arithmetic_conversations()}
-    assert len(text) > 5000
+    lines = (line for row in islice(arithmetic_text(), 500) for line in row["text"].splitlines())
+    text = {line.partition("=")[0] for line in lines}
+    asked = {row["messages"][0]["content"] for row in islice(arithmetic_conversations(), 5000)}
+    assert len(text | asked) > 5000
     assert not held_out & (text | asked | {question.prompt for question in task.train[:300]})
 
 
@@ -56,17 +59,13 @@ def test_questions_of_a_file_are_split_and_keep_system_messages(tmp_path):
 
 def test_mistakes_end_in_one_line(tmp_path):
     data = write_rows(tmp_path / "q.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}])
-    mistakes = [
-        (("aritmetic", data), "did you mean arithmetic"),
-        (("gsm8k", data), "has no number after ####"),
-        (("gsm8k", DataSection()), "no questions of its own"),
-    ]
-    for arguments, message in mistakes:
-        with pytest.raises((UserError, DataError), match=message) as caught:
-            load_task(*arguments)
-        assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=r"rl\.options: only tasks of reasoning-gym"):
-        load_task("exact", data, options={"x": 1})
+    for arguments, options, message in (
+        (("aritmetic", data), None, "did you mean arithmetic"),
+        (("gsm8k", data), None, "####"),
+        (("gsm8k", DataSection()), None, "gsm8k"),
+        (("exact", data), {"x": 1}, "rl.options: "),
+    ):
+        assert message in refusal(load_task, *arguments, options=options, error=UserError)
 
 
 def test_reasoning_gym_questions_and_scores():
@@ -79,13 +78,13 @@ def test_reasoning_gym_questions_and_scores():
     train, held_out = ({q.prompt for q in split[:200]} for split in (task.train, task.held_out))
     assert len(held_out) > 50
     assert not train & held_out
-    with pytest.raises(UserError, match="did you mean chain_sum"):
-        load_task("reasoning_gym:chain_sums", DataSection())
-    with pytest.raises(UserError, match=r"rl\.options: .*max_term"):
-        load_task("reasoning_gym:chain_sum", DataSection(), options={"max_term": 3})
+    assert "did you mean chain_sum" in refusal(load_task, "reasoning_gym:chain_sums", DataSection(), error=UserError)
+    message = refusal(load_task, "reasoning_gym:chain_sum", DataSection(), options={"max_term": 3}, error=UserError)
+    assert message.startswith("rl.options: ")
+    assert "max_term" in message
 
 
 def test_missing_reasoning_gym_is_named(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"pip install .nanogpt_hf\[reasoning-gym\]"):
-        load_task("reasoning_gym:chain_sum", DataSection())
+    message = refusal(load_task, "reasoning_gym:chain_sum", DataSection(), error=UserError)
+    assert "nanogpt_hf[reasoning-gym]" in message
