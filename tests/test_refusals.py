@@ -30,6 +30,7 @@ FILES = {
     "binary.txt": bytes(range(256)) * 50,
     "rows.jsonl": b'{"text": "fine"}\n{"body": "no text here"}\n',
     "recipe_of_gpt2.yaml": b"finetune: {model: gpt2}\ndata: {source: x}\n",
+    "questions.jsonl": b'{"question": "ab?", "answer": "c"}\n',
 }
 
 
@@ -118,7 +119,11 @@ REFUSALS = {
         ("--eval.tokens some", "--eval.tokens", "all", "'some'"),
         ("--model.extra 7", "--model.extra", "'7'"),
         ("--train.max_time soon", "--train.max_time", "'soon'"),
+        ("--hub.push always", "--hub.push", "'always'"),
         ("--hub.repo no-owner", "--hub.repo", "'no-owner'"),
+        ("--hub.repo a/b/c", "--hub.repo", "'a/b/c'"),
+        ("--hub.repo a/b--c", "--hub.repo", "'a/b--c'"),
+        ("--eval.samples \"[cat,'']\"", "eval.samples"),
         ("--hub.license 'MIT License'", "--hub.license", "'MIT License'"),
         # names
         ("--optim.learnig_rate 1", "--optim.learnig_rate", "optim.learning_rate"),
@@ -176,6 +181,13 @@ REFUSALS = {
     ],
     "prepare RECIPE --data.tokenizer": [
         ("./nowhere", "./nowhere"),
+        ("bpe", "data.vocab_size", "bpe"),
+        ("bpe --data.vocab_size 256", "data.vocab_size", "257", "256"),
+        ("char --data.vocab_size 300", "data.vocab_size", "char"),
+        ("char --data.format chat", "data.tokenizer", "char"),
+        ("char --data.format datatrove", "data.tokenizer", "char"),
+        ("gpt2 --data.format chat --data.source python-docs", "data.source", "python-docs"),
+        ("gpt2 --data.format chat --data.order random", "data.order", "random"),
     ],
     "sweep RECIPE": [
         ("--train.seed 1", "several values"),
@@ -238,6 +250,15 @@ REFUSALS = {
         ("--data TEXT --optim.learning_rate 1", "--optim.learning_rate"),
         ("--tasks x --stride 3", "--stride", "--data"),
         ("--tasks x --data.split test", "--data.split"),
+        ("--tasks rl:aritmetic", "--tasks", "aritmetic", "arithmetic?"),
+        ("--tasks rl:exact", "--questions", "exact"),
+        ("--tasks rl:exact --questions nowhere.jsonl", "--questions", "nowhere.jsonl"),
+        ("--tasks rl:gsm8k --questions questions.jsonl", "####", "gsm8k"),
+        ("--tasks rl:arithmetic", "tokenizer"),
+        ("--tasks hellaswag --samples 2", "--samples"),
+        ("--data TEXT --temperature 1", "--temperature"),
+        ("--tasks rl:exact --questions questions.jsonl --data TEXT --data.split test", "--data.split", "--questions"),
+        ("--tasks rl:exact --questions questions.jsonl --max-new-tokens 30", "30", "32"),
     ],
     "compare": [
         ("RUN runn", "runn", "run?"),

@@ -15,13 +15,12 @@ import transformers
 from tokenizers import Regex, pre_tokenizers
 
 from assertions import refusal
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data import bpe, tokenizer
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer, train_bpe_tokenizer
-from nanogpt_hf.errors import ConfigError, DataError
+from nanogpt_hf.errors import DataError
 
 END = "<|endoftext|>"
 
@@ -184,24 +183,6 @@ def test_bpe_of_257_tokens_has_only_bytes():
     ids = train_bpe_tokenizer([], 257).encode_batch(["é!", ""])
     assert [len(row) for row in ids] == [3, 0]
     assert ids[1].dtype == np.uint32
-
-
-@pytest.mark.parametrize(
-    ("knobs", "message"),
-    [
-        ([("data.tokenizer", "bpe")], "data.vocab_size: required by data.tokenizer bpe"),
-        ([("data.tokenizer", "bpe"), ("data.vocab_size", "256")], "data.vocab_size: must be at least 257, got 256"),
-        (
-            [("data.vocab_size", "300")],
-            "data.vocab_size: only data.tokenizer bpe is trained to a size, and this is char",
-        ),
-    ],
-)
-def test_invalid_vocab_size_is_one_line(write_recipe, knobs, message):
-    with pytest.raises(ConfigError) as raised:
-        load_config(write_recipe(), knobs)
-    (line,) = raised.value.problems
-    assert message in line
 
 
 # --- the sample that merges are trained on ---------------------------------------------------------------------------

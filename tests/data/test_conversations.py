@@ -18,7 +18,6 @@ from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.data.manifest import read_manifest
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
-from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.evaluation.corpus import read_corpus
 
 EXCHANGE = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "Because."}]
@@ -161,17 +160,6 @@ def test_invalid_conversation_names_file_and_line(prepare_rows, tmp_path, name, 
     message = refusal(prepare_rows, [{"messages": EXCHANGE}, {"messages": EXCHANGE[:1]}], name)
     assert message.startswith(f"{tmp_path / name}: {position}: ")
     assert not (tmp_path / "data").exists()
-
-
-@pytest.mark.parametrize(
-    "overrides", [{"data__tokenizer": "char"}, {"data__source": "python-docs"}, {"data__order": "random"}]
-)
-def test_invalid_knobs_for_conversations(write_recipe, overrides):
-    with pytest.raises(ConfigError) as raised:
-        load_config(write_recipe(**{"data__format": "chat", "data__tokenizer": "gpt2"} | overrides))
-    ((knob, value),) = overrides.items()
-    (problem,) = raised.value.problems
-    assert f"{knob.replace('__', '.')}: {value} " in problem
 
 
 def test_plain_text_single_conversation_and_tokenizer_without_eos_are_refused(prepare_rows, text_file):

@@ -14,7 +14,6 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import check_prepared, load_prepared
 from nanogpt_hf.data.tokenizer import build_tokenizer, bytes_of_tokens
-from nanogpt_hf.errors import ConfigError
 
 END = 256  # of byte_tokenizer
 TEXTS = [f"Document {number} says {'many ' * (number % 9)}words: é." for number in range(60)]
@@ -124,11 +123,6 @@ def test_changed_or_missing_files_are_found(make, encode, tmp_path):
     assert len(tokens_of(config)) == len(whole) // 2
     path.unlink()
     assert str(path) in refusal(load_prepared, config)
-
-
-def test_tokenizers_that_are_made_from_text_are_refused(make, tmp_path):
-    with pytest.raises(ConfigError, match=r"data\.tokenizer: char "):
-        make(tmp_path, data__tokenizer="char")
 
 
 def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, caplog):

@@ -95,26 +95,3 @@ def test_generated_questions_and_room_for_answers(capsys, byte_tokenizer, tmp_pa
     answers, _ = measure(capsys, *arguments)
     assert answers["rl:arithmetic"]["questions"] == 500
     assert answers["rl:arithmetic"]["max_new_tokens"] == 16 - len("12+34")
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tasks", "rl:aritmetic"], "--tasks: aritmetic: "),
-        (["--tasks", "rl:exact"], "--questions: exact "),
-        (["--tasks", "rl:exact", "--questions", "nowhere.jsonl"], "--questions: nowhere.jsonl: "),
-        (["--tasks", "rl:gsm8k", "--questions", "ROWS"], "####"),
-        (["--tasks", "rl:arithmetic"], "tokenizer"),
-        (["--tasks", "hellaswag", "--samples", "2"], "--samples: "),
-        (["--data", "ROWS", "--temperature", "1"], "--temperature: "),
-        (["--tasks", "rl:exact", "--questions", "ROWS", "--data", "ROWS", "--data.split", "test"], "--data.split: "),
-        (["--tasks", "rl:exact", "--questions", "ROWS", "--max-new-tokens", "30"], "32"),
-    ],
-)
-def test_mistake_is_one_line(capsys, letter_model, rows, arguments, message):
-    arguments = [str(rows) if word == "ROWS" else word for word in arguments]
-    assert main(["evaluate", str(letter_model), *arguments]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert message in err
-    assert err.count("\n") == 1

@@ -9,7 +9,6 @@ from huggingface_hub import ModelCard
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.manifest import Manifest, SplitFacts
-from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.export.card import imported_card, minimal_card, model_card
 from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.runs.state import Evaluation, TrainState
@@ -100,25 +99,6 @@ def test_model_card_states_the_license(write_recipe):
     assert card.data.license == "apache-2.0"
     assert "`apache-2.0`" in card.text
     assert "gpt2" in card_of(load_config(write_recipe()), base_model="gpt2").text.partition("## Licence")[2]
-
-
-@pytest.mark.parametrize(
-    ("knob", "value", "named"),
-    [
-        ("push", "best", "hub.repo"),
-        ("push", "always", "'always'"),
-        ("repo", "name", "'name'"),
-        ("repo", "a/b/c", "'a/b/c'"),
-        ("repo", "a/b--c", "'a/b--c'"),
-        ("license", "My own!", "'My own!'"),
-    ],
-)
-def test_invalid_hub_knobs_are_refused(write_recipe, knob, value, named):
-    with pytest.raises(ConfigError) as refused:
-        load_config(write_recipe(**{f"hub__{knob}": value}))
-    (problem,) = refused.value.problems
-    assert f"hub.{knob}: " in problem
-    assert named in problem
 
 
 def test_model_card_redacts_the_home_folder(write_recipe, monkeypatch):

@@ -160,7 +160,7 @@ def test_load_nanogpt_keeps_the_loss_of_a_real_checkpoint(tmp_path, shared):
         F.cross_entropy(model(rows[:, :-1]).logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
         for rows in windows[::8].split(100)
     ]
-    assert sum(losses).item() / windows[::8, 1:].numel() == pytest.approx(1.898, abs=0.02)  # 1.898 over all
+    assert sum(losses).item() / windows[::8, 1:].numel() == pytest.approx(1.898, abs=0.04)  # that of all windows
 
 
 @torch.no_grad()

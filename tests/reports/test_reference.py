@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from assertions import refusal
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.reference import (
@@ -85,26 +86,22 @@ def test_band_of_covers_another_seed():
 
 def test_make_reference_refuses_unsuitable_runs(write_run):
     first, second, third = write_run(0), write_run(1), write_run(2)
-    with pytest.raises(UserError, match="at least three runs"):
-        make_reference([first, second], "x")
-    with pytest.raises(UserError, match="at least three runs"):
-        make_reference([first, second, first], "x")
-    with pytest.raises(UserError, match=r"differs from .* in optim\.learning_rate; only the seed may differ"):
-        make_reference([first, second, write_run(3, optim__learning_rate=5e-3)], "x")
-    with pytest.raises(UserError, match="not finished: evaluated at step 40 of 60"):
-        make_reference([first, second, write_run(4, last=59)], "x")
     third.metrics.write_text(third.metrics.read_text().replace('"step": 20,', '"step": 21,'))
-    with pytest.raises(UserError, match="at different steps"):
-        make_reference([first, second, third], "x")
+    for runs, value in (
+        ([first, second], "three runs"),
+        ([first, second, first], "three runs"),
+        ([first, second, write_run(3, optim__learning_rate=5e-3)], "optim.learning_rate"),
+        ([first, second, write_run(4, last=59)], "step 40 of 60"),
+        ([first, second, third], "different steps"),
+    ):
+        assert value in refusal(make_reference, runs, "x", error=UserError)
 
 
 def test_read_reference_refuses_other_files(tmp_path):
-    with pytest.raises(UserError, match="no such reference"):
-        read_reference(tmp_path / "none.json")
+    assert str(tmp_path / "none.json") in refusal(read_reference, tmp_path / "none.json", error=UserError)
     for text in ("", "[]", '{"name": "x"}', '{"name": "x", "experiment": {}, "curves": {"val/loss": {"a": 1}}}'):
         (tmp_path / "bad.json").write_text(text)
-        with pytest.raises(UserError, match="not a reference curve"):
-            read_reference(tmp_path / "bad.json")
+        assert str(tmp_path / "bad.json") in refusal(read_reference, tmp_path / "bad.json", error=UserError)
 
 
 def test_differences_separates_incomparable_from_shifting_knobs(write_run, tmp_path):
@@ -113,7 +110,8 @@ def test_differences_separates_incomparable_from_shifting_knobs(write_run, tmp_p
     assert differences(reference, same) == ({}, {})
     other = load_config(write_run(10, model__n_layer=3, optim__learning_rate=0.5, train__tokens_per_step=256).recipe)
     incomparable, shifting = differences(reference, other)
-    assert incomparable == {"model.n_layer": "model.n_layer is 3 here, 2 in the reference"}
+    assert list(incomparable) == ["model.n_layer"]
+    assert "3 here, 2 " in incomparable["model.n_layer"]
     assert list(shifting) == ["optim.learning_rate", "train.tokens_per_step"]
 
 

@@ -26,70 +26,63 @@ def run(*losses: float | None) -> list[dict]:
     return [{"step": 10 * i, "val/loss": loss} for i, loss in enumerate(losses)]
 
 
+def names(sentence: str, *facts: str) -> bool:
+    return all(fact in sentence for fact in facts)
+
+
 def test_judge_inside_the_band_is_normal(reference, config):
     answer = judge(reference, config, run(4.05, 3.05, 2.45))
     assert answer.kind == "normal"
-    assert answer.sentence == (
-        "normal: validation loss 2.450 at step 20 is inside the band 2.400 to 2.600 of 3 reference runs of tiny"
-    )
+    assert names(answer.sentence, "2.450 at step 20", "2.400 to 2.600", "3 reference runs of tiny")
     assert answer.causes == ()
 
 
 def test_judge_names_steps_outside_the_band(reference, config):
-    assert judge(reference, config, run(4, 3.2, 2.5)).sentence.endswith("; it was outside at step 10")
+    assert judge(reference, config, run(4, 3.2, 2.5)).sentence.endswith("at step 10")
 
 
 def test_judge_above_the_band_lists_differences_first(reference, config):
     config = replace_knobs(config, {"optim.learning_rate": 0.5, "train.tokens_per_step": 64})
     answer = judge(reference, config, run(4, 3.2, 2.5, 2.9))
     assert answer.kind == "above"
-    assert answer.sentence.startswith("above the band of 3 reference runs of tiny from step 30 on: ")
-    assert answer.sentence.endswith("validation loss 2.900 at step 30 against 2.100 to 2.300")
-    assert answer.causes[:2] == (
-        "optim.learning_rate is 0.5 here, 0.01 in the reference: if too high, the gradient norm grows; if too low, the "
-        "loss falls slowly from the start",
-        "train.tokens_per_step is 64 here, 128 in the reference: fewer tokens per step learn less per step",
-    )
-    assert answer.causes[2].startswith("the precision: ")
+    assert names(answer.sentence, "tiny from step 30", "2.900 at step 30", "2.100 to 2.300")
+    rate, tokens, precision = answer.causes[:3]
+    assert names(rate, "optim.learning_rate is 0.5 here, 0.01")
+    assert names(tokens, "train.tokens_per_step is 64 here, 128")
+    assert names(precision, "the precision: ")
     assert "from step 10 on" in judge(reference, config, run(4, 3.2, 2.9, 2.9)).sentence
 
 
 def test_judge_above_the_band_with_an_equal_recipe_lists_other_causes(reference, config):
     causes = judge(reference, config, run(4, 3.2)).causes
     assert len(causes) == 3
-    assert "learning rate, text and tokens per step equal the reference's" in causes[0]
     events = [*run(4, 3.2), {"step": 5, "train/skipped_steps": 3}, {"step": 6, "train/skipped_steps": 1}]
-    assert judge(reference, config, events).causes[0].startswith("4 steps had no finite gradient")
+    assert judge(reference, config, events).causes[0].startswith("4 steps ")
 
 
 def test_judge_lists_a_missing_text_as_a_cause(reference, config, monkeypatch):
     monkeypatch.setattr(verdict, "text_facts", lambda config: None)
     other_text = Reference(**{**vars(reference), "text": {"train_tokens": 1}})
-    assert (
-        judge(other_text, config, run(4, 3.2))
-        .causes[0]
-        .startswith("the text: the prepared tokens (data.dir) are missing")
-    )
+    assert names(judge(other_text, config, run(4, 3.2)).causes[0], "the text: ", "data.dir")
 
 
 def test_judge_a_loss_that_is_not_finite(reference, config):
     answer = judge(reference, config, run(4, None, 2.5))
     assert answer.kind == "above"
-    assert answer.sentence == "diverged: the validation loss was not finite at step 10"
+    assert names(answer.sentence, "diverged", "step 10")
 
 
 def test_judge_below_the_band_warns_of_leakage(reference, config):
     answer = judge(reference, config, run(4, 2.8, 2.3))
     assert answer.kind == "below"
-    assert "from step 10 on" in answer.sentence
-    assert "training text has no validation text" in answer.sentence
+    assert names(answer.sentence, "from step 10", "validation text")
 
 
 def test_judge_too_early(reference, config):
     for events in ([], run(4), [{"step": 5, "train/loss": 3}]):
         answer = judge(reference, config, events)
         assert answer.kind == "early"
-        assert "first evaluation is at step 10" in answer.sentence
+        assert "step 10" in answer.sentence
     elsewhere = [{"step": step, "val/loss": 3} for step in (0, 7, 14)]
     assert "`--eval.every 10`" in judge(reference, config, elsewhere).sentence
 
@@ -98,10 +91,7 @@ def test_judge_another_experiment(reference, config):
     config = replace_knobs(config, {"model.n_layer": 6, "data.block_size": 8})
     answer = judge(reference, config, run(4, 3, 2.5))
     assert answer.kind == "other"
-    assert answer.sentence == (
-        "not comparable with reference tiny: model.n_layer is 6 here, 2 in the reference; "
-        "data.block_size is 8 here, 16 in the reference"
-    )
+    assert names(answer.sentence, "tiny", "model.n_layer is 6 here, 2", "data.block_size is 8 here, 16")
 
 
 def test_judge_without_a_reference(config):
@@ -112,28 +102,22 @@ def test_judge_without_a_reference(config):
 
 def test_judge_normal_names_knobs_that_differ(reference, config):
     config = replace_knobs(config, {"optim.weight_decay": 0.2})
-    assert judge(reference, config, run(4, 3)).sentence.endswith(
-        "this run has another optim.weight_decay than the reference"
-    )
+    assert "optim.weight_decay" in judge(reference, config, run(4, 3)).sentence
 
 
 @pytest.mark.parametrize(
-    ("losses", "kind", "text"),
+    ("losses", "kind", "facts"),
     [
-        ((), "early", "no evaluation yet; published: 3.12 (theirs); 2.85 at step 30 (ours)"),
-        ((9, 3.3), "early", "best validation loss 3.300 at step 10 of 10; published"),
-        ((9, 3.3, 3.0), "early", "at step 20 of 20, below 3.12 since step 20; published"),
-        (
-            (9, 3.1, 2.9, 2.86),
-            "normal",
-            "normal: best validation loss 2.860 at step 30 of 30, below 3.12 since step 10",
-        ),
-        ((9, 3.1, 2.8, 2.9), "normal", "below 2.85 since step 20"),
-        ((9, 3.1, 2.9, 2.89), "above", "above the published loss: best validation loss 2.890"),
+        ((), "early", ["3.12 (theirs)", "2.85 at step 30 (ours)"]),
+        ((9, 3.3), "early", ["3.300 at step 10 of 10"]),
+        ((9, 3.3, 3.0), "early", ["at step 20 of 20", "below 3.12 since step 20"]),
+        ((9, 3.1, 2.9, 2.86), "normal", ["2.860 at step 30 of 30", "below 3.12 since step 10"]),
+        ((9, 3.1, 2.8, 2.9), "normal", ["below 2.85 since step 20"]),
+        ((9, 3.1, 2.9, 2.89), "above", ["2.890"]),
     ],
 )
-def test_judge_published_losses(config, losses, kind, text):
+def test_judge_published_losses(config, losses, kind, facts):
     points = [Point(3.12, "theirs", "a page"), Point(2.85, "ours", "a page", step=30, tolerance=0.03)]
     answer = judge(Reference("big", experiment_of(config), points=points), config, run(*losses))
     assert answer.kind == kind
-    assert text in answer.sentence
+    assert names(answer.sentence, *facts)
