@@ -123,7 +123,6 @@ REFUSALS = {
         ("--hub.repo no-owner", "--hub.repo", "'no-owner'"),
         ("--hub.repo a/b/c", "--hub.repo", "'a/b/c'"),
         ("--hub.repo a/b--c", "--hub.repo", "'a/b--c'"),
-        ("--eval.samples \"[cat,'']\"", "eval.samples"),
         ("--hub.license 'MIT License'", "--hub.license", "'MIT License'"),
         # names
         ("--optim.learnig_rate 1", "--optim.learnig_rate", "optim.learning_rate"),

@@ -103,3 +103,12 @@ def test_prompt_with_unknown_characters_is_skipped(write_recipe, tmp_path, capsy
     logged = [event["samples"] for event in read_metrics(RunFolder(tmp_path / "run")) if "samples" in event]
     assert [[sample["prompt"] for sample in samples] for samples in logged] == [["cat"]] * len(logged)
     assert logged
+
+
+def test_empty_prompt_is_refused_before_training(write_recipe, tmp_path, capsys):
+    recipe = write_recipe(eval__samples=["cat", ""])
+    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
+    err = capsys.readouterr().err
+    assert "eval.samples" in err
+    assert err.count("\n") == 1
+    assert not (tmp_path / "run").exists()
