@@ -4,11 +4,13 @@ import hashlib
 import importlib.util
 import os
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import chdir, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import torch
 
 from nanogpt_hf.errors import EXIT_USER_ERROR, UserError, one_line
 from nanogpt_hf.tasks.task import Question, Score
@@ -16,6 +18,14 @@ from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 _IMPORT_SECONDS = 300.0  # to import a reward file, which may load a model
 _LARGEST = 1e15  # reward; float32 holds the sums and squares of more than a million such
+# Settings of the whole process that reward models change, on which the numbers of training depend.
+_SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
+    (torch.is_grad_enabled, torch.set_grad_enabled),
+    (torch.get_default_dtype, torch.set_default_dtype),
+    (torch.get_default_device, torch.set_default_device),
+    (torch.get_num_threads, torch.set_num_threads),
+    (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+]
 
 
 class _UserCodeError(Exception):
@@ -24,10 +34,13 @@ class _UserCodeError(Exception):
 
 @contextmanager
 def _user_code(seconds: float) -> Iterator[None]:
-    """Context for a user's code: its errors and a time limit raise _UserCodeError."""
-    process = os.getpid()
+    """Context for a user's code: its errors and a time limit raise _UserCodeError.
+
+    Its end restores the current folder, and torch's settings.
+    """
+    process, before = os.getpid(), [get() for get, _ in _SETTINGS]
     try:
-        with time_limit(seconds), chdir(os.curdir):  # it may change the folder
+        with time_limit(seconds), chdir(os.curdir):
             yield
     except KeyboardInterrupt:
         raise
@@ -39,6 +52,9 @@ def _user_code(seconds: float) -> Iterator[None]:
     finally:
         if os.getpid() != process:  # it called os.fork(): a second process must not train
             os._exit(EXIT_USER_ERROR)
+        for (get, set_again), value in zip(_SETTINGS, before, strict=True):
+            if get() != value:
+                set_again(value)
 
 
 def _is_model_folder(folder: Path) -> bool:

@@ -6,6 +6,7 @@ import os
 import sys
 
 import pytest
+import torch
 
 from assertions import refusal
 from nanogpt_hf.errors import UserError
@@ -75,11 +76,36 @@ def test_process_that_a_reward_forks_does_not_train():
     assert RewardFunction(score, 5.0, "stop").rewards(["4"], [QUESTION]).values == [2.0]
 
 
-def test_reward_changes_the_folder_for_itself_only(tmp_path, monkeypatch):
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_reward_that_catches_every_exception_cannot_hang():
+    def score(completion, question):
+        while True:
+            try:
+                math.factorial(50)
+            except BaseException:
+                continue
+
+    if not (child := os.fork()):
+        RewardFunction(score, 0.01, "zero").rewards(["4"], [QUESTION])
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 2
+
+
+def test_reward_changes_folder_and_settings_for_itself_only(tmp_path, monkeypatch):
+    def score(completion, question):
+        os.chdir("/")
+        torch.set_grad_enabled(False)
+        torch.set_num_threads(torch.get_num_threads() + 1)
+        torch.set_default_dtype(torch.float64)
+        torch.set_default_device("meta")
+
     monkeypatch.chdir(tmp_path)
-    moves = RewardFunction(lambda completion, question: os.chdir("/"), 5.0, "zero")
-    moves.rewards(["4"], [QUESTION])
+    before = torch.get_num_threads()
+    RewardFunction(score, 5.0, "zero").rewards(["4"], [QUESTION])
     assert os.path.samefile(".", tmp_path)
+    assert torch.is_grad_enabled()
+    assert (torch.get_num_threads(), torch.ones(1).dtype) == (before, torch.float32)
+    assert torch.ones(1).device.type == "cpu"
 
 
 def test_load_reward_calls_the_users_function(tmp_path):
