@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 import threading
+import time
 
 import pytest
 
@@ -166,3 +167,21 @@ def test_rollback_waits_for_the_write(pretrain, run, monkeypatch):
     assert status == 0, lines
     assert len(losses) == 5 + 5  # steps 1 to 5, and 4 to 8 again
     assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (3, 6, 8)]
+
+
+def test_no_model_is_written_beside_a_checkpoint(pretrain, run, monkeypatch):
+    # the disk need not have room for both, and the one that does not fit is always the same
+    beside, save_trained = [], loop.save_trained
+
+    def slow(path, parts):
+        time.sleep(0.1)
+        return write_tensors(path, parts)
+
+    def save(path, *arguments):
+        beside.append((path.name, [partial.name for partial in run.checkpoints.glob(".*.partial")]))
+        return save_trained(path, *arguments)
+
+    monkeypatch.setattr(checkpoint_writer, "write_tensors", slow)
+    monkeypatch.setattr(loop, "save_trained", save)
+    assert pretrain(eval__every=4, train__max_steps=4) == (0, [])
+    assert beside == [("best", []), ("final", [])]
