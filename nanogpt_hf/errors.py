@@ -84,6 +84,8 @@ def explain(error: BaseException) -> str | None:
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
         return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes | os.PathLike) else reason
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
+        return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
     if isinstance(error, RecursionError) and "decoding a JSON" in str(error):  # any other is a bug
         return "a JSON file is nested too deeply to be read"
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}

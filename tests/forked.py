@@ -12,7 +12,7 @@ from nanogpt_hf.commands import entry_point
 
 
 def _become_new_process(
-    arguments: list[str], streams: dict[int, int], folder: str | None, terminal: str | None
+    arguments: list[str], streams: dict[int, int | None], folder: str | None, terminal: str | None
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
@@ -21,11 +21,14 @@ def _become_new_process(
         opened = os.open(terminal, os.O_RDWR)  # the first terminal that a session opens becomes its controlling one
         streams = dict.fromkeys(range(3), opened)
     for descriptor, stream in streams.items():
-        os.dup2(stream, descriptor)
+        os.close(descriptor) if stream is None else os.dup2(stream, descriptor)
     os.closerange(3, 4096)  # such as the other end of a terminal
     sys.stdin = os.fdopen(0, closefd=False, encoding="utf-8")
     sys.stdout, sys.stderr = (
-        os.fdopen(number, "w", 1 if os.isatty(number) else -1, closefd=False, encoding="utf-8") for number in (1, 2)
+        None
+        if streams.get(number, number) is None
+        else os.fdopen(number, "w", 1 if os.isatty(number) else -1, closefd=False, encoding="utf-8")
+        for number in (1, 2)
     )
     logging.getLogger().handlers.clear()
     warnings.resetwarnings()
@@ -35,7 +38,10 @@ def _become_new_process(
 
 
 class Forked:
-    """A process that runs `cli.py` with these arguments. `terminal` is the path of its controlling terminal."""
+    """A process that runs `cli.py` with these arguments. `terminal` is the path of its controlling terminal.
+
+    `streams` are its descriptors, None for one that is closed.
+    """
 
     def __init__(self, arguments: list, *, streams=None, folder=None, terminal: str | None = None):
         self.status = None

@@ -24,6 +24,7 @@ PLACES = {
     "RUN": lambda fixture, folder: write_run(folder / "run", fixture("write_recipe")()),
     "MACHINES": lambda fixture, folder: fixture("root") / "accelerate_configs",
     "LONG": lambda fixture, folder: "a" * 300,
+    "LOOP": lambda fixture, folder: write_loop(folder / "loop"),
 }
 FILES = {
     "empty.txt": b"",
@@ -32,6 +33,12 @@ FILES = {
     "recipe_of_gpt2.yaml": b"finetune: {model: gpt2}\ndata: {source: x}\n",
     "questions.jsonl": b'{"question": "ab?", "answer": "c"}\n',
 }
+
+
+def write_loop(path):
+    """A link to itself."""
+    path.symlink_to(path)
+    return path
 
 
 def write_run(folder, recipe):
@@ -63,7 +70,7 @@ REFUSALS = {
         ("bench nowhere.yaml", "nowhere.yaml"),
     ],
     # commands that write alone
-    "WORLD_SIZE=2 LOCAL_RANK=0": [
+    "WORLD_SIZE=2 RANK=0 LOCAL_RANK=0 MASTER_ADDR=127.0.0.1 MASTER_PORT=1": [
         (f"{command} RUN", command) for command in ("compare", "report", "export", "import-nanogpt", "push", "estimate")
     ],
     # paths
@@ -96,7 +103,57 @@ REFUSALS = {
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS=3 pretrain RECIPE": [
         ("--run-dir run", "gradient_accumulation_steps 3", "train.tokens_per_step"),
     ],
+    # variables of torch and accelerate
+    "  ": [
+        *(
+            (f"{name}={value} pretrain RECIPE --run-dir run", name, repr(value))
+            for name, values in {
+                "WORLD_SIZE": ("x", "0", "-1", ""),
+                "RANK": ("x", "1.0"),
+                "LOCAL_RANK": ("-1",),
+                "MASTER_PORT": ("65536",),
+                "ACCELERATE_USE_CPU": ("maybe", "1"),
+                "ACCELERATE_USE_FSDP": ("yes",),
+                "ACCELERATE_USE_SAGEMAKER": ("true",),
+                "ACCELERATE_TORCH_DEVICE": ("nosuch", "meta"),
+                "ACCELERATE_MIXED_PRECISION": ("x", "BF16"),
+                "ACCELERATE_DYNAMO_BACKEND": ("nosuch",),
+                "ACCELERATE_DYNAMO_MODE": ("fast",),
+                "ACCELERATE_DEEPSPEED_ZERO_STAGE": ("4",),
+                "FSDP_VERSION": ("3",),
+                "FSDP_OFFLOAD_PARAMS": ("None",),
+                "PARALLELISM_CONFIG_TP_SIZE": ("two", "0", "-1", "2.0"),
+                "PARALLELISM_CONFIG_CP_COMM_STRATEGY": ("ring",),
+                "PARALLELISM_CONFIG_PP_SCHEDULE": ("gpipe",),
+            }.items()
+            for value in values
+        ),
+        ("RANK=5 pretrain RECIPE", "RANK is 5", "WORLD_SIZE 1"),
+        ("LOCAL_RANK=0 pretrain RECIPE", "LOCAL_RANK", "RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT"),
+        ("WORLD_SIZE=2 pretrain RECIPE --run-dir run", "WORLD_SIZE is 2", "RANK"),
+        ("ACCELERATE_TORCH_DEVICE=xpu:99 pretrain RECIPE", "ACCELERATE_TORCH_DEVICE is xpu:99"),
+        ("ACCELERATE_TORCH_DEVICE=xpu:99 sample MODEL", "ACCELERATE_TORCH_DEVICE is xpu:99"),
+    ],
+    # models that cannot take a step
+    "pretrain RECIPE --model.architecture": [
+        ("llama --model.n_head 2 --model.n_embd 6", "llama", "n_head 2", "n_embd 6"),
+        ("codegen", "codegen", "n_head 2"),
+        *(
+            (f"llama --model.extra.{field} {value}", "llama", reason)
+            for field, value, reason in (
+                ("head_dim", "0", "0.0"),
+                ("head_dim", "-1", "-2"),
+                ("head_dim", "3", "head_dim 3"),
+                ("attention_dropout", "2", "dropout"),
+                ("return_dict", "false", "last_hidden_state"),
+                ("dtype", "nosuch", "nosuch"),
+                ("id2label", "x", "items"),
+            )
+        ),
+    ],
     "pretrain RECIPE": [
+        ("--run-dir LOOP", "LOOP"),
+        ("--data.dir LOOP", "LOOP"),
         ("--data.source missing.txt", "missing.txt"),
         ("--data.dir run --run-dir run", "run"),
         ("--data.dir run/data --run-dir run", "run/data"),
@@ -356,6 +413,27 @@ RECIPES = [
     ('tracking: {project: "a\\0b"}', "tracking.project"),
 ]
 
+# accelerate configs with one wrong line, and what the message has to name
+MACHINES = [
+    ("num_processes: x", "num_processes", "'x'"),
+    ("num_processes: null", "num_processes", "None"),
+    ("num_processes: 2.0", "num_processes", "2.0"),
+    ("num_machines: null", "num_machines", "None"),
+    ("gpu_ids: 99", "gpu_ids", "99", "quotes"),
+    ("mixed_precision: 5", "mixed_precision", "5"),
+    ("mixed_precision: no", "mixed_precision", "False", "quote"),
+    ("use_cpu: maybe", "use_cpu", "'maybe'"),
+    ("main_process_port: 99999", "main_process_port", "99999"),
+    ("distributed_type: x", "distributed_type", "'x'"),
+    ("parallelism_config: x", "parallelism_config", "'x'"),
+    ("parallelism_config: {tp_size: 2}", "parallelism_config", "tp_size"),
+    ("parallelism_config: {parallelism_config_pp_size: two}", "parallelism_config_pp_size", "'two'"),
+    ("fsdp_config: {fsdp_ofload_params: true}", "fsdp_ofload_params", "fsdp_offload_params?"),
+    ("fsdp_config: {fsdp_reshard_after_forward: FULL_SHARD}", "fsdp_reshard_after_forward", "'FULL_SHARD'"),
+    ("dynamo_config: {dynamo_backend: NO}", "dynamo_backend", "False", "quote"),
+    ("deepspeed_config: {zero_stage: x}", "zero_stage", "'x'"),
+]
+
 ROWS = [(f"{group} {words}".strip(), parts) for group, rows in REFUSALS.items() for words, *parts in rows]
 
 
@@ -383,6 +461,13 @@ def test_recipe_is_refused_in_one_line_that_names_the_mistake(refused, text, par
     (tmp_path / "recipe.yaml").write_text(SOURCE + text + "\n")
     line = refused("pretrain", "recipe.yaml")
     assert [part for part in ("recipe.yaml: ", *parts) if part not in line] == [], line
+
+
+@pytest.mark.parametrize(("text", "parts"), [(text, parts) for text, *parts in MACHINES], ids=str)
+def test_accelerate_config_is_refused_in_one_line_that_names_the_mistake(refused, text, parts, tmp_path):
+    (tmp_path / "machine.yaml").write_text(f"distributed_type: MULTI_GPU\nnum_processes: 2\n{text}\n")
+    line = refused("launch", "--config_file", "machine.yaml", "pretrain", "quickstart")
+    assert [part for part in ("machine.yaml: ", *parts) if part not in line] == [], line
 
 
 @pytest.mark.parametrize("bound", ["low", "high"])

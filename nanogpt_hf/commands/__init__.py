@@ -13,6 +13,7 @@ from typing import NamedTuple, NoReturn
 
 from nanogpt_hf.commands import console
 from nanogpt_hf.cpu import limit_spinning
+from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import (
     EXIT_LOST,
@@ -144,8 +145,10 @@ def main(arguments: list[str]) -> int:
     75: stopped by a signal, after saving. Any other exception is a bug, and is raised.
     """
     log_level = None
-    first_here = Mesh.is_first_of_machine()  # an error of all processes is printed once per machine
+    first_here = True
     try:
+        check_environment()
+        first_here = Mesh.is_first_of_machine()  # an error of all processes is printed once per machine
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
             return 0

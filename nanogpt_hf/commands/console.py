@@ -105,7 +105,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as error:
-            if error.errno in _GONE:
+            if error.errno in (*_GONE, errno.EBADF):
                 _redirect_to_null(self.fileno())
             if self.name == "<stdout>":
                 raise OutputLost(error) from None
@@ -118,18 +118,23 @@ def _redirect_to_null(descriptor: int) -> None:
 
 
 def survive_closed_pipes() -> None:
-    """Replace sys.stdout and sys.stderr by streams that survive the end of their reader."""
+    """Replace sys.stdout and sys.stderr by streams that survive the end of their reader, or were closed (`>&-`)."""
 
-    def resilient(stream: TextIO | None) -> TextIO | None:
+    def resilient(stream: TextIO | None, number: int, name: str) -> TextIO:
+        if stream is None:  # reading only, so that a write fails; no file that is opened later gets the number
+            os.dup2(os.open(os.devnull, os.O_RDONLY), number)
+            raw = io.BufferedWriter(_Output(number, name))
+            return io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace")
         buffer = getattr(stream, "buffer", None)
-        if stream is None or not isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # closed, or Windows' console
+        if not isinstance(getattr(buffer, "raw", buffer), io.FileIO):  # Windows' console
             return stream
         stream.flush()
         raw = _Output(stream.fileno(), stream.name)
         how = {name: getattr(stream, name) for name in ("encoding", "errors", "line_buffering", "write_through")}
         return io.TextIOWrapper(io.BufferedWriter(raw) if hasattr(buffer, "raw") else raw, **how)
 
-    sys.stdout, sys.stderr = resilient(sys.stdout), resilient(sys.stderr)
+    sys.stdout = resilient(sys.stdout, 1, "<stdout>")
+    sys.stderr = resilient(sys.stderr, 2, "<stderr>")
     logging.raiseExceptions = False  # the libraries' own handlers would print a traceback
 
 
@@ -142,8 +147,7 @@ def show_end(message: object, stream: TextIO | None = None) -> None:
 def flush() -> int:
     """Flush stdout at the end of a successful command; return its exit status, which is not 0 if that fails."""
     try:
-        if sys.stdout is not None:  # closed
-            sys.stdout.flush()
+        sys.stdout.flush()
     except OutputLost as lost:
         return status_of(lost)
     return 0

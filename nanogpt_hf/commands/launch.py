@@ -20,11 +20,12 @@ import subprocess
 import sys
 from collections.abc import Collection
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import yaml
 
 from nanogpt_hf.commands.console import show, show_end
+from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
 _STAGES, _SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedule"
@@ -37,7 +38,7 @@ def run(words: list[str], commands: Collection[str]) -> int:
         return 0
     # These imports take seconds.
     import psutil
-    from accelerate.commands.config.config_args import default_config_file, load_config_from_file
+    from accelerate.commands.config.config_args import default_config_file
     from accelerate.commands.launch import launch_command, launch_command_parser
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
@@ -46,8 +47,9 @@ def run(words: list[str], commands: Collection[str]) -> int:
     for name in (_STAGES, _SCHEDULE):
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
-    if arguments.config_file or os.path.isfile(default_config_file):
-        _check_is_config(arguments.config_file or default_config_file)
+    layout = {}
+    if file := arguments.config_file or (default_config_file if os.path.isfile(default_config_file) else None):
+        layout = _read_config(file, vars(arguments)).get("parallelism_config") or {}
     command = arguments.training_script
     if command in commands:
         as_script = Path(sys.argv[0]).name == "cli.py"
@@ -77,30 +79,26 @@ def run(words: list[str], commands: Collection[str]) -> int:
             signal.signal(number, pass_on)
     # it logs how the processes ended, which they or `_status` print
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    for name in (_STAGES, _SCHEDULE):
+        option = vars(arguments)[name]
+        if (value := layout.get(name) if option is None else option) is not None:
+            os.environ[name.upper()] = str(value)
+    check_environment()
     try:
-        file, layout = arguments.config_file, {}
-        if file or os.path.isfile(default_config_file):
-            layout = vars(load_config_from_file(file)).get("parallelism_config") or {}
-        for name in (_STAGES, _SCHEDULE):
-            option = vars(arguments)[name]
-            if (value := layout.get(name) if option is None else option) is None:
-                continue
-            os.environ[name.upper()] = value = str(value)
-            if name == _STAGES and not (value.isdecimal() and int(value)):
-                raise UserError(f"cli.py launch: {name} {value!r} is not a number of stages; set 1 or more")
         launch_command(arguments)
         return 0
     except subprocess.CalledProcessError as error:
         statuses = {0: error.returncode}
     except ChildFailedError as error:
         statuses = {rank: failure.exitcode for rank, failure in error.failures.items()}
-    except (ValueError, OSError, AssertionError) as error:  # about the config, before anything is started
-        raise UserError(f"accelerate launch: {error}") from None
+    except (ValueError, TypeError, AttributeError, OSError, ImportError, AssertionError) as error:
+        # about the config, before anything is started
+        raise UserError(f"accelerate launch: {one_line(error)}") from error
     return _status(statuses, stopped=bool(received))
 
 
-def _check_is_config(file: str) -> None:
-    """Raises UserError if an accelerate config holds no settings: accelerate prints a traceback."""
+def _read_config(file: str, options: Collection[str]) -> dict[str, Any]:
+    """The settings of an accelerate config. Raises UserError if it has none, or wrong ones."""
     try:
         text = Path(file).read_text(encoding="utf-8")
         settings = json.loads(text) if file.endswith(".json") else yaml.safe_load(text)
@@ -112,6 +110,8 @@ def _check_is_config(file: str) -> None:
             f"cli.py launch: --config_file {file}: holds no settings; expected an accelerate config, such as "
             "accelerate_configs/cpu.yaml"
         )
+    check_accelerate_config(file, settings, options)
+    return settings
 
 
 def _status(statuses: dict[int, int], stopped: bool) -> int:

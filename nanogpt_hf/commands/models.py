@@ -14,11 +14,18 @@ def build_generation_accelerator() -> "Accelerator":
     """The Accelerator of a command whose main process generates text with a whole model."""
     from accelerate import Accelerator
 
-    from nanogpt_hf.distributed.accelerate_config import default_to_cpu, ignore_layout
+    from nanogpt_hf.distributed.accelerate_config import (
+        check_device,
+        default_to_cpu,
+        ignore_layout,
+        one_line_of_accelerate,
+    )
 
+    check_device()
     ignore_layout()
     default_to_cpu()  # otherwise each of several CPU processes takes itself for the main one
-    return Accelerator()
+    with one_line_of_accelerate():
+        return Accelerator()
 
 
 def autocast(accelerator: "Accelerator") -> "torch.autocast":

@@ -4,6 +4,8 @@ The only reader of ACCELERATE_* and FSDP_*.
 """
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import cast
 
@@ -15,9 +17,10 @@ from accelerate.utils import LoggerType
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed
+from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.errors import UserError, did_you_mean, one_line
 from nanogpt_hf.optim.adamw_8bit import check_8bit
 
 
@@ -64,7 +67,12 @@ def requested_precision() -> str:
 
 
 def check_config() -> None:
-    """Raises UserError if the accelerate config sets a precision or several processes that the run would not get."""
+    """Raises UserError if the accelerate config sets what a run would not get: a precision, a device, processes.
+
+    Raises UserError if `check_environment` does, too.
+    """
+    check_environment()
+    check_device()
     precision = requested_precision()
     if precision == "fp8":
         raise UserError(
@@ -81,6 +89,17 @@ def check_config() -> None:
             "start more; set distributed_type MULTI_GPU with use_cpu: true, as accelerate_configs/cpu_ddp.yaml does, "
             "or num_processes: 1"
         )
+
+
+def check_device() -> None:
+    """Raises UserError if the device that the environment states is not on this machine."""
+    stated = os.environ.get("ACCELERATE_TORCH_DEVICE", "cpu")
+    kind, _, index = stated.partition(":")
+    current = torch.accelerator.current_accelerator()
+    if kind != "cpu" and (
+        current is None or kind != current.type or int(index or 0) >= torch.accelerator.device_count()
+    ):
+        raise UserError(f"ACCELERATE_TORCH_DEVICE is {stated}, which this machine does not have; set cpu, or unset it")
 
 
 def _on_the_cpu() -> bool:
@@ -118,6 +137,15 @@ def requested_machine() -> Machine:
         checkpoints=fsdp and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true",
         reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
     )
+
+
+@contextmanager
+def one_line_of_accelerate() -> Iterator[None]:
+    """Turn what accelerate has against its config, when an Accelerator is built, into a UserError."""
+    try:
+        yield
+    except (ValueError, TypeError, LookupError, ImportError, AssertionError, NotImplementedError) as error:
+        raise UserError(f"accelerate cannot start as its config asks: {one_line(error)}") from error
 
 
 def default_to_cpu() -> None:

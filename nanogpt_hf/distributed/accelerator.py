@@ -33,6 +33,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     default_to_cpu,
     hide_pipeline_stages,
     ignore_layout,
+    one_line_of_accelerate,
     requested,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
@@ -83,7 +84,8 @@ def build_evaluation_accelerator() -> Accelerator:
     check_config()
     ignore_layout()
     default_to_cpu()
-    accelerator = _Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
+    with one_line_of_accelerate():
+        accelerator = _Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
     _check_processes(accelerator)
     return accelerator
 
@@ -100,17 +102,19 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
     )
-    accelerator = _Accelerator(
-        gradient_accumulation_plugin=plugin,
-        log_with=list(config.tracking.trackers) or None,
-        project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
-        kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
-    )
+    with one_line_of_accelerate():
+        accelerator = _Accelerator(
+            gradient_accumulation_plugin=plugin,
+            log_with=list(config.tracking.trackers) or None,
+            project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
+        )
     _check_processes(accelerator)
+    provided = accelerator.distributed_type.value if torch.distributed.is_initialized() else "NO"
     for kind in ("FSDP", "DEEPSPEED"):
-        if requested(kind) and accelerator.distributed_type != kind:
+        if requested(kind) and provided != kind:
             raise UserError(
-                f"the accelerate config sets {kind}, but this machine provides {accelerator.distributed_type.value} on "
+                f"the accelerate config sets {kind}, but this machine provides {provided} on "
                 f"{accelerator.device.type}; use a config without it, such as accelerate_configs/cpu_ddp.yaml"
             )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)

@@ -12,7 +12,7 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring, share_positions
-from nanogpt_hf.distributed.mesh import ROTATIONS, SCHEDULES, Mesh
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
@@ -52,8 +52,6 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, 
     Checks that the sizes which the accelerate config states multiply to the number of processes, too.
     """
     _check_sizes(mesh, machine, sizes)
-    if mesh.pp_schedule not in SCHEDULES:
-        raise UserError(f"parallelism_config: pp_schedule {mesh.pp_schedule!r} is none of {', '.join(SCHEDULES)}")
     for size, kind, problem in (
         (mesh.tp_size, "tensor parallelism", _without_tensor_parallelism),
         (mesh.cp_size, "context parallelism", _without_context_parallelism),
@@ -139,8 +137,6 @@ def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -
         return _NO_FP16
     if has_conversations(config.data):
         return "conversations are packed into blocks, and their masks cannot be cut; use accelerate_configs/fsdp2.yaml"
-    if mesh.cp_rotation not in ROTATIONS:
-        return f"parallelism_config_cp_comm_strategy is {mesh.cp_rotation}; set {' or '.join(ROTATIONS)}"
     block_size = config.data.block_size
     if block_size % mesh.cp_size:
         return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"

@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 from torch.distributed.rendezvous import rendezvous
 
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import LostProcess, UserError, explain
+from nanogpt_hf.errors import LostProcess, UserError, explain, one_line
 from nanogpt_hf.runs.folder import RunFolder
 
 # Time limit of a collective, and for a process without a heartbeat. All processes wait while the main one writes a
@@ -45,7 +45,7 @@ def prepare_on_all_ranks(prepare: Callable[[], tuple[T, dict[str, Any]]]) -> tup
     if world_size == 1:
         return prepare()
     with one_line_for_a_lost_process():
-        store, _, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
+        store = _connect()
     _stores.append(store)
     store = PrefixStore("nanogpt_hf", store)
     done = threading.Event()
@@ -154,8 +154,16 @@ def _launch_store() -> Store:
 
 def connect_store(name: str) -> Store:
     """A new connection to the launcher's key-value store; one that waits for a key is blocked for other threads."""
-    store, _, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
-    return PrefixStore(f"nanogpt_hf/{name}", store)
+    return PrefixStore(f"nanogpt_hf/{name}", _connect())
+
+
+def _connect() -> Store:
+    try:
+        store, _, _ = next(iter(rendezvous("env://", timeout=PEER_TIMEOUT)))
+    except ValueError as error:  # a variable is missing: WORLD_SIZE alone may be that of a pod of a cluster
+        size = Mesh.from_environment().world_size
+        raise UserError(f"WORLD_SIZE is {size}, but {one_line(error)}; use `python cli.py launch`") from None
+    return store
 
 
 def share_from_main(key: str, value: Any) -> Any:

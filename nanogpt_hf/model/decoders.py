@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, AutoConfig, PreTrainedConfig, PreTrainedModel
 
@@ -35,6 +34,7 @@ _OPTIONAL_SIZES = ("n_kv_head", "n_inner")
 # part of its inputs. A layer of heads has one weight for all heads, and each process has a part of the heads.
 Split = Literal["outputs", "inputs", "heads"]
 _SPLITS: dict[str, Split] = {"colwise": "outputs", "rowwise": "inputs", "replicated_with_grad_allreduce": "heads"}
+_BLOCKS_OF_A_STEP, _TOKENS_OF_A_STEP = 8, 2  # of `check_one_step`; chunks of a loss cannot be on the meta device
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
@@ -177,14 +177,33 @@ def build_config(
         config = config_class(**values)
         with torch.device("meta"):
             model = model_class_of(config_class)(config)
-    except (StrictDataclassError, AssertionError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:
         raise ValueError(f"model.extra: {config_class.model_type}'s config: {_field_error(error)}") from error
     if _find_parts(config_class.model_type, model) != parts_of(config_class):
         raise ValueError(f"model.extra: gives {config_class.model_type} other layers than its defaults, not supported")
+    check_one_step(model)
     rows = -(-vocab_size // section.pad_vocab_to_multiple_of) * section.pad_vocab_to_multiple_of
     if rows > vocab_size:
         config.padded_vocab_size = rows  # in memory only; standard_config has none
     return config
+
+
+def check_one_step(model: PreTrainedModel) -> None:
+    """Raises ValueError if a model on the meta device, which computes shapes only, fails in a step. Removes blocks."""
+    config: Any = model.config
+    del cast(Any, model.get_submodule(parts_of(type(config)).blocks))[_BLOCKS_OF_A_STEP:]
+    ids = torch.zeros(1, min(_TOKENS_OF_A_STEP, config.max_position_embeddings), dtype=torch.long, device="meta")
+    try:
+        model.train()
+        model(input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1).loss.backward()
+    except Exception as error:
+        if "meta tensor" in str(error):  # it reads values, which the meta device does not have
+            return
+        sizes = SIZES | {"head_dim": "head_dim"}
+        given = ", ".join(f"{k} {v}" for k, name in sizes.items() if (v := getattr(config, name, None)) is not None)
+        raise ValueError(
+            f"model.architecture {config.model_type} cannot take a step with {given}: {one_line(error)}"
+        ) from error
 
 
 def standard_config(config: PreTrainedConfig) -> PreTrainedConfig:

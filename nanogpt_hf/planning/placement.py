@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
-from nanogpt_hf.distributed.mesh import SCHEDULES
+from nanogpt_hf.distributed.environment import SCHEDULES
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import plural
 

@@ -4,7 +4,7 @@ import numpy as np
 
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.config.sources import knob_text
-from nanogpt_hf.formatting import format_duration
+from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.runs.metrics import Event, column, names
 
 
@@ -22,7 +22,7 @@ def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
         row.append(f"{np.median(rates):,.0f}" if len(rates) else "–")
         if len(values):
             best = values.argmin()
-            row += [f"{values[best]:.4f}", f"{int(steps[best]):,}", f"{values[-1]:.4f}"]
+            row += [format_number(values[best], 4), f"{int(steps[best]):,}", format_number(values[-1], 4)]
         else:
             row += ["–", "–", "–"]
         rows.append(row)
@@ -38,7 +38,7 @@ def _source_table(runs: dict[str, list[Event]], metric: str) -> str:
     rows = [[f"last {metric} of", *(name.removeprefix(f"{metric}/") for name in sources)]]
     for run, events in runs.items():
         values = (column(events, name)[1] for name in sources)
-        rows.append([run, *(f"{value[-1]:.4f}" if len(value) else "–" for value in values)])
+        rows.append([run, *(format_number(value[-1], 4) if len(value) else "–" for value in values)])
     return _table(rows, right_aligned=True)
 
 

@@ -2,7 +2,6 @@
 
 import json
 import logging
-import sys
 from typing import Any
 
 import numpy as np
@@ -11,6 +10,7 @@ from nanogpt_hf.errors import one_line
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
+_LARGEST = 3.4e38  # float32's
 Event = dict[str, Any]
 AXES = ("step", "tokens", "seconds")  # the x axes of plots; none of them ever decreases during a run
 
@@ -59,10 +59,10 @@ def _check_event(event: Any) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number within the range of a float."""
+    """Whether it is a number within the range of float32: no metric is larger, and plots overflow near float64's."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
-    return abs(value) <= sys.float_info.max  # false for NaN, too
+    return abs(value) <= _LARGEST  # false for NaN, too
 
 
 def column(events: list[Event], name: str, by: str = "step") -> tuple[np.ndarray, np.ndarray]:

@@ -58,10 +58,10 @@ def train(
     busy_cores = start.cores_of_others(CpuTimes.now())
     disable_progress_bar()
     folder = RunFolder(Path(run_dir or Path("runs") / config.name))
-    main_process = Mesh.from_environment().is_main
     for data_folder in (config.data.dir, *(source.data.dir for source in sources_of(config.data))):
         _check_separate(folder.path, Path(data_folder))
     check_launch(config)
+    main_process = Mesh.from_environment().is_main
     if config.finetune.model is None:
         build_config(config.model, vocab_size=256)  # raises for a wrong section `model` before the data is prepared
     for line in dial_lines(config):

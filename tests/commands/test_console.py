@@ -203,14 +203,22 @@ def test_run_survives_closed_stdout_and_full_disk_for_its_log(tmp_path, write_re
     recipe = write_recipe(train__max_steps=2)
     reading, writing = os.pipe()
     os.close(reading)
-    for number, out in enumerate((writing, os.open("/dev/full", os.O_WRONLY))):
+    for number, out in enumerate((writing, os.open("/dev/full", os.O_WRONLY), None)):
         with (tmp_path / "stderr").open("w") as stderr:
             arguments = ["pretrain", recipe, "--run-dir", tmp_path / str(number)]
             process = Forked(arguments, streams={1: out, 2: stderr.fileno()})
-            os.close(out)
+            if out is not None:
+                os.close(out)
             assert process.wait(120) == 0
         assert "Traceback" not in (tmp_path / "stderr").read_text()
         assert (tmp_path / str(number) / "final" / "model.safetensors").exists()
+
+
+def test_sample_without_stdout_is_one_line(tmp_path, letter_model):
+    with (tmp_path / "stderr").open("w") as stderr:
+        process = Forked(["sample", letter_model, "--prompt", "ab"], streams={1: None, 2: stderr.fileno()})
+        assert process.wait(120) == 2
+    assert (tmp_path / "stderr").read_text() == "stdout: cannot be written: Bad file descriptor\n"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="controlling terminals are set up as on Linux")

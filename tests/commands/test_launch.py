@@ -44,5 +44,5 @@ def test_pp_size_that_is_no_number_is_refused(size, passed_on):
         ([f"--parallelism_config_pp_size={size}"], ""),
         ([], f"parallelism_config:\n  parallelism_config_pp_size: {size}\n"),
     ):
-        with pytest.raises(UserError, match=f"parallelism_config_pp_size '{size}'"):
+        with pytest.raises(UserError, match=f"(?i)parallelism_config_pp_size is '?{size}"):
             passed_on(*options, layout=layout)

@@ -117,7 +117,7 @@ def test_ring_attention_equals_whole_sequences(tmp_path, processes, rotation):
 GPU = Machine("fsdp", "bf16", device="cuda")
 
 
-def check(machine: Machine, rotation: str = "alltoall", **knobs) -> None:
+def check(machine: Machine, **knobs) -> None:
     values = {"model.n_head": 3, "model.n_embd": 24, "model.n_positions": 16, "data.block_size": 16}
     values |= {
         "train.micro_batch_size": 1,
@@ -127,7 +127,7 @@ def check(machine: Machine, rotation: str = "alltoall", **knobs) -> None:
         "data.dir": "none",
     }
     config = load_config(None, values | {name.replace("__", "."): value for name, value in knobs.items()}, name="tiny")
-    check_layout(config, Mesh(world_size=2, cp_size=2, cp_rotation=rotation), machine, {"cp_size": 2})
+    check_layout(config, Mesh(world_size=2, cp_size=2, cp_rotation="alltoall"), machine, {"cp_size": 2})
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,6 @@ def check(machine: Machine, rotation: str = "alltoall", **knobs) -> None:
         ),
         (GPU, {"data__block_size": 14}, "data.block_size is 14, which does not divide into the 2 × 2 equal parts"),
         (GPU, {"model__dropout": 0.1}, "ring attention has no dropout"),
-        (GPU, {"rotation": "ring"}, "parallelism_config_cp_comm_strategy is ring; set allgather or alltoall"),
     ],
 )
 def test_ring_attention_refuses(machine, knobs, message):

@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from nanogpt_hf.commands import main
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError
 
 SIZES = [(1, 1, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1), (2, 3, 2, 4)]
 
@@ -43,18 +41,3 @@ def test_from_environment_reads_the_launchers_variables(monkeypatch):
 def test_micro_batches_that_fill_four_stages(schedule, counts):
     mesh = Mesh(world_size=4, pp_size=4, pp_schedule=schedule)
     assert [count for count in range(1, 11) if mesh.fills_pipeline(count)] == counts
-
-
-@pytest.mark.parametrize("size", ["two", "0", "-1", "2.0"])
-def test_size_that_is_no_number_is_refused(size, monkeypatch):
-    monkeypatch.setenv("PARALLELISM_CONFIG_TP_SIZE", size)
-    with pytest.raises(UserError, match=f"parallelism_config_tp_size is '{size}'; set a number of processes"):
-        Mesh.from_environment()
-    with pytest.raises(UserError, match="parallelism_config_tp_size"):
-        Mesh.stated_sizes()
-
-
-def test_main_ends_a_wrong_size_in_one_line(monkeypatch, capsys):
-    monkeypatch.setenv("PARALLELISM_CONFIG_CP_SIZE", "two")
-    assert main(["pretrain", "recipes/quickstart.yaml"]) == 2
-    assert capsys.readouterr().err.count("\n") == 1

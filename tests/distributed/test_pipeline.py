@@ -264,7 +264,6 @@ REFUSED = {
         "set dp_replicate_size 1",
     ),
     "fp16": ({}, {"precision": "fp16"}, {}, "fp16's loss scaler"),
-    "unknown schedule": ({}, {"pp_schedule": "zb"}, {}, "pp_schedule 'zb' is none of 1f1b, zero_bubble"),
     "compiled blocks in a zero bubble": ({}, {"compiles": True} | ZERO_BUBBLE, {}, "set dynamo_backend 'NO', or"),
     "checkpointed activations in a zero bubble": (
         {},
