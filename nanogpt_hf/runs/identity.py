@@ -54,7 +54,7 @@ def differences(before: Any, now: dict[str, Any]) -> list[str]:
         if changed - tokenizer:
             lines.append(f"text: {_text(old)} -> {_text(new)}")
         return lines
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError, ValueError):
         return ["its record of the run cannot be read"]
 
 

@@ -76,3 +76,9 @@ def test_changed_reward_file_is_shown_by_its_digest():
     before, now = line.split(" -> ")
     assert "b" * 8 in before
     assert "c" * 8 in now
+
+
+def test_record_with_text_for_a_number_is_one_line():
+    data = {"source": "a", "tokenizer_hash": "h" * 64, "vocab_size": 11}
+    before = {"knobs": {}, "data": data | {"vocab_size": "x"}}
+    assert differences(before, {"knobs": {}, "data": data}) == ["its record of the run cannot be read"]
