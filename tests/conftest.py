@@ -1,6 +1,7 @@
 """Fixtures of several test files: offline libraries, the shared folder, tiny texts, recipes and models, a fake Hub."""
 
 import contextlib
+import gc
 import json
 import os
 import random
@@ -28,6 +29,12 @@ import fake_hub
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
 pytest.register_assert_rewrite("assertions")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Run files with long tests first, so that no process waits at the end for the other's last file."""
+    long = {item.path for item in items if item.get_closest_marker("long")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 @pytest.fixture(scope="session")
@@ -180,10 +187,25 @@ def forget_accelerate():
     return forget
 
 
+@pytest.fixture(scope="module", autouse=True)
+def quick_collections():
+    """What is left of imports and earlier files is not searched for garbage again: a search of all takes a second."""
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.fixture(autouse=True)
 def fresh_accelerate(forget_accelerate):
     yield
     forget_accelerate()
+
+
+@pytest.fixture(scope="session", autouse=True)
+def no_flushes():
+    """Files are not flushed to the disk, which takes milliseconds each: no test cuts the power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda descriptor: None)
+        yield
 
 
 @pytest.fixture(scope="session", autouse=True)

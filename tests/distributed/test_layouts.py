@@ -86,10 +86,8 @@ def share_held(run: RunFolder, name: str) -> list[float]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "layout",
-    ["tp", *(pytest.param(n, marks=pytest.mark.slow) for n in ("cp", "tp_fsdp", "cp_fsdp", "tp_cp", *RING_HEADS))],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["tp", "cp", "tp_fsdp", "cp_fsdp", "tp_cp", *RING_HEADS])
 def test_layout_equals_one_process(trained, layout):
     heads = RING_HEADS.get(layout, 4)
     run = trained(layout, heads)

@@ -53,7 +53,11 @@ def tool(folder: Path, name: str, text: str) -> Path:
 @needs_linux
 @pytest.mark.parametrize(
     ("machine", "number", "to_all"),
-    [(CPU, signal.SIGTERM, False), (CPU_DDP, signal.SIGHUP, False), (CPU_DDP, signal.SIGUSR1, True)],
+    [
+        (CPU, signal.SIGTERM, False),
+        pytest.param(CPU_DDP, signal.SIGHUP, False, marks=pytest.mark.slow),
+        (CPU_DDP, signal.SIGUSR1, True),
+    ],
     ids=["SIGTERM to the launcher", "SIGHUP to the launcher of two", "SIGUSR1 to every process"],
 )
 def test_signal_saves_and_same_command_resumes(tmp_path, write_recipe, capsys, machine, number, to_all):

@@ -24,6 +24,7 @@ from nanogpt_hf.training import loop  # noqa: F401  (imported once for all forks
 prepare = preparation.prepare
 torch.set_num_threads(1)
 live.draw_run = lambda *_: None  # the plot takes longer than the training
+os.fsync = lambda descriptor: None  # as in conftest.py
 for line in sys.stdin:
     command = json.loads(line)
     child = os.fork()

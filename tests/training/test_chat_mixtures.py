@@ -6,10 +6,8 @@ from pathlib import Path
 import datasets
 import pytest
 import torch
-from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -97,27 +95,6 @@ def test_rows_of_every_source_become_the_tokens_of_the_template(alone, base):
         for row in prepared:
             answered = [i for i, counts in zip(row["input_ids"], row["assistant_mask"], strict=True) if counts]
             assert plain.decode(answered) == answers[tuple(row["input_ids"])]
-
-
-def test_mixture_of_conversations_resumes_exactly(alone, arguments, base, forget_accelerate):
-    run = str(base.parent / "stopped")
-    assert main(["finetune", *arguments(**{"train.max_steps": 2}), "--run-dir", run]) == 0
-    forget_accelerate()
-    assert main(["finetune", *arguments(), "--run-dir", run, "--resume"]) == 0
-    ours, theirs = (load_file(RunFolder(Path(path)).final / "model.safetensors") for path in (run, alone.path))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("machine", [pytest.param("cpu_ddp", marks=pytest.mark.slow), "fsdp2"])
-def test_two_processes_equal_one_on_a_mixture_of_conversations(alone, arguments, base, launch_warm, machine):
-    pair = launch_warm(machine, "finetune", "--run-dir", base.parent / machine, *arguments())
-    names = ["train/loss", "train/grad_norm", "val/loss", *(f"val/loss/{name}" for name in ROWS)]
-    for name in names:
-        tolerance = 1e-4 if name == "train/grad_norm" else 1e-5
-        assert column(pair, name) == pytest.approx(column(alone, name), abs=tolerance), name
-    for name in ROWS:
-        assert column(pair, f"train/epochs/{name}") == column(alone, f"train/epochs/{name}")
 
 
 def test_run_is_named_after_the_sources_of_the_command_line(arguments):

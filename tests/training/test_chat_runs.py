@@ -1,13 +1,9 @@
-"""Training on conversations: the loss equals that of single examples; runs resume exactly and on two processes."""
-
-import subprocess
-import sys
+"""Training on conversations: the loss equals that of single examples; runs end with a model for chat."""
 
 import datasets
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -16,7 +12,6 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.errors import Stopped
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
@@ -122,42 +117,6 @@ def test_validation_loss_is_that_of_assistant_tokens(start, write_chat_recipe, t
             [{"role": "user", "content": "red"}], add_generation_prompt=True, tokenize=False
         )
         assert prompt == "### User:\nred\n\n### Assistant:\n"
-
-
-def test_chat_run_resumes_exactly(start, monkeypatch, tmp_path):
-    options = {"train__max_steps": 6, "checkpoint__every": 2, "model__dropout": 0.1}
-    uninterrupted = start("whole", **options)
-    train_step, steps = loop.train_step, []
-
-    def stopping(run, step, learning_rate):
-        if step == 3:
-            raise Stopped("here")
-        steps.append(step)
-        return train_step(run, step, learning_rate)
-
-    monkeypatch.setattr(loop, "train_step", stopping)
-    with pytest.raises(Stopped):
-        start("parts", **options)
-    monkeypatch.setattr(loop, "train_step", train_step)
-    resumed = start("parts", resume=True, **options)
-    ours, theirs = (load_file(run.final / "model.safetensors") for run in (resumed, uninterrupted))
-    assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
-    assert column(resumed, "train/loss") == column(uninterrupted, "train/loss")
-
-
-@pytest.mark.long
-def test_two_processes_equal_one_on_chats(start, tmp_path, write_chat_recipe, root):
-    options = {"train__max_steps": 4, "eval__every": 2, "train__micro_batch_size": 1, "model__dropout": 0.1}
-    one_process = start("alone", **options)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
-    machine = ["--config_file", root / "accelerate_configs" / "cpu_ddp.yaml", "--num_processes=2"]
-    ours = [root / "cli.py", "pretrain", write_chat_recipe(**options), "--run-dir", tmp_path / "pair"]
-    command = [*launch, *machine, "--main_process_port=0", *ours]
-    completed = subprocess.run([str(value) for value in command], capture_output=True, text=True, timeout=120)
-    assert completed.returncode == 0, completed.stdout[-1000:] + completed.stderr[-2000:]
-    pair = RunFolder(tmp_path / "pair")
-    for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
-        assert column(pair, name) == pytest.approx(column(one_process, name), abs=tolerance), name
 
 
 def test_pretrain_on_chats_names_the_chat_command(write_chat_recipe, tmp_path, capsys, forget_accelerate):

@@ -1,4 +1,4 @@
-"""Runs of transformers' decoders: from a recipe to a folder that transformers opens; resumed; on two processes."""
+"""Runs of transformers' decoders: from a recipe to a folder that transformers opens; on two processes."""
 
 import json
 import multiprocessing
@@ -63,18 +63,6 @@ def train(write_recipe, tmp_path, forget_accelerate):
     return train
 
 
-@pytest.mark.parametrize("architecture", DECODERS)
-def test_resumed_run_of_a_decoder_equals_uninterrupted(architecture, train):
-    whole = train(architecture, "whole", train__max_steps=6)
-    train(architecture, "stopped", train__max_steps=4)
-    resumed = train(architecture, "stopped", resume=True, train__max_steps=6)
-    first, second = (load_file(run.final / "model.safetensors") for run in (whole, resumed))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(first[name], second[name]) for name in first)
-    state = [load_file(run.newest_checkpoint() / "optimizer.safetensors") for run in (whole, resumed)]
-    assert all(torch.equal(state[0][name], state[1][name]) for name in state[0])
-
-
 def test_commands_open_a_run_of_a_decoder(train, tmp_path, capsys, text_file):
     run = str(train("qwen3", "run", model__extra={"tie_word_embeddings": True}, tracking__layers=True).path)
     assert main(["sample", run, "--prompt", "The ", "--max-new-tokens", "5"]) == 0
@@ -106,20 +94,18 @@ def test_final_folders_open_without_this_package(train, tmp_path):
         assert torch.equal(logits[architecture], expected[architecture])
 
 
-def ten_steps(architecture: str, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights of a tiny decoder after ten steps, on the main process; the loss and norm of each step."""
+def few_steps(architecture: str, folder: Path) -> dict[str, torch.Tensor]:
+    """The weights of a tiny decoder after a few steps, on the main process; the loss and norm of each step."""
     tied = architecture == "qwen3"
     values = {"model.architecture": architecture, "model.n_layer": 2, "model.n_head": 2, "model.n_embd": 16}
     values |= {"model.n_kv_head": 1, "model.n_positions": 16, "model.extra": {"tie_word_embeddings": tied}}
     values |= {"data.source": "python-docs", "data.block_size": 16, "train.tokens_per_step": 128}
     values |= {"train.micro_batch_size": 4, "optim.warmup_steps": 0, "train.max_steps": 10}
-    if architecture == "gpt2":
-        values = {key: value for key, value in values.items() if key not in ("model.n_kv_head", "model.extra")}
     config: Config = load_config(None, values, name="tiny")
     accelerator = build_accelerator(config, RunFolder(folder))
     run = build_run(config, accelerator, synthetic_data(config, 61))
     results = {}
-    for step in range(10):
+    for step in range(4):
         loss, norm, _ = train_step(run, step, 1e-3)
         results[f"step {step}"] = torch.stack([accelerator.reduce(loss, "sum"), norm])
     weights = full_weights(accelerator, run.model)
@@ -142,10 +128,10 @@ def on_ranks(rank: int, port: int, folder: Path) -> None:
             os.environ.update(FSDP_AUTO_WRAP_POLICY="TRANSFORMER_BASED_WRAP", FSDP_RESHARD_AFTER_FORWARD="true")
             os.environ["FSDP_ACTIVATION_CHECKPOINTING"] = "true"
             state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
-        for architecture in ["gpt2", *DECODERS]:
+        for architecture in DECODERS:
             for kept in (state.AcceleratorState, state.GradientState, state.PartialState):
                 kept._reset_state()
-            values = ten_steps(architecture, folder)
+            values = few_steps(architecture, folder)
             if rank == 0:
                 save_file(values, folder / f"{kind}-{architecture}.safetensors")
     os._exit(0)  # gloo processes sometimes abort during teardown
@@ -164,9 +150,9 @@ def test_decoders_on_one_process_equal_ddp_and_fsdp2(tmp_path, monkeypatch, forg
     for process in ranks:
         process.start()
     alone = {}
-    for architecture in ["gpt2", *DECODERS]:
+    for architecture in DECODERS:
         forget_accelerate()
-        alone[architecture] = ten_steps(architecture, tmp_path)
+        alone[architecture] = few_steps(architecture, tmp_path)
     for process in ranks:
         process.join(timeout=200)
         process.kill()

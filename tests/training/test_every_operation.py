@@ -91,12 +91,9 @@ def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
 @pytest.mark.parametrize(
     ("steps", "saved", "keep", "condition", "min_sound"),
     [
-        ((2,), 4, 2, "", 1),
-        ((2,), 4, 1, "", 1),
         ((2, 4), 6, 2, "", 2),
         ((2, 4, 6), 8, 1, "", 2),  # the new one and the newest of before
         ((4,), 4, 1, "", 1),
-        ((2, 4), 4, 2, "", 2),
         ((2, 4), 4, 2, "damaged", 1),
         ((4,), 4, 1, "half replaced", 1),
         ((2, 4), 6, 2, "half replaced", 2),

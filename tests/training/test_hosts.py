@@ -147,6 +147,7 @@ def wait_for_step(run: RunFolder, step: int) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 def test_two_hosts_with_shared_files_equal_one_process(hosts, one_process, recipe, tmp_path):
     # the real launcher and the shipped config, without GPUs and bf16
     launch = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
@@ -265,9 +266,9 @@ def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, k
     port = next(ports)
     words = ["pretrain", recipe, "--run-dir", "run", "--train.max_steps", 3]
     first.send(port, words, 4, tmp_path)
-    second.send(port, words, 4, tmp_path, busy=30 if killed else 7)
+    second.send(port, words, 4, tmp_path, busy=30 if killed else 5)
     if killed:
-        time.sleep(2)
+        time.sleep(1)
         os.kill(second.process, signal.SIGKILL)
     assert first.status() == (1 if killed else 0), first.log.read_text()
     assert second.status() == (-signal.SIGKILL if killed else 0)

@@ -70,6 +70,12 @@ def uninterrupted(train, folder):
     return run
 
 
+@pytest.fixture
+def finished(uninterrupted, tmp_path):
+    """A copy, to be resumed, of the finished run of these overrides."""
+    return lambda **overrides: RunFolder(shutil.copytree(uninterrupted(**overrides).path, tmp_path / "run"))
+
+
 def same_weights(a: RunFolder, b: RunFolder) -> bool:
     first, second = weights(a), weights(b)
     return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
@@ -174,7 +180,7 @@ class StopAfter:
         monkeypatch.setattr(loop, "train_step", counting)
 
 
-@pytest.mark.parametrize(("order", "stop_at"), [("shuffled", 1), ("shuffled", 3), ("shuffled", 5), ("random", 5)])
+@pytest.mark.parametrize(("order", "stop_at"), [("shuffled", 1), ("shuffled", 5), ("random", 5)])
 def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, stop_at):
     options = {
         "model__dropout": 0.2,
@@ -200,15 +206,15 @@ def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, st
         assert column(whole, name) == column(stopped, name)
 
 
-def test_resume_from_older_checkpoint_logs_each_step_once(start, uninterrupted, tmp_path):
+def test_resume_from_older_checkpoint_logs_each_step_once(start, uninterrupted, finished):
     options = {"model__dropout": 0.2, "train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3}
     whole = uninterrupted(**options)
-    killed = RunFolder(shutil.copytree(whole.path, tmp_path / "killed"))
+    killed = finished(**options)
     # as if killed in step 6 while a line was being written
     shutil.rmtree(killed.checkpoint(6))
     with killed.metrics.open("a") as file:
         file.write('{"step": 6, "tok')
-    start("killed", resume=True, **options)
+    start(resume=True, **options)
     assert same_weights(whole, killed)
     assert column(whole, "train/loss") == column(killed, "train/loss")
     assert column(whole, "val/loss") == column(killed, "val/loss")
@@ -235,8 +241,8 @@ def files(folder) -> dict[str, tuple[int, int]]:
 
 
 @pytest.mark.parametrize("case", ["train", "stop at once", "finished"])
-def test_resume_does_not_rewrite_its_checkpoint(start, monkeypatch, case):
-    run = start(optim__schedule="constant", checkpoint__keep=9)
+def test_resume_does_not_rewrite_its_checkpoint(start, finished, monkeypatch, case):
+    run = finished(optim__schedule="constant", checkpoint__keep=9)
     before = files(run.checkpoint(6))
     if case == "stop at once":
         monkeypatch.setattr(signals.StopRequest, "on_any_process", lambda self, accelerator: True)
@@ -245,6 +251,8 @@ def test_resume_does_not_rewrite_its_checkpoint(start, monkeypatch, case):
     else:
         steps = 9 if case == "train" else 6
         start(resume=True, train__max_steps=steps, optim__schedule="constant", checkpoint__keep=9)
+        assert list(column(run, "train/loss")) == list(range(1, steps + 1))
+        assert load_config(run.recipe).train.max_steps == steps
     assert files(run.checkpoint(6)) == before
 
 
@@ -276,12 +284,6 @@ def test_evaluation_after_resume_is_logged_once(start, uninterrupted, tmp_path, 
     start("killed", resume=True, **options)
     assert column(killed, "val/loss") == column(whole, "val/loss")
     assert same_weights(whole, killed)
-
-
-def test_finished_run_resumes_to_more_steps(start):
-    start("run", optim__schedule="constant")
-    longer = start("run", resume=True, train__max_steps=9, optim__schedule="constant")
-    assert list(column(longer, "train/loss")) == list(range(1, 10))
 
 
 @pytest.mark.parametrize(
@@ -396,8 +398,8 @@ def test_bf16_keeps_float32_weights_and_learns(start, monkeypatch):
     monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
 
 
-def test_resume_past_max_steps_is_refused(start):
-    run = start(train__max_steps=6)
+def test_resume_past_max_steps_is_refused(start, finished):
+    run = finished(train__max_steps=6)
     before = weights(run)
     with pytest.raises(UserError, match=r"its step 6 is past train.max_steps 4"):
         start(resume=True, train__max_steps=4)
@@ -405,25 +407,15 @@ def test_resume_past_max_steps_is_refused(start):
     assert max(column(run, "train/loss")) == 6
 
 
-def test_resume_updates_recipe(start):
-    start(train__max_steps=6)
-    run = start(resume=True, train__max_steps=8)
-    assert load_config(run.recipe).train.max_steps == 8
-
-
-def test_resume_ignores_damaged_metric_lines(start):
-    run = start(train__max_steps=4)
-    with run.metrics.open("ab") as file:
-        file.write(b'\n\n{"loss": 1}\n[1]\n\xff\n{"step": 4, "tok')
-    longer = start(resume=True, train__max_steps=6)
-    assert list(column(longer, "train/loss")) == [1, 2, 3, 4, 5, 6]
-
-
-def test_resume_recreates_removed_best(start):
-    run = start(train__max_steps=6)
+def test_resume_ignores_damaged_metric_lines_and_recreates_removed_best(start, finished):
+    run = finished(train__max_steps=6)
     shutil.rmtree(run.best)
     start(resume=True, train__max_steps=6)
     assert (run.best / "model.safetensors").is_file()
+    with run.metrics.open("ab") as file:
+        file.write(b'\n\n{"loss": 1}\n[1]\n\xff\n{"step": 6, "tok')
+    start(resume=True, train__max_steps=8)
+    assert list(column(run, "train/loss")) == list(range(1, 9))
 
 
 def test_nan_loss_is_not_best(start, monkeypatch):
@@ -464,8 +456,8 @@ def test_wandb_without_login_stays_offline(start, tmp_path, monkeypatch, caplog)
     assert caplog.text.count("wandb: no login found") == 1
 
 
-def test_metrics_are_json_lines(start):
-    run = start()
+def test_metrics_are_json_lines(uninterrupted):
+    run = uninterrupted(train__max_steps=6)
     lines = run.metrics.read_text().splitlines()
     assert len(lines) == 6 + 3
     for line in lines:

@@ -1,4 +1,4 @@
-"""Training on a mixture: it resumes bit for bit, reports each source, and refuses other weights."""
+"""Training on a mixture: it reports each source, and refuses other weights."""
 
 import random
 
@@ -59,16 +59,6 @@ def losses(run):
     return [{key: v for key, v in event.items() if "loss" in key} for event in read_metrics(run)]
 
 
-def test_a_resumed_mixture_equals_an_uninterrupted_one(start, tmp_path):
-    whole = start("whole")
-    start("stopped", train__max_steps=3)
-    resumed = start("stopped", resume=True)
-    a, b = (load_file(run.checkpoint(6) / "model.safetensors") for run in (whole, resumed))
-    assert a.keys() == b.keys()
-    assert all(torch.equal(a[name], b[name]) for name in a)
-    assert losses(whole)[-1] == losses(resumed)[-1]
-
-
 def _indices_of(run, data, step):
     config = load_config(run.recipe)
     size = config.train.micro_batch_size
@@ -107,20 +97,6 @@ def test_losses_of_sources_change_no_number_of_the_run(start):
     a, b = (load_file(run.checkpoint(6) / "model.safetensors") for run in (logged, silent))
     assert all(torch.equal(a[name], b[name]) for name in a)
     assert losses(logged)[-1] == losses(silent)[-1]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", "tp", "pp"])
-def test_losses_of_sources_on_two_processes_equal_one(recipe, launch_warm, start, tmp_path, machine):
-    one = start("one")
-    stages = {"PARALLELISM_CONFIG_PP_SIZE": "2" if machine == "pp" else "1"}
-    options = ["--mixed_precision=no"] if machine == "pp" else []
-    run = launch_warm(machine, "pretrain", recipe(), "--run-dir", tmp_path / machine, machine_options=options, **stages)
-    ours, theirs = ([event for event in read_metrics(r) if "train/loss" in event] for r in (run, one))
-    assert len(ours) == 6
-    for event, expected in zip(ours, theirs, strict=True):
-        names = [name for name in expected if name.startswith("train/loss")]
-        assert [event.get(name) for name in names] == pytest.approx([expected[name] for name in names], abs=1e-5)
 
 
 def test_a_source_has_the_order_that_it_has_alone(recipe):

@@ -3,7 +3,6 @@
 import json
 import logging
 import re
-import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -13,6 +12,7 @@ from accelerate import tracking as accelerate_tracking
 from accelerate.tracking import GeneralTracker
 
 import nanogpt_hf
+from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.runs import machine
@@ -168,7 +168,7 @@ def test_tensorboard_continues_and_has_each_step_once(pretrain):
 
 
 @pytest.mark.long
-def test_wandb_continues_the_run_without_secrets(root, tmp_path, write_recipe, monkeypatch):
+def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeypatch):
     # in new processes: wandb keeps a service and settings within a process
     pytest.importorskip("wandb", reason="wandb is not installed")
     monkeypatch.setenv("SOME_TOKEN", "t0ken")
@@ -176,10 +176,7 @@ def test_wandb_continues_the_run_without_secrets(root, tmp_path, write_recipe, m
     for steps, flags in (2, []), (4, ["--resume"]):
         recipe = write_recipe(train__max_steps=steps, optim__warmup_steps=1, tracking__trackers=["wandb"])
         arguments = ["pretrain", recipe, "--run-dir", run.path, "--data.text_column", SECRET, *flags]
-        completed = subprocess.run(
-            [sys.executable, root / "cli.py", *arguments], capture_output=True, text=True, timeout=120
-        )
-        assert completed.returncode == 0, completed.stderr
+        assert Forked(arguments).wait(120) == 0
     folders = sorted((run.path / "wandb").glob("offline-run-*"))
     run_ids = json.loads((run.trackers / "runs.json").read_text())
     assert len(folders) == 2

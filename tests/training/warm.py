@@ -13,6 +13,7 @@ import tempfile
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import datasets  # noqa: F401  (with pandas: seconds of each fork)
 import torch
 import torch._dynamo
 import torch.distributed.run
@@ -28,11 +29,13 @@ from nanogpt_hf.training import start  # noqa: F401
 
 if importlib.util.find_spec("deepspeed") is not None:
     import deepspeed.runtime.engine
+    import deepspeed.runtime.zero.muon.original_muon  # imports inductor
     import deepspeed.runtime.zero.stage3
     import deepspeed.runtime.zero.stage_1_and_2  # noqa: F401
     import torch._functorch.aot_autograd
 
 torch.set_num_threads(1)  # a thread pool does not survive a fork; a process sets its own number
+os.fsync = lambda descriptor: None  # as in conftest.py
 
 
 def start_processes(count: int, arguments: list[str], environment: dict[str, str]) -> None:

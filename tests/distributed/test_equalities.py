@@ -1,0 +1,316 @@
+"""Layouts × features: a run that moves from layout to layout equals one process, and resumes bit for bit on each.
+
+Each feature is trained once on one process, and once through its layouts in turn, each of which resumes the run of the
+one before and trains STEPS steps.
+"""
+
+import functools
+import importlib.util
+import json
+import os
+import random
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from assertions import CHUNKS, copy_at
+from nanogpt_hf.commands import main
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.training.checkpoint import read_checkpoint
+
+pytestmark = pytest.mark.long
+STEPS = 3
+MEASURED = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
+
+# Row of the table: accelerate config, processes.
+LAYOUTS = {
+    "DDP": ("cpu_ddp", 2),
+    "DDP on 3": ("cpu_ddp", 3),
+    "FSDP2": ("fsdp2", 2),
+    "FSDP2 on 3": ("fsdp2", 3),
+    "FSDP2, recomputed": ("fsdp2_checkpointing", 2),
+    "HSDP": ("hsdp", 4),
+    "ZeRO-2": ("deepspeed_zero2", 2),
+    "ZeRO-3": ("deepspeed_zero3", 2),
+    "ZeRO-3 on 3": ("deepspeed_zero3", 3),
+    "TP": ("tp", 2),
+    "PP": ("pp", 2),
+}
+REAL_LAUNCHER = "FSDP2, recomputed"  # all others are forks of a process that has imported torch: warm.py
+needs_deepspeed = pytest.mark.skipif(
+    importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
+    reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
+)
+
+COMMON = {
+    "optim.schedule": "constant",  # each layout trains up to another train.max_steps
+    "optim.learning_rate": 2e-3,
+    "optim.warmup_steps": 2,
+    "eval.every": STEPS,
+    "eval.tokens": 512,
+    "checkpoint.every": 1,
+    "checkpoint.keep": 99,
+    "tracking.every": 1,
+    "train.micro_batch_size": 2,
+}
+DROPOUT = {"model.dropout": 0.1}
+LAYERS = {"tracking.layers": True}
+SAMPLES = {"eval.samples": '["A cat "]', "eval.sample_tokens": 18}  # more than the 16 positions of the model
+DECODER = {"model.n_kv_head": 1}
+FINETUNED = DROPOUT | {"train.tokens_per_step": 256, "data.block_size": 16, "data.order": "random"}
+UNFREEZING = FINETUNED | {"finetune.freeze_layers": 2, "finetune.unfreeze_every": 2}
+
+
+class Feature(NamedTuple):
+    """Column of the table: knobs beside COMMON, and the layouts of its moving run."""
+
+    knobs: dict[str, Any]
+    layouts: tuple[str, ...] = ()
+
+
+FEATURES = {
+    # With three processes the order of a sum matters. No size is a multiple of three, so shards are padded.
+    "AdamW": Feature(
+        DROPOUT | LAYERS | SAMPLES | {"model.n_embd": 20, "train.tokens_per_step": 192},
+        ("DDP on 3", "FSDP2", "FSDP2, recomputed", "ZeRO-2", "ZeRO-3 on 3"),
+    ),
+    # 20 is no multiple of 3 processes, and there are fewer stacked matrices (2) than processes
+    "Muon": Feature(
+        DROPOUT
+        | LAYERS
+        | {"optim.name": "muon", "model.init": "zero_residual", "model.n_embd": 20, "train.tokens_per_step": 384},
+        ("DDP", "FSDP2 on 3", "HSDP"),
+    ),
+    "mixture": Feature(LAYERS | SAMPLES | {"model.n_head": 4}, ("DDP", "FSDP2", "TP", "PP")),
+    "conversations": Feature(
+        DROPOUT
+        | {"data.format": "chat", "data.block_size": 128, "model.n_positions": 128, "train.tokens_per_step": 1024},
+        ("DDP", "FSDP2"),
+    ),
+    "unfreezing": Feature(UNFREEZING, ("DDP", "FSDP2")),
+    "unfreezing with Muon": Feature(UNFREEZING | {"optim.name": "muon"}),
+    "LoRA": Feature(FINETUNED | {"lora.rank": 2, "lora.dropout": 0.1}),
+    "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("ZeRO-3", "FSDP2")),
+    "nanochat": Feature({"model.architecture": "nanochat"} | DECODER, ("ZeRO-3",)),
+    "llama": Feature({"model.architecture": "llama"} | DECODER),
+    "olmo2": Feature({"model.architecture": "olmo2"} | DECODER),
+}
+RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
+
+
+def cells(*chosen: tuple[str, str]) -> list:
+    """(feature, layout) as parameters: those that are chosen, or all."""
+    every = [(name, layout) for name, feature in FEATURES.items() for layout in feature.layouts]
+    return [
+        pytest.param(*cell, marks=needs_deepspeed if "ZeRO" in cell[1] else (), id=" ".join(cell))
+        for cell in (chosen or every)
+    ]
+
+
+class Trained(NamedTuple):
+    """A run up to the end of a layout's steps, and what each of its processes held: see launched.py."""
+
+    run: RunFolder
+    first: int
+    last: int
+    held: list[dict]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("equalities")
+
+
+@pytest.fixture(scope="module")
+def words_of(folder, make_recipe, text_file, chat_file, byte_tokenizer, tiny_base) -> Callable[..., list[str]]:
+    """The command line of a feature's run: (feature, folder, steps, flags)."""
+    recipe = make_recipe(folder / "recipe.yaml")
+    draw, sources = random.Random(0), {"mixture": [], "conversations": [{"source": str(chat_file), "weight": 2}]}
+    for number, words in enumerate(("the cat sat on a mat", "def x return y if z", "one plus two is three")):
+        path = folder / f"text{number}.txt"
+        path.write_text("".join(" ".join(draw.choices(words.split(), k=6)) + "\n" for _ in range(200 - 60 * number)))
+        sources["mixture"].append({"source": str(path), "weight": (7, 2, 1)[number]})
+    turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
+    (folder / "talk.jsonl").write_text((json.dumps({"messages": turns * 3}) + "\n") * 20)
+    sources["conversations"].append({"source": str(folder / "talk.jsonl"), "weight": 1})
+
+    def words(name: str, run: Path, steps: int, *flags: str) -> list[str]:
+        knobs = COMMON | FEATURES[name].knobs | {"train.max_steps": steps}
+        start = ["pretrain", str(recipe)]
+        if "finetune.freeze_layers" in knobs or "lora.rank" in knobs:
+            start = ["finetune", "--from", str(tiny_base), "--data", str(text_file)]
+            knobs["data.dir"] = folder / "finetuning"
+        if name in sources:
+            knobs |= {"data.source": json.dumps(sources[name]), "data.tokenizer": byte_tokenizer}
+            knobs["data.dir"] = folder / name
+        options = [str(word) for key, value in knobs.items() for word in (f"--{key}", value)]
+        return [*start, "--run-dir", str(run), *options, *flags]
+
+    return words
+
+
+@pytest.fixture(scope="module")
+def train(words_of, launch_warm, launch_command, root, forget_accelerate):
+    """Train a feature on a layout up to a step: (feature, layout, folder, steps, flags) -> what each process held."""
+
+    def train(name: str, layout: str, run: Path, steps: int, *flags: str) -> list[dict]:
+        words = words_of(name, run, steps, *flags)
+        if layout == "one process":
+            forget_accelerate()
+            assert main(words) == 0
+            return []
+        machine, processes = LAYOUTS[layout]
+        options = [f"--num_processes={processes}", *(["--mixed_precision=no"] if layout == "PP" else [])]
+        stages = {"PARALLELISM_CONFIG_PP_SIZE": "2"} if layout == "PP" else {}
+        if layout == REAL_LAUNCHER:
+            command = launch_command(machine, *words, machine_options=options)
+            environment = os.environ | {"PYTHONPATH": str(root)} | CHUNKS
+            completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+            assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
+        else:
+            launch_warm(machine, *words, machine_options=options, **CHUNKS, **stages)
+        return [json.loads(Path(f"{run}.held.{rank}.json").read_text()) for rank in range(processes)]
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def alone(train, folder):
+    """The run of a feature on one process, trained once."""
+
+    @functools.cache
+    def alone(name: str) -> RunFolder:
+        run = folder / f"{name} alone"
+        train(name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts) + 1), "--overwrite")
+        return RunFolder(run)
+
+    return alone
+
+
+@pytest.fixture(scope="module")
+def moved(train, folder):
+    """The moving run of a feature after the steps of a layout; it trains the layouts before, too."""
+
+    @functools.cache
+    def moved(name: str, layout: str) -> Trained:
+        available = [other for other in FEATURES[name].layouts if "ZeRO" not in other or not needs_deepspeed.args[0]]
+        layouts = [*available, "one process"]
+        number, run = layouts.index(layout), folder / f"{name} {layout}"
+        shutil.rmtree(run, ignore_errors=True)
+        if number:
+            shutil.copytree(moved(name, layouts[number - 1]).run.path, run)
+        first, last = STEPS * number, STEPS * (number + 1)
+        held = train(name, layout, run, last, "--resume" if number else "--overwrite")
+        return Trained(RunFolder(run), first, last, held)
+
+    return moved
+
+
+def events(run: RunFolder, first: int, last: int) -> list[dict]:
+    """The metrics of the steps after `first` up to `last`, and of step 0 if `first` is 0."""
+    found = [event for event in read_metrics(run) if first < event["step"] <= last or event["step"] == first == 0]
+    assert len(found) > last - first
+    return found
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout"),
+    [*cells(), *((name, "one process") for name, feature in FEATURES.items() if feature.layouts)],
+)
+def test_moving_run_equals_one_process(moved, alone, feature, layout):
+    run, first, last, held = moved(feature, layout)
+    one, zero = alone(feature), "ZeRO" in layout  # DeepSpeed gives no access to gradients
+    for ours, theirs in zip(events(run, first, last), events(one, first, last), strict=True):
+        expected = {name: value for name, value in theirs.items() if not (zero and name.startswith("layers/"))}
+        assert ours.keys() == expected.keys()
+        for name in expected.keys() - set(MEASURED):
+            tolerance = {"abs": 1e-4 if "grad_norm" in name else 1e-5, "rel": 1e-5}
+            if name.startswith("layers/"):
+                tolerance = {"abs": 1e-5, "rel": 1e-3}
+            value = expected[name]
+            if not isinstance(value, list):  # samples are equal
+                value = pytest.approx(value, **tolerance)
+            assert ours[name] == value, f"step {ours['step']}: {name}"
+    for ours, theirs in zip(*(read_checkpoint(r.checkpoint(last))[:2] for r in (run, one)), strict=True):
+        assert ours.keys() == theirs.keys()
+        for name in theirs:
+            if "k_proj.bias" not in name:  # it has no gradient but rounding errors, which AdamW enlarges
+                assert (ours[name].float() - theirs[name].float()).abs().max() < 1e-5, name
+    kinds = {kind for process in held for kind, _, _ in process["weights"].values()}
+    if "SDP" in layout:
+        assert kinds == {"DTensor"}
+    elif layout not in ("TP", "one process"):
+        assert kinds == {"Parameter"}
+
+
+@pytest.mark.parametrize(
+    ("feature", "layout", "steps_left"),
+    [
+        *((name, "one process", steps) for name in FEATURES for steps in ((2, 3) if "unfreezing" in name else (2,))),
+        *(pytest.param(*cell.values, 2, marks=cell.marks) for cell in cells(*sorted(RESUMED_LAYOUTS))),
+    ],
+)
+def test_resumed_run_equals_uninterrupted(train, moved, alone, tmp_path, feature, layout, steps_left):
+    if layout == "one process":
+        source = alone(feature)
+        last = max(event["step"] for event in read_metrics(source))
+    else:
+        source, _, last, _ = moved(feature, layout)
+    resumed = copy_at(source, last - steps_left, tmp_path / "resumed")
+    train(feature, layout, resumed.path, last, "--resume")
+    contents = []
+    for run in (resumed, source):
+        paths = [*run.final.rglob("*.safetensors"), *run.checkpoint(last).glob("*.safetensors")]
+        assert len(paths) >= 3
+        contents.append({path.relative_to(run.path): path.read_bytes() for path in paths})
+        numbers = [
+            {key: value for key, value in event.items() if key not in MEASURED}
+            for event in events(run, last - steps_left, last)
+        ]
+        contents.append(numbers)
+    assert contents[:2] == contents[2:]
+
+
+@pytest.mark.parametrize(
+    ("layout", "weights_shared"),
+    [
+        ("FSDP2", True),
+        pytest.param("ZeRO-2", False, marks=needs_deepspeed),
+        pytest.param("ZeRO-3 on 3", True, marks=needs_deepspeed),
+    ],
+)
+def test_each_process_holds_and_copies_its_share(moved, layout, weights_shared):
+    ours, whole = moved("AdamW", layout).held, moved("AdamW", "DDP on 3").held
+    share = 1.06 / len(ours)
+    weights = sum(size for _, _, size in whole[0]["weights"].values())
+    assert [held["optimizer_state"] for held in whole] == [2 * weights] * 3
+    for held in ours:
+        own = sum(own for _, own, _ in held["weights"].values())
+        assert own <= share * weights if weights_shared else own == weights
+        assert 0.9 * share * 2 * weights <= held["optimizer_state"] <= share * 2 * weights
+    assert sum(held["copied"] for held in ours) == whole[0]["copied"]
+    assert max(held["copied"] for held in ours) < 1.2 * share * whole[0]["copied"]
+
+
+def test_tensor_parallelism_splits_matrices_and_stages_the_blocks(moved):
+    for held in moved("mixture", "TP").held:
+        for name in ("attn.q_proj", "attn.o_proj", "mlp.fc", "mlp.proj"):
+            _, own, whole = held["weights"][f"transformer.h.1.{name}.weight"]
+            assert own == whole / 2
+    blocks = [{name.split(".")[2] for name in held["weights"] if ".h." in name} for held in moved("mixture", "PP").held]
+    assert blocks == [{"0"}, {"1"}]
+
+
+@pytest.mark.parametrize("layout", ["DDP", "FSDP2 on 3"])
+def test_muon_state_is_one_sharded_buffer_per_matrix(moved, layout):
+    ranks = moved("Muon", layout).held
+    sizes = {name: size for name, (_, _, size) in ranks[0]["weights"].items()}
+    matrices = sum(size for name, size in sizes.items() if ".h." in name and "ln_" not in name)
+    total = 2 * sum(sizes.values()) - matrices
+    states = [rank["optimizer_state"] for rank in ranks]
+    assert states == [total] * 2 if layout == "DDP" else sum(states) == total
