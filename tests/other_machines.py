@@ -98,10 +98,10 @@ def run(variations: tuple[str, ...], processes: int, seed: int, arguments: list[
     for variation in variations:
         environment |= VARIATIONS[variation]
     with contextlib.ExitStack() as stack:
-        prefix = "other machines " if "space-in-path" in variations else "other_machines_"
         place = TMPFS if "tmpfs" in variations else None
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix=prefix, dir=place)))
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
         root, python, results = ROOT, sys.executable, folder / "tmp" / "results.xml"
+        arguments = [f"--junitxml={results}", *arguments]
         for name in ("tmp", "home", "mount"):
             (folder / name).mkdir()
         if "space-in-path" in variations:
@@ -116,8 +116,9 @@ def run(variations: tuple[str, ...], processes: int, seed: int, arguments: list[
             )
             (root / ".venv").symlink_to(sys.prefix)
             python = str(root / ".venv" / "bin" / "python")
+            arguments.append(f"--basetemp={folder / 'tmp' / 'of the tests'}")
         environment |= {"TMPDIR": str(folder / "tmp"), "PYTHONPATH": str(root)}
-        command = [python, "-m", "pytest", "-p", "no:cacheprovider", f"--junitxml={results}"]
+        command = [python, "-m", "pytest", "-p", "no:cacheprovider"]
         command += ["-n", str(processes), "--dist", "loadfile"] if processes else []
         if "random-order" in variations:
             command += ["--random-order", f"--random-order-seed={seed}"]
