@@ -196,8 +196,11 @@ def quick_collections():
 
 @pytest.fixture(autouse=True)
 def fresh_accelerate(forget_accelerate):
+    before = set(os.environ)
     yield
     forget_accelerate()
+    for name in {"MASTER_ADDR", "MASTER_PORT"} - before:  # accelerate may set them
+        os.environ.pop(name, None)
 
 
 @pytest.fixture(scope="session", autouse=True)

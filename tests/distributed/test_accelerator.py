@@ -27,6 +27,7 @@ from nanogpt_hf.runs.folder import RunFolder
 )
 def test_signal_requests_stop_and_second_ctrl_c_interrupts(names):
     before = signal.getsignal(signal.SIGINT)
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
     accelerator = Accelerator()
     with stop_on_signals() as stop:
         assert not stop.on_any_process(accelerator)
@@ -36,6 +37,7 @@ def test_signal_requests_stop_and_second_ctrl_c_interrupts(names):
             assert stop.reason == f"received {names[0]}"
         with pytest.raises(KeyboardInterrupt):
             os.kill(os.getpid(), signal.SIGINT)
+    signal.signal(signal.SIGHUP, hangup)
     assert signal.getsignal(signal.SIGINT) is before
 
 

@@ -1,5 +1,7 @@
 """Training on conversations: the loss equals that of single examples; runs end with a model for chat."""
 
+import shlex
+
 import datasets
 import numpy as np
 import pytest
@@ -124,7 +126,7 @@ def test_pretrain_on_chats_names_the_chat_command(write_chat_recipe, tmp_path, c
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "54 conversations" in out
-    assert f"next: python cli.py chat {tmp_path / 'run'}" in out
+    assert f"next: python cli.py chat {shlex.quote(str(tmp_path / 'run'))}" in out
     forget_accelerate()
     resume = ["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), "--resume", "--train.max_steps", "4"]
     assert main([*resume, "--data.packing", "padded"]) == 2

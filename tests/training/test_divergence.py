@@ -127,7 +127,7 @@ def test_commands_on_diverged_model_end_in_one_line(broken_model, tmp_path, caps
     assert not (tmp_path / "out").exists()
     arguments = ["evaluate", folder, "--data", tmp_path / "text.txt", "--output", tmp_path / "o.json"]
     assert main([str(argument) for argument in arguments]) == 0
-    output = capsys.readouterr().out
+    output = capsys.readouterr().out.replace(str(tmp_path), "")
     assert "the loss is not finite (" in output
     assert max(map(len, output.splitlines())) < 200
     assert json.loads((tmp_path / "o.json").read_text())["text"]["loss"] is None
