@@ -17,7 +17,7 @@ ROTATIONS = ("allgather", "alltoall")  # of keys and values in ring attention; t
 
 class _Kind(NamedTuple):
     words: str
-    accepts: Callable[[Any], bool]
+    accepts: Callable[[Any], object]  # true if it does
 
 
 def _number(low: int, high: int = 10**9) -> _Kind:
