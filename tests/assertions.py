@@ -1,6 +1,5 @@
 """What several test files assert: that two runs are the same experiment, that a call refuses its input in one line."""
 
-import os
 import shutil
 import subprocess
 import sys
@@ -77,18 +76,13 @@ def file_contents(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def run_without_this_package(script: str, folder: Path, *arguments: str) -> None:
-    """Run a Python script in a new process in `folder` that has no path to this checkout."""
-    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    completed = subprocess.run(
-        [sys.executable, "-c", script, *arguments],
-        capture_output=True,
-        text=True,
-        cwd=folder,
-        env=environment,
-        timeout=240,
-    )
+def run_without_this_package(script: str, folder: Path, *arguments: str) -> str:
+    """Run a Python script in a new process in `folder` that cannot import this package; return its output."""
+    script = f"import sys; sys.modules['nanogpt_hf'] = None\n{script}"
+    command = [sys.executable, "-c", script, *arguments]
+    completed = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240)
     assert completed.returncode == 0, completed.stderr
+    return completed.stdout
 
 
 def refusal(call: Callable, *arguments, error: type[Exception] = DataError, **options) -> str:

@@ -16,10 +16,12 @@ PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="
 
 
 @pytest.mark.long
-def test_python_example_trains_resumes_samples_and_pushes(hub, tmp_path, monkeypatch, capsys):
+def test_python_example_trains_resumes_samples_and_pushes(hub, tmp_path, write_recipe, monkeypatch, capsys):
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    exec(compile(example.replace("user/python", "tester/python"), "training.md", "exec"), {})
+    recipe = write_recipe(tracking__every=10, model__n_positions=64)  # smaller than the quickstart's
+    example = example.replace("user/python", "tester/python").replace('"quickstart"', repr(str(recipe)))
+    exec(compile(example, "training.md", "exec"), {})
     events = read_metrics(RunFolder("runs/python"))
     assert [event["step"] for event in events if "train/loss" in event] == list(range(10, 61, 10))
     assert (tmp_path / "runs/python/checkpoints/step_00000060").is_dir()

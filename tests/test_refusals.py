@@ -398,7 +398,7 @@ RECIPES = [
     ("---\ndata: {source: y}", "line 2"),
     ("? [a]\n: b", "line 2"),
     ("a\0b", "YAML"),
-    ("[" * 5000, "YAML"),
+    ("[" * 1500, "YAML"),
     ("model:\n  n_layer: !!python/object/apply:os.mkdir [made]", "line 3", "tag"),
     ("model:\n  n_layer: !!python/object/new:os.mkdir [made]", "line 3", "tag"),
     ("model:\n  n_layer: !!python/name:os.system", "line 3", "tag"),

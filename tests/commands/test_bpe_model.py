@@ -1,16 +1,11 @@
 """A model with `data.tokenizer: bpe` in every command that reads it."""
 
-import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import yaml
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import encode_ordinary, load_tokenizer
-from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
 
 SIZE = 280
@@ -27,25 +22,6 @@ def run(tmp_path_factory, make_recipe, forget_accelerate):
     forget_accelerate()
     assert main(["pretrain", str(path), "--run-dir", str(folder / "run")]) == 0
     return RunFolder(folder / "run")
-
-
-@pytest.mark.long
-def test_bpe_tokenizer_of_a_model_opens_without_this_package(run):
-    text = "the cat sat<|endoftext|>\n 日本"
-    code = """
-import json, sys
-sys.modules["nanogpt_hf"] = None  # importing it would raise
-from transformers import AutoTokenizer
-tokenizer = AutoTokenizer.from_pretrained(sys.argv[1])
-ids = tokenizer(sys.argv[2], split_special_tokens=True)["input_ids"]
-print(json.dumps([len(tokenizer), tokenizer.eos_token, tokenizer.eos_token_id, ids, tokenizer.decode(ids)]))
-"""
-    completed = subprocess.run(
-        [sys.executable, "-c", code, str(run.final), text], capture_output=True, text=True, check=True
-    )
-    ids = encode_ordinary(load_tokenizer(run.path.parent / "data" / "tokenizer"), text)
-    assert json.loads(completed.stdout.splitlines()[-1]) == [SIZE, "<|endoftext|>", SIZE - 1, ids, text]
-    assert load_model(str(run.final)).config.vocab_size == SIZE
 
 
 def test_bpe_model_is_sampled_and_evaluated(run, text_file, capsys):

@@ -4,7 +4,6 @@ import dataclasses
 import json
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,12 +13,13 @@ import psutil
 import pytest
 import torch
 
+from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.synthetic import synthetic_tokens
 from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.doctor import findings, interconnect, machine, probes
+from nanogpt_hf.doctor import findings, interconnect, machine, probes, report
 from nanogpt_hf.doctor.interconnect import Link
 
 ROOT = Path(__file__).parents[2]
@@ -59,25 +59,19 @@ def test_doctor_on_a_sound_machine(capsys, tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory, make_recipe):
+def pair(tmp_path_factory, make_recipe, launch_warm):
     """The report of two processes on a recipe with prepared data, as text and JSON."""
     folder = tmp_path_factory.mktemp("pair")
     recipe = make_recipe(folder / "tiny.yaml", train__tokens_per_step=512)
     assert main(["prepare", str(recipe)]) == 0
-    config = ROOT / "accelerate_configs" / "cpu_ddp.yaml"
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(config)]
-    completed = subprocess.run(
-        [*launch, str(ROOT / "cli.py"), "doctor", str(recipe), "--json", str(folder / "findings.json")],
-        capture_output=True,
-        text=True,
-        env=os.environ
-        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(folder), "TORCH_HOME": str(folder)},
-        timeout=200,
-    )
-    assert completed.returncode == 0, completed.stdout + completed.stderr[-3000:]
+    ended = []
+    options = {"HF_HOME": str(folder), "TORCH_HOME": str(folder), "ends_with": lambda *end: ended.append(end)}
+    launch_warm("cpu_ddp", "doctor", recipe, "--json", folder / "findings.json", **options)
+    ((status, out),) = ended
+    assert status == 0, out
     findings = json.loads((folder / "findings.json").read_text())
     by_topic = {finding["topic"]: finding for finding in findings if finding["figures"]}
-    return folder, completed.stdout, by_topic
+    return folder, out, by_topic
 
 
 @pytest.mark.long
@@ -198,30 +192,22 @@ def test_doctor_finds_data_of_another_tokenizer(capsys, monkeypatch, tmp_path, w
 
 
 @pytest.mark.long
-def test_doctor_reports_processes_that_do_not_respond(tmp_path):
+def test_doctor_reports_processes_that_do_not_respond(tmp_path, monkeypatch):
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = str(probe.getsockname()[1])
-    script = (
-        "import sys; from nanogpt_hf.commands import main; from nanogpt_hf.doctor import report\n"
-        "report.PATIENCE = 2; sys.exit(main(['doctor']))"
-    )
     rendezvous = {"WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    completed = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        text=True,
-        cwd=tmp_path,
-        env=os.environ
-        | rendezvous
-        | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "HF_HOME": str(tmp_path), "TORCH_HOME": str(tmp_path)},
-        timeout=90,
-    )
-    assert completed.returncode == 1
-    assert "fault    launch      no response from the other processes within 2 s" in completed.stdout
-    assert "GLOO_SOCKET_IFNAME" in completed.stdout
-    assert completed.stdout.endswith(" 1 fault\n")
-    assert "Traceback" not in completed.stderr
+    for name, value in rendezvous.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(report, "PATIENCE", 1)
+    with (tmp_path / "output").open("w") as file:
+        streams = dict.fromkeys((1, 2), file.fileno())
+        assert Forked(["doctor"], streams=streams, folder=tmp_path).wait(60) == 1
+    output = (tmp_path / "output").read_text()
+    assert "fault    launch      no response from the other processes within 1 s" in output
+    assert "GLOO_SOCKET_IFNAME" in output
+    assert output.endswith(" 1 fault\n")
+    assert "Traceback" not in output
 
 
 def test_doctor_reports_out_of_memory_and_raises_other_errors(capsys, monkeypatch, tmp_path):

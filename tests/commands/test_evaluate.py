@@ -2,8 +2,6 @@
 
 import hashlib
 import json
-import subprocess
-import sys
 
 import pytest
 
@@ -60,7 +58,7 @@ def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp
 
 
 @pytest.mark.long
-def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, tmp_path, root):
+def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, tmp_path, launch_warm):
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -69,12 +67,14 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
     arguments += ["--core", core_bundle.write(tmp_path / "bundle"), "--max-new-tokens", 2]
     out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
-    config = root / "accelerate_configs" / "cpu_ddp.yaml"
-    launcher = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", config, "--num_processes", "2"]
-    command = [*launcher, root / "cli.py", "evaluate", *arguments, "--output", tmp_path / "two.json"]
-    completed = subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=240)
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.count("on task letters") == completed.stdout.count("on CORE") == 1
+    ended = []
+    launch_warm(
+        *("cpu_ddp", "evaluate", *arguments, "--output", tmp_path / "two.json"),
+        ends_with=lambda *end: ended.append(end),
+    )
+    ((status, output),) = ended
+    assert status == 0, output
+    assert output.count("on task letters") == output.count("on CORE") == 1
     one, two = (json.loads((tmp_path / f"{name}.json").read_text()) for name in ("one", "two"))
     assert two["machine"].startswith("2 × ")
     numbers = [name for name, value in one["text"].items() if isinstance(value, float)]

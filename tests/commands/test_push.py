@@ -75,7 +75,6 @@ LOAD_AND_FINETUNE = """
 import sys, torch
 from nanogpt_hf import GPTForCausalLM
 from nanogpt_hf.commands import main
-from transformers import AutoModelForCausalLM
 theirs = GPTForCausalLM.from_pretrained("tester/tiny")
 ours = GPTForCausalLM.from_pretrained(sys.argv[1])
 for a, b in zip(theirs.parameters(), ours.parameters(), strict=True):
@@ -104,6 +103,7 @@ def test_a_pushed_model_loads_by_its_repo_id(capsys, hub, trained, text_file, tm
     card = (tmp_path / "tuned" / "best" / "README.md").read_text()
     assert "base_model: tester/tiny" in card
     assert "The " in done.stdout
+    assert done.stderr.count("loading tester/tiny from the Hub\n") == 1
     assert hub.repositories["tester/tiny"].private
     assert json.loads(hub.repositories["tester/direct"].files()["config.json"])["model_type"] == "gpt2"
 

@@ -1,16 +1,16 @@
 """The command `serve`: its start, mistakes, and Ctrl-C."""
 
-import functools
 import http.client
 import importlib.util
 import json
+import os
 import re
 import signal
-import subprocess
 import sys
 
 import pytest
 
+from forked import Forked
 from nanogpt_hf.commands import main
 from nanogpt_hf.commands.serve import served_name
 
@@ -59,24 +59,22 @@ def test_the_name_of_a_model_has_no_path(tmp_path):
 @pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="needs POSIX signals")
 @needs_server
-def test_ctrl_c_ends_a_busy_server_with_status_130(letter_model, root):
-    command = [sys.executable, str(root / "cli.py"), "serve", str(letter_model), "--port", "0"]
-    # a suite that runs in the background ignores SIGINT, and a child inherits that
-    restore = functools.partial(signal.signal, signal.SIGINT, signal.default_int_handler)
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=root, preexec_fn=restore
-    ) as process:
-        try:
-            port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", process.stdout.readline())[1]
+def test_ctrl_c_ends_a_busy_server_with_status_130(letter_model, tmp_path):
+    reading, writing = os.pipe()
+    with (tmp_path / "errors").open("w") as errors:
+        process = Forked(["serve", letter_model, "--port", 0], streams={1: writing, 2: errors.fileno()})
+    os.close(writing)
+    try:
+        with os.fdopen(reading) as out:
+            port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", out.readline())[1]
             connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
             body = json.dumps({"prompt": ["abc"] * 16, "max_tokens": 29, "stream": True})
             connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
             response = connection.getresponse()
             assert response.readline().startswith(b"data: {")
-            process.send_signal(signal.SIGINT)
+            os.kill(process.pid, signal.SIGINT)
             response.read()
             connection.close()
-            assert process.wait(60) == 130
-        finally:
-            process.kill()
-        assert process.stderr.read() == ""
+    finally:
+        assert process.wait(60) == 130
+    assert (tmp_path / "errors").read_text() == ""

@@ -1,6 +1,5 @@
 """The metric for the `evaluate` library, loaded by path and offline."""
 
-import evaluate
 import pytest
 from accelerate import Accelerator
 
@@ -12,6 +11,8 @@ from nanogpt_hf.model.build import load_model
 
 
 def test_hf_metric_loads_by_path_and_equals_the_command(root, letter_model, monkeypatch, tmp_path):
+    import evaluate  # takes long, and collection imports every test file
+
     monkeypatch.setattr(evaluate.config, "HF_MODULES_CACHE", tmp_path / "modules")
     metric = evaluate.load(str(root / "nanogpt_hf" / "evaluation" / "hf_metric.py"), cache_dir=str(tmp_path))
     assert isinstance(metric, evaluate.Metric)

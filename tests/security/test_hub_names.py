@@ -3,8 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 
 import pytest
 
@@ -61,19 +59,6 @@ def test_missing_path_is_one_line_without_a_request(command, hub_of_stranger, te
         assert f"{os.path.expanduser(path)}: no such folder" in err
         assert err.count("\n") == 1
     assert hub_of_stranger.requests == []
-
-
-def test_hub_model_is_loaded_after_one_line(hub_of_stranger, tmp_path, root):
-    # in a new process: this one imported the libraries in offline mode
-    arguments = [sys.executable, str(root / "cli.py"), "sample", "tester/letters", "--prompt", "abc"]
-    completed = subprocess.run(
-        [*arguments, "--max-new-tokens", "4"], capture_output=True, text=True, cwd=tmp_path, timeout=120
-    )
-    assert completed.returncode == 0, completed.stderr
-    assert completed.stdout.startswith("abc")
-    assert completed.stderr.startswith("loading tester/letters from the Hub\n")
-    assert completed.stderr.count("loading tester") == 1
-    assert any("tester/letters" in request for request in hub_of_stranger.requests)
 
 
 def test_missing_adapter_base_is_one_line(hub_of_stranger, tmp_path, capsys):

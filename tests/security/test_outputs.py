@@ -38,8 +38,8 @@ def commands(run, letter_model, write_recipe, tmp_path):
         "compare": (["compare", str(run), "--output"], b"\x89PNG"),
         "estimate": (["estimate", recipe, "--json"], b"{"),
         "doctor": (["doctor", "--json"], b"["),
-        "bench": (["bench", "--windows", "1", "--json"], b"{"),
-        "trace": (["bench", "--windows", "1", "--profile"], b" {"),
+        "bench": (["bench", recipe, "--windows", "1", "--json"], b"{"),
+        "trace": (["bench", recipe, "--windows", "1", "--profile"], b" {"),
     }
 
 

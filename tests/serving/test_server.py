@@ -9,6 +9,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
+from importlib.util import find_spec
 
 import pytest
 import torch
@@ -17,10 +18,18 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.chat_template import ChatFormat
 
-openai = pytest.importorskip("openai", reason="the client of the API is not installed: it is in the extra `test`")
+if find_spec("openai") is None:
+    pytest.skip("the client of the API is not installed: it is in the extra `test`", allow_module_level=True)
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
-from nanogpt_hf.serving import generation  # noqa: E402
-from nanogpt_hf.serving import server as serving  # noqa: E402
+from nanogpt_hf.serving import generation
+from nanogpt_hf.serving import server as serving
+
+
+@pytest.fixture(scope="module", autouse=True)
+def imported_client():
+    """Import the client, which takes seconds, when the tests start: every worker collects this file."""
+    global openai
+    import openai
 
 
 @contextmanager
