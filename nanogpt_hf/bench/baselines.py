@@ -22,7 +22,7 @@ from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import start_model
-from nanogpt_hf.optim.optimizer import build_optimizer
+from nanogpt_hf.optim.optimizer import build_optimizer, kind_of
 
 Pair = tuple[float, float]  # seconds per step: ours, the baseline's
 
@@ -36,8 +36,11 @@ def check_comparable(work: Workload, baselines: list[str]) -> None:
         raise UserError(f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}")
     if config.finetune.model or config.data.format != "text":
         raise UserError("--against compares pretraining on text; use a recipe without finetune.model")
-    if config.optim.name == "muon" and "trainer" in baselines:
-        raise UserError("--against trainer: transformers' Trainer has no Muon; use --against bare, or optim.name adamw")
+    if "trainer" in baselines and kind_of(config.optim).in_trainer is None:
+        raise UserError(
+            f"--against trainer: transformers' Trainer has no {config.optim.name}; use --against bare, or "
+            "optim.name adamw"
+        )
 
 
 def bare_step(work: Workload) -> Callable[[], None]:
@@ -145,7 +148,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             max_steps=WARM_STEPS + windows * steps + 1,
             per_device_train_batch_size=work.run.batches.micro_batch_size,
             gradient_accumulation_steps=work.run.batches.accumulation,
-            optim="adamw_torch_8bit" if config.optim.state == "8bit" else "adamw_torch_fused",
+            optim=kind_of(config.optim).in_trainer,
             learning_rate=config.optim.learning_rate,
             weight_decay=config.optim.weight_decay,
             max_grad_norm=config.optim.max_grad_norm,

@@ -115,18 +115,18 @@ def _devices(estimate: Estimate, place: Placement) -> list[str]:
         rows.append((device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)))
     return [
         f"on {gpus}: {estimate.flops_per_token / 1e9:,.2f} GFLOPs per token, {estimate.flops:.2e} in total",
-        *_muon(estimate),
+        *_update(estimate),
         *_table(rows),
         "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; the time excludes",
         "  evaluations and counts all parameters as trainable",
     ]
 
 
-def _muon(estimate: Estimate) -> list[str]:
-    if not estimate.muon_flops_per_step:
+def _update(estimate: Estimate) -> list[str]:
+    if not estimate.update_flops_per_step:
         return []
     share = 1 - estimate.flops_per_token * estimate.tokens / estimate.flops
-    return [f"  {share:.2%} of them orthogonalise Muon's updates"]
+    return [f"  {share:.2%} of them are the optimizer's, in Muon's orthogonalization"]
 
 
 def _tokens(estimate: Estimate) -> list[str]:

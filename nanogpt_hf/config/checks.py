@@ -106,21 +106,13 @@ def _step_conflicts(config: Config) -> Iterator[Conflict]:
             ("optim.min_learning_rate", "optim.learning_rate"),
             f"{optim.min_learning_rate} is above optim.learning_rate {optim.learning_rate}",
         )
-    if optim.name == "muon":
-        if not optim.learning_rate:
-            yield Conflict(
-                ("optim.learning_rate", "optim.name"),
-                "must be above 0 with muon, whose learning rate follows the same schedule",
-            )
-        if optim.state == "8bit":
-            yield Conflict(
-                ("optim.state", "optim.name"), "8bit is for adamw only; muon already halves the state of its matrices"
-            )
-        if config.lora.rank:
-            yield Conflict(
-                ("optim.name", "lora.rank"),
-                "muon orthogonalises the update of a whole weight, and LoRA trains two factors of it; use adamw",
-            )
+    if optim.name == "muon" and not optim.learning_rate:
+        yield Conflict(
+            ("optim.learning_rate", "optim.name"),
+            "must be above 0 with muon, whose learning rate follows the same schedule",
+        )
+    if optim.state == "8bit" and optim.name != "adamw":
+        yield Conflict(("optim.state", "optim.name"), "8bit is for adamw only")
     if message := _uneven_step(train.tokens_per_step, train.micro_batch_size, config.data.block_size):
         yield Conflict(("train.tokens_per_step", "train.micro_batch_size", "data.block_size"), message)
 

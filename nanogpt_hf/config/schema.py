@@ -106,9 +106,7 @@ class DataSection:
 
 @dataclass(frozen=True)
 class OptimSection:
-    name: Literal["adamw", "muon"] = knob(
-        "adamw", "muon: Muon for the matrices inside the blocks, AdamW for all other parameters"
-    )
+    name: str = knob("adamw", "adamw; or muon: Muon for the matrices inside the blocks, AdamW for all other parameters")
     learning_rate: float = knob(6e-4, "peak learning rate; with muon, that of the parameters under AdamW", low=0)
     # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
     muon_learning_rate: float = knob(0.02, "Muon's peak learning rate; it follows the same schedule", low=0)

@@ -21,7 +21,7 @@ from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
-from nanogpt_hf.optim.adamw_8bit import check_8bit
+from nanogpt_hf.optim.optimizer import kind_of
 
 
 def check_launch(config: Config) -> int:
@@ -35,8 +35,10 @@ def check_launch(config: Config) -> int:
     if requested("DEEPSPEED"):
         deepspeed.check_recipe(config)
     check_layout(config, Mesh.from_environment(), requested_machine(), Mesh.stated_sizes())
-    if config.optim.state == "8bit":
-        check_8bit(zero=requested("DEEPSPEED"))
+    optimizer = kind_of(config.optim)
+    optimizer.check()
+    if config.lora.rank and (reason := optimizer.refuses.get("lora")):
+        raise UserError(reason)
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"

@@ -40,7 +40,6 @@ from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.optim.muon import Muon
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -190,7 +189,7 @@ def actual_settings(accelerator: Accelerator) -> dict[str, str]:
 def prepared_blocks(
     model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """Compile blocks, loss and Muon's iteration, and checkpoint activations, if the accelerate config sets it.
+    """Compile blocks, loss and the optimizer's update, and checkpoint activations, if the accelerate config sets it.
 
     A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled in place, block by
     block, parameters keep their names and one graph serves all blocks. Accelerate's checkpointing draws new dropout
@@ -211,8 +210,8 @@ def prepared_blocks(
         for block in architecture.blocks(model):
             block.compile(**options)
         architecture.compile_loss(model, **options)
-        if isinstance(optimizer, Muon):
-            optimizer.compile(**options)
+        if compile_update := getattr(optimizer, "compile", None):
+            compile_update(**options)
     try:
         yield
     finally:  # for the next model of this run, after unfreezing

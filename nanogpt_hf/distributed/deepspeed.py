@@ -17,7 +17,9 @@ from accelerate.utils import DistributedType
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.optim.optimizer import ADAMW_STATE, NO_MUON_UNDER_ZERO
+from nanogpt_hf.optim.optimizer import kind_of
+
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")  # of the parameter's shape
 
 
 def is_zero(accelerator: Accelerator) -> bool:
@@ -39,8 +41,8 @@ def check_recipe(config: Config) -> None:
             "tracking.layers: DeepSpeed gives no access to gradients and weights; leave it out, or use "
             "accelerate_configs/fsdp2.yaml"
         )
-    if config.optim.name == "muon":
-        raise UserError(NO_MUON_UNDER_ZERO)
+    if reason := kind_of(config.optim).refuses.get("zero"):
+        raise UserError(reason)
 
 
 def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None:
@@ -139,6 +141,20 @@ def full_state_tensors(
     steps = torch.as_tensor(next(_states(optimizer))["step"], dtype=torch.float32)
     for name in trained:
         yield f"{name}.step", steps.clone()
+
+
+def state_shapes(trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.Size]:
+    """The shapes of the tensors of `full_state_tensors`, by name."""
+    shapes = {f"{n}.{key}": full_shape(p) for n, p in trained.items() for key in ADAMW_STATE}
+    return shapes | {f"{name}.step": torch.Size(()) for name in trained}
+
+
+def set_state(optimizer: AcceleratedOptimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+    """Set a tensor of the optimizer state of a parameter; the number of steps is one for all."""
+    if key in ADAMW_STATE:
+        set_flat(parameter, value, key)
+    else:
+        set_step_count(optimizer, value)
 
 
 def set_step_count(optimizer: AcceleratedOptimizer, steps: torch.Tensor) -> None:

@@ -6,7 +6,7 @@ are collectives: all processes call them.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, cast
 
 import torch
@@ -21,8 +21,8 @@ from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.optim.adamw_8bit import as_float32, held_by
-from nanogpt_hf.optim.optimizer import ADAMW_STATE, state_keys
+from nanogpt_hf.optim.optimizer import OptimizerKind, set_learning_rate
+from nanogpt_hf.optim.state import Item, state_items
 from nanogpt_hf.runs.tensor_files import Box
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -66,15 +66,39 @@ def held_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
 
 
 def held_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> Tensors:
-    """The optimizer state as `held_weights` has the weights, in float32, as `<parameter>.<key>`."""
+    """The optimizer state as `held_weights` has the weights, as checkpoints hold it, by name."""
     check_optimizer_state(accelerator, model, optimizer)
-    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
     if is_zero(accelerator):
-        yield from deepspeed.full_state_tensors(trained, optimizer)
+        yield from deepspeed.full_state_tensors(_trained(accelerator, model), optimizer)
         return
-    for name, parameter in trained.items():
-        for key, value in optimizer.state[parameter].items():
-            yield f"{name}.{key}", as_float32(value).detach()
+    for name, item in _state(accelerator, model, optimizer).items():
+        yield name, kind_of(optimizer).as_saved(item.tensor).detach()
+
+
+def kind_of(optimizer: AcceleratedOptimizer) -> OptimizerKind:
+    return cast(Any, optimizer.optimizer).kind
+
+
+def _trained(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
+    return {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
+
+
+def _state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> dict[str, Item]:
+    """The state that the optimizer has, as `<parameter>.<key>`; not under ZeRO."""
+    return {
+        f"{name}.{key}": item
+        for name, parameter in _trained(accelerator, model).items()
+        for key, item in state_items(optimizer.state.get(parameter, {}))
+    }
+
+
+def _parameter_of(name: str, parameters: Container[str]) -> str | None:
+    """The parameter to which the state of this name belongs; None if it is none of `parameters`."""
+    while name:
+        name = name.rpartition(".")[0]
+        if name in parameters:
+            return name
+    return None
 
 
 def box_of(parameter: torch.Tensor) -> Box:
@@ -94,22 +118,31 @@ def box_of(parameter: torch.Tensor) -> Box:
     return Box(tuple(offset), tuple(shape))
 
 
-def owned_boxes(accelerator: Accelerator, model: torch.nn.Module) -> tuple[dict[str, Box], list[int]]:
-    """The parts of parameters that this process saves, and the ranks that save any.
+def owned_boxes(
+    accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer
+) -> tuple[dict[str, Box], list[int]]:
+    """The parts of weights and optimizer state that this process saves, and the ranks that save any.
 
-    Of processes that have the same part the lowest rank saves it. Under ZeRO all gather each tensor, and each saves
-    about as many bytes of whole ones.
+    Of processes that have the same part the lowest rank saves it. Under ZeRO all gather each tensor,
+    and each saves about as many bytes of whole ones.
     """
     parameters, mesh = named_parameters(accelerator, model), Mesh.from_environment()
     boxes = {name: box_of(parameter) for name, parameter in parameters.items()}
     owners: dict[tuple[str, Box], int] = {}
     if is_zero(accelerator):
         loads = [0] * mesh.world_size
+        state = deepspeed.state_shapes(_trained(accelerator, model))
         sizes = {n: full_shape(p).numel() * (12 if p.requires_grad else 4) for n, p in parameters.items()}
         for name in sorted(sizes, key=lambda name: -sizes[name]):
             owners[name, boxes[name]] = rank = loads.index(min(loads))
             loads[rank] += sizes[name]
+        for name, shape in state.items():
+            parameter = name.rpartition(".")[0]
+            boxes[name] = Box((0,) * len(shape), tuple(shape))
+            owners[name, boxes[name]] = owners[parameter, boxes[parameter]]
     else:
+        items = _state(accelerator, model, optimizer)
+        boxes |= {name: box_of(item.tensor) for name, item in items.items()}
         for rank, held in enumerate(gather_object([boxes])):
             for item in held.items():
                 owners.setdefault(item, rank)
@@ -118,11 +151,11 @@ def owned_boxes(accelerator: Accelerator, model: torch.nn.Module) -> tuple[dict[
 
 
 def saved_bytes(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> int:
-    """Bytes of the parts of weights and optimizer state that this process saves, in float32."""
-    owned, _ = owned_boxes(accelerator, model)
-    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
-    keys = state_keys(optimizer, trained)
-    return sum(4 * math.prod(box.shape) * (1 + len(keys.get(name, ()))) for name, box in owned.items())
+    """Bytes of the weights and optimizer state that this process saves, if they are float32."""
+    make_optimizer_state(accelerator, optimizer)
+    owned, _ = owned_boxes(accelerator, model, optimizer)
+    reset_optimizer_state(accelerator, optimizer)
+    return sum(4 * math.prod(box.shape) for box in owned.values())
 
 
 def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optimizer: AcceleratedOptimizer) -> None:
@@ -132,7 +165,7 @@ def check_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, opti
     """
     if is_zero(accelerator):  # DeepSpeed has one state for all, in flat buffers
         return
-    trained = {name: p for name, p in named_parameters(accelerator, model).items() if p.requires_grad}
+    trained = _trained(accelerator, model)
     without = [name for name, parameter in trained.items() if not optimizer.state.get(parameter)]
     if without and len(without) < len(trained):
         raise UserError(
@@ -148,23 +181,28 @@ def first_mismatch(
     weights: Layout,
     optimizer_state: Layout,
 ) -> str | None:
-    """The first name, shape or dtype in which saved weights and optimizer state differ from the model's; None if equal.
+    """The first name, shape or dtype in which saved weights and optimizer state differ from the model's.
 
-    A parameter without any saved optimizer state may have just been unfrozen.
+    None if all are equal. A parameter without any saved optimizer state may have just been unfrozen.
+    The state of other pipeline stages is compared there.
     """
     parameters = _parameters_of_all_stages(accelerator, model)
-    trained = {name: parameter for name, parameter in parameters.items() if parameter.requires_grad}
-    keys = state_keys(optimizer, trained)
-    sizes = {f"{n}.{k}": (full_shape(p), p.dtype) for n, p in trained.items() for k in keys[n]}
-    sizes |= {f"{n}.step": (torch.Size(()), p.dtype) for n, p in trained.items() if keys[n] == ADAMW_STATE}
-    with_state = {key.rpartition(".")[0] for key in optimizer_state}
+    here = _trained(accelerator, model)
+    elsewhere = {n for n, p in parameters.items() if p.requires_grad} - here.keys()
+    saved_state = {n: found for n, found in optimizer_state.items() if not _parameter_of(n, elsewhere)}
+    with_state = {_parameter_of(name, here) for name in saved_state}
+    if is_zero(accelerator):
+        shapes = deepspeed.state_shapes(here)
+        needed_state = {name: (shape, torch.float32) for name, shape in shapes.items()}
+    else:
+        as_saved, items = kind_of(optimizer).as_saved, _state(accelerator, model, optimizer)
+        held = ((name, as_saved(item.tensor)) for name, item in items.items())
+        needed_state = {name: (tensor.shape, tensor.dtype) for name, tensor in held}
+    needed_state = {n: s for n, s in needed_state.items() if _parameter_of(n, here) in with_state}
+    needed_weights = {name: (full_shape(p), p.dtype) for name, p in parameters.items()}
     for kind, saved, needed in (
-        ("weight", weights, {name: (full_shape(p), p.dtype) for name, p in parameters.items()}),
-        (
-            "optimizer state",
-            optimizer_state,
-            {key: size for key, size in sizes.items() if key.rpartition(".")[0] in with_state},
-        ),
+        ("weight", weights, needed_weights),
+        ("optimizer state", saved_state, needed_state),
     ):
         if odd := sorted(saved.keys() ^ needed.keys()):
             return f"{kind} {odd[0]} is {'missing' if odd[0] in needed else 'not in this model'}"
@@ -192,6 +230,21 @@ def set_weights(accelerator: Accelerator, model: torch.nn.Module, names: Iterabl
                 local.copy_(value)
 
 
+def make_optimizer_state(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> None:
+    """Make the state that the optimizer's first step makes, into which a checkpoint is then loaded.
+
+    It takes a step with gradients of zero at learning rate 0, unless the optimizer has state already.
+    """
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if is_zero(accelerator) or all(optimizer.state.get(p) for p in parameters):
+        return
+    set_learning_rate(optimizer.optimizer, 0.0)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.optimizer.step()
+    optimizer.optimizer.zero_grad()
+
+
 def set_optimizer_state(
     accelerator: Accelerator,
     model: torch.nn.Module,
@@ -199,49 +252,32 @@ def set_optimizer_state(
     names: Iterable[str],
     fetch: Fetch,
 ) -> None:
-    """Load the saved optimizer state `names`, the same on all processes, into the optimizer.
+    """Load the saved optimizer state `names`, the same on all processes, into the optimizer's own.
 
-    A trainable parameter that has none was just unfrozen and gets the initial state.
+    A trainable parameter that has none was just unfrozen: the optimizer makes its state when it steps.
     """
-    trained = {n: p for n, p in named_parameters(accelerator, model).items() if p.requires_grad}
-    kinds = state_keys(optimizer, trained)
-    by_parameter: dict[str, list[str]] = {}
+    trained = _trained(accelerator, model)
+    if is_zero(accelerator):
+        for name in names:
+            parameter, key = trained[name.rpartition(".")[0]], name.rpartition(".")[2]
+            value = cast(torch.Tensor, fetch(name, Box((), ()) if key == "step" else box_of(parameter)))
+            deepspeed.set_state(optimizer, parameter, key, value.to(accelerator.device))
+        return
+    items = _state(accelerator, model, optimizer)
+    fresh = set(trained)
     for name in names:  # in their order, since `fetch` may be a collective
-        by_parameter.setdefault(name.rpartition(".")[0], []).append(name.rpartition(".")[2])
-    for name in trained:
-        by_parameter.setdefault(name, [])
-    for name, keys in by_parameter.items():
-        parameter, state = trained.get(name), {}
-        for key in keys:
-            box = None if parameter is None else Box((), ()) if key == "step" else box_of(parameter)
-            state[key] = fetch(f"{name}.{key}", box)
-        if parameter is None:
+        item = items.get(name)
+        value = fetch(name, None if item is None else box_of(item.tensor))
+        if item is None or value is None:
             continue
-        if is_zero(accelerator):
-            _set_zero_state(accelerator, optimizer, parameter, state)
+        fresh.discard(cast(str, _parameter_of(name, trained)))
+        if torch.is_tensor(item.value):
+            held = item.value.to_local() if isinstance(item.value, DTensor) else item.value
+            kind_of(optimizer).restore(held, value.to(held.device))
         else:
-            state = {key: _like(parameter, value) for key, value in state.items()}
-            optimizer.state[parameter] = held_by(
-                optimizer.optimizer, parameter, state or _initial_state(parameter, kinds[name])
-            )
-
-
-def _set_zero_state(
-    accelerator: Accelerator, optimizer: AcceleratedOptimizer, parameter: torch.Tensor, state: dict[str, Any]
-) -> None:
-    for key, value in state.items():
-        if key in ADAMW_STATE:
-            deepspeed.set_flat(parameter, value.to(accelerator.device), key)
-        else:
-            deepspeed.set_step_count(optimizer, value.to(accelerator.device))
-
-
-def _initial_state(parameter: torch.nn.Parameter, keys: tuple[str, ...]) -> dict[str, torch.Tensor]:
-    """The state that the optimizer creates at a parameter's first step."""
-    state = {key: torch.zeros_like(parameter) for key in keys}
-    if keys == ADAMW_STATE:
-        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device)
-    return state
+            item.set_number(value)
+    for name in fresh:
+        optimizer.state.pop(trained[name], None)
 
 
 def scaler_state(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> dict[str, float] | None:
@@ -271,12 +307,3 @@ def reset_optimizer_state(accelerator: Accelerator, optimizer: AcceleratedOptimi
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
-
-
-def _like(parameter: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """This process's part of a saved tensor on the parameter's device, sharded like the parameter."""
-    value = value.to(parameter.device, copy=True)  # it may be a part of a mapped file
-    if not isinstance(parameter, DTensor) or not value.dim():
-        return value
-    shape = {"shape": parameter.shape, "stride": parameter.stride()}  # shards may differ in size
-    return DTensor.from_local(value, parameter.device_mesh, parameter.placements, run_check=False, **shape)

@@ -19,6 +19,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.stages import check_stages
+from nanogpt_hf.optim.optimizer import kind_of
 
 _NO_FP16 = "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
 _FSDP2 = "set distributed_type FSDP with fsdp_version 2, as accelerate_configs/"
@@ -104,10 +105,9 @@ def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) ->
         return _NO_FP16
     if config.lora.rank:
         return "lora.rank: adapters of matrices that are split are not supported; use accelerate_configs/fsdp2.yaml"
-    if config.optim.state == "8bit":
-        return "optim.state 8bit is not supported for matrices that are split; use accelerate_configs/fsdp2.yaml"
-    if config.optim.name == "muon" and machine.sharding == "fsdp":
-        return "optim.name muon does not hold under FSDP2 as well, where matrices are split twice; use one of the two"
+    refuses = kind_of(config.optim).refuses
+    if reason := refuses.get("tp") or (machine.sharding == "fsdp" and refuses.get("tp_fsdp2")):
+        return reason
     model: Any = _meta_model(config)
     architecture = architecture_of(model)
     block = architecture.blocks(model)[0]
@@ -183,9 +183,8 @@ def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[
         return _NO_FP16
     if config.lora.rank:
         return "lora.rank: adapters are not supported; use accelerate_configs/fsdp2.yaml"
-    if config.optim.name == "muon" or config.optim.state == "8bit":
-        knob = "optim.name muon" if config.optim.name == "muon" else "optim.state 8bit"
-        return f"{knob} is not supported; use AdamW in float32, or accelerate_configs/fsdp2.yaml"
+    if reason := kind_of(config.optim).refuses.get("pp"):
+        return reason
     if config.finetune.freeze_layers is not None or config.finetune.layer_decay != 1:
         knob = "layer_decay" if config.finetune.freeze_layers is None else "freeze_layers"
         return f"finetune.{knob} is not supported; leave it out, or use accelerate_configs/fsdp2.yaml"

@@ -18,6 +18,7 @@ from nanogpt_hf.export.markdown import escape, fact_table, fenced, inline_code
 from nanogpt_hf.export.staging import PATH_PLACEHOLDER
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
+from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.runs.state import TrainState
@@ -162,17 +163,10 @@ def _training(config: Config, manifest: Manifest, state: TrainState, machine: st
 
 def _optimizer(optim: OptimSection) -> tuple[str, str]:
     """The optimizer and its learning rates."""
-    optimizer = f"AdamW, betas {optim.beta1:g} and {optim.beta2:g}, weight decay {optim.weight_decay:g}"
-    if optim.state == "8bit":
-        optimizer += ", 8-bit state (torchao)"
     rate = f"{optim.learning_rate:g}, {optim.schedule}"
     if optim.schedule != "constant":
         rate += f" to {optim.min_learning_rate:g}"
-    if optim.name == "muon":
-        muon = f"Muon, Nesterov momentum {optim.muon_momentum:g}, update scale {optim.muon_scale}"
-        optimizer = f"{muon}, for the matrices inside the blocks; for the rest {optimizer}"
-        rate = f"{optim.muon_learning_rate:g} (Muon) and {rate} (AdamW)"
-    return optimizer, rate
+    return kind_of(optim).describe(optim), rate
 
 
 def _tokenizer_training(config: Config) -> str:

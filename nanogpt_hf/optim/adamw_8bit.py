@@ -6,6 +6,7 @@ divide, stay float32; of a shard its own size decides.
 """
 
 import logging
+import math
 import os
 import shutil
 import sys
@@ -15,22 +16,16 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from nanogpt_hf.errors import UserError
 
 logger = logging.getLogger(__name__)
-NOT_UNDER_ZERO = (
-    "optim.state 8bit: DeepSpeed's ZeRO keeps the optimizer state in flat float32 buffers; leave the knob out, or use "
-    "accelerate_configs/fsdp2.yaml"
-)
-
 _BLOCK, _LEAST = 256, 4096  # values
 
 
-def check_8bit(*, zero: bool) -> None:
-    """Raises UserError if this machine cannot hold the optimizer state in 8 bits; `zero`: under DeepSpeed's ZeRO."""
-    if zero:
-        raise UserError(NOT_UNDER_ZERO)
+def check_8bit() -> None:
+    """Raises UserError if this machine cannot hold the optimizer state in 8 bits."""
     if find_spec("torchao") is None:
         raise UserError("optim.state 8bit: torchao is not installed; run `pip install torchao`")
     # as torch's inductor looks for it; on a GPU it is for the step's number, which torchao keeps on the CPU
@@ -46,6 +41,16 @@ def bytes_in_8_bits(values: int) -> int:
     return 2 * (values + 4 * (values // _BLOCK) + 4 * 256)
 
 
+def state_bytes(model: PreTrainedModel, shards: int) -> float:
+    """Bytes of the state of the trainable parameters on the first of `shards` processes.
+
+    They are sharded by rows, so it has the largest share. The step also needs both moments of one
+    tensor in float32; the embedding's gradients, freed by then, are more.
+    """
+    trained = (p for p in model.parameters() if p.requires_grad)
+    return sum(bytes_in_8_bits(math.ceil(len(p) / shards) * math.prod(p.shape[1:])) for p in trained)
+
+
 def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) -> torch.optim.Optimizer:
     """torchao's AdamW. It compiles its step when it is first taken, a kernel for each shape in each group."""
     from torchao.optim import AdamW8bit
@@ -55,11 +60,6 @@ def build_adamw_8bit(groups: list[dict], lr: float, betas: tuple[float, float]) 
     # of a cache between processes, which only saves compiling
     warnings.filterwarnings("ignore", "OptimState8bit does not implement _stable_hash_for_caching")
     return AdamW8bit(groups, lr=lr, betas=betas, block_size=_BLOCK)
-
-
-def in_8_bits(optimizer: torch.optim.Optimizer) -> bool:
-    """Whether the optimizer has 8-bit state."""
-    return hasattr(optimizer, "_new_buffer")
 
 
 def as_float32(moment: torch.Tensor) -> torch.Tensor:
@@ -73,19 +73,12 @@ def as_float32(moment: torch.Tensor) -> torch.Tensor:
     return DTensor.from_local(local.dequantize(), moment.device_mesh, moment.placements, run_check=False, **shape)
 
 
-def held_by(optimizer: Any, parameter: torch.Tensor, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Convert float32 AdamW state of a parameter, sharded like the parameter, to the kind that `optimizer` has."""
-    if not in_8_bits(optimizer):
-        return state
-    held = {"step": state["step"].cpu()}
-    for key, signed in (("exp_avg", True), ("exp_avg_sq", False)):
-        held[key] = optimizer._new_buffer(parameter, signed)  # which of them are quantised only torchao knows
-        inner, values = (t.to_local() if isinstance(t, DTensor) else t for t in (held[key], state[key]))
-        if hasattr(inner, "codes"):
-            _quantize(inner, values)
-        else:
-            inner.copy_(values)
-    return held
+def restore(moment: Any, values: torch.Tensor) -> None:
+    """Copy float32 values into a state tensor of either kind, without sharding."""
+    if hasattr(moment, "codes"):
+        _quantize(moment, values)
+    else:
+        moment.copy_(values)
 
 
 @torch.no_grad()
@@ -94,8 +87,8 @@ def _quantize(moment: Any, values: torch.Tensor) -> None:
 
     torchao's scale is the largest magnitude of a block. If that value is negative it decodes to the lowest share,
     -0.993 of the scale, so the block would shrink with every resume. For such blocks the scale is computed from the
-    lowest share, and of it and its two neighbours the one is chosen that restores most values. (If all but one to three
-    values of a block are zero, a neighbour may restore all of them too.)
+    lowest share, and of it and its two neighbors the one is chosen that restores most values. (If all but one to three
+    values of a block are zero, a neighbor may restore all of them too.)
     """
     from torchao.optim.quant_utils import quantize_8bit_with_qmap
 

@@ -1,16 +1,23 @@
 """Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices, and AdamW for the rest.
 
-Muon's update is the momentum of a matrix with its singular values brought close to 1 (orthogonalised), by five
-iterations of matrix products. The update is a function of the whole matrix, so a shard is never orthogonalised: each
+Muon's update is the momentum of a matrix with its singular values brought close to 1 (orthogonalized), by five
+iterations of matrix products. The update is a function of the whole matrix, so a shard is never orthogonalized: each
 process computes the whole matrices of its share, and the others receive the result.
 """
 
 import math
+from collections import Counter
 from typing import Any, Literal
 
 import torch
-from torch.distributed.device_mesh import DeviceMesh
+from accelerate import Accelerator
+from accelerate.utils import DistributedType
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.model.architecture import architecture_of
 
 MOMENTUM = "momentum_buffer"  # the state of a matrix, as torch.optim.Muon names it
 UpdateScale = Literal["original", "match_rms_adamw"]
@@ -87,6 +94,80 @@ def update_scale(rows: int, columns: int, kind: UpdateScale) -> float:
     AdamW's, so that AdamW's learning rate fits.
     """
     return max(1.0, rows / columns) ** 0.5 if kind == "original" else 0.2 * max(rows, columns) ** 0.5
+
+
+def matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
+    """The trainable parameters that Muon updates: matrices inside the blocks."""
+    inside = architecture_of(model).blocks(model).parameters()
+    return [p for p in inside if p.requires_grad and p.dim() == 2]
+
+
+def build_muon(
+    model: PreTrainedModel,
+    groups: list[dict[str, Any]],
+    optim: OptimSection,
+    accelerator: Accelerator | None,
+) -> "Muon":
+    """Muon for the matrices inside the blocks, which follow the same schedule up to their own peak.
+
+    Several processes of `accelerator` that hold equal copies of the model share Muon's work.
+    """
+    inside = {id(p) for p in matrices(model)}
+
+    def part(is_matrix: bool, scale: float) -> list[dict[str, Any]]:
+        parts = [
+            group
+            | {
+                "params": [p for p in group["params"] if (id(p) in inside) == is_matrix],
+                "scale": group["scale"] * scale,
+            }
+            for group in groups
+        ]
+        return [part for part in parts if part["params"]]
+
+    split = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    return Muon(
+        part(True, optim.muon_learning_rate / optim.learning_rate),
+        part(False, 1.0),
+        lr=optim.learning_rate,
+        momentum=optim.muon_momentum,
+        scale=optim.muon_scale,
+        betas=(optim.beta1, optim.beta2),
+        replicas=None if split else _replicas(accelerator),
+    )
+
+
+def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
+    """The processes that hold equal copies of the model; None if there is one, or the model is sharded."""
+    if accelerator is None or accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.FSDP:
+        return None
+    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
+def describe(optim: OptimSection) -> str:
+    rate, momentum = optim.muon_learning_rate, optim.muon_momentum
+    return (
+        f"Muon, learning rate {rate:g}, Nesterov momentum {momentum:g}, update scale "
+        f"{optim.muon_scale}, for the matrices inside the blocks"
+    )
+
+
+def update_flops(model: PreTrainedModel) -> float:
+    """FLOPs of the orthogonalization of all matrices."""
+    return sum(orthogonalization_flops(*matrix.shape) for matrix in matrices(model))
+
+
+def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: int, processes: int) -> float:
+    """Bytes of the buffers of Muon's update, for the largest stack of matrices of one shape.
+
+    They are the stack of gradients, and the buffers of the iteration for this process's share of it.
+    """
+    value, sizes = 4 if on_cpu else 2, []
+    for (rows, columns), count in Counter(matrix.shape for matrix in matrices(model)).items():
+        stacked = (4 if on_cpu else 4 + value) * count * rows * columns / shards
+        buffers = count * orthogonalization_buffers(rows, columns, float32=on_cpu)
+        sizes.append(stacked + value * buffers / processes)
+    return max(sizes, default=0.0)
 
 
 class Muon(torch.optim.Optimizer):
@@ -167,7 +248,7 @@ class Muon(torch.optim.Optimizer):
             weight.add_(update, alpha=-group["lr"] * scale)
 
     def _orthogonalize_stack(self, stack: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Orthogonalise a stack of matrices (or of shards of them) laid out as `parameter`: each process a share."""
+        """Orthogonalize a stack of matrices (or of shards of them) laid out as `parameter`: each process a share."""
         if stack.device.type == "cuda":
             stack = stack.bfloat16()
         if isinstance(parameter, DTensor):

@@ -1,95 +1,152 @@
-"""Build the optimizer of a run, set its learning rates, skip steps that are not finite. Names of its state.
+"""Kinds of optimizers, a row each; build a run's optimizer, set learning rates, skip steps that are not finite.
 
 Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updates the matrices inside the blocks.
 """
 
-from typing import Any
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from accelerate import Accelerator
-from accelerate.utils import DistributedType
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.optim.adamw_8bit import build_adamw_8bit, in_8_bits
-from nanogpt_hf.optim.muon import MOMENTUM, Muon
+from nanogpt_hf.optim import adamw_8bit, muon
 
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")  # each has the parameter's shape; `step`, a scalar, comes with them
-NO_MUON_UNDER_ZERO = (
-    "optim.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers that no process can orthogonalise; use "
-    "accelerate_configs/fsdp2.yaml, or optim.name adamw"
-)
+# what an optimizer may not combine with: ZeRO, tensor parallelism, the two of it and FSDP2, ...
+Feature = Literal["zero", "tp", "tp_fsdp2", "pp", "lora"]
+Group = dict[str, Any]  # `params`, `weight_decay`, and `scale`, the share of the learning rate
+
+
+@dataclass(frozen=True)
+class OptimizerKind:
+    """A kind of optimizer: all that the package asks of it.
+
+    Its state is what `optimizer.state[parameter]` holds after the first step, under any names:
+    tensors of any shapes, numbers, lists and dicts of them. Tensors of the parameter's shape are
+    sharded like it; others are DTensors, or equal on all processes that have the parameter.
+    Checkpoints hold each of them under its name. Loading one fills the state that a step with
+    gradients of zero and learning rate 0 makes.
+    """
+
+    build: Callable[[PreTrainedModel, list[Group], OptimSection, Accelerator | None], torch.optim.Optimizer]
+    describe: Callable[[OptimSection], str]  # for the model card
+    state_bytes: Callable[[PreTrainedModel, int], float]  # on one of N shards
+    refuses: Mapping[Feature, str] = field(default_factory=dict)  # reason and remedy
+    check: Callable[[], None] = lambda: None  # raises UserError if this machine lacks something
+    reads_found_inf: bool = False  # by a step, on the device; else the host waits for the norm
+    as_saved: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
+    restore: Callable[[Any, torch.Tensor], Any] = lambda tensor, values: tensor.copy_(values)
+    update_bytes: Callable[..., float] | None = None  # (model, on_cpu, shards, processes): buffers
+    update_flops: Callable[[PreTrainedModel], float] = lambda model: 0.0
+    in_trainer: str | None = None  # its name in transformers' Trainer
+
+
+def describe_adamw(optim: OptimSection) -> str:
+    betas = f"betas {optim.beta1:g} and {optim.beta2:g}"
+    return f"AdamW, {betas}, weight decay {optim.weight_decay:g}"
+
+
+def adamw_bytes(model: PreTrainedModel, shards: int) -> float:
+    """Two float32 tensors for each trainable parameter."""
+    return 8 * model.num_parameters(only_trainable=True) / shards
+
+
+OPTIMIZERS = {
+    "adamw": OptimizerKind(
+        lambda model, groups, optim, accelerator: torch.optim.AdamW(
+            groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2), fused=True
+        ),
+        describe_adamw,
+        adamw_bytes,
+        reads_found_inf=True,
+        in_trainer="adamw_torch_fused",
+    ),
+    "adamw_8bit": OptimizerKind(
+        lambda model, groups, optim, accelerator: adamw_8bit.build_adamw_8bit(
+            groups, optim.learning_rate, (optim.beta1, optim.beta2)
+        ),
+        lambda optim: f"{describe_adamw(optim)}, 8-bit state (torchao)",
+        adamw_8bit.state_bytes,
+        refuses={
+            "zero": "optim.state 8bit: DeepSpeed's ZeRO keeps the optimizer state in flat float32 "
+            "buffers; leave the knob out, or use accelerate_configs/fsdp2.yaml",
+            "tp": "optim.state 8bit is not supported for matrices that are split; use accelerate_configs/fsdp2.yaml",
+            "pp": "optim.state 8bit is not supported; use AdamW in float32, or accelerate_configs/fsdp2.yaml",
+        },
+        check=adamw_8bit.check_8bit,
+        as_saved=adamw_8bit.as_float32,
+        restore=adamw_8bit.restore,
+        in_trainer="adamw_torch_8bit",
+    ),
+    "muon": OptimizerKind(
+        muon.build_muon,
+        lambda optim: f"{muon.describe(optim)}; for the rest {describe_adamw(optim)}",
+        lambda model, shards: adamw_bytes(model, shards) - 4 * sum(p.numel() for p in muon.matrices(model)) / shards,
+        refuses={
+            "zero": "optim.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers that no "
+            "process can orthogonalize; use accelerate_configs/fsdp2.yaml, or optim.name adamw",
+            "tp_fsdp2": "optim.name muon does not hold under FSDP2 as well, where matrices are split "
+            "twice; use one of the two",
+            "pp": "optim.name muon is not supported; use AdamW in float32, or accelerate_configs/fsdp2.yaml",
+            "lora": "optim.name: muon orthogonalizes the update of a whole weight, and LoRA trains two "
+            "factors of it; use adamw",
+        },
+        reads_found_inf=True,
+        update_bytes=muon.update_bytes,
+        update_flops=muon.update_flops,
+    ),
+}
+
+
+def kind_of(optim: OptimSection) -> OptimizerKind:
+    """The row of the optimizer that a recipe asks for. Raises UserError if there is none."""
+    name = f"{optim.name}_8bit" if optim.state == "8bit" else optim.name
+    if name not in OPTIMIZERS:
+        near = did_you_mean(optim.name, OPTIMIZERS)
+        raise UserError(f"optim.name: there is no optimizer {optim.name!r:.80}{near}")
+    return OPTIMIZERS[name]
 
 
 def build_optimizer(
-    model: PreTrainedModel, optim: OptimSection, layer_decay: float = 1.0, accelerator: Accelerator | None = None
+    model: PreTrainedModel,
+    optim: OptimSection,
+    layer_decay: float = 1.0,
+    accelerator: Accelerator | None = None,
 ) -> torch.optim.Optimizer:
-    """The optimizer of the trainable parameters: torch's fused AdamW, torchao's with 8-bit state, or Muon with AdamW.
+    """Build the optimizer of the trainable parameters.
 
-    A group's `scale` is its share of the learning rate: 1 at the top of the model, and `layer_decay` times that of the
-    layer above for each layer below, the embeddings at the bottom. Muon's groups follow the same schedule up to their
-    own peak. With several processes of `accelerator` that hold equal copies of the model, they share Muon's work.
+    A group's `scale` is its share of the learning rate: 1 at the top of the model, and `layer_decay`
+    times that of the layer above for each layer below, the embeddings at the bottom.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     depths = architecture_of(model).depths(model)
     top, groups = max(depths.values()), {}
-    matrices = {id(p) for p in muon_matrices(model)} if optim.name == "muon" else set()
     for decays in (True, False):
         for name, parameter in trained.items():
             if (parameter.dim() >= 2) == decays:
                 scale = layer_decay ** (top - depths[name])
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
                 # the fused kernel takes no mixture of whole and split (tensor-parallel) tensors
-                key = (id(parameter) in matrices, decays, scale, isinstance(parameter, DTensor))
+                key = (decays, scale, isinstance(parameter, DTensor))
                 groups.setdefault(key, group)["params"].append(parameter)
-    rate, betas = optim.learning_rate, (optim.beta1, optim.beta2)
-    optimizer: Any
-    if optim.name == "muon":
-        optimizer = Muon(
-            [g | {"scale": g["scale"] * optim.muon_learning_rate / rate} for key, g in groups.items() if key[0]],
-            [g for key, g in groups.items() if not key[0]],
-            lr=rate,
-            momentum=optim.muon_momentum,
-            scale=optim.muon_scale,
-            betas=betas,
-            replicas=None if any(isinstance(p, DTensor) for p in trained.values()) else _replicas(accelerator),
-        )
-    elif optim.state == "8bit":
-        optimizer = build_adamw_8bit(list(groups.values()), rate, betas)
-    else:
-        optimizer = torch.optim.AdamW(list(groups.values()), lr=rate, betas=betas, fused=True)
-    optimizer.in_model_order = list(trained.values())  # so that clipping need not walk through it at every step
+    kind = kind_of(optim)
+    optimizer: Any = kind.build(model, list(groups.values()), optim, accelerator)
+    optimizer.kind = kind
+    # so that clipping need not walk through the model at every step
+    optimizer.in_model_order = list(trained.values())
     return optimizer
-
-
-def muon_matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """The trainable parameters that Muon updates: matrices inside the blocks."""
-    inside = architecture_of(model).blocks(model).parameters()
-    return [p for p in inside if p.requires_grad and p.dim() == 2]
-
-
-def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
-    """The processes that hold equal copies of the model; None if there is one, or the model is sharded."""
-    if accelerator is None or accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.FSDP:
-        return None
-    return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
-
-
-def state_keys(
-    optimizer: torch.optim.Optimizer, parameters: dict[str, torch.nn.Parameter]
-) -> dict[str, tuple[str, ...]]:
-    """Names of the state of each parameter, without the scalar `step` that AdamW has too: each has its shape."""
-    matrices = {id(p) for group in optimizer.param_groups if group.get("muon") for p in group["params"]}
-    return {name: (MOMENTUM,) if id(p) in matrices else ADAMW_STATE for name, p in parameters.items()}
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) -> None:
     """Give each group its share of the step's learning rate."""
     for group in optimizer.param_groups:
-        if torch.is_tensor(group["lr"]):  # torchao's, whose compiled step would take each number for a new constant
+        # a compiled step, as torchao's, would take each number for a new constant
+        if torch.is_tensor(group["lr"]):
             group["lr"].fill_(learning_rate * group["scale"])
         else:
             group["lr"] = learning_rate * group["scale"]
@@ -98,11 +155,11 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:
     """Make the next step leave weights and state unchanged if the gradient's norm is not finite.
 
-    The fused kernels of CPU and CUDA, and Muon, read `found_inf` on the device, so the host need not wait for the norm.
-    MPS accepts it too, but is not known to read it, and torchao's optimizer does not: there the host waits for the norm
-    once a step and drops the gradients.
+    Most steps read `found_inf` on the device, so the host need not wait for the norm. For the others,
+    and on MPS, which accepts it but is not known to read it, the host waits once a step and drops the
+    gradients.
     """
-    if grad_norm.device.type != "mps" and not in_8_bits(optimizer):
+    if optimizer.kind.reads_found_inf and grad_norm.device.type != "mps":
         optimizer.found_inf = (~grad_norm.isfinite()).float()
     elif not grad_norm.isfinite():
         optimizer.zero_grad(set_to_none=True)

@@ -18,10 +18,8 @@ from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, meta_model
-from nanogpt_hf.optim.adamw_8bit import NOT_UNDER_ZERO
-from nanogpt_hf.optim.muon import orthogonalization_flops
-from nanogpt_hf.optim.optimizer import NO_MUON_UNDER_ZERO, muon_matrices
-from nanogpt_hf.planning.footprint import Footprint, footprint, optimizer_state_bytes
+from nanogpt_hf.optim.optimizer import kind_of
+from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 
@@ -53,7 +51,7 @@ class Estimate:
     accumulation: int
     memory: Footprint
     flops_per_token: float  # of the model, forward and backward
-    muon_flops_per_step: float  # of Muon's orthogonalisation; 0 with AdamW
+    update_flops_per_step: float  # of the optimizer, if they are not negligible
     flops: float
     mfu: float
     devices: list[Device]
@@ -78,10 +76,8 @@ def estimate(
     `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the steps do not divide by the
     processes, if the size of the vocabulary is unknown, and for Muon or 8-bit state under ZeRO.
     """
-    if config.optim.state == "8bit" and place.zero:
-        raise UserError(NOT_UNDER_ZERO)
-    if config.optim.name == "muon" and place.zero:
-        raise UserError(NO_MUON_UNDER_ZERO)
+    if place.zero and (reason := kind_of(config.optim).refuses.get("zero")):
+        raise UserError(reason)
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     try:
@@ -93,8 +89,7 @@ def estimate(
     sequences = micro * accumulation  # per process and step
     flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
 
-    matrices = muon_matrices(model) if config.optim.name == "muon" else []
-    muon_flops = sum(orthogonalization_flops(*matrix.shape) for matrix in matrices)
+    update_flops = kind_of(config.optim).update_flops(model)
 
     def footprint_of(size: int, placement: Placement) -> Footprint:
         return footprint(
@@ -141,8 +136,8 @@ def estimate(
         accumulation=accumulation,
         memory=footprint_of(micro, place),
         flops_per_token=flops_per_token,
-        muon_flops_per_step=muon_flops,
-        flops=flops_per_token * tokens + muon_flops * config.train.max_steps,
+        update_flops_per_step=update_flops,
+        flops=flops_per_token * tokens + update_flops * config.train.max_steps,
         mfu=mfu,
         devices=devices,
         tokens=tokens,
@@ -150,7 +145,7 @@ def estimate(
         epochs=_epochs(tokens, manifest),
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
-        run_bytes=run_bytes(total, optimizer_state_bytes(model, in_float32), config.checkpoint.keep),
+        run_bytes=run_bytes(total, kind_of(in_float32).state_bytes(model, 1), config.checkpoint.keep),
     )
 
 

@@ -5,8 +5,6 @@ gradients are allocated and freed. tests/planning/test_footprint.py compares the
 """
 
 import dataclasses
-import math
-from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -15,9 +13,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
-from nanogpt_hf.optim.adamw_8bit import bytes_in_8_bits
-from nanogpt_hf.optim.muon import orthogonalization_buffers
-from nanogpt_hf.optim.optimizer import muon_matrices
+from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.activations import narrower, saved_block_bytes
 from nanogpt_hf.planning.counts import Counts, CountsOf, Stage, stages_of
 from nanogpt_hf.planning.placement import Placement
@@ -25,7 +21,7 @@ from nanogpt_hf.planning.placement import Placement
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits", CHECKPOINT)
 LOSS, TOP, BOTTOM, EMBEDDING = "the loss", "the top block", "the bottom block", "the embedding's gradient"
-MUON = "Muon's update"  # a phase with optim.name muon only
+UPDATE = "update"  # a phase of optimizers that need buffers for it
 
 _ZERO_3_LIVE = 1e9  # parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters
 _ZERO_BUCKET = 5e8  # gradients that DeepSpeed reduces at once: the default of reduce_bucket_size
@@ -134,8 +130,9 @@ def _footprint(
             "copies": _copies(counts, place, blocks=0, backward=True),
         },
     }
-    if optim.name == "muon":
-        phases[MUON] = {"gradients": gradients, "copies": _muon_buffers(model, place)}
+    if update_bytes := kind_of(optim).update_bytes:
+        copies = update_bytes(model, place.on_cpu, place.shards, place.processes)
+        phases[UPDATE] = {"gradients": gradients, "copies": copies}
     zeros = dict.fromkeys(PARTS, 0.0)
     return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded, host_copy)
 
@@ -215,41 +212,10 @@ def _mlp_gradient_values(model: PreTrainedModel, tp: int) -> int:
     return projection.in_features // tp * (2 if hasattr(projection, "lora_A") else 1)
 
 
-def optimizer_state_bytes(model: PreTrainedModel, optim: OptimSection, shards: int = 1) -> float:
-    """Bytes of the optimizer state of the trainable parameters, on one of `shards` processes.
-
-    AdamW has two tensors per parameter, Muon one per matrix inside the blocks. torchao's step also needs both moments
-    of one tensor in float32; the embedding's gradients, freed by then, are more.
-    """
-    trained = [p for p in model.parameters() if p.requires_grad]
-    if optim.state == "float32":
-        halved = sum(p.numel() for p in muon_matrices(model)) if optim.name == "muon" else 0
-        return (8 * sum(p.numel() for p in trained) - 4 * halved) / shards
-    # sharded by rows: the first process has the largest share
-    return sum(bytes_in_8_bits(math.ceil(len(p) / shards) * math.prod(p.shape[1:])) for p in trained)
-
-
 def _optimizer_bytes(model: PreTrainedModel, counts: Counts, place: Placement, optim: OptimSection) -> float:
     """Bytes of the optimizer state of the part of the model that `counts` counts, on one process."""
-    if optim.name == "adamw" and optim.state == "float32":
-        return 8 * counts.trainable / place.shards
     share = counts.trainable / model.num_parameters(only_trainable=True)
-    return share * optimizer_state_bytes(model, optim, place.shards)
-
-
-def _muon_buffers(model: PreTrainedModel, place: Placement) -> float:
-    """Bytes of the buffers of Muon's update, for the largest stack of matrices of one shape.
-
-    They are the stack of gradients, and the buffers of the iteration for this process's share of it.
-    """
-    stacks = Counter(matrix.shape for matrix in muon_matrices(model))
-    value = 4 if place.on_cpu else 2
-    sizes = []
-    for (rows, columns), count in stacks.items():
-        stacked = (4 if place.on_cpu else 4 + value) * count * rows * columns / place.shards
-        buffers = count * orthogonalization_buffers(rows, columns, float32=place.on_cpu)
-        sizes.append(stacked + value * buffers / place.processes)
-    return max(sizes, default=0.0)
+    return share * kind_of(optim).state_bytes(model, place.shards)
 
 
 def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> tuple[dict[str, float], float]:

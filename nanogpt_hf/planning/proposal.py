@@ -8,7 +8,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.formatting import format_bytes
-from nanogpt_hf.planning.footprint import optimizer_state_bytes
+from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.layout import Cluster, Layout, layouts, problem_with
 
 NEARLY = 1.03  # a simpler layout is proposed if its step is at most this many times as long
@@ -78,7 +78,7 @@ class Candidates:
         place, cluster = chosen.place, self.cluster
         if place.shards > 1:
             parameters, trainable = self.model.num_parameters(), self.model.num_parameters(only_trainable=True)
-            whole = 4 * parameters + 4 * trainable + optimizer_state_bytes(self.model, self.config.optim)
+            whole = 4 * parameters + 4 * trainable + kind_of(self.config.optim).state_bytes(self.model, 1)
             each = format_bytes(whole / (place.shards * place.tp * place.pp))
             yield f"FSDP2 over {place.shards} GPUs leaves each {each} of weights, gradients and optimizer state"
         if cluster.gpus > cluster.per_machine and place.kind == "FSDP2" and place.pp == 1:

@@ -19,6 +19,7 @@ from nanogpt_hf.distributed.full_state import (
     Fetch,
     Layout,
     first_mismatch,
+    make_optimizer_state,
     set_optimizer_state,
     set_scaler_state,
     set_weights,
@@ -264,8 +265,10 @@ def load_checkpoint(
                 )
             head = [((saved.weights.layout, saved.optimizer_state.layout), run.best.is_dir())]
     layouts, has_best = broadcast_object_list(head, from_process=0)[0]
-    if difference := first_mismatch(accelerator, model, optimizer, *layouts):
-        raise RunFolderError(f"{folder}: is of another model: {difference}; has the recipe's model changed?")
+    make_optimizer_state(accelerator, optimizer)
+    with _errors_of_all():
+        if difference := first_mismatch(accelerator, model, optimizer, *layouts):
+            raise RunFolderError(f"{folder}: is of another model: {difference}; has the recipe's model changed?")
 
     readable = all(gather_object([saved is not None]))  # by all processes
     files = saved[:2] if saved and (readable or accelerator.is_main_process) else (None, None)

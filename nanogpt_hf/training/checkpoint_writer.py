@@ -27,10 +27,10 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.distributed.channel import Channel
+from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.full_state import (
     held_optimizer_state,
     held_weights,
-    named_parameters,
     owned_boxes,
     scaler_state,
 )
@@ -86,15 +86,14 @@ class CheckpointWriter:
         self.wait()
         if self._world_size > 1:
             self._channel.connect("checkpoints")
-        owned, writers = owned_boxes(self.accelerator, model)
+        owned, writers = owned_boxes(self.accelerator, model, optimizer)
         if len(writers) > 1 and self._remote is None:
             self._remote = self._ranks_without_folder()
         parts = {
             MODEL: self._copy(MODEL, held_weights(self.accelerator, model), owned),
             OPTIMIZER: self._copy(OPTIMIZER, held_optimizer_state(self.accelerator, model, optimizer), owned),
         }
-        parameters = named_parameters(self.accelerator, model)
-        if state.step > 0 and not parts[OPTIMIZER] and any(parameters[name].requires_grad for name in owned):
+        if state.step > 0 and not (optimizer.state or is_zero(self.accelerator)) and optimizer.param_groups:
             raise RuntimeError("there is no optimizer state to save")
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
@@ -108,10 +107,7 @@ class CheckpointWriter:
         """Copy the parts that this process saves to CPU memory, without waiting for the device."""
         parts, pin = {}, self.accelerator.device.type == "cuda"
         for name, tensor in tensors:
-            box = owned.get(name if kind == MODEL else name.rpartition(".")[0])
-            if box is not None and not tensor.dim():  # a step count belongs to the parameter's first part
-                box = None if any(box.offset) else Box((), ())
-            if box is None:
+            if (box := owned.get(name)) is None:
                 continue
             local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
             buffer = self.buffers.get(f"{kind}.{name}")

@@ -30,8 +30,9 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import build_config, meta_model
+from nanogpt_hf.optim.optimizer import OPTIMIZERS, kind_of
 from nanogpt_hf.planning.counts import Counts
-from nanogpt_hf.planning.footprint import footprint, optimizer_state_bytes, saved_bytes_per_token
+from nanogpt_hf.planning.footprint import footprint, saved_bytes_per_token
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
@@ -221,7 +222,8 @@ def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
     model = meta_model(config, build_config(config.model, vocab_size))
     block_size, micro = config.data.block_size, config.train.min_micro_batch_size
     counts = Counts.of(model)
-    state = (4 * counts.total + 4 * counts.trainable + optimizer_state_bytes(model, config.optim)) / 1e9
+    optimizer = kind_of(config.optim)
+    state = (4 * counts.total + 4 * counts.trainable + optimizer.state_bytes(model, 1)) / 1e9
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
@@ -233,9 +235,8 @@ def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
         remedies.append(
             f"train.micro_batch_size {micro // 2} saves {saved:.1f} GB (same tokens per step, by more accumulation)"
         )
-    if config.optim.state == "float32" and config.optim.name == "adamw":
-        as_8bit = dataclasses.replace(config.optim, state="8bit")
-        saved = (optimizer_state_bytes(model, config.optim) - optimizer_state_bytes(model, as_8bit)) / 1e9
+    if optimizer is OPTIMIZERS["adamw"]:
+        saved = (optimizer.state_bytes(model, 1) - OPTIMIZERS["adamw_8bit"].state_bytes(model, 1)) / 1e9
         remedies.append(f"optim.state 8bit saves {saved:.1f} GB (needs torchao; not under DeepSpeed)")
     saved = activations(micro) - activations(micro, checkpointing=True)
     remedies.append(

@@ -17,9 +17,8 @@ from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim import adamw_8bit
-from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
+from nanogpt_hf.optim.optimizer import build_optimizer, kind_of, set_learning_rate, skip_step_unless_finite
 from nanogpt_hf.optim.schedule import learning_rate_at
-from nanogpt_hf.planning.footprint import optimizer_state_bytes
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.checkpoint import read_checkpoint
 
@@ -178,12 +177,12 @@ def test_8bit_state_has_the_estimated_bytes(stepped):
         )
         for name, parameter in model.named_parameters()
     }
-    assert sum(state_bytes.values()) == optimizer_state_bytes(model, OptimSection(state="8bit"))
+    assert sum(state_bytes.values()) == kind_of(OptimSection(state="8bit")).state_bytes(model, 1)
     for name, parameter in model.named_parameters():
         assert state_bytes[name] / parameter.numel() == (
             8 if parameter.dim() == 1 else 2 + 8 / 256 + 2048 / parameter.numel()
         )
-    assert sum(state_bytes.values()) < 0.28 * optimizer_state_bytes(model, OptimSection())
+    assert sum(state_bytes.values()) < 0.28 * kind_of(OptimSection()).state_bytes(model, 1)
 
 
 def test_non_finite_gradient_changes_nothing_in_8bit(stepped):
@@ -222,16 +221,16 @@ def test_8bit_state_converts_to_float32_and_back_exactly(stepped, kind):
     values = values if kind == "exp_avg" else values.square()
     state_tensor = optimizer._new_buffer(parameter, kind == "exp_avg")
     state_tensor.copy_(values)
-    dequantised = adamw_8bit.as_float32(state_tensor)
-    state = {"step": torch.tensor(1.0)} | dict.fromkeys(("exp_avg", "exp_avg_sq"), dequantised)
-    resumed = adamw_8bit.held_by(optimizer, parameter, state)[kind]
+    dequantized = adamw_8bit.as_float32(state_tensor)
+    resumed = optimizer._new_buffer(parameter, kind == "exp_avg")
+    adamw_8bit.restore(resumed, dequantized)
     assert torch.equal(resumed.codes, state_tensor.codes)
-    assert torch.equal(resumed.dequantize(), dequantised)
+    assert torch.equal(resumed.dequantize(), dequantized)
     full = (values != 0).sum(1) > 3  # other blocks may have another scale with the same values
     assert 2800 < full.sum() < 4096
     assert torch.equal(resumed.scale[full], state_tensor.scale[full])
     if kind == "exp_avg":  # torchao's conversion shrinks every block whose largest value is negative
-        assert 0.4 < (resumed.copy_(dequantised).scale != state_tensor.scale).float().mean() < 0.6
+        assert 0.4 < (resumed.copy_(dequantized).scale != state_tensor.scale).float().mean() < 0.6
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,8 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.optim.muon import Muon, orthogonalization_flops, orthogonalize
-from nanogpt_hf.optim.optimizer import build_optimizer, muon_matrices, set_learning_rate, skip_step_unless_finite
+from nanogpt_hf.optim.muon import Muon, matrices, orthogonalization_flops, orthogonalize
+from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate, skip_step_unless_finite
 
 SHAPES = {"square": (16, 16), "wide": (8, 32), "tall": (32, 8)}
 SIZES = {"vocab_size": 11, "n_positions": 8, "n_embd": 16, "n_layer": 2, "n_head": 2, "dropout": 0.0}
@@ -325,7 +325,7 @@ def test_muon_compiles_into_one_graph_per_shape(monkeypatch):
                 p.grad = torch.randn_like(p)
             set_learning_rate(optimizer, learning_rate)
             optimizer.step()
-    assert counters["stats"]["unique_graphs"] == len({p.shape for p in muon_matrices(models[1])}) == 3
+    assert counters["stats"]["unique_graphs"] == len({p.shape for p in matrices(models[1])}) == 3
     assert not counters["graph_break"]
     for a, b in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(a, b)

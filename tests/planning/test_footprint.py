@@ -29,8 +29,8 @@ from nanogpt_hf.planning.footprint import (
     CHECKPOINT,
     EMBEDDING,
     LOSS,
-    MUON,
     TOP,
+    UPDATE,
     footprint,
     saved_bytes_per_token,
 )
@@ -160,7 +160,7 @@ CASES = {
     ),
     "qwen3, logits in chunks": Case(LOSS, {"architecture": "qwen3", "vocab_size": 2000}, logits_per_chunk=2**18),
     "qwen3, LoRA": Case(TOP, {"architecture": "qwen3", "lora": {"rank": 4, "targets": ["q_proj", "down_proj"]}}),
-    "Muon with few tokens": Case(MUON, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")),
+    "Muon with few tokens": Case(UPDATE, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")),
 }
 
 

@@ -24,6 +24,7 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 import cpu_ring
+import more_optimizers
 import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
@@ -168,7 +169,9 @@ def run(arguments: list[str]) -> None:
         prepare_fault(*fault.split(":"), arguments)
     if os.environ.get("HIDE_FROM") == os.environ.get("RANK", ""):
         hide_run_folder()
-    if "--run-dir" in arguments:
+    if os.environ.get("MORE_OPTIMIZERS"):
+        more_optimizers.add_rows()
+    elif "--run-dir" in arguments:
         CheckpointWriter.save = recording
     deepspeed.configure = sharding_small_parameters
     checkpoint.file_digest = recording_digest

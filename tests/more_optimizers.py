@@ -1,0 +1,78 @@
+"""Two optimizers as rows of the tests' own, to show that a new one changes no file of the package.
+
+Lion has one state tensor. SOAP has square factors, an eigenbasis and second moments in it, which every
+process has whole, in nested lists and dicts, and a step count that is a number.
+"""
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nanogpt_hf.optim.optimizer import OPTIMIZERS, OptimizerKind
+
+
+def local(tensor):
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, arXiv:2302.06675."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                state = self.state[p]
+                if not state:
+                    state["momentum"] = torch.zeros_like(p)
+                momentum, gradient = local(state["momentum"]), local(p.grad)
+                update = torch.lerp(gradient, momentum, 0.9).sign()
+                local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                momentum.lerp_(gradient, 0.01)
+
+
+class Soap(torch.optim.Optimizer):
+    """Vyas et al. 2024, arXiv:2409.11321, with a new eigenbasis at each step."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in (p for p in group["params"] if p.grad is not None):
+                gradient = p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+                update = self.update(self.state[p], gradient)
+                if isinstance(p, DTensor):
+                    rows = p.device_mesh.get_local_rank() * -(-len(p) // p.device_mesh.size())
+                    update = update[rows : rows + len(local(p))]
+                local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+
+    def update(self, state, gradient):
+        if not state:
+            state["step"] = 0
+            state["mean"] = torch.zeros_like(gradient)
+            state["square"] = {"rotated": torch.zeros_like(gradient)}
+            state["factors"] = [gradient.new_zeros(n, n) for n in gradient.shape]
+            state["basis"] = [torch.eye(n) for n in gradient.shape]
+        state["step"] += 1
+        state["mean"].lerp_(gradient, 0.1)
+        rotated = gradient
+        for dim, (factor, basis) in enumerate(zip(state["factors"], state["basis"], strict=True)):
+            flat = gradient.movedim(dim, 0).reshape(gradient.shape[dim], -1)
+            factor.lerp_(flat @ flat.T, 0.05)
+            rotated = torch.tensordot(rotated, basis, ([0], [0]))
+            basis.copy_(torch.linalg.eigh(factor.double() + 1e-12 * torch.eye(len(factor))).eigenvectors)
+        square = state["square"]["rotated"].lerp_(rotated.square(), 0.05)
+        update = state["mean"] / state["step"]
+        for basis in state["basis"]:
+            update = torch.tensordot(update, basis, ([0], [0]))
+        update = update / (square.sqrt() + 1e-8)
+        for basis in state["basis"]:
+            update = torch.tensordot(update, basis, ([0], [1]))
+        return update
+
+
+def add_rows() -> None:
+    for name, kind, state_bytes in (("lion", Lion, 4), ("soap", Soap, 16)):
+        OPTIMIZERS[name] = OptimizerKind(
+            build=lambda model, groups, optim, accelerator, kind=kind: kind(groups, {"lr": optim.learning_rate}),
+            describe=lambda optim, name=name: name,
+            state_bytes=lambda model, shards, each=state_bytes: each * model.num_parameters() / shards,
+        )
