@@ -1,15 +1,12 @@
-"""Send messages and files between background threads of the processes, through the launcher's key-value store.
+"""Send messages between background threads of the processes, through the launcher's key-value store.
 
-A collective would wait for the training. The store is slower than a gloo group for this thread alone (about 200 MB/s
-on two busy cores, a fifth), but it needs no connection that a run does not have anyway: gloo beside NCCL needs a
-network interface that only users of gloo have set.
+A collective would wait for the training.
 """
 
 import contextlib
-import itertools
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from torch.distributed.distributed_c10d import Store
@@ -18,12 +15,10 @@ from nanogpt_hf.distributed.rendezvous import connect_store, wait_for_readers
 from nanogpt_hf.errors import LostProcess
 
 _POLL = 0.05  # seconds between two polls for a message
-_CHUNK_POLL = 0.005  # and for a chunk of a file
-_WINDOW = 4  # chunks of a file in the store, at most
 
 
 class Channel:
-    """Messages and files under keys, each used once; one thread of each process may use it at a time.
+    """Messages under keys, each used once; one thread of each process may use it at a time.
 
     With one process `connect` is not called, and messages have no reader. Each method that waits raises LostProcess
     after `abandoned` was set.
@@ -62,42 +57,6 @@ class Channel:
             if last_reader:
                 store.delete_key(posted[0])
         return message
-
-    def sender(self, key: str, cancelled: str) -> Callable[[memoryview], None]:
-        """A function that sends the next chunk of a file, at its end an empty one, to the process that receives `key`.
-
-        It waits while the receiver has not taken older chunks, and raises OSError if there is a message `cancelled`.
-        """
-        numbers = itertools.count()
-
-        def send(data: memoryview) -> None:
-            number = next(numbers)
-            with self._asking_others() as store:
-                while number >= _WINDOW and store.check([f"{key}/{number - _WINDOW}"]):
-                    if store.check([cancelled]):
-                        raise OSError("the receiver has ended")
-                    self._sleep(_CHUNK_POLL)
-                store.set(f"{key}/{number}", bytes(data))  # pyright: ignore  (typed as str, takes bytes)
-
-        return send
-
-    def receive(self, key: str, ended: str) -> Iterator[bytes]:
-        """The chunks of the file that another process sends; cut short if it posts the message `ended` before."""
-        for number in itertools.count():
-            chunk = f"{key}/{number}"
-            with self._asking_others() as store:
-                while True:
-                    has_ended = store.check([ended])  # asked first: all chunks were sent before
-                    if store.check([chunk]):
-                        break
-                    if has_ended:
-                        return
-                    self._sleep(_CHUNK_POLL)
-                data = store.get(chunk)
-                store.delete_key(chunk)
-            if not data:
-                return
-            yield data
 
     def finish(self, key: str, world_size: int) -> None:
         """Wait until all processes have called this, but only briefly."""

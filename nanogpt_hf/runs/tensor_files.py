@@ -8,14 +8,14 @@ import hashlib
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
 
-_CHUNK = 2**22  # bytes written or sent at a time; torch's key-value store takes at most 8 MiB
+_CHUNK = 2**22  # bytes written at a time
 _SERIAL = 2**15  # values per operation: torch starts no threads below that, which would compete with the training
 _SLICES = "slices"
 _DTYPES = {
@@ -73,24 +73,8 @@ def is_finite(tensor: torch.Tensor) -> bool:
 def write_tensors(path: Path, parts: Mapping[str, Part]) -> WrittenFile:
     """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum and size.
 
-    Raises as `stream_tensors`.
-    """
-    with path.open("wb", buffering=0) as file:
-
-        def write(data: memoryview) -> None:
-            while data:
-                data = data[file.write(data) :]
-
-        written = stream_tensors(parts, write)
-        os.fsync(file.fileno())
-    return written
-
-
-def stream_tensors(parts: Mapping[str, Part], write: Callable[[memoryview], None]) -> WrittenFile:
-    """Pass a safetensors file with parts of tensors to `write` in chunks; return the file's checksum and size.
-
     Holds Python's global lock only briefly, so that it does not delay another thread. Raises NotFiniteError before it
-    passes on a tensor with an infinite or NaN value.
+    writes a tensor with an infinite or NaN value.
     """
     parts = dict(sorted(parts.items(), key=lambda item: (-item[1].values.element_size(), item[0])))  # keeps alignment
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
@@ -106,10 +90,13 @@ def stream_tensors(parts: Mapping[str, Part], write: Callable[[memoryview], None
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
     digest, size = hashlib.sha256(), 0
-    for data in _contents(len(head).to_bytes(8, "little") + head, parts):
-        digest.update(data)
-        write(data)
-        size += len(data)
+    with path.open("wb", buffering=0) as file:
+        for data in _contents(len(head).to_bytes(8, "little") + head, parts):
+            digest.update(data)
+            size += len(data)
+            while data:
+                data = data[file.write(data) :]
+        os.fsync(file.fileno())
     return WrittenFile(digest.hexdigest(), size)
 
 

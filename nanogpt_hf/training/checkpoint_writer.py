@@ -1,7 +1,7 @@
 """Save checkpoints in the background: each process copies its parts to CPU memory, and a thread writes them.
 
-A checkpoint is whole or absent. All processes write into a hidden folder, or send their files to the main process if
-they do not see it, and report the checksums. When all files are complete, the main process gives the folder its name.
+A checkpoint is whole or absent. The processes that hold parts write into a hidden folder and report the checksums. When
+all files are complete, the main process gives the folder its name.
 """
 
 import contextlib
@@ -9,7 +9,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 import secrets
 import socket
 import threading
@@ -26,6 +25,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
+from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.channel import Channel
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.full_state import (
@@ -41,7 +41,7 @@ from nanogpt_hf.errors import DivergedError, LostProcess, RunFolderError, Stoppe
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.replace import partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, stream_tensors, write_tensors
+from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
 from nanogpt_hf.training.checkpoint import CHECKSUMS, MODEL, OPTIMIZER, STATE, file_digest, recovery_advice, tensor_file
 
 logger = logging.getLogger(__name__)
@@ -61,6 +61,30 @@ class _Save:
     key: str  # of its messages to other processes
 
 
+def check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
+    """Raises RunFolderError on all processes if a sharded model's run folder is not seen by all of them."""
+    if not is_sharded(accelerator):
+        return  # the main process writes alone
+    name: list[str] = [f".{secrets.token_hex(6)}.partial"]  # the name of leftovers that RunFolder.lock removes
+    broadcast_object_list(name, from_process=0)
+    probe, seen = run.path / name[0], False
+    with contextlib.suppress(OSError):  # a full disk, which the first write reports; another host's file system
+        if accelerator.is_main_process:
+            probe.touch()
+        accelerator.wait_for_everyone()
+        seen = probe.exists()
+    processes = gather_object([(socket.gethostname(), seen)])
+    if accelerator.is_main_process:
+        probe.unlink(missing_ok=True)
+    without = sorted({host for host, sees in processes if not sees})
+    if without and any(sees for _, sees in processes):  # none sees it on a full disk
+        raise RunFolderError(
+            f"{run.path}: {', '.join(without)} does not see this folder, into which all processes of a sharded model "
+            "write: name one in a file system that all machines mount (NFS, Lustre, ...) by --run-dir, or use "
+            "accelerate_configs/multi_node_ddp.yaml, which needs none"
+        )
+
+
 class CheckpointWriter:
     """Saves the checkpoints of a run. A context: at its end the last checkpoint is complete.
 
@@ -75,7 +99,6 @@ class CheckpointWriter:
         self._thread: threading.Thread | None = None
         self._error: BaseException | None = None
         self._channel = Channel()  # between the threads of the processes
-        self._remote: set[int] | None = None  # ranks that do not see the main one's run folder; None if not yet tried
 
     def save(self, model: torch.nn.Module, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
         """Copy the state to CPU memory, and start to write it as a checkpoint; waits for the one before.
@@ -87,8 +110,6 @@ class CheckpointWriter:
         if self._world_size > 1:
             self._channel.connect("checkpoints")
         owned, writers = owned_boxes(self.accelerator, model, optimizer)
-        if len(writers) > 1 and self._remote is None:
-            self._remote = self._ranks_without_folder()
         parts = {
             MODEL: self._copy(MODEL, held_weights(self.accelerator, model), owned),
             OPTIMIZER: self._copy(OPTIMIZER, held_optimizer_state(self.accelerator, model, optimizer), owned),
@@ -117,23 +138,6 @@ class CheckpointWriter:
             buffer.copy_(local, non_blocking=True)
             parts[name] = Part(tuple(tensor.shape), box, buffer)
         return parts
-
-    def _ranks_without_folder(self) -> set[int]:
-        """The processes that do not see the main one's run folder, such as those of other machines."""
-        name = [f".{secrets.token_hex(6)}.partial"]  # of leftovers that RunFolder.lock removes
-        broadcast_object_list(name, from_process=0)
-        probe = self.run.path / name[0]
-        if self._rank == 0:
-            with contextlib.suppress(OSError):  # of a full disk, which the write reports
-                probe.touch()
-        self.accelerator.wait_for_everyone()
-        sees = False
-        with contextlib.suppress(OSError):  # of another host's file system
-            sees = probe.exists()
-        seen = gather_object([sees])
-        if self._rank == 0:
-            probe.unlink(missing_ok=True)
-        return {rank for rank, sees in enumerate(seen) if rank and not sees}
 
     def wait(self) -> None:
         """Wait until the last checkpoint is complete. Raises what `save` names if it could not be written.
@@ -216,24 +220,13 @@ class CheckpointWriter:
 
     def _write_all(self, save: _Save, folder: Path) -> dict[str, tuple[str, int]]:
         """Write the files of all processes into `folder` of the main one; return their checksums and sizes."""
-        remote = [rank for rank in save.writers if rank in (self._remote or ())]
-        others = [rank for rank in save.writers if rank and rank not in remote]
+        others = [rank for rank in save.writers if rank]
         for rank in others:
             self._channel.post(f"{save.key}/begin/{rank}", {})
-        reports = [self._write_own(save, folder), *(self._report_of(rank, save) for rank in others)]
+        reports = [self._write_own(save, folder)]
+        reports += [self._channel.wait_for(f"{save.key}/{rank}", last_reader=True) for rank in others]
         files = [_reported_files(report) for report in reports]
-        for rank in remote:  # one after another, so that few chunks are in memory
-            self._channel.post(f"{save.key}/begin/{rank}", {})
-            for name in self._files_of(rank, save).values():
-                with (folder / name).open("wb") as file:
-                    file.writelines(self._channel.receive(f"{save.key}/{name}", f"{save.key}/{rank}"))
-                    file.flush()
-                    os.fsync(file.fileno())
-            files.append(_reported_files(self._report_of(rank, save)))
         return {name: written for part in files for name, written in part.items()}
-
-    def _report_of(self, rank: int, save: _Save) -> dict[str, Any]:
-        return self._channel.wait_for(f"{save.key}/{rank}", last_reader=True)
 
     def _files_of(self, rank: int, save: _Save) -> dict[str, str]:
         number, count = save.writers.index(rank) + 1, len(save.writers)
@@ -250,16 +243,11 @@ class CheckpointWriter:
         _raise_result(self._channel.wait_for(result))
 
     def _write_own(self, save: _Save, folder: Path) -> dict[str, Any]:
-        """Write or send this process's files; return their checksums and sizes, or what the error is."""
+        """Write this process's files; return their checksums and sizes, or what the error is."""
         files = {}
         try:
             for kind, name in self._files_of(self._rank, save).items():
-                if self._rank in (self._remote or ()):
-                    send = self._channel.sender(f"{save.key}/{name}", f"{save.key}/result")
-                    files[name] = stream_tensors(save.parts[kind], send)
-                    send(memoryview(b""))
-                else:
-                    files[name] = write_tensors(folder / name, save.parts[kind])
+                files[name] = write_tensors(folder / name, save.parts[kind])
         except NotFiniteError as error:
             return {"not finite": str(error)}
         except OSError as error:

@@ -32,6 +32,7 @@ from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import restore_threads
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import load_checkpoint, newest_step
+from nanogpt_hf.training.checkpoint_writer import check_shared_folder
 from nanogpt_hf.training.evaluate import evaluate_run
 from nanogpt_hf.training.observers import Observers, finishing, observe
 from nanogpt_hf.training.policy import policy_step
@@ -59,6 +60,7 @@ def train(config: Config, folder: RunFolder, data: PreparedData, *, resume: bool
         restore_threads(folder, Mesh.from_environment().local_world_size)
     step = newest_step(accelerator, folder) if resume and config.finetune.unfreeze_every else 0
     run = build_run(config, accelerator, data, folder, step=step, resume=resume)
+    check_shared_folder(accelerator, folder)
     tasks, samples = TrainingTasks(run.config, run.data.tokenizer), TrainingSamples(run.config, run.data.tokenizer)
     start_or_resume(run, resume)
     observers = observe(run, tasks, samples)

@@ -85,68 +85,6 @@ def test_resume_after_a_process_is_killed_during_a_write_is_exact(train, uninter
     assert not [path for path in run.path.rglob("*") if re.search(r"\.(partial|old)$", path.name)]
 
 
-def test_process_without_the_run_folder_sends_its_files(train, uninterrupted, tmp_path):
-    run = train("fsdp2", tmp_path / "run", HIDE_FROM="1")
-    assert contents(run) == contents(uninterrupted)
-    for step in range(1, 5):
-        files = [json.loads((r.checkpoint(step) / "checksums.json").read_text()) for r in (run, uninterrupted)]
-        assert all(files[0][name] == files[1][name] for name in files[0] if name.endswith(".safetensors"))
-    # the main process has copied its own parts only
-    copied = [json.loads(Path(f"{run.path}.held.{rank}.json").read_text())["copied"] for rank in (0, 1)]
-    assert max(copied) < 0.6 * sum(copied)
-
-
-# A chunk is a tensor or a header, since all are small.
-SENT = [f"1:killed_sending:{n}" for n in (1, 5, 30, 60, 100)] + [f"0:killed_receiving:{n}" for n in (1, 7, 40, 90)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", SENT)
-def test_resume_after_a_kill_during_a_transfer_is_exact(train, uninterrupted, tmp_path, fault):
-    def ends_with(status: int, output: str) -> None:
-        assert status == 9, output
-        assert "Traceback" not in output
-        assert ("lost another process: " in output) == fault.startswith("1")  # the main process prints for all
-
-    run = train("fsdp2", tmp_path / "run", FAULT=fault, HIDE_FROM="1", ends_with=ends_with)
-    for folder in run.checkpoint_folders():
-        read_checkpoint(folder)
-    train("fsdp2", tmp_path / "run", "--auto-resume", HIDE_FROM="1")
-    assert contents(run) == contents(uninterrupted)
-    assert not [path for path in run.path.rglob("*") if re.search(r"\.(partial|old)$", path.name)]
-
-
-@pytest.mark.slow
-def test_full_disk_during_a_transfer_is_one_line(train, uninterrupted, tmp_path):
-    lines = []
-
-    def ends_with(status: int, output: str) -> None:
-        assert status == 2, output
-        lines.extend(line for line in output.splitlines() if line)
-
-    run = train("fsdp2", tmp_path / "run", FAULT="0:full_receiving:90", HIDE_FROM="1", ends_with=ends_with)
-    target = run.checkpoint(2)
-    reason = "[Errno 28] No space left on device"
-    assert lines[-1] == f"{target}: the checkpoint cannot be written, older ones are intact: {reason}", lines
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000001"]
-    train("fsdp2", tmp_path / "run", "--resume", HIDE_FROM="1")
-    assert contents(run) == contents(uninterrupted)
-
-
-@pytest.mark.slow
-def test_value_that_is_not_finite_ends_a_transfer_with_one_line(train, tmp_path):
-    lines = []
-
-    def ends_with(status: int, output: str) -> None:
-        assert status == 2, output
-        lines.extend(output.splitlines())
-
-    run = train("fsdp2", tmp_path / "run", FAULT="1:infinite:3", HIDE_FROM="1", ends_with=ends_with)
-    assert lines[-1].startswith("step 2: transformer.wte.weight is not finite, so no checkpoint was written; ")
-    assert lines[-1].endswith(f"continue with --resume from {run.checkpoint(1)}")
-    assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000001"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 def test_full_disk_of_one_process_is_one_line(train, uninterrupted, tmp_path, rank):

@@ -10,8 +10,6 @@ import hashlib
 import itertools
 import json
 import os
-import re
-import signal
 import sys
 import traceback
 from pathlib import Path
@@ -28,7 +26,6 @@ import more_optimizers
 import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
-from nanogpt_hf.distributed.channel import Channel
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import live
 from nanogpt_hf.training import checkpoint, checkpoint_writer
@@ -87,17 +84,8 @@ def recording(writer, model, optimizer, state):
 
 
 def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> None:
-    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint.
-
-    Or do so at the nth chunk of a file that it sends or receives; or send an infinity in its nth file.
-    """
+    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint."""
     if os.environ.get("RANK") != rank:
-        return
-    if kind == "infinite":
-        send_infinity(int(number))
-        return
-    if "_" in kind:
-        fail_at_chunk(*kind.split("_"), int(number))
         return
     if kind == "killed":
         operations.kill_at(Path(arguments[arguments.index("--run-dir") + 1]), int(number))
@@ -112,52 +100,6 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
     checkpoint_writer.write_tensors = write_tensors
 
 
-def send_infinity(number: int) -> None:
-    files, stream = itertools.count(1), checkpoint_writer.stream_tensors
-
-    def stream_tensors(parts, write):
-        if next(files) == number:
-            parts["transformer.wte.weight"].values[-1, -1] = float("inf")
-        return stream(parts, write)
-
-    checkpoint_writer.stream_tensors = stream_tensors
-
-
-def fail_at_chunk(kind: str, direction: str, number: int) -> None:
-    chunks, sender, receive = itertools.count(1), Channel.sender, Channel.receive
-
-    def count() -> None:
-        if next(chunks) == number:
-            if kind == "killed":
-                os.kill(os.getpid(), signal.SIGKILL)
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    def failing_sender(*arguments):
-        send = sender(*arguments)
-        return lambda data: (count(), send(data))
-
-    def failing_receive(*arguments):
-        for data in receive(*arguments):
-            count()
-            yield data
-
-    if direction == "sending":
-        Channel.sender = failing_sender
-    else:
-        Channel.receive = failing_receive
-
-
-def hide_run_folder() -> None:
-    """Make this process find no shared run folder, and fail if it writes a part of a checkpoint itself."""
-    exists, probe = Path.exists, re.compile(r"\.[0-9a-f]{12}\.partial")
-
-    def write_tensors(*_):
-        raise AssertionError("wrote into a folder of another host")
-
-    Path.exists = lambda path, **options: not probe.fullmatch(path.name) and exists(path, **options)
-    checkpoint_writer.write_tensors = write_tensors
-
-
 def run(arguments: list[str]) -> None:
     """Run the command line and end the process."""
     if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
@@ -167,8 +109,6 @@ def run(arguments: list[str]) -> None:
         cpu_ring.allow_cpu_ring()
     if fault := os.environ.get("FAULT"):
         prepare_fault(*fault.split(":"), arguments)
-    if os.environ.get("HIDE_FROM") == os.environ.get("RANK", ""):
-        hide_run_folder()
     if os.environ.get("MORE_OPTIMIZERS"):
         more_optimizers.add_rows()
     elif "--run-dir" in arguments:
