@@ -255,7 +255,6 @@ def test_orthogonalization_is_below_1_percent_of_gpt2_124m():
     [
         ({"optim.learning_rate": 0, "optim.min_learning_rate": 0}, "must be above 0 with muon"),
         ({"optim.state": "8bit"}, "8bit is for adamw only"),
-        ({"lora.rank": 4, "finetune.model": "gpt2"}, "LoRA trains two factors of it; use adamw"),
     ],
 )
 def test_find_conflicts_refuses_what_muon_cannot_do(values, message):
