@@ -53,10 +53,10 @@ def test_model_card_describes_training_evaluation_and_recipe(write_recipe):
     eight_bit = card_of(load_config(write_recipe(optim__state="8bit"))).text
     assert "| optimizer | AdamW, betas 0.9 and 0.95, weight decay 0.1, 8-bit state (torchao) |" in eight_bit
     with_muon = card_of(load_config(write_recipe(optim__name="muon"))).text
-    muon = "Muon, Nesterov momentum 0.95, update scale original, for the matrices inside the blocks"
+    muon = "Muon, learning rate 0.02, Nesterov momentum 0.95, update scale original, for the matrices inside the blocks"
     adamw = "AdamW, betas 0.9 and 0.95, weight decay 0.1"
     assert f"| optimizer | {muon}; for the rest {adamw} |" in with_muon
-    assert "| learning rate | 0.02 (Muon) and 0.01, cosine to 0.001 (AdamW), after 2 steps of warm-up |" in with_muon
+    assert "| learning rate | 0.01, cosine to 0.001, after 2 steps of warm-up |" in with_muon
     for fact in ("900 of the 1,000 tokens", "windows of 16 tokens", "context is 8 tokens", "trained from scratch"):
         assert fact in card.text
     recipe = yaml.safe_load(card.text.split("```yaml\n")[1].split("```")[0])
