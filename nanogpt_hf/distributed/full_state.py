@@ -5,6 +5,7 @@ Saved tensors are float32 and have our names, so a run can be resumed under anot
 are collectives: all processes call them.
 """
 
+import copy
 import math
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, cast
@@ -238,11 +239,14 @@ def make_optimizer_state(accelerator: Accelerator, optimizer: AcceleratedOptimiz
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if is_zero(accelerator) or all(optimizer.state.get(p) for p in parameters):
         return
+    rates = [copy.copy(group["lr"]) for group in optimizer.param_groups]
     set_learning_rate(optimizer.optimizer, 0.0)
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter)
     optimizer.optimizer.step()
     optimizer.optimizer.zero_grad()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
 
 
 def set_optimizer_state(

@@ -10,7 +10,7 @@ from nanogpt_hf.errors import one_line
 from nanogpt_hf.runs.folder import RunFolder
 
 logger = logging.getLogger(__name__)
-_LARGEST = 3.4e38  # float32's
+_LARGEST = 1e305  # above the largest perplexity, exp(700); plots overflow near float64's limit
 Event = dict[str, Any]
 AXES = ("step", "tokens", "seconds")  # the x axes of plots; none of them ever decreases during a run
 
@@ -59,7 +59,7 @@ def _check_event(event: Any) -> None:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a number within the range of float32: no metric is larger, and plots overflow near float64's."""
+    """Whether it is a finite number that a plot can show."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return False
     return abs(value) <= _LARGEST  # false for NaN, too

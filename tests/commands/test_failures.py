@@ -51,8 +51,9 @@ def test_bug_keeps_its_traceback(monkeypatch):
 
 
 def test_error_of_another_process_names_its_rank(capsys, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("LOCAL_RANK", "3")
+    place = {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
     fail_with(monkeypatch, OSError(28, "No space left on device", "/data/x"))
     assert complaint(capsys, "prepare", "r.yaml") == "[rank 3] /data/x: No space left on device"
 

@@ -73,6 +73,7 @@ def test_push_sends_a_run_in_one_commit(capsys, hub, run, lfs):
 
 LOAD_AND_FINETUNE = """
 import sys, torch
+from transformers import AutoModelForCausalLM
 from nanogpt_hf import GPTForCausalLM
 from nanogpt_hf.commands import main
 theirs = GPTForCausalLM.from_pretrained("tester/tiny")

@@ -42,7 +42,7 @@ DAMAGE = {
     "text": '"tokens": "many"',
     "infinite": '"seconds": Infinity',
     "negative": '"seconds": -1',
-    "number beyond float32, which plots cannot show": '"val/loss": 1e308',
+    "number beyond what plots can show": '"val/loss": 1e308',
     "number beyond floats": '"val/loss": ' + "9" * 400,
     "number beyond Python's limit of digits": '"val/loss": ' + "9" * 5000,
     "metric as text": '"val/loss": "low"',
