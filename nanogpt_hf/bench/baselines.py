@@ -138,6 +138,8 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
     save or evaluate.
     """
     config, accelerator = work.run.config, work.run.accelerator
+    optimizer = kind_of(config.optim).in_trainer
+    assert optimizer is not None, "check_comparable refuses the others"
     architecture = architecture_of(work.run.model_config)
     model = architecture.standard_model(work.run.model_config)
     model.loss_type = "ForCausalLM"  # its default, without the warning
@@ -148,7 +150,7 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             max_steps=WARM_STEPS + windows * steps + 1,
             per_device_train_batch_size=work.run.batches.micro_batch_size,
             gradient_accumulation_steps=work.run.batches.accumulation,
-            optim=kind_of(config.optim).in_trainer,
+            optim=optimizer,
             learning_rate=config.optim.learning_rate,
             weight_decay=config.optim.weight_decay,
             max_grad_norm=config.optim.max_grad_norm,
