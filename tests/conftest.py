@@ -6,6 +6,7 @@ import json
 import os
 import random
 import shutil
+import signal
 import subprocess
 import sys
 from collections import Counter
@@ -28,6 +29,11 @@ import fake_hub
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
+# A job in the background ignores SIGINT, one under nohup SIGHUP, and so would the programs that tests start.
+for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
+    if signal.getsignal(number) == signal.SIG_IGN:
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+
 pytest.register_assert_rewrite("assertions")
 
 

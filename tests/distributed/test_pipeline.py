@@ -50,12 +50,12 @@ def launch(launch_warm):
 
 
 LAYOUTS = {
-    "one": ("cpu", 1, 1, ""),
-    "pp2": ("pp", 2, 2, ""),
-    "pp3": ("pp", 3, 3, ""),
-    "pp2_dp2": ("cpu_ddp", 2, 4, ""),
-    "pp2_fsdp2": ("pp_fsdp2", 2, 4, ""),
-    "checkpointing": ("fsdp2_checkpointing", 2, 4, ""),
+    "one": ("cpu", 1, 1, "1f1b"),
+    "pp2": ("pp", 2, 2, "1f1b"),
+    "pp3": ("pp", 3, 3, "1f1b"),
+    "pp2_dp2": ("cpu_ddp", 2, 4, "1f1b"),
+    "pp2_fsdp2": ("pp_fsdp2", 2, 4, "1f1b"),
+    "checkpointing": ("fsdp2_checkpointing", 2, 4, "1f1b"),
     "pp2_zero_bubble": ("pp", 2, 2, "zero_bubble"),
     "pp3_zero_bubble": ("pp", 3, 3, "zero_bubble"),
     "pp2_dp2_zero_bubble": ("cpu_ddp", 2, 4, "zero_bubble"),
