@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Run the tests of numbers and processes as on other machines, and print a table of the results.
 
-    tests/other_machines.py                      # all variations, in three runs: as .ci/run does
+    tests/other_machines.py                      # all variations, in three runs
     tests/other_machines.py --alone              # one run for each variation
     tests/other_machines.py avx2 random-order    # one run with these variations
     make test-other-machines                     # the first, in the project's virtual environment
