@@ -126,7 +126,7 @@ def _update(estimate: Estimate) -> list[str]:
     if not estimate.update_flops_per_step:
         return []
     share = 1 - estimate.flops_per_token * estimate.tokens / estimate.flops
-    return [f"  {share:.2%} of them are the optimizer's, in Muon's orthogonalization"]
+    return [f"  {share:.2%} of them are the optimizer's update"]
 
 
 def _tokens(estimate: Estimate) -> list[str]:

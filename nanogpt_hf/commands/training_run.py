@@ -55,7 +55,9 @@ def dry_run(config: Config, base: "PreTrainedConfig | None" = None) -> None:
     from nanogpt_hf.data.tokenizer import known_vocab_size
     from nanogpt_hf.model.architecture import count_parameters
     from nanogpt_hf.model.build import build_config, describe_trainable, meta_model
+    from nanogpt_hf.optim.optimizer import check_optimizer
 
+    check_optimizer(config)
     if Mesh.from_environment().world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 

@@ -21,7 +21,7 @@ from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
-from nanogpt_hf.optim.optimizer import kind_of
+from nanogpt_hf.optim.optimizer import check_optimizer
 
 
 def check_launch(config: Config) -> int:
@@ -35,10 +35,7 @@ def check_launch(config: Config) -> int:
     if requested("DEEPSPEED"):
         deepspeed.check_recipe(config)
     check_layout(config, Mesh.from_environment(), requested_machine(), Mesh.stated_sizes())
-    optimizer = kind_of(config.optim)
-    optimizer.check()
-    if config.lora.rank and (reason := optimizer.refuses.get("lora")):
-        raise UserError(reason)
+    check_optimizer(config).check()
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
             f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
@@ -146,6 +143,7 @@ def one_line_of_accelerate() -> Iterator[None]:
     """Turn what accelerate has against its config, when an Accelerator is built, into a UserError."""
     try:
         yield
+    # accelerate has no class of its own for a wrong setting; `--log-level debug` prints the traceback
     except (ValueError, TypeError, LookupError, ImportError, AssertionError, NotImplementedError) as error:
         raise UserError(f"accelerate cannot start as its config asks: {one_line(error)}") from error
 

@@ -73,10 +73,10 @@ def held_optimizer_state(accelerator: Accelerator, model: torch.nn.Module, optim
         yield from deepspeed.full_state_tensors(_trained(accelerator, model), optimizer)
         return
     for name, item in _state(accelerator, model, optimizer).items():
-        yield name, kind_of(optimizer).as_saved(item.tensor).detach()
+        yield name, _kind(optimizer).as_saved(item.tensor).detach()
 
 
-def kind_of(optimizer: AcceleratedOptimizer) -> OptimizerKind:
+def _kind(optimizer: AcceleratedOptimizer) -> OptimizerKind:
     return cast(Any, optimizer.optimizer).kind
 
 
@@ -196,7 +196,7 @@ def first_mismatch(
         shapes = deepspeed.state_shapes(here)
         needed_state = {name: (shape, torch.float32) for name, shape in shapes.items()}
     else:
-        as_saved, items = kind_of(optimizer).as_saved, _state(accelerator, model, optimizer)
+        as_saved, items = _kind(optimizer).as_saved, _state(accelerator, model, optimizer)
         held = ((name, as_saved(item.tensor)) for name, item in items.items())
         needed_state = {name: (tensor.shape, tensor.dtype) for name, tensor in held}
     needed_state = {n: s for n, s in needed_state.items() if _parameter_of(n, here) in with_state}
@@ -277,7 +277,7 @@ def set_optimizer_state(
         fresh.discard(cast(str, _parameter_of(name, trained)))
         if torch.is_tensor(item.value):
             held = item.value.to_local() if isinstance(item.value, DTensor) else item.value
-            kind_of(optimizer).restore(held, value.to(held.device))
+            _kind(optimizer).restore(held, value.to(held.device))
         else:
             item.set_number(value)
     for name in fresh:

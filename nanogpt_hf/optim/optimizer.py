@@ -12,7 +12,7 @@ from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.schema import OptimSection
+from nanogpt_hf.config.schema import Config, OptimSection
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import adamw_8bit, muon
@@ -110,6 +110,14 @@ def kind_of(optim: OptimSection) -> OptimizerKind:
         near = did_you_mean(optim.name, OPTIMIZERS)
         raise UserError(f"optim.name: there is no optimizer {optim.name!r:.80}{near}")
     return OPTIMIZERS[name]
+
+
+def check_optimizer(config: Config) -> OptimizerKind:
+    """The row of a recipe's optimizer. Raises UserError if there is none, or it does not train what the recipe does."""
+    kind = kind_of(config.optim)
+    if config.lora.rank and (reason := kind.refuses.get("lora")):
+        raise UserError(reason)
+    return kind
 
 
 def build_optimizer(
