@@ -26,7 +26,7 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 	@echo "The model is in runs/quickstart/best. All of the run on one page, for a browser:"
 	@echo "  $(CURDIR)/runs/quickstart/report.html"
 
-test: $(VENV)/installed-test ## run the tests (11 minutes of CPU time on two cores)
+test: $(VENV)/installed-test ## run the tests (six minutes on two cores)
 	$(PYTEST) -m 'not slow'
 
 test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
@@ -62,8 +62,9 @@ $(VENV)/installed-%: $(VENV)/installed
 	$(INSTALL) '.[$*]'
 	touch $@
 
-docs: $(VENV)/installed ## write the tables of knobs in docs/recipes.md
-	$(BIN)/python docs/knob_table.py
+docs: $(VENV)/installed ## write what follows from the code: tables in docs/, the graph in CONTRIBUTING.md
+	$(BIN)/python docs/tables.py
+	$(BIN)/python docs/structure.py
 
 clean: ## remove the environment and caches; runs/ and data/ stay
 	rm -rf $(VENV) .ci/venv build dist *.egg-info .pytest_cache .ruff_cache

@@ -12,7 +12,8 @@ if TYPE_CHECKING:
     from nanogpt_hf.model import GPTConfig, GPTForCausalLM, GPTModel
     from nanogpt_hf.runs.folder import RunFolder
     from nanogpt_hf.runs.metrics import read_metrics
-    from nanogpt_hf.training.start import train
+    from nanogpt_hf.training.loop import train
+    from nanogpt_hf.training.start import prepare_run
 
 __version__ = "0.1.0"
 __all__ = [
@@ -26,6 +27,7 @@ __all__ = [
     "__version__",
     "load_config",
     "prepare",
+    "prepare_run",
     "push",
     "read_metrics",
     "train",
@@ -42,14 +44,16 @@ _MODULES = {
     "UserError": "errors",
     "load_config": "config.load",
     "prepare": "data.prepare",
+    "prepare_run": "training.start",
     "push": "export.hub",
     "read_metrics": "runs.metrics",
-    "train": "training.start",
+    "train": "training.loop",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # torch and transformers take seconds to import: only programs that use a name wait for what it needs.
+    # torch and transformers take seconds to import: only programs that use a name wait for what it
+    # needs.
     if name in _MODULES:
         return getattr(importlib.import_module(f"nanogpt_hf.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,4 +1,6 @@
-"""Completions of many prompts at once: batched sampling with a key-value cache, each row from its own seed."""
+"""Completions of many prompts at once: batched sampling with a key-value cache, each row from
+its own seed.
+"""
 
 from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
@@ -32,23 +34,27 @@ def generate_completions(
 ) -> Completions:
     """Sample one completion for each prompt, all rows together; `temperature` 0 is greedy.
 
-    Row i depends on its prompt, `seeds[i]` and, by rounding, on the shape of the batch, but not on the other rows:
-    token t is where the t-th uniform number of the row's seed falls in the cumulative distribution. A completion ends
-    with one of `end_ids`. `all_ended` is called before each forward pass with whether all rows have ended, and ends the
-    generation if it returns true; processes that share a sharded model must decide it together. Raises DivergedError
-    if logits are not finite.
+    Row i depends on its prompt, `seeds[i]` and, by rounding, on the shape of the batch, but not
+    on the other rows: token t is where the t-th uniform number of the row's seed falls in the
+    cumulative distribution. A completion ends with one of `end_ids`. `all_ended` is called
+    before each forward pass with whether all rows have ended, and ends the generation if it
+    returns true; processes that share a sharded model must decide it together. Raises
+    DivergedError if logits are not finite.
     """
     device, rows = model.device, len(prompts)
     width = max(map(len, prompts))
     unread = torch.zeros(rows, width, dtype=torch.int64)
     mask = torch.zeros(rows, width + max_new_tokens, dtype=torch.int64)
-    for row, prompt in enumerate(prompts):  # padded on the left, so that all continue at the same column
+    # padded on the left, so that all continue at the same column
+    for row, prompt in enumerate(prompts):
         unread[row, width - len(prompt) :] = torch.tensor(prompt)
         mask[row, width - len(prompt) :] = 1
     unread, mask = unread.to(device), mask.to(device)
     positions = (mask[:, :width].cumsum(1) - 1).clamp(min=0)
     exact = torch.float32 if device.type == "mps" else torch.float64  # MPS has no float64
-    uniform = torch.from_numpy(np.stack([_uniform(seed, max_new_tokens) for seed in seeds])).to(device, exact)
+    uniform = torch.from_numpy(np.stack([_uniform(seed, max_new_tokens) for seed in seeds])).to(
+        device, exact
+    )
     ends = torch.tensor(sorted(end_ids), device=device)
     ids = torch.zeros(rows, max_new_tokens, dtype=torch.int64, device=device)
     lengths = torch.zeros(rows, dtype=torch.int64, device=device)
@@ -71,7 +77,9 @@ def generate_completions(
         finite &= logits.isfinite().all()
         if temperature:
             cumulative = (logits / temperature).softmax(-1).cumsum(-1, dtype=exact)
-            places = torch.searchsorted(cumulative, uniform[:, number, None] * cumulative[:, -1:], right=True)
+            places = torch.searchsorted(
+                cumulative, uniform[:, number, None] * cumulative[:, -1:], right=True
+            )
             tokens = places[:, 0].clamp(max=logits.shape[1] - 1)
         else:
             tokens = logits.argmax(-1)

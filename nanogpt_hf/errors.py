@@ -18,7 +18,10 @@ EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to con
 
 
 class UserError(Exception):
-    """An error that the user can correct. The message is one line with the remedy; `main` exits with status 2."""
+    """An error that the user can correct.
+
+    The message is one line with the remedy; `main` exits with status 2.
+    """
 
 
 class ConfigError(UserError):
@@ -29,7 +32,9 @@ class ConfigError(UserError):
         lines = self.problems[:_PROBLEMS_SHOWN]
         if len(lines) < len(self.problems):
             lines = [*lines, f"... and {len(self.problems) - len(lines):,} more"]
-        super().__init__("\n".join([*lines, f"{plural(len(self.problems), 'problem')}; nothing was started."]))
+        super().__init__(
+            "\n".join([*lines, f"{plural(len(self.problems), 'problem')}; nothing was started."])
+        )
 
 
 class DataError(UserError):
@@ -57,18 +62,27 @@ class LostProcess(Exception):  # noqa: N818  (the error is in another process)
 
 
 # Messages of torch and the C++ library about memory, in errors without a class for it.
-_NO_MEMORY = re.compile(r"can.t allocate memory|bad_alloc|not enough memory|out of memory", re.IGNORECASE)
+_NO_MEMORY = re.compile(
+    (
+        r"can.t allocate memory|bad_alloc|not enough memory|out "
+        r"of memory"
+    ),
+    re.IGNORECASE,
+)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether the error means that this machine or a device ran out of memory."""
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error))))
+    return isinstance(error, MemoryError) or (
+        isinstance(error, RuntimeError) and bool(_NO_MEMORY.search(str(error)))
+    )
 
 
 def explain(error: BaseException) -> str | None:
-    """One line for an error caused by a user, a file, the machine or the network; None for any other, which is a bug.
+    """One line for an error caused by a user, a file, the machine or the network; None for any
+    other, which is a bug.
 
     An error that was raised from such an error is explained by its cause.
     """
@@ -77,21 +91,29 @@ def explain(error: BaseException) -> str | None:
     if is_out_of_memory(error):
         amount = re.search(r"allocate ([\d.]+ ?\w+)", str(error))
         wanted = f" ({amount[1]} more were requested)" if amount else ""
-        return f"out of memory{wanted}: use a smaller model, batch or block size, or free some memory"
-    if isinstance(error, BrokenPipeError):  # the reader of the output is gone, and would not read the line
+        return (
+            f"out of memory{wanted}: use a smaller model, batch or block size, or free some memory"
+        )
+    # the reader of the output is gone, and would not read the line
+    if isinstance(error, BrokenPipeError):
         return None
     if isinstance(error, OSError):
         path = error.filename2 or error.filename
         reason = error.strerror or one_line(error) or type(error).__name__
-        return f"{os.fsdecode(path)}: {reason}" if isinstance(path, str | bytes | os.PathLike) else reason
-    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):  # Path.resolve, before Python 3.13
+        return (
+            f"{os.fsdecode(path)}: {reason}"
+            if isinstance(path, str | bytes | os.PathLike)
+            else reason
+        )
+    # Path.resolve, before Python 3.13
+    if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
         return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
     if isinstance(error, RecursionError) and "decoding a JSON" in str(error):  # any other is a bug
         return "a JSON file is nested too deeply to be read"
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}
     if "safetensors.SafetensorError" in names:
         return f"a safetensors file cannot be read or written: {one_line(error)}"
-    if "httpx.TransportError" in names:
+    if names & {"httpx.TransportError", "httpx2.TransportError"}:
         return f"the network: {one_line(error) or type(error).__name__}"
     return explain(error.__cause__) if error.__cause__ else None
 
@@ -103,7 +125,9 @@ def one_line(error: BaseException | str, limit: int = 300) -> str:
 
 
 def did_you_mean(word: str, candidates: Iterable[str]) -> str:
-    """`; did you mean X?` for the candidate nearest to `word` (dotted names also match by their last part), or ''."""
+    """`; did you mean X?` for the candidate nearest to `word` (dotted names also match by their
+    last part), or ''.
+    """
     candidates = list(candidates)
     by_last_part = {name.rpartition(".")[2]: name for name in candidates}
     if near := difflib.get_close_matches(word, candidates, n=1, cutoff=0.6):

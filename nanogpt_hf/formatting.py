@@ -1,4 +1,10 @@
-"""Format numbers, durations, byte counts and plurals for messages and reports."""
+"""Format numbers, durations, byte counts and plurals for messages and reports; whether progress
+bars are shown.
+"""
+
+import logging
+import sys
+from collections.abc import Iterable, Sequence
 
 
 def format_number(value: float, digits: int) -> str:
@@ -25,3 +31,22 @@ def plural(count: int, noun: str) -> str:
     if count == 1:
         return f"1 {noun}"
     return f"{count:,} {noun}{'es' if noun.endswith('s') else 's'}"
+
+
+def align(rows: Sequence[Sequence[str]], right: Iterable[int] = ()) -> str:
+    """Rows of cells as lines of text with aligned columns; those at `right` to the right."""
+    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
+    right = set(right)
+    lines = (
+        "  ".join(
+            cell.rjust(width) if i in right else cell.ljust(width)
+            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    )
+    return "\n".join(line.rstrip() for line in lines)
+
+
+def shows_bars() -> bool:
+    """Whether live progress bars are shown: on a terminal, on the main process, and without -q."""
+    return logging.getLogger("nanogpt_hf").isEnabledFor(logging.INFO) and sys.stderr.isatty()

@@ -19,22 +19,30 @@ from nanogpt_hf.errors import DataError, DivergedError
 
 _CONTEXT = 8  # tokens of the prompt; more than enough for a whole character
 LOGITS_NOT_FINITE = (
-    "the model's logits are not finite: its training diverged, or its weights are damaged; choose another model or "
-    "checkpoint"
+    "the model's logits are not finite: its training diverged, or its weights are damaged; choose "
+    "another model or checkpoint"
 )
 
 
 def end_ids_of(model: transformers.PreTrainedModel) -> set[int]:
-    """The tokens that end a text of the model: chat models list theirs in generation_config.json, others in config."""
+    """The tokens that end a text of the model: chat models list theirs in
+    generation_config.json, others in config.
+    """
     ends = (model.config.eos_token_id, getattr(model.generation_config, "eos_token_id", None))
-    return {end for value in ends for end in (value if isinstance(value, list) else [value]) if end is not None}
+    return {
+        end
+        for value in ends
+        for end in (value if isinstance(value, list) else [value])
+        if end is not None
+    }
 
 
 def answer_end_ids(model: transformers.PreTrainedModel, chat: ChatFormat) -> set[int]:
     """The tokens that end an answer in a chat."""
     end_of_text = end_of_text_id_of(chat.hf)
     ids = end_ids_of(model) | (set() if end_of_text is None else {end_of_text})
-    with contextlib.suppress(DataError):  # no certain end of an answer in the template: the model's own is enough
+    # no certain end of an answer in the template: the model's own is enough
+    with contextlib.suppress(DataError):
         ids.add(chat.end_of_turn_id())
     return ids
 
@@ -53,12 +61,14 @@ def generate_tokens(
     end_ids: Collection[int] | None = None,
     to_the_end: bool = False,
 ) -> Iterator[list[int | None]]:
-    """Yield, step by step, the next token of each of `num_samples` continuations; None for one that has ended.
+    """Yield, step by step, the next token of each of `num_samples` continuations; None for one that
+    has ended.
 
-    A continuation ends before one of `end_ids`, by default the model's, and generation stops when all have ended. With
-    `to_the_end` it runs the model `max_new_tokens` times in any case, which the processes of a sharded model need.
-    `temperature` 0 is greedy. Sample i draws from its own generator, seeded with `seed` + i, so it does not depend on
-    `num_samples`. When the context is full, its newer half is kept and read again. An empty prompt raises ValueError,
+    A continuation ends before one of `end_ids`, by default the model's, and generation stops
+    when all have ended. With `to_the_end` it runs the model `max_new_tokens` times in any case,
+    which the processes of a sharded model need. `temperature` 0 is greedy. Sample i draws from
+    its own generator, seeded with `seed` + i, so it does not depend on `num_samples`. When the
+    context is full, its newer half is kept and read again. An empty prompt raises ValueError,
     and logits that are not finite raise DivergedError.
     """
     if not prompt_ids:
@@ -83,11 +93,15 @@ def generate_tokens(
         out = model(unread, past_key_values=cache, use_cache=True, logits_to_keep=1)
         cache = out.past_key_values
         logits = warpers(context, out.logits[:, -1].float()).cpu()
-        if not logits.amax(-1).isfinite().all():  # filtered tokens are -inf; a NaN would be the maximum
+        # filtered tokens are -inf; a NaN would be the maximum
+        if not logits.amax(-1).isfinite().all():
             raise DivergedError(LOGITS_NOT_FINITE)
         if not greedy:
             probabilities = logits.softmax(-1)
-            drawn = [torch.multinomial(row, 1, generator=g) for row, g in zip(probabilities, generators, strict=True)]
+            drawn = [
+                torch.multinomial(row, 1, generator=g)
+                for row, g in zip(probabilities, generators, strict=True)
+            ]
             tokens = torch.cat(drawn)
         else:
             tokens = logits.argmax(-1)
@@ -114,7 +128,8 @@ def continue_text(
 def encode_messages(chat: ChatFormat, messages: list[dict[str, str]]) -> list[int]:
     """The prompt ids for the answer to the last of `messages`.
 
-    Raises DataError if the chat template fails, or for a character that the tokenizer does not have.
+    Raises DataError if the chat template fails, or for a character that the tokenizer does not
+    have.
     """
     with unknown_characters_named(chat.hf, [message["content"] for message in messages]):
         return chat.prompt_ids(messages)
@@ -125,8 +140,9 @@ def encode_chat(
 ) -> tuple[list[int], list[dict[str, str]]]:
     """The prompt ids of `encode_messages`, and the messages that are in them.
 
-    If they are more than `max_tokens`, as few of the oldest questions with their answers are dropped as possible; a
-    system message and the last question are kept. Raises ValueError if those alone are more.
+    If they are more than `max_tokens`, as few of the oldest questions with their answers are
+    dropped as possible; a system message and the last question are kept. Raises ValueError if
+    those alone are more.
     """
     first = 1 if messages[0]["role"] == "system" else 0
 
@@ -153,15 +169,20 @@ def encode_chat(
 
 
 class TextStream:
-    """Decodes tokens to text as soon as characters are complete: a character may be spread over several tokens.
+    """Decodes tokens to text as soon as characters are complete: a character may be spread over
+    several tokens.
 
-    transformers' TextStreamer would hold text back until the next space, which text of characters may not have.
+    transformers' TextStreamer would hold text back until the next space, which text of
+    characters may not have.
     """
 
-    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, prompt_ids: Sequence[int] = ()):
+    def __init__(
+        self, tokenizer: transformers.PreTrainedTokenizerBase, prompt_ids: Sequence[int] = ()
+    ):
         self.tokenizer = tokenizer
-        # Tokens since the last complete character but one. Those whose text was returned, or is in the prompt, are the
-        # context for the others: some tokenizers decode a token differently at the start of a text.
+        # Tokens since the last complete character but one. Those whose text was returned, or is in
+        # the prompt, are the context for the others: some tokenizers decode a token differently at
+        # the start of a text.
         self._ids = list(prompt_ids[-_CONTEXT:])
         self._returned = len(self._ids)
 
@@ -189,15 +210,24 @@ class TextStream:
 
 
 class StopText:
-    """Ends a text before the stop string that is complete first. Holds back what may be the beginning of one."""
+    """Ends a text before the stop string that is complete first.
+
+    Holds back what may be the beginning of one.
+    """
 
     def __init__(self, stops: list[str]):
         self._stops, self._held = stops, ""
 
     def add(self, text: str) -> tuple[str, bool]:
-        """The text that may be shown after `text` was added, and whether a stop string has ended it."""
+        """The text that may be shown after `text` was added, and whether a stop string has ended
+        it.
+        """
         self._held += text
-        found = [(start + len(stop), start) for stop in self._stops if (start := self._held.find(stop)) >= 0]
+        found = [
+            (start + len(stop), start)
+            for stop in self._stops
+            if (start := self._held.find(stop)) >= 0
+        ]
         if found:
             return self._held[: min(found)[1]], True
         beginnings = (stop[:n] for stop in self._stops for n in range(1, len(stop)))

@@ -17,11 +17,14 @@ class TimeUpError(BaseException):
 
 @contextlib.contextmanager
 def time_limit(seconds: float) -> Iterator[None]:
-    """Raise TimeUpError in the block after `seconds`; a block that keeps catching it ends the process.
+    """Raise TimeUpError in the block after `seconds`; a block that keeps catching it ends the
+    process.
 
     Python allows it in the main thread and on Unix only.
     """
-    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "setitimer"):
+    if threading.current_thread() is not threading.main_thread() or not hasattr(
+        signal, "setitimer"
+    ):
         yield
         return
 
@@ -31,7 +34,10 @@ def time_limit(seconds: float) -> Iterator[None]:
         nonlocal alarms
         alarms += 1
         if alarms > _REMINDERS:
-            line = f"code with a time limit of {seconds:g} seconds catches every exception; correct it\n"
+            line = (
+                f"code with a time limit of {seconds:g} seconds catches every exception; "
+                "correct it\n"
+            )
             os.write(2, line.encode())
             os._exit(EXIT_USER_ERROR)
         raise TimeUpError

@@ -1,5 +1,8 @@
-"""What several test files assert: that two runs are the same experiment, that a call refuses its input in one line."""
+"""What several test files assert: that two runs are the same experiment, that a call refuses its
+input in one line.
+"""
 
+import dataclasses
 import shutil
 import subprocess
 import sys
@@ -13,6 +16,9 @@ from safetensors.torch import load_file
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training import methods
+from nanogpt_hf.training.checkpoint import find_checkpoint, load_checkpoint
 
 # Knobs of a recipe whose runs `assert_same_experiment` compares.
 EXPERIMENT = {
@@ -25,7 +31,8 @@ EXPERIMENT = {
     "checkpoint__keep": 5,
     "tracking__layers": True,
 }
-# Environment of such a run: several chunks of rows, so that the loss computes gradients with a gathered head.
+# Environment of such a run: several chunks of rows, so that the loss computes gradients with a
+# gathered head.
 CHUNKS = {"LOGITS_PER_CHUNK": "200"}
 
 
@@ -44,6 +51,16 @@ def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     return loaded
 
 
+def replace_step(monkeypatch, step: Callable, method: methods.Method = methods.TEXT) -> None:
+    """Take `step(run, data step, learning rate)` for each step of a method's runs."""
+    monkeypatch.setattr(methods, "METHODS", [dataclasses.replace(method, step=step)])
+
+
+def load_newest(run: RunFolder, accelerator, model, optimizer) -> TrainState:
+    """Load the newest checkpoint into a prepared model and optimizer."""
+    return load_checkpoint(accelerator, model, optimizer, find_checkpoint(accelerator, run))
+
+
 def assert_same_experiment(run: RunFolder, reference: RunFolder, samples: bool = True) -> None:
     """Losses, gradient norms, samples and final weights are equal up to rounding."""
     for name, tolerance in (("train/loss", 1e-5), ("train/grad_norm", 1e-4), ("val/loss", 1e-5)):
@@ -55,14 +72,17 @@ def assert_same_experiment(run: RunFolder, reference: RunFolder, samples: bool =
     assert ours.keys() == theirs.keys()
     differences = {name: (ours[name] - theirs[name]).abs() for name in ours}
     for name in differences:
-        if "c_attn.bias" in name:  # that of keys has no gradient but rounding errors, which AdamW enlarges
+        # that of keys has no gradient but rounding errors, which AdamW enlarges
+        if "c_attn.bias" in name:
             assert differences[name].chunk(3)[1].max() < 1e-4
             differences[name].chunk(3)[1].zero_()
     assert max(difference.max().item() for difference in differences.values()) < 1e-5
 
 
 def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:
-    """Copy a run as if it had been killed after the checkpoint of `step`: without later ones and a final model."""
+    """Copy a run as if it had been killed after the checkpoint of `step`: without later ones and
+    a final model.
+    """
     copy = RunFolder(Path(shutil.copytree(run.path, folder)))
     for checkpoint in copy.checkpoint_folders():
         if checkpoint > copy.checkpoint(step):
@@ -73,11 +93,17 @@ def copy_at(run: RunFolder, step: int, folder: Path) -> RunFolder:
 
 def file_contents(folder: Path) -> dict[str, bytes]:
     """The bytes of all files in a folder and below it, by relative path."""
-    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
+    }
 
 
 def run_without_this_package(script: str, folder: Path, *arguments: str) -> str:
-    """Run a Python script in a new process in `folder` that cannot import this package; return its output."""
+    """Run a Python script in a new process in `folder` that cannot import this package; return
+    its output.
+    """
     script = f"import sys; sys.modules['nanogpt_hf'] = None\n{script}"
     command = [sys.executable, "-c", script, *arguments]
     completed = subprocess.run(command, capture_output=True, text=True, cwd=folder, timeout=240)

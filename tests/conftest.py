@@ -1,4 +1,6 @@
-"""Fixtures of several test files: offline libraries, the shared folder, tiny texts, recipes and models, a fake Hub."""
+"""Fixtures of several test files: offline libraries, the shared folder, tiny texts, recipes and
+models, a fake Hub.
+"""
 
 import contextlib
 import gc
@@ -18,7 +20,8 @@ from unittest import mock
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
-# Tiny models are faster on one thread, also on a busy machine. other_machines.py sets other numbers.
+# Tiny models are faster on one thread, also on a busy machine. other_machines.py sets other
+# numbers.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -29,16 +32,21 @@ import fake_hub
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
-# A job in the background ignores SIGINT, one under nohup SIGHUP, and so would the programs that tests start.
+# A job in the background ignores SIGINT, one under nohup SIGHUP, and so would the programs that
+# tests start.
 for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
     if signal.getsignal(number) == signal.SIG_IGN:
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
 
 pytest.register_assert_rewrite("assertions")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Run files with long tests first, so that no process waits at the end for the other's last file."""
+    """Run files with long tests first, so that no process waits at the end for the other's last
+    file.
+    """
     long = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in long)
 
@@ -70,7 +78,9 @@ def text_file(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def chat_file(tmp_path_factory) -> Path:
-    """60 conversations of one to three exchanges, of very different lengths, the same in every session."""
+    """60 conversations of one to three exchanges, of very different lengths, the same in every
+    session.
+    """
     draw = random.Random(1)
     words = ["red", "green", "blue", "grey", "pink"]
     path = tmp_path_factory.mktemp("chat") / "chat.jsonl"
@@ -79,27 +89,36 @@ def chat_file(tmp_path_factory) -> Path:
             messages = [{"role": "system", "content": "Say it again."}] if number % 4 == 0 else []
             for _ in range(draw.randint(1, 3)):
                 question = " ".join(draw.choices(words, k=draw.randint(1, 5)))
-                messages += [{"role": "user", "content": question}, {"role": "assistant", "content": question.upper()}]
+                messages += [
+                    {"role": "user", "content": question},
+                    {"role": "assistant", "content": question.upper()},
+                ]
             file.write(json.dumps({"messages": messages}) + "\n")
     return path
 
 
 @pytest.fixture(scope="session")
 def byte_tokenizer(tmp_path_factory) -> Path:
-    """The folder of a GPT-2 tokenizer without merges: 256 bytes and the end of text, so that models stay tiny."""
+    """The folder of a GPT-2 tokenizer without merges: 256 bytes and the end of text, so that
+    models stay tiny.
+    """
     from transformers import GPT2Tokenizer
 
     from nanogpt_hf.data.tokenizer import printable_bytes
 
     folder = tmp_path_factory.mktemp("tokenizer")
-    vocabulary = {token: number for number, token in enumerate([*printable_bytes(), "<|endoftext|>"])}
+    vocabulary = {
+        token: number for number, token in enumerate([*printable_bytes(), "<|endoftext|>"])
+    }
     GPT2Tokenizer(vocab=vocabulary, merges=[]).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="session")
 def make_recipe(text_file):
-    """Write a recipe of a tiny model on the tiny text, with overrides such as train__max_steps=3; return its path."""
+    """Write a recipe of a tiny model on the tiny text, with overrides such as
+    train__max_steps=3; return its path.
+    """
 
     def make(path: Path, **overrides) -> Path:
         tree = {
@@ -128,7 +147,9 @@ def make_recipe(text_file):
 
 @pytest.fixture(scope="session")
 def tiny_base(tmp_path_factory, text_file) -> Path:
-    """A GPT-2 of four blocks saved by transformers, with a tokenizer of the tiny text's characters."""
+    """A GPT-2 of four blocks saved by transformers, with a tokenizer of the tiny text's
+    characters.
+    """
     import torch
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -136,11 +157,18 @@ def tiny_base(tmp_path_factory, text_file) -> Path:
 
     folder = tmp_path_factory.mktemp("base") / "tiny-gpt2"
     characters = sorted(set(text_file.read_text()) | set("ABCxyz"))
-    sizes = {"vocab_size": len(characters), "n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    sizes = {
+        "vocab_size": len(characters),
+        "n_positions": 32,
+        "n_embd": 16,
+        "n_layer": 4,
+        "n_head": 2,
+    }
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
-        for parameter in model.parameters():  # otherwise biases are zeros and LayerNorms ones, which hides mistakes
+        # otherwise biases are zeros and LayerNorms ones, which hides mistakes
+        for parameter in model.parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)
     model.save_pretrained(folder)
     char_tokenizer(characters).hf.save_pretrained(folder)
@@ -182,7 +210,9 @@ def refused(capsys, monkeypatch, tmp_path):
 
 @pytest.fixture(scope="session")
 def forget_accelerate():
-    """A function that resets accelerate's process-wide state, so that the next Accelerator is as in a new process."""
+    """A function that resets accelerate's process-wide state, so that the next Accelerator is as
+    in a new process.
+    """
 
     def forget():
         from accelerate.state import AcceleratorState, GradientState, PartialState
@@ -195,7 +225,9 @@ def forget_accelerate():
 
 @pytest.fixture(scope="module", autouse=True)
 def quick_collections():
-    """What is left of imports and earlier files is not searched for garbage again: a search of all takes a second."""
+    """What is left of imports and earlier files is not searched for garbage again: a search of
+    all takes a second.
+    """
     gc.collect()
     gc.freeze()
 
@@ -219,7 +251,9 @@ def no_flushes():
 
 @pytest.fixture(scope="session", autouse=True)
 def no_loss_plots():
-    """Runs draw no loss.png, which takes nearly half the time of a tiny run; `loss_plots` lets them draw it."""
+    """Runs draw no loss.png, which takes nearly half the time of a tiny run; `loss_plots` lets
+    them draw it.
+    """
     from nanogpt_hf.reports import live
 
     with pytest.MonkeyPatch.context() as patch:
@@ -243,7 +277,9 @@ def loss_plots(no_loss_plots):
 
 @pytest.fixture(scope="session")
 def letter_model(tmp_path_factory) -> Path:
-    """A model folder with a vocabulary of 11 characters and weights large enough that samples differ."""
+    """A model folder with a vocabulary of 11 characters and weights large enough that samples
+    differ.
+    """
     import torch
 
     from nanogpt_hf.data.tokenizer import char_tokenizer
@@ -253,7 +289,9 @@ def letter_model(tmp_path_factory) -> Path:
     torch.manual_seed(0)
     no_special_tokens = {"bos_token_id": None, "eos_token_id": None}
     model = GPTForCausalLM(
-        GPTConfig(vocab_size=11, n_positions=32, n_embd=16, n_layer=2, n_head=2, **no_special_tokens)
+        GPTConfig(
+            vocab_size=11, n_positions=32, n_embd=16, n_layer=2, n_head=2, **no_special_tokens
+        )
     )
     for parameter in model.parameters():
         if parameter.dim() == 2:
@@ -265,7 +303,9 @@ def letter_model(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="session")
 def letter_tasks(tmp_path_factory) -> list[str]:
-    """Two lm-eval tasks as YAML files with their questions, some longer than the positions of `letter_model`."""
+    """Two lm-eval tasks as YAML files with their questions, some longer than the positions of
+    `letter_model`.
+    """
     pytest.importorskip("lm_eval", reason="lm-eval is not installed")
     folder = tmp_path_factory.mktemp("tasks")
     draw = random.Random(0)
@@ -294,14 +334,17 @@ def letter_tasks(tmp_path_factory) -> list[str]:
         "doc_to_choice": "choices",
         "doc_to_target": "answer",
         "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True} for name in ("acc", "acc_norm")
+            {"metric": name, "aggregation": "mean", "higher_is_better": True}
+            for name in ("acc", "acc_norm")
         ],
     }
     lines = {
         "task": "lines",
         "output_type": "loglikelihood",
         "doc_to_target": "{{choices[0]}}",
-        "metric_list": [{"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}],
+        "metric_list": [
+            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
+        ],
     }
     paths = []
     for task in (choice, lines):
@@ -337,7 +380,10 @@ def browser(tmp_path_factory):
     """Chromium with one tab."""
     driver = shutil.which("chromedriver")
     if not (driver and chromium.BROWSER):
-        pytest.skip("no Chromium with its chromedriver on this machine: apt-get install chromium chromium-driver")
+        pytest.skip(
+            "no Chromium with its chromedriver on this machine: apt-get install chromium "
+            "chromium-driver"
+        )
     opened = chromium.Browser(driver, tmp_path_factory.mktemp("browser"))
     yield opened
     opened.close()
@@ -364,7 +410,9 @@ def volume(tmp_path):
     mount = shutil.which("mount")
     if (
         not mount
-        or subprocess.run([mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True).returncode
+        or subprocess.run(
+            [mount, "-t", "tmpfs", "-o", "size=4m", "tmpfs", folder], capture_output=True
+        ).returncode
     ):
         pytest.skip("no file system can be mounted here: that needs root on Linux")
     yield folder
@@ -373,7 +421,9 @@ def volume(tmp_path):
 
 @pytest.fixture
 def counted():
-    """A function that counts the operations that torch dispatches in a call: aten's, and collectives as `c10d.*`."""
+    """A function that counts the operations that torch dispatches in a call: aten's, and
+    collectives as `c10d.*`.
+    """
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Operations(TorchDispatchMode):
@@ -395,7 +445,8 @@ def counted():
 
 @pytest.fixture(scope="session")
 def launch_command():
-    """A function that gives `accelerate launch` of launched.py with a shipped accelerate config, on CPUs.
+    """A function that gives `accelerate launch` of launched.py with a shipped accelerate config, on
+    CPUs.
 
     The config `cpu` has one process, `hsdp` and `tp_fsdp2` four, the others two.
     """
@@ -405,10 +456,21 @@ def launch_command():
         launch = [sys.executable, "-m", "accelerate.commands.launch", threads]
         config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
         if machine == "hsdp":  # two × two processes instead of two machines of eight
-            config += ["--num_processes=4", "--num_machines=1", "--main_process_ip=127.0.0.1", "--main_process_port=0"]
-            config += ["--parallelism_config_dp_replicate_size=2", "--parallelism_config_dp_shard_size=2"]
+            config += [
+                "--num_processes=4",
+                "--num_machines=1",
+                "--main_process_ip=127.0.0.1",
+                "--main_process_port=0",
+            ]
+            config += [
+                "--parallelism_config_dp_replicate_size=2",
+                "--parallelism_config_dp_shard_size=2",
+            ]
         elif machine != "cpu":
-            config += [f"--num_processes={4 if machine == 'tp_fsdp2' else 2}", "--main_process_port=0"]
+            config += [
+                f"--num_processes={4 if machine == 'tp_fsdp2' else 2}",
+                "--main_process_port=0",
+            ]
         if machine in ("tp_fsdp2", "cp_fsdp2"):
             config += [f"--parallelism_config_dp_shard_size={2 if machine == 'tp_fsdp2' else 1}"]
             config += ["--parallelism_config_cp_size=2"] if machine == "cp_fsdp2" else []
@@ -424,10 +486,11 @@ def launch_command():
 
 @pytest.fixture(scope="session")
 def launch_warm(launch_command):
-    """A function that trains like `accelerate launch`, in forks of a process that has imported torch: see warm.py.
+    """A function that trains like `accelerate launch`, in forks of a process that has imported
+    torch: see warm.py.
 
-    Its arguments are those of `launch_command`, and environment variables. It returns the run of --run-dir FOLDER.
-    A launch that may fail is checked by `ends_with(status, output)`.
+    Its arguments are those of `launch_command`, and environment variables. It returns the run of
+    --run-dir FOLDER. A launch that may fail is checked by `ends_with(status, output)`.
     """
     from nanogpt_hf.runs.folder import RunFolder
 
@@ -449,7 +512,8 @@ def launch_warm(launch_command):
             **variables: str,
         ) -> RunFolder | None:
             command = launch_command(machine, *arguments, machine_options=machine_options)
-            order = {"arguments": command[3:], "environment": variables}  # without python -m accelerate.commands.launch
+            # without python -m accelerate.commands.launch
+            order = {"arguments": command[3:], "environment": variables}
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
             answer = json.loads(process.stdout.readline())

@@ -17,12 +17,15 @@ tasks = [
 
 
 def write(folder: Path) -> Path:
-    """A bundle of five tasks in the letters that `letter_model` knows; many texts are longer than its positions."""
+    """A bundle of five tasks in the letters that `letter_model` knows; many texts are longer
+    than its positions.
+    """
     draw = random.Random(0)
 
     def words(least: int, greatest: int) -> str:
         return " ".join(
-            "".join(draw.choices("abcdefgh", k=draw.randint(1, 4))) for _ in range(draw.randint(least, greatest))
+            "".join(draw.choices("abcdefgh", k=draw.randint(1, 4)))
+            for _ in range(draw.randint(least, greatest))
         )
 
     rows = {
@@ -36,7 +39,10 @@ def write(folder: Path) -> Path:
             "continuation": words(1, 2),
             "gold": draw.randrange(2),
         },
-        "language_modeling": lambda: {"context": f" {words(1, 4)} \n", "continuation": draw.choice("abcdefgh")},
+        "language_modeling": lambda: {
+            "context": f" {words(1, 4)} \n",
+            "continuation": draw.choice("abcdefgh"),
+        },
     }
     (folder / "eval_data" / "sub").mkdir(parents=True)
     entries, baselines = [], "Eval Task,Task Category,Random baseline\n"

@@ -1,6 +1,8 @@
-"""Torch's ring attention on CPUs: torch 2.13 has it for the kernels of GPUs only, so that no test could run it.
+"""Torch's ring attention on CPUs: torch 2.13 has it for the kernels of GPUs only, so that no test
+could run it.
 
-The ring itself, its merging of partial results and its backward pass are torch's; the kernel of each part is the CPU's.
+The ring itself, its merging of partial results and its backward pass are torch's; the kernel of
+each part is the CPU's.
 """
 
 import torch
@@ -15,16 +17,23 @@ POSITIONS = 2  # their dimension in (B, H, T, D)
 
 
 def in_a_ring(template, **options):
-    """What torch calls for an operation on DTensors: all its arguments by name, their local parts to torch's ring."""
+    """What torch calls for an operation on DTensors: all its arguments by name, their local
+    parts to torch's ring.
+    """
 
     def handle(operation, arguments, keywords):
         mesh = arguments[0].device_mesh
         names = (argument.name for argument in operation._schema.arguments)
         named = dict(zip(names, arguments, strict=False)) | keywords
         assert named.pop("attn_mask", None) is None
-        local = {name: value.to_local() if isinstance(value, DTensor) else value for name, value in named.items()}
+        local = {
+            name: value.to_local() if isinstance(value, DTensor) else value
+            for name, value in named.items()
+        }
         parts = template(mesh.get_group(), POSITIONS, operation, **local, **options)
-        return tuple(DTensor.from_local(part, mesh, [Shard(POSITIONS)], run_check=False) for part in parts)
+        return tuple(
+            DTensor.from_local(part, mesh, [Shard(POSITIONS)], run_check=False) for part in parts
+        )
 
     return handle
 
@@ -32,5 +41,7 @@ def in_a_ring(template, **options):
 def allow_cpu_ring() -> None:
     """Let this process train with ring attention on CPUs."""
     torch_ring.custom_ops[FORWARD] = in_a_ring(torch_ring._templated_ring_attention)
-    torch_ring.custom_ops[BACKWARD] = in_a_ring(torch_ring._templated_ring_attention_backward, grad_out_name="grad_out")
+    torch_ring.custom_ops[BACKWARD] = in_a_ring(
+        torch_ring._templated_ring_attention_backward, grad_out_name="grad_out"
+    )
     context_parallel.RING_MACHINES.extend([("cpu", "no"), ("cpu", "bf16")])

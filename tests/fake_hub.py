@@ -1,7 +1,8 @@
-"""A small Hub on this machine's loopback, over real HTTP: accounts, repositories, commits, LFS, downloads.
+"""A small Hub on this machine's loopback, over real HTTP: accounts, repositories, commits, LFS,
+downloads.
 
-It keeps everything in memory and answers the requests of huggingface_hub and datasets for pushing and loading a model,
-and for loading or streaming a data set, no others.
+It keeps everything in memory and answers the requests of huggingface_hub and datasets for
+pushing and loading a model, and for loading or streaming a data set, no others.
 """
 
 import base64
@@ -19,7 +20,8 @@ TOKEN = "hf_" + "aT0kenThatIsNotReal" * 2
 @dataclass
 class Repository:
     private: bool
-    branches: dict[str, list[dict]]  # name -> commits, each {"oid", "title", "files": path -> content}
+    # name -> commits, each {"oid", "title", "files": path -> content}
+    branches: dict[str, list[dict]]
 
     def files(self, revision: str = "main") -> dict[str, bytes]:
         return self.branches[revision][-1]["files"]
@@ -29,7 +31,8 @@ class Repository:
 class FakeHub:
     """`with FakeHub() as hub:` serves at `hub.url`.
 
-    `faults` maps a part of a path to the status it answers with; of files in `cut`, connections end in the middle.
+    `faults` maps a part of a path to the status it answers with; of files in `cut`, connections
+    end in the middle.
     """
 
     lfs: bool = False  # whether weights travel as LFS objects
@@ -44,7 +47,9 @@ class FakeHub:
 
     def __enter__(self) -> "FakeHub":
         self._end = threading.Event()
-        self.server = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self}))
+        self.server = ThreadingHTTPServer(
+            ("127.0.0.1", 0), type("Handler", (_Handler,), {"hub": self})
+        )
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}"
         threading.Thread(target=self.server.serve_forever, args=(0.05,), daemon=True).start()
         return self
@@ -74,7 +79,10 @@ class _Handler(BaseHTTPRequestHandler):
     def answer(self, body: object = None, status: int = 200, **headers: str) -> None:
         content = body if isinstance(body, bytes) else json.dumps(body or {}).encode()
         self.send_response(status)
-        headers = {"Content_Type": "application/json", "Content_Length": str(len(content))} | headers
+        headers = {
+            "Content_Type": "application/json",
+            "Content_Length": str(len(content)),
+        } | headers
         for name, value in headers.items():
             self.send_header(name.replace("_", "-"), value)
         self.end_headers()
@@ -119,7 +127,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_GET = do_HEAD = do_POST = do_PUT = handle_any  # noqa: N815
 
     def repository(self, repo_id: str, writing: bool = False) -> Repository | None:
-        """The repository; None after refusing the request because this user may not read it or write to it."""
+        """The repository; None after refusing the request because this user may not read it or
+        write to it.
+        """
         repository = self.hub.repositories.get(repo_id)
         mine = self.known and repo_id.startswith(f"{self.hub.user}/")
         if repository is None or (repository.private and not mine):
@@ -135,23 +145,37 @@ class _Handler(BaseHTTPRequestHandler):
             self.refuse(401, "Unauthorized", "Invalid credentials in Authorization header")
             return
         token = {"accessToken": {"role": self.hub.role}}
-        self.answer({"type": "user", "name": self.hub.user, "orgs": [{"name": "club"}], "auth": token})
+        self.answer(
+            {"type": "user", "name": self.hub.user, "orgs": [{"name": "club"}], "auth": token}
+        )
 
     def validate_card(self, body: bytes) -> None:
         content = json.loads(body)["content"]
         if "license: nonsense" in content:
-            self.answer({"errors": [{"message": '"license" must be one of ...'}], "warnings": []}, 400)
+            self.answer(
+                {"errors": [{"message": '"license" must be one of ...'}], "warnings": []}, 400
+            )
         else:
-            self.answer({"errors": [], "warnings": [] if content.startswith("---") else [{"message": "no metadata"}]})
+            self.answer(
+                {
+                    "errors": [],
+                    "warnings": [] if content.startswith("---") else [{"message": "no metadata"}],
+                }
+            )
 
     def create(self, body: bytes) -> None:
         order = json.loads(body)
         owner = order.get("organization") or self.hub.user
         repo_id = f"{owner}/{order['name']}"
         if not self.known or owner != self.hub.user:
-            self.refuse(403, "Forbidden", "you don't have the rights to create a model under this namespace")
+            self.refuse(
+                403,
+                "Forbidden",
+                "you don't have the rights to create a model under this namespace",
+            )
         elif repo_id in self.hub.repositories:
-            self.refuse(409, "Conflict", "You already created this model repo")
+            # create_repo reads the address
+            self.answer({"error": "it exists", "url": f"{self.hub.url}/{repo_id}"}, 409)
         else:
             self.hub.add(repo_id, order.get("visibility") == "private")
             self.answer({"url": f"{self.hub.url}/{repo_id}", "name": repo_id})
@@ -162,13 +186,29 @@ class _Handler(BaseHTTPRequestHandler):
             return
         branch = "main" if revision is None else revision
         commits = repository.branches.get(branch) or next(
-            (c[: i + 1] for c in repository.branches.values() for i, one in enumerate(c) if one["oid"] == branch), None
+            (
+                c[: i + 1]
+                for c in repository.branches.values()
+                for i, one in enumerate(c)
+                if one["oid"] == branch
+            ),
+            None,
         )
         if commits is None:
             self.refuse(404, "RevisionNotFound", f"Invalid rev id: {branch}")
             return
-        files = [{"rfilename": name, "size": len(content)} for name, content in commits[-1]["files"].items()]
-        self.answer({"id": repo_id, "sha": commits[-1]["oid"], "private": repository.private, "siblings": files})
+        files = [
+            {"rfilename": name, "size": len(content)}
+            for name, content in commits[-1]["files"].items()
+        ]
+        self.answer(
+            {
+                "id": repo_id,
+                "sha": commits[-1]["oid"],
+                "private": repository.private,
+                "siblings": files,
+            }
+        )
 
     def branch(self, body: bytes, repo_id: str, branch: str) -> None:
         repository = self.repository(repo_id, writing=True)
@@ -205,7 +245,9 @@ class _Handler(BaseHTTPRequestHandler):
         for one in json.loads(body)["objects"]:
             upload = {"upload": {"href": f"{self.hub.url}/objects/{one['oid']}", "header": {}}}
             known = one["oid"] in self.hub.objects
-            objects.append({"oid": one["oid"], "size": one["size"]} | ({} if known else {"actions": upload}))
+            objects.append(
+                {"oid": one["oid"], "size": one["size"]} | ({} if known else {"actions": upload})
+            )
         self.answer({"transfer": "basic", "objects": objects})
 
     def upload(self, body: bytes, oid: str) -> None:
@@ -233,15 +275,27 @@ class _Handler(BaseHTTPRequestHandler):
                 files[value["path"]] = self.hub.objects[value["oid"]]
             else:
                 raise AssertionError(f"a push must not {line['key']}")
-        oid = hashlib.sha1(f"{len(repository.branches[revision])} {title}".encode() + body).hexdigest()
+        oid = hashlib.sha1(
+            f"{len(repository.branches[revision])} {title}".encode() + body
+        ).hexdigest()
         repository.branches[revision].append({"oid": oid, "title": title, "files": files})
-        self.answer({"commitOid": oid, "commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}", "success": True})
+        self.answer(
+            {
+                "commitOid": oid,
+                "commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}",
+                "success": True,
+            }
+        )
 
     def download(self, body: bytes, repo_id: str, revision: str, name: str) -> None:
         repository = self.repository(repo_id)
         if repository is None:
             return
-        commits = [c for branch, c in repository.branches.items() if revision == branch or c[-1]["oid"] == revision]
+        commits = [
+            c
+            for branch, c in repository.branches.items()
+            if revision == branch or c[-1]["oid"] == revision
+        ]
         head = commits[0][-1]
         if name not in head["files"]:
             self.answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=head["oid"])
@@ -267,12 +321,19 @@ class _Handler(BaseHTTPRequestHandler):
             return
         files = repository.files(revision if revision in repository.branches else "main")
         rows, start = {}, f"{folder}/" if folder else ""
-        recursive = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
+        recursive = (
+            parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
+        )
         for name in (name for name in files if name.startswith(start)):
             parts = name.removeprefix(start).split("/")
             for depth in range(1, len(parts) if recursive else min(len(parts), 2)):
                 path = start + "/".join(parts[:depth])
-                rows[path] = {"type": "directory", "path": path, "size": 0, "oid": _oid(path.encode(), False)}
+                rows[path] = {
+                    "type": "directory",
+                    "path": path,
+                    "size": 0,
+                    "oid": _oid(path.encode(), False),
+                }
             if recursive or len(parts) == 1:
                 rows[name] = _file_row(name, files[name])
         self.answer(json.dumps(list(rows.values())).encode(), 200 if rows or not start else 404)
@@ -282,7 +343,11 @@ class _Handler(BaseHTTPRequestHandler):
         if repository is not None:
             files = repository.files(revision if revision in repository.branches else "main")
             paths = parse_qs(body.decode())["paths"]
-            self.answer(json.dumps([_file_row(path, files[path]) for path in paths if path in files]).encode())
+            self.answer(
+                json.dumps(
+                    [_file_row(path, files[path]) for path in paths if path in files]
+                ).encode()
+            )
 
 
 def _file_row(path: str, content: bytes) -> dict:

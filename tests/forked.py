@@ -1,4 +1,8 @@
-"""The command line in a fork of the test's process: a new process without the time to import torch."""
+"""The command line in a fork of the test's process: a new process without the time to import
+torch.
+
+OpenMP's threads do not survive a fork, so a process with several threads starts Python anew.
+"""
 
 import logging
 import os
@@ -8,17 +12,24 @@ import time
 import traceback
 import warnings
 
+import torch
+
 from nanogpt_hf.commands import entry_point
+
+COMMAND = "import sys; sys.argv[0] = 'cli.py'; import nanogpt_hf.commands as c; c.entry_point()"
 
 
 def _become_new_process(
     arguments: list[str], streams: dict[int, int | None], folder: str | None, terminal: str | None
 ) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        signal.signal(
+            number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+        )
     if terminal:
         os.setsid()
-        opened = os.open(terminal, os.O_RDWR)  # the first terminal that a session opens becomes its controlling one
+        # the first terminal that a session opens becomes its controlling one
+        opened = os.open(terminal, os.O_RDWR)
         streams = dict.fromkeys(range(3), opened)
     for descriptor, stream in streams.items():
         os.close(descriptor) if stream is None else os.dup2(stream, descriptor)
@@ -38,7 +49,8 @@ def _become_new_process(
 
 
 class Forked:
-    """A process that runs `cli.py` with these arguments. `terminal` is the path of its controlling terminal.
+    """A process that runs `cli.py` with these arguments. `terminal` is the path of its controlling
+    terminal.
 
     `streams` are its descriptors, None for one that is closed.
     """
@@ -52,6 +64,8 @@ class Forked:
             status = 1
             try:
                 _become_new_process(list(map(str, arguments)), streams or {}, folder, terminal)
+                if torch.get_num_threads() > 1:
+                    os.execv(sys.executable, [sys.executable, "-c", COMMAND, *sys.argv[1:]])
                 entry_point()
             except SystemExit as end:
                 status = end.code or 0

@@ -1,7 +1,7 @@
 """Two optimizers as rows of the tests' own, to show that a new one changes no file of the package.
 
-Lion has one state tensor. SOAP has square factors, an eigenbasis and second moments in it, which every
-process has whole, in nested lists and dicts, and a step count that is a number.
+Lion has one state tensor. SOAP has square factors, an eigenbasis and second moments in it, which
+every process has whole, in nested lists and dicts, and a step count that is a number.
 """
 
 import torch
@@ -26,7 +26,9 @@ class Lion(torch.optim.Optimizer):
                     state["momentum"] = torch.zeros_like(p)
                 momentum, gradient = local(state["momentum"]), local(p.grad)
                 update = torch.lerp(gradient, momentum, 0.9).sign()
-                local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    update, alpha=-group["lr"]
+                )
                 momentum.lerp_(gradient, 0.01)
 
 
@@ -42,7 +44,9 @@ class Soap(torch.optim.Optimizer):
                 if isinstance(p, DTensor):
                     rows = p.device_mesh.get_local_rank() * -(-len(p) // p.device_mesh.size())
                     update = update[rows : rows + len(local(p))]
-                local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(update, alpha=-group["lr"])
+                local(p).mul_(1 - group["lr"] * group["weight_decay"]).add_(
+                    update, alpha=-group["lr"]
+                )
 
     def update(self, state, gradient):
         if not state:
@@ -58,7 +62,9 @@ class Soap(torch.optim.Optimizer):
             flat = gradient.movedim(dim, 0).reshape(gradient.shape[dim], -1)
             factor.lerp_(flat @ flat.T, 0.05)
             rotated = torch.tensordot(rotated, basis, ([0], [0]))
-            basis.copy_(torch.linalg.eigh(factor.double() + 1e-12 * torch.eye(len(factor))).eigenvectors)
+            basis.copy_(
+                torch.linalg.eigh(factor.double() + 1e-12 * torch.eye(len(factor))).eigenvectors
+            )
         square = state["square"]["rotated"].lerp_(rotated.square(), 0.05)
         update = state["mean"] / state["step"]
         for basis in state["basis"]:
@@ -72,7 +78,11 @@ class Soap(torch.optim.Optimizer):
 def add_rows() -> None:
     for name, kind, state_bytes in (("lion", Lion, 4), ("soap", Soap, 16)):
         OPTIMIZERS[name] = OptimizerKind(
-            build=lambda model, groups, optim, accelerator, kind=kind: kind(groups, {"lr": optim.learning_rate}),
+            build=lambda model, groups, optim, accelerator, kind=kind: kind(
+                groups, {"lr": optim.learning_rate}
+            ),
             describe=lambda optim, name=name: name,
-            state_bytes=lambda model, shards, each=state_bytes: each * model.num_parameters() / shards,
+            state_bytes=lambda model, shards, each=state_bytes: (
+                each * model.num_parameters() / shards
+            ),
         )

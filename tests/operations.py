@@ -1,7 +1,7 @@
 """Kill a process before, or in the middle of, the nth of its changes to the files of a folder.
 
-Python's audit events report the changes: every rename, removal, new folder, and opening of a file for writing. Opening
-counts twice, before and after, since a kill may leave the file empty.
+Python's audit events report the changes: every rename, removal, new folder, and opening of a
+file for writing. Opening counts twice, before and after, since a kill may leave the file empty.
 """
 
 import os
@@ -11,7 +11,9 @@ import traceback
 from collections.abc import Callable
 from pathlib import Path
 
-_EVENTS = {f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")}
+_EVENTS = {
+    f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")
+}
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC
 
 
@@ -38,7 +40,12 @@ def kill_at(root: Path, point: int) -> None:
             return
         if event in _EVENTS and is_inside(arguments[0]):
             count()
-        elif event == "open" and isinstance(arguments[2], int) and arguments[2] & _WRITES and is_inside(arguments[0]):
+        elif (
+            event == "open"
+            and isinstance(arguments[2], int)
+            and arguments[2] & _WRITES
+            and is_inside(arguments[0])
+        ):
             count()
             if changes + 1 == point:
                 opening = True
@@ -54,7 +61,9 @@ def kill_at(root: Path, point: int) -> None:
 
 
 def killed(root: Path, point: int, action: Callable[[], object]) -> bool:
-    """Do `action` in a child that is killed at its `point`th change below `root`; False if it ended before."""
+    """Do `action` in a child that is killed at its `point`th change below `root`; False if it
+    ended before.
+    """
     child = os.fork()
     if child == 0:
         try:

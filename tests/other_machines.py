@@ -92,7 +92,9 @@ def obstacle(variation: str) -> str | None:
     return None
 
 
-def run(variations: tuple[str, ...], processes: int, seed: int, arguments: list[str]) -> tuple[int, list]:
+def run(
+    variations: tuple[str, ...], processes: int, seed: int, arguments: list[str]
+) -> tuple[int, list]:
     """Run the tests; return pytest's exit status, and passed, failed, skipped, seconds."""
     environment = dict(os.environ)
     for variation in variations:
@@ -131,6 +133,8 @@ def run(variations: tuple[str, ...], processes: int, seed: int, arguments: list[
         if "read-only-home" in variations:
             (folder / "home").chmod(0o555)
             environment |= {} if IS_ROOT else {"HOME": str(folder / "home")}
+            # DeepSpeed compiles there; without it ZeRO is refused in one line
+            environment["TORCH_EXTENSIONS_DIR"] = str(folder / "tmp" / "extensions")
         for _ in range(2 if "busy" in variations else 0):
             stack.callback(subprocess.Popen([sys.executable, "-c", SPIN]).kill)
         start = time.monotonic()
@@ -147,7 +151,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0], allow_abbrev=False)
     parser.add_argument("variations", nargs="*", metavar="VARIATION", help=", ".join(VARIATIONS))
     parser.add_argument("--alone", action="store_true", help="one run for each variation")
-    parser.add_argument("-n", type=int, default=2, metavar="N", help="processes of pytest (default: 2)")
+    parser.add_argument(
+        "-n", type=int, default=2, metavar="N", help="processes of pytest (default: 2)"
+    )
     seed = random.randrange(10**6)
     parser.add_argument("--seed", type=int, default=seed, help="of the random order")
     rest = {"nargs": argparse.REMAINDER, "default": []}

@@ -1,25 +1,30 @@
-"""Prove that a refactoring changes no number: digests of small reference runs, to compare before and after it.
+"""Prove that a refactoring changes no number: digests of small reference runs, to compare before
+and after it.
 
     python tests/run_digests.py --json before.json          # on the commit before
-    python tests/run_digests.py --against before.json       # on the commit after: which values differ; status 1 if any
-    python tests/run_digests.py --checkout ../other         # the package of another checkout, by this file
-    python tests/run_digests.py --only fsdp2 resumed        # some of the runs, and those that they start from
-    make digests ARGS='--against before.json'               # the same in the project's virtual environment
+    python tests/run_digests.py --against before.json       # on the commit after: which values
+    differ; status 1 if any python tests/run_digests.py --checkout ../other         # the package of
+    another checkout, by this file python tests/run_digests.py --only fsdp2 resumed        # some of
+    the runs, and those that they start from make digests ARGS='--against before.json'
+    # the same in the project's virtual environment
 
-Each run prints its name and a digest: a sha256 over the losses, learning rates, gradient norms and validation losses of
-its metrics.jsonl in full precision, and the tensors of its models. Times, rates and memory are left out. `--verbose`
-prints the values.
+Each run prints its name and a digest: a sha256 over the losses, learning rates, gradient norms and
+validation losses of its metrics.jsonl in full precision, and the tensors of its models. Times,
+rates and memory are left out. `--verbose` prints the values.
 
-Two things are checked in every checkout: a run that SIGTERM stops and that resumes has the values of the run that was
-not stopped, and the runs with a loss rollback and with 8-bit optimizer state differ from those without.
+Two things are checked in every checkout: a run that SIGTERM stops and that resumes has the values
+of the run that was not stopped, and the runs with a loss rollback and with 8-bit optimizer state
+differ from those without.
 
-A digest depends on the machine and on the versions of the libraries: compare on one machine only, never with a file
-from elsewhere. If a number changes on purpose, say so in the commit. The whole set takes two to three minutes on two
-cores. A run whose extra (deepspeed, torchao) is not installed is skipped with the reason, and not compared.
+A digest depends on the machine and on the versions of the libraries: compare on one machine only,
+never with a file from elsewhere. If a number changes on purpose, say so in the commit. The whole
+set takes two to three minutes on two cores. A run whose extra (deepspeed, torchao) is not installed
+is skipped with the reason, and not compared.
 
-The runs use the command line and the files of a run folder, and no module of the package but `nanogpt_hf.commands`. If
-a change renames a knob or a key in metrics.jsonl, add the new name to KNOBS or METRICS below: the tool then works on
-the commits before and after, and `--checkout` runs the old one with it.
+The runs use the command line and the files of a run folder, and no module of the package but
+`nanogpt_hf.commands`. If a change renames a knob or a key in metrics.jsonl, add the new name to
+KNOBS or METRICS below: the tool then works on the commits before and after, and `--checkout`
+runs the old one with it.
 """
 
 import argparse
@@ -45,13 +50,14 @@ from typing import Any
 # Fact -> value. A fact names where the value was found, such as `step 4: train/loss`.
 Facts = dict[str, Any]
 
-# Other names of a knob, by the name used below: the first that the checkout's --help lists is set. None at the end of
-# the names: the knob is left out of the recipe if the checkout has none of them.
+# Other names of a knob, by the name used below: the first that the checkout's --help lists is set.
+# None at the end of the names: the knob is left out of the recipe if the checkout has none of them.
 KNOBS: dict[str, tuple[str | None, ...]] = {
     "optim.state": ("optim.state", "optim.moments"),
     "finetune.sample_tokens": ("finetune.sample_tokens", None),
 }
-# Keys of metrics.jsonl whose values must not change, by the name that facts have. One with / at its end is a prefix.
+# Keys of metrics.jsonl whose values must not change, by the name that facts have. One with / at its
+# end is a prefix.
 METRICS = {
     "train/loss": ("train/loss",),
     "train/learning_rate": ("train/learning_rate",),
@@ -105,7 +111,11 @@ PRETRAIN = {
     "tracking.layers": True,
 }
 # Fine-tuning takes the sizes from the model that it starts from.
-FINETUNE = {name: value for name, value in PRETRAIN.items() if name.partition(".")[0] in ("train", "checkpoint")} | {
+FINETUNE = {
+    name: value
+    for name, value in PRETRAIN.items()
+    if name.partition(".")[0] in ("train", "checkpoint")
+} | {
     "model.dropout": 0.1,
     "data.validation_fraction": 0.1,
     "data.block_size": 32,
@@ -118,7 +128,8 @@ FINETUNE = {name: value for name, value in PRETRAIN.items() if name.partition(".
     "tracking.every": 1,
 }
 
-# accelerate's config for each way to share a run out over two processes, and what it has to make of it on a CPU.
+# accelerate's config for each way to share a run out over two processes, and what it has to make of
+# it on a CPU.
 MACHINES = {
     "ddp": ({"distributed_type": "MULTI_GPU", "use_cpu": True}, "MULTI_CPU"),
     "fsdp2": (
@@ -138,7 +149,10 @@ MACHINES = {
     "zero3": (
         {
             "distributed_type": "DEEPSPEED",
-            "deepspeed_config": {"deepspeed_config_file": "zero3_config.json", "zero3_init_flag": False},
+            "deepspeed_config": {
+                "deepspeed_config_file": "zero3_config.json",
+                "zero3_init_flag": False,
+            },
         },
         "DEEPSPEED",
     ),
@@ -152,7 +166,8 @@ ALL_MACHINES = {
     "use_cpu": False,
 }
 ZERO_3 = {
-    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},  # else small tensors are not sharded
+    # else small tensors are not sharded
+    "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
     "gradient_accumulation_steps": "auto",
     "gradient_clipping": "auto",
     "train_micro_batch_size_per_gpu": "auto",
@@ -168,7 +183,10 @@ class RunError(Exception):
 
 
 class Bench:
-    """The reference runs of one checkout in one folder. Each is done once, when it is first asked for."""
+    """The reference runs of one checkout in one folder.
+
+    Each is done once, when it is first asked for.
+    """
 
     def __init__(self, checkout: Path, folder: Path):
         self.checkout, self.folder = checkout, folder
@@ -186,8 +204,14 @@ class Bench:
             "HF_HOME": str(folder / "hf_home"),
             "HF_HUB_OFFLINE": "1",
         }
-        write_text(folder / "text.txt", 0, ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "rats"])
-        write_text(folder / "other.txt", 1, ["tom", "saw", "a", "rat", "on", "the", "stone", "tower"])
+        write_text(
+            folder / "text.txt",
+            0,
+            ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "two", "rats"],
+        )
+        write_text(
+            folder / "other.txt", 1, ["tom", "saw", "a", "rat", "on", "the", "stone", "tower"]
+        )
         write_chat(folder / "chat.jsonl")
 
     @functools.cached_property
@@ -204,7 +228,9 @@ class Bench:
         return facts
 
     def recipe(self, name: str, knobs: dict[str, Any]) -> str:
-        """Write a recipe of the knobs by the names that the checkout has for them; return its path."""
+        """Write a recipe of the knobs by the names that the checkout has for them; return its
+        path.
+        """
         tree: dict[str, dict[str, Any]] = {}
         for knob, value in knobs.items():
             if name_here := knob_name(knob, self.help):
@@ -216,10 +242,14 @@ class Bench:
 
     def command(self, *words: str) -> str:
         """Run `python cli.py` with these words; return what it printed to stdout."""
-        return self._run([sys.executable, str(self.checkout / "cli.py"), *words], {"ACCELERATE_USE_CPU": "true"})
+        return self._run(
+            [sys.executable, str(self.checkout / "cli.py"), *words], {"ACCELERATE_USE_CPU": "true"}
+        )
 
     def stopped(self, checkpoint: str, *words: str) -> None:
-        """Run a command that gets SIGTERM when it has written `checkpoint`, and has to save and stop."""
+        """Run a command that gets SIGTERM when it has written `checkpoint`, and has to save and
+        stop.
+        """
         environment = {"ACCELERATE_USE_CPU": "true", "DIGEST_STOP_AFTER": checkpoint}
         self._run([sys.executable, str(PROCESS), *words], environment, status=STOPPED)
 
@@ -228,8 +258,16 @@ class Bench:
         options, kind = MACHINES[machine]
         config = self.folder / f"accelerate_{machine}.json"
         config.write_text(json.dumps(ALL_MACHINES | options), encoding="utf-8")
-        launcher = [sys.executable, "-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
-        self._run([*launcher, f"--config_file={config}", str(PROCESS), *words], {"DIGEST_DISTRIBUTED_TYPE": kind})
+        launcher = [
+            sys.executable,
+            "-m",
+            "accelerate.commands.launch",
+            "--num_cpu_threads_per_process=1",
+        ]
+        self._run(
+            [*launcher, f"--config_file={config}", str(PROCESS), *words],
+            {"DIGEST_DISTRIBUTED_TYPE": kind},
+        )
 
     def _run(self, words: list[str], environment: dict[str, str], status: int = 0) -> str:
         with (self.folder / "stderr.txt").open("w+", encoding="utf-8") as errors:
@@ -246,24 +284,34 @@ class Bench:
             try:
                 printed, _ = process.communicate(timeout=TIME_LIMIT)
             except BaseException as error:
-                process.terminate()  # not kill: a launcher has to end its processes, for which it takes 30 s at most
+                # not kill: a launcher has to end its processes, for which it takes 30 s at most
+                process.terminate()
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(60)
                 process.kill()
                 process.wait()
                 if isinstance(error, subprocess.TimeoutExpired):
-                    raise RunError(f"still running after {TIME_LIMIT} s: {' '.join(words[1:])}") from None
+                    raise RunError(
+                        f"still running after {TIME_LIMIT} s: {' '.join(words[1:])}"
+                    ) from None
                 raise
             if process.returncode != status:
                 errors.seek(0)
-                trace, _, _ = errors.read().partition("torch/distributed/elastic")  # without what the launcher adds
+                # without what the launcher adds
+                trace, _, _ = errors.read().partition("torch/distributed/elastic")
                 said = (printed + trace)[-3000:]
-                raise RunError(f"exit status {process.returncode} instead of {status}: {' '.join(words[1:])}\n{said}")
+                raise RunError(
+                    f"exit status {process.returncode} instead of {status}: "
+                    f"{' '.join(words[1:])}\n{said}"
+                )
         return printed
 
     def start(self, name: str, changes: dict[str, Any] | None = None) -> tuple[str, ...]:
         """The words that pretrain into the run folder `name` by PRETRAIN with these changes."""
-        text = {"data.source": str(self.folder / "text.txt"), "data.dir": str(self.folder / "data" / "text")}
+        text = {
+            "data.source": str(self.folder / "text.txt"),
+            "data.dir": str(self.folder / "data" / "text"),
+        }
         knobs = PRETRAIN | text | (changes or {})
         return "pretrain", self.recipe(name, knobs), "--run-dir", str(self.folder / name)
 
@@ -275,7 +323,12 @@ class Bench:
             "data.source": str(self.folder / "other.txt"),
             "data.dir": str(self.folder / "data" / "other"),
         }
-        return "finetune", self.recipe(name, FINETUNE | paths | knobs), "--run-dir", str(self.folder / name)
+        return (
+            "finetune",
+            self.recipe(name, FINETUNE | paths | knobs),
+            "--run-dir",
+            str(self.folder / name),
+        )
 
 
 # The runs. Each is done in the folder of its name and returns its facts.
@@ -297,7 +350,11 @@ def resumed(bench: Bench) -> Facts:
     bench.command(*words, "--resume")
     facts = run_facts(bench.folder / "resumed")
     if changed := differences(bench.facts("pretrain"), facts):
-        raise RunError("\n".join(["stopped and resumed, it is another run than pretrain:", *shown(changed, 10)]))
+        raise RunError(
+            "\n".join(
+                ["stopped and resumed, it is another run than pretrain:", *shown(changed, 10)]
+            )
+        )
     return facts
 
 
@@ -305,7 +362,9 @@ def adamw_8bit(bench: Bench) -> Facts:
     """8-bit optimizer state."""
     needs("torchao")
     bench.command(*bench.start("adamw_8bit", {"optim.state": "8bit"}))
-    return must_differ(bench.facts("pretrain"), run_facts(bench.folder / "adamw_8bit"), "no state was in 8 bits")
+    return must_differ(
+        bench.facts("pretrain"), run_facts(bench.folder / "adamw_8bit"), "no state was in 8 bits"
+    )
 
 
 def ddp(bench: Bench) -> Facts:
@@ -333,7 +392,9 @@ def off_fsdp2(bench: Bench) -> Facts:
 
 
 def zero3(bench: Bench) -> Facts:
-    """Two processes, everything sharded by DeepSpeed, which keeps gradients from layer statistics."""
+    """Two processes, everything sharded by DeepSpeed, which keeps gradients from layer
+    statistics.
+    """
     needs("deepspeed")
     (bench.folder / "zero3_config.json").write_text(json.dumps(ZERO_3), encoding="utf-8")
     bench.launch("zero3", *bench.start("zero3", {"tracking.layers": False}))
@@ -349,7 +410,9 @@ def finetune(bench: Bench) -> Facts:
 def rollback(bench: Bench) -> Facts:
     """The same, but back to a checkpoint when the loss is a spike."""
     bench.command(*bench.start_finetuning("rollback", {"train.rollback_ratio": 1.15}))
-    return must_differ(bench.facts("finetune"), run_facts(bench.folder / "rollback"), "no loss was a spike")
+    return must_differ(
+        bench.facts("finetune"), run_facts(bench.folder / "rollback"), "no loss was a spike"
+    )
 
 
 def unfreeze(bench: Bench) -> Facts:
@@ -391,11 +454,25 @@ def evaluate(bench: Bench) -> Facts:
     output = bench.folder / "evaluation.json"
     model = str(bench.folder / "pretrain" / "final")
     text = str(bench.folder / "other.txt")
-    bench.command("evaluate", model, "--data", text, "--block-size", "32", "--stride", "12", "--output", str(output))
+    bench.command(
+        "evaluate",
+        model,
+        "--data",
+        text,
+        "--block-size",
+        "32",
+        "--stride",
+        "12",
+        "--output",
+        str(output),
+    )
     measured = json.loads(output.read_text(encoding="utf-8"))["text"]
     facts = {fact: value for key, value in measured.items() if (fact := canonical(key, EVALUATION))}
     if missing := EVALUATION.keys() - facts.keys():
-        raise RunError(f"evaluate --output writes no {', '.join(sorted(missing))}: add the new names to EVALUATION")
+        raise RunError(
+            f"evaluate --output writes no {', '.join(sorted(missing))}: add the new "
+            "names to EVALUATION"
+        )
     return facts
 
 
@@ -404,8 +481,21 @@ def sample(bench: Bench) -> Facts:
     bench.facts("pretrain")
     model = str(bench.folder / "pretrain" / "final")
     drawing = ["--temperature", "0.9", "--top-k", "12", "--top-p", "0.95", "--seed", "7"]
-    words = ["sample", model, "--prompt", "the cat ", "--max-new-tokens", "60", "--num-samples", "2", *drawing]
-    lines = [line for line in bench.command(*words).splitlines() if line and not line.startswith("---")]  # no headings
+    words = [
+        "sample",
+        model,
+        "--prompt",
+        "the cat ",
+        "--max-new-tokens",
+        "60",
+        "--num-samples",
+        "2",
+        *drawing,
+    ]
+    # no headings
+    lines = [
+        line for line in bench.command(*words).splitlines() if line and not line.startswith("---")
+    ]
     if sum(line.startswith("the cat ") for line in lines) != 2:
         raise RunError("`sample` did not print two texts that begin with the prompt")
     return {"text": "\n".join(lines)}
@@ -443,14 +533,19 @@ def continued(bench: Bench, source: str, name: str) -> tuple[str, ...]:
 
 
 def must_differ(plain: Facts, facts: Facts, what: str) -> Facts:
-    """The facts. Raises RunError if they equal those of the plain run: then they do not prove what they are for."""
+    """The facts.
+
+    Raises RunError if they equal those of the plain run: then they do not prove what they are for.
+    """
     if not differences(plain, facts):
         raise RunError(f"nothing differs from a run without the knob: {what}")
     return facts
 
 
 def needs(package: str) -> None:
-    """Raises SkippedRun if the package is not installed, or no compiler for what it builds for a CPU."""
+    """Raises SkippedRun if the package is not installed, or no compiler for what it builds for a
+    CPU.
+    """
     if importlib.util.find_spec(package) is None:
         raise SkippedRun(f"{package} is not installed")
     if shutil.which("g++") is None:
@@ -461,18 +556,24 @@ def needs(package: str) -> None:
 
 
 def write_text(path: Path, seed: int, words: list[str]) -> None:
-    """Lines of a few words, which are easy to learn, and rarely one of any characters, whose loss is a spike."""
+    """Lines of a few words, which are easy to learn, and rarely one of any characters, whose
+    loss is a spike.
+    """
     draw = random.Random(seed)
     characters = string.ascii_letters + string.digits + string.punctuation
     lines = [
-        " ".join(draw.choices(words, k=8)) if number % 60 else "".join(draw.choices(characters, k=96))
+        " ".join(draw.choices(words, k=8))
+        if number % 60
+        else "".join(draw.choices(characters, k=96))
         for number in range(600)
     ]
     path.write_text("\n".join(lines), encoding="utf-8")
 
 
 def write_chat(path: Path) -> None:
-    """Conversations of one to three exchanges and very different lengths; some have a system message."""
+    """Conversations of one to three exchanges and very different lengths; some have a system
+    message.
+    """
     draw = random.Random(2)
     words = ["red", "green", "blue", "grey", "pink"]
     with path.open("w", encoding="utf-8") as file:
@@ -491,22 +592,31 @@ def byte_tokenizer(folder: Path) -> None:
     from transformers import PreTrainedTokenizerFast
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    rust = Tokenizer(models.BPE({character: number for number, character in enumerate(alphabet)}, merges=[]))
+    rust = Tokenizer(
+        models.BPE({character: number for number, character in enumerate(alphabet)}, merges=[])
+    )
     rust.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     rust.decoder = decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|endoftext|>").save_pretrained(folder)
+    PreTrainedTokenizerFast(tokenizer_object=rust, eos_token="<|endoftext|>").save_pretrained(
+        folder
+    )
 
 
 # Facts
 
 
 def knob_name(knob: str, help_text: str) -> str | None:
-    """The knob's name in a checkout, from the help of its `cli.py pretrain`; None if it has none and needs none."""
+    """The knob's name in a checkout, from the help of its `cli.py pretrain`; None if it has none
+    and needs none.
+    """
     names = KNOBS.get(knob, (knob,))
     for name in names:
         if name is None or f"--{name}" in help_text.split():
             return name
-    raise RunError(f"`cli.py pretrain --help` does not list {' or '.join(map(str, names))}: add the new name to KNOBS")
+    raise RunError(
+        f"`cli.py pretrain --help` does not list {' or '.join(map(str, names))}: add "
+        "the new name to KNOBS"
+    )
 
 
 def canonical(key: str, table: dict[str, tuple[str, ...]]) -> str | None:
@@ -523,7 +633,10 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def metrics_facts(lines: Iterable[dict[str, Any]]) -> Facts:
-    """What the lines of a metrics.jsonl say of each step. Values are lists: a step may have several lines."""
+    """What the lines of a metrics.jsonl say of each step.
+
+    Values are lists: a step may have several lines.
+    """
     facts: Facts = {}
     for line in lines:
         known = {fact: value for key, value in line.items() if (fact := canonical(key, METRICS))}
@@ -534,7 +647,9 @@ def metrics_facts(lines: Iterable[dict[str, Any]]) -> Facts:
 
 
 def model_facts(folder: Path) -> Facts:
-    """The sha256 of every tensor in the safetensors files of a model folder, with its dtype and shape."""
+    """The sha256 of every tensor in the safetensors files of a model folder, with its dtype and
+    shape.
+    """
     from safetensors import deserialize
 
     facts = {}
@@ -552,7 +667,9 @@ def run_facts(folder: Path) -> Facts:
     facts = metrics_facts(read_lines(folder / "metrics.jsonl"))
     for wanted in ("train/loss", "train/learning_rate", "train/grad_norm", "val/loss"):
         if not any(fact.endswith(f": {wanted}") for fact in facts):
-            raise RunError(f"{folder.name}/metrics.jsonl has no {wanted}: add its new name to METRICS")
+            raise RunError(
+                f"{folder.name}/metrics.jsonl has no {wanted}: add its new name to METRICS"
+            )
     return facts | model_facts(folder / "best") | model_facts(folder / "final")
 
 
@@ -564,7 +681,9 @@ ABSENT = "(absent)"
 
 
 def differences(before: Facts, after: Facts) -> list[tuple[str, Any, Any]]:
-    """(fact, value before, value after) of what is not the same to the last bit, in the order of the facts."""
+    """(fact, value before, value after) of what is not the same to the last bit, in the order of
+    the facts.
+    """
     return [
         (fact, before.get(fact, ABSENT), after.get(fact, ABSENT))
         for fact in [*before, *(fact for fact in after if fact not in before)]
@@ -580,7 +699,16 @@ def shown(changed: list[tuple[str, Any, Any]], limit: int | None) -> list[str]:
 
 def environment() -> dict[str, str]:
     """What digests depend on besides the code."""
-    packages = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft", "torchao", "deepspeed")
+    packages = (
+        "torch",
+        "transformers",
+        "accelerate",
+        "datasets",
+        "numpy",
+        "peft",
+        "torchao",
+        "deepspeed",
+    )
     versions = {}
     for package in packages:
         try:
@@ -590,21 +718,48 @@ def environment() -> dict[str, str]:
     cpu = platform.processor()
     with contextlib.suppress(OSError):  # only Linux has the file
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu)
-    return {"machine": platform.platform(), "cpu": cpu, "python": platform.python_version(), **versions}
+        cpu = next(
+            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu
+        )
+    return {
+        "machine": platform.platform(),
+        "cpu": cpu,
+        "python": platform.python_version(),
+        **versions,
+    }
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
-        description=__doc__.partition("\n")[0], epilog=f"Runs: {', '.join(RUNS)}.", allow_abbrev=False
+        description=__doc__.partition("\n")[0],
+        epilog=f"Runs: {', '.join(RUNS)}.",
+        allow_abbrev=False,
     )
-    parser.add_argument("--checkout", metavar="DIR", type=Path, default=Path(__file__).parents[1], help="default: this")
-    parser.add_argument("--only", metavar="RUN", nargs="+", choices=RUNS, default=list(RUNS), help="some of the runs")
+    parser.add_argument(
+        "--checkout",
+        metavar="DIR",
+        type=Path,
+        default=Path(__file__).parents[1],
+        help="default: this",
+    )
+    parser.add_argument(
+        "--only",
+        metavar="RUN",
+        nargs="+",
+        choices=RUNS,
+        default=list(RUNS),
+        help="some of the runs",
+    )
     parser.add_argument("--json", metavar="FILE", type=Path, help="write digests and values")
     parser.add_argument(
-        "--against", metavar="FILE", type=Path, help="compare with what --json wrote; status 1 if not equal"
+        "--against",
+        metavar="FILE",
+        type=Path,
+        help="compare with what --json wrote; status 1 if not equal",
     )
-    parser.add_argument("--verbose", action="store_true", help="print all values and all differences")
+    parser.add_argument(
+        "--verbose", action="store_true", help="print all values and all differences"
+    )
     parsed = parser.parse_args(arguments)
     parsed.checkout = parsed.checkout.resolve()
     if not (parsed.checkout / "cli.py").is_file():
@@ -625,8 +780,17 @@ def main(arguments: list[str] | None = None) -> int:
     parsed = parse(arguments)
     results = {"environment": environment(), "runs": {}}
     ok = True
-    if parsed.before and (changed := differences(parsed.before["environment"], results["environment"])):
-        print("\n".join(["warning: other machine or versions, where digests may differ:", *shown(changed, None)]))
+    if parsed.before and (
+        changed := differences(parsed.before["environment"], results["environment"])
+    ):
+        print(
+            "\n".join(
+                [
+                    "warning: other machine or versions, where digests may differ:",
+                    *shown(changed, None),
+                ]
+            )
+        )
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="digests_") as folder:
         bench = Bench(parsed.checkout, Path(folder).resolve())

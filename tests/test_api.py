@@ -16,11 +16,16 @@ PAGE = (Path(__file__).parents[1] / "docs" / "training.md").read_text(encoding="
 
 
 @pytest.mark.long
-def test_python_example_trains_resumes_samples_and_pushes(hub, tmp_path, write_recipe, monkeypatch, capsys):
+def test_python_example_trains_resumes_samples_and_pushes(
+    hub, tmp_path, write_recipe, monkeypatch, capsys
+):
     (example,) = re.findall(r"^```python\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
-    recipe = write_recipe(tracking__every=10, model__n_positions=64)  # smaller than the quickstart's
-    example = example.replace("user/python", "tester/python").replace('"quickstart"', repr(str(recipe)))
+    # smaller than the quickstart's
+    recipe = write_recipe(tracking__every=10, model__n_positions=64)
+    example = example.replace("user/python", "tester/python").replace(
+        '"quickstart"', repr(str(recipe))
+    )
     exec(compile(example, "training.md", "exec"), {})
     events = read_metrics(RunFolder("runs/python"))
     assert [event["step"] for event in events if "train/loss" in event] == list(range(10, 61, 10))
@@ -33,7 +38,12 @@ def test_python_example_trains_resumes_samples_and_pushes(hub, tmp_path, write_r
 
 
 def test_load_config_takes_plain_values():
-    values = {"optim.learning_rate": 3e-3, "tracking.layers": True, "eval.samples": ["a, b"], "eval.patience": None}
+    values = {
+        "optim.learning_rate": 3e-3,
+        "tracking.layers": True,
+        "eval.samples": ["a, b"],
+        "eval.patience": None,
+    }
     config = load_config("quickstart", values)
     assert (config.optim.learning_rate, config.tracking.layers) == (3e-3, True)
     assert (list(config.eval.samples), config.eval.patience) == (["a, b"], None)
@@ -45,10 +55,16 @@ def test_all_public_names_are_lazy_and_importable():
     for name in nanogpt_hf.__all__:
         assert getattr(nanogpt_hf, name) is not None
     assert set(nanogpt_hf.__all__) == {*nanogpt_hf._MODULES, "__version__"}
-    table = re.findall(r"^\| (`.*?) \|", PAGE.partition("## From Python")[2].partition("## What")[0], re.MULTILINE)
-    assert {name for row in table for name in re.findall(r"`(\w+)", row)} == set(nanogpt_hf._MODULES) - {"Config"}
+    table = re.findall(
+        r"^\| (`.*?) \|", PAGE.partition("## From Python")[2].partition("## What")[0], re.MULTILINE
+    )
+    assert {name for row in table for name in re.findall(r"`(\w+)", row)} == set(
+        nanogpt_hf._MODULES
+    ) - {"Config"}
 
 
 def test_public_names_are_defined_in_the_named_modules():
     for name, module in nanogpt_hf._MODULES.items():
-        assert getattr(importlib.import_module(f"nanogpt_hf.{module}"), name) is getattr(nanogpt_hf, name)
+        assert getattr(importlib.import_module(f"nanogpt_hf.{module}"), name) is getattr(
+            nanogpt_hf, name
+        )

@@ -1,4 +1,6 @@
-"""Batched completions: as token by token for one prompt, from the model's distribution, each row from its seed."""
+"""Batched completions: as token by token for one prompt, from the model's distribution, each row
+from its seed.
+"""
 
 import pytest
 import torch
@@ -31,9 +33,22 @@ def build_qwen3():
     from nanogpt_hf.model.architecture import architecture_of
 
     torch.manual_seed(0)
-    sizes = {"vocab_size": 12, "hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "head_dim": 8}
-    sizes |= {"num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 32, "use_cache": True}
-    config = AutoConfig.for_model("qwen3", **sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=None)
+    sizes = {
+        "vocab_size": 12,
+        "hidden_size": 16,
+        "intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "head_dim": 8,
+    }
+    sizes |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "max_position_embeddings": 32,
+        "use_cache": True,
+    }
+    config = AutoConfig.for_model(
+        "qwen3", **sizes, initializer_range=0.3, bos_token_id=None, eos_token_id=None
+    )
     return architecture_of(config).model_class(config).eval()
 
 
@@ -49,7 +64,8 @@ def test_greedy_rows_equal_generation_of_single_prompts(build):
     for row, prompt in enumerate(PROMPTS):
         steps = generate_tokens(model, prompt, max_new_tokens=8, temperature=0.0, end_ids={1})
         single = [token for (token,) in steps]
-        length = len(single) + int(completions.ended[row])  # the token that ends it is part of a completion
+        # the token that ends it is part of a completion
+        length = len(single) + int(completions.ended[row])
         assert completions.lengths[row] == length
         assert completions.ids[row, : len(single)].tolist() == single
 
@@ -67,7 +83,9 @@ def test_log_probs_of_a_decoder_equal_those_of_single_sequences():
         ids = torch.tensor(prompt + completions.ids[row, : completions.lengths[row]].tolist())
         logits = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         expected = logits[torch.arange(len(logits)), ids[len(prompt) :]]
-        torch.testing.assert_close(ours[row][batch["shift_labels"][row] != -100], expected, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            ours[row][batch["shift_labels"][row] != -100], expected, atol=1e-5, rtol=1e-5
+        )
 
 
 def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
@@ -75,7 +93,9 @@ def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
     assert torch.equal(completions.ids[0], completions.ids[3])
     assert not torch.equal(completions.ids[0], complete(model, PROMPTS[:1], [8]).ids[0])
     order = [2, 0, 3, 1]
-    shuffled = complete(model, [PROMPTS[row] for row in order], [[5, 6, 7, 5][row] for row in order])
+    shuffled = complete(
+        model, [PROMPTS[row] for row in order], [[5, 6, 7, 5][row] for row in order]
+    )
     for ours, theirs in zip(shuffled, completions, strict=True):
         assert torch.equal(ours, theirs[order])
 
@@ -83,7 +103,9 @@ def test_sampled_rows_depend_on_their_seed_and_not_on_other_rows(model):
 @pytest.mark.parametrize("temperature", [1.0, 0.5])
 def test_first_tokens_follow_the_models_distribution(model, temperature):
     count = 3000
-    drawn = complete(model, [PROMPTS[0]] * count, range(count), max_new_tokens=1, temperature=temperature).ids[:, 0]
+    drawn = complete(
+        model, [PROMPTS[0]] * count, range(count), max_new_tokens=1, temperature=temperature
+    ).ids[:, 0]
     with torch.no_grad():
         expected = (model(torch.tensor([PROMPTS[0]])).logits[0, -1] / temperature).softmax(-1)
     shares = torch.bincount(drawn, minlength=12) / count
@@ -103,7 +125,9 @@ def test_completion_ends_with_an_end_token_and_is_padded_by_zeros(model):
 def test_all_ended_decides_the_number_of_forward_passes(model, monkeypatch):
     calls = []
     forward = GPTForCausalLM.forward
-    monkeypatch.setattr(GPTForCausalLM, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw))
+    monkeypatch.setattr(
+        GPTForCausalLM, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw)
+    )
     every_token = list(range(12))
     first = complete(model, PROMPTS, range(4), end_ids=every_token)
     assert len(calls) == 1

@@ -1,9 +1,6 @@
-"""CPU cores and threads: cgroup quotas, settings of the user, fewer threads on a busy machine."""
+"""CPU cores and threads: cgroup quotas, settings of the user, threads that a run recorded."""
 
 import os
-import subprocess
-import sys
-import time
 
 import psutil
 import pytest
@@ -11,19 +8,19 @@ import torch
 
 from nanogpt_hf.cpu import (
     SPIN_COUNT,
-    CpuTimes,
     allowed_cores,
     cgroup_quota,
-    free_threads,
     limit_spinning,
     stated_threads,
+    threads_of_a_process,
 )
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import restore_threads
 
 
 @pytest.mark.parametrize(
-    ("text", "cores"), [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("x", None)]
+    ("text", "cores"),
+    [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("x", None)],
 )
 def test_cgroup_quota_v2(tmp_path, text, cores):
     (tmp_path / "cpu.max").write_text(text)
@@ -68,7 +65,8 @@ def test_limit_spinning_leaves_an_explicit_setting(monkeypatch, name):
         ({}, None),
         ({"OMP_NUM_THREADS": "3"}, 3),
         ({"OMP_NUM_THREADS": "3,2"}, 3),  # the second limits nested regions
-        ({"OMP_NUM_THREADS": "4", "ACCELERATE_MIXED_PRECISION": "no"}, None),  # accelerate's own default
+        # accelerate's own default
+        ({"OMP_NUM_THREADS": "4", "ACCELERATE_MIXED_PRECISION": "no"}, None),
         ({"OMP_NUM_THREADS": "3", "ACCELERATE_MIXED_PRECISION": "no"}, 3),
         ({"OMP_NUM_THREADS": "4", "ACCELERATE_MIXED_PRECISION": "no", "OMP_DYNAMIC": "FALSE"}, 4),
     ],
@@ -82,39 +80,13 @@ def test_stated_threads(monkeypatch, environment, stated):
     assert stated_threads() == stated
 
 
-def test_cores_of_others_exclude_this_process():
-    start = CpuTimes(clock=10.0, everyone=100.0, this_process=3.0)
-    assert start.cores_of_others(CpuTimes(clock=12.0, everyone=105.0, this_process=6.0)) == 1.0
-    assert start.cores_of_others(CpuTimes(clock=12.0, everyone=102.0, this_process=6.0)) == 0.0
-    assert start.cores_of_others(CpuTimes(clock=10.1, everyone=110.0, this_process=3.0)) == 0.0  # too short to measure
-
-
-def test_cores_of_others_include_a_busy_program():
-    before = CpuTimes.now()
-    program = subprocess.Popen([sys.executable, "-c", "while True: pass"])
-    time.sleep(1.5)
-    after = CpuTimes.now()
-    program.kill()
-    program.wait()
-    assert before.cores_of_others(after) > 0.2  # other programs may run as well
-
-
 @pytest.mark.parametrize(
-    ("busy", "default", "local_world_size", "threads"),
-    [
-        (0.0, 8, 1, 8),
-        (0.4, 8, 1, 8),
-        (0.6, 8, 1, 7),
-        (1.4, 8, 1, 7),
-        (20.0, 8, 1, 1),
-        (0.0, 4, 1, 4),  # physical cores
-        (0.0, 64, 1, 8),  # a container's share of a machine
-        (5.0, 64, 2, 4),  # the other process belongs to this run
-    ],
+    ("default", "processes", "threads"),
+    [(4, 1, 4), (64, 1, 8), (64, 2, 4), (64, 16, 1)],
 )
-def test_free_threads(monkeypatch, busy, default, local_world_size, threads):
+def test_processes_share_the_allowed_cores(monkeypatch, default, processes, threads):
     monkeypatch.setattr("nanogpt_hf.cpu.allowed_cores", lambda: 8)
-    assert free_threads(busy, default, local_world_size) == threads
+    assert threads_of_a_process(default, processes) == threads
 
 
 @pytest.fixture
@@ -142,8 +114,7 @@ def test_stated_threads_win_on_resume_and_are_reported(run, caplog, monkeypatch)
     assert caplog.messages[0].startswith("CPU threads: 1 until now, 3 from here on")
 
 
-@pytest.mark.parametrize("text", ["", "{}", '{"starts": [{"threads": "2"}]}', '{"starts": [{"threads": 0}]}'])
-def test_threads_stay_if_machine_json_does_not_record_them(run, text):
-    run.machine.write_text(text)
+def test_threads_stay_without_machine_json(run):
+    run.machine.unlink()
     restore_threads(run, local_world_size=1)
     assert torch.get_num_threads() == 3

@@ -1,4 +1,6 @@
-"""The pages in docs/ and CONTRIBUTING.md: tables up to date; links, commands, flags, knobs and files that exist."""
+"""The pages in docs/ and CONTRIBUTING.md: tables up to date; links, commands, flags, knobs and
+files that exist.
+"""
 
 import argparse
 import ast
@@ -6,23 +8,29 @@ import importlib
 import importlib.util
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import yaml
 
-from nanogpt_hf.commands import COMMANDS, console, main
+from nanogpt_hf.commands import COMMANDS, console, functions_of, main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, SECTIONS
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").glob("*.md") if path.name != "log.md")
-TEXTS = {path.name: path.read_text(encoding="utf-8") for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]}
+TEXTS = {
+    path.name: path.read_text(encoding="utf-8")
+    for path in [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+}
 all_pages = pytest.mark.parametrize("name", sorted(TEXTS))
 
 
 def anchors(page: str) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE)
+    headings = re.findall(
+        r"^#+ (.*)$", re.sub(r"^```.*?^```", "", page, flags=re.DOTALL | re.MULTILINE), re.MULTILINE
+    )
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
@@ -30,18 +38,28 @@ def flags_of(command: str) -> set[str]:
     if command == "launch":
         return set()
     parser = argparse.ArgumentParser()
-    importlib.import_module(f"nanogpt_hf.commands.{command.replace('-', '_')}").add_arguments(parser)
+    functions_of(command)[0](parser)
     console.add_arguments(parser)
     return {option for action in parser._actions for option in action.option_strings}
 
 
-def test_knob_tables_are_up_to_date():
-    spec = importlib.util.spec_from_file_location("knob_table", ROOT / "docs" / "knob_table.py")
-    knob_table = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(knob_table)
-    page = TEXTS["recipes.md"]
-    assert all(f"| `{key}` |" in page for key in KNOBS), "run `make docs`"
-    assert knob_table.updated(page) == page, "run `make docs`"
+def script(name: str) -> ModuleType:
+    """A script of docs/ as a module."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "docs" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_up_to_date():
+    tables = script("tables")
+    assert all(f"| `{key}` |" in TEXTS["recipes.md"] for key in KNOBS), "run `make docs`"
+    for name in tables.PAGES:
+        assert tables.updated(name) == TEXTS[name], "run `make docs`"
+
+
+def test_graph_of_packages_is_up_to_date():
+    assert script("structure").updated() == TEXTS["CONTRIBUTING.md"], "run `make docs`"
 
 
 @all_pages
@@ -60,13 +78,18 @@ def test_named_knobs_exist(name):
     sections = "|".join(SECTIONS)
     # a file such as data.md or a call such as model.save_pretrained() is not a knob
     knobs = set(re.findall(rf"(?<![\w./-])(?:--)?((?:{sections})\.[a-z]\w*+)(?![/(])", TEXTS[name]))
-    knobs = {knob for knob in knobs if knob.partition(".")[2] not in ("md", "py", "bin", "gguf", "onnx", "safetensors")}
+    knobs = {
+        knob
+        for knob in knobs
+        if knob.partition(".")[2] not in ("md", "py", "bin", "gguf", "onnx", "safetensors")
+    }
     assert knobs <= {*KNOBS, "optim.learning_rat"}  # a mistake that is shown on purpose
 
 
 @all_pages
 def test_named_flags_exist(name):
-    theirs = {"--config_file", "--machine_rank", "--num_processes", "--optim.learning_rat"}  # accelerate's; a mistake
+    # accelerate's; a mistake
+    theirs = {"--config_file", "--machine_rank", "--num_processes", "--optim.learning_rat"}
     ours = set().union(*map(flags_of, COMMANDS)) | {f"--{key}" for key in KNOBS} | theirs
     of_others = re.compile(r"docker |nanoGPT's train|base_train|pip |pytest")
     text = "\n".join(line for line in TEXTS[name].splitlines() if not of_others.search(line))
@@ -79,7 +102,10 @@ def test_named_commands_and_files_exist(name):
     text = TEXTS[name]
     for command in re.findall(r"cli\.py (?:launch (?:--\S+ \S+ )*)?([a-z][a-z-]+)", text):
         assert command in COMMANDS, command
-    files = re.findall(r"(?<![\w/.{-])((?:recipes|accelerate_configs|launch|docs|tests|nanogpt_hf)/[\w./-]+\w)", text)
+    files = re.findall(
+        r"(?<![\w/.{-])((?:recipes|accelerate_configs|launch|docs|tests|nanogpt_hf)/[\w./-]+\w)",
+        text,
+    )
     for path in files:
         assert (ROOT / path).exists() or path == "recipes/reference/my.json", path
     tests = {path.name for path in (ROOT / "tests").rglob("*.py")}
@@ -106,14 +132,24 @@ QUOTES = [
         "--optim.learning_rat: unknown",
         "pretrain recipes/quickstart.yaml --optim.learning_rat 3 --train.tokens_per_step 1000",
     ),
-    ("machines.md", "gpt2_124m: 124,", "estimate recipes/gpt2_124m.yaml --config_file accelerate_configs/ddp.yaml"),
-    ("data.md", "data/mine: prepared", "prepare recipes/quickstart.yaml --data.source my.txt --data.dir data/mine"),
+    (
+        "machines.md",
+        "gpt2_124m: 124,",
+        "estimate recipes/gpt2_124m.yaml --config_file accelerate_configs/ddp.yaml",
+    ),
+    (
+        "data.md",
+        "data/mine: prepared",
+        "prepare recipes/quickstart.yaml --data.source my.txt --data.dir data/mine",
+    ),
     ("evaluation.md", "models/shakespeare on", "evaluate models/shakespeare --data validation.txt"),
 ]
 
 
 def quoted_lines(page: str, command: str, start: str) -> list[str]:
-    """The lines of a page from `start` to the end of its block, without those that the page leaves out."""
+    """The lines of a page from `start` to the end of its block, without those that the page
+    leaves out.
+    """
     text = TEXTS[page][TEXTS[page].index(f"cli.py {command}") :]
     text = text[: text.index(start)].rpartition("\n")[2] + text[text.index(start) :]
     end = r"^\S" if text.startswith(" ") else r"^```|^\$ "
@@ -127,7 +163,9 @@ def shape(line: str) -> str:
 
 
 @pytest.mark.parametrize(("page", "start", "command"), QUOTES, ids=[page for page, _, _ in QUOTES])
-def test_quoted_output_has_the_shape_of_the_command(page, start, command, tmp_path, monkeypatch, capsys, letter_model):
+def test_quoted_output_has_the_shape_of_the_command(
+    page, start, command, tmp_path, monkeypatch, capsys, letter_model
+):
     monkeypatch.chdir(tmp_path)
     Path("models").mkdir()
     Path("models/shakespeare").symlink_to(letter_model)
@@ -164,5 +202,32 @@ def test_walks_name_functions_where_they_are():
             if isinstance(node, ast.FunctionDef | ast.ClassDef):
                 names.add(node.name)
                 if isinstance(node, ast.ClassDef):
-                    names |= {f"{node.name}.{part.name}" for part in node.body if isinstance(part, ast.FunctionDef)}
+                    names |= {
+                        f"{node.name}.{part.name}"
+                        for part in node.body
+                        if isinstance(part, ast.FunctionDef)
+                    }
         assert function in names, f"{function} is not in {file}"
+
+
+def test_troubleshooting_quotes_messages_of_the_code():
+    """Every quoted message of docs/troubleshooting.md is in the code, where ... stands for
+    anything.
+    """
+    code = []
+    for path in (ROOT / "nanogpt_hf").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            parts = node.values if isinstance(node, ast.JoinedStr) else [node]
+            code.append(
+                "".join(
+                    str(getattr(part, "value", ""))
+                    for part in parts
+                    if isinstance(part, ast.Constant)
+                )
+            )
+    rows = re.findall(r"^\| (.*?) \|", TEXTS["troubleshooting.md"], flags=re.MULTILINE)
+    messages = re.findall(r"`([^`]*\.\.\.[^`]*)`", "\n".join(rows))
+    assert len(messages) > 8
+    for message in messages:
+        words = [part.strip() for part in message.split("...") if part.strip()]
+        assert any(all(word in text for word in words) for text in code), message

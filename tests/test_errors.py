@@ -17,9 +17,13 @@ def raised(action) -> Exception:
 
 
 def test_os_errors_name_file_and_reason(tmp_path):
-    assert explain(raised((tmp_path / "none").read_text)) == f"{tmp_path}/none: No such file or directory"
+    assert explain(raised((tmp_path / "none").read_text)) == (
+        f"{tmp_path}/none: No such file or directory"
+    )
     assert explain(raised((tmp_path / ("a" * 300)).read_text)).endswith(": File name too long")
-    assert explain(raised(lambda: (tmp_path / "none").rename(tmp_path / "b"))).startswith(f"{tmp_path}/b: No such")
+    assert explain(raised(lambda: (tmp_path / "none").rename(tmp_path / "b"))).startswith(
+        f"{tmp_path}/b: No such"
+    )
     assert explain(raised(tmp_path.read_text)) == f"{tmp_path}: Is a directory"
     assert explain(OSError(errno.ENOSPC, "No space left on device")) == "No space left on device"
     assert explain(OSError("a library's\n   own words")) == "a library's own words"
@@ -39,7 +43,9 @@ def test_damaged_weights_are_explained(tmp_path):
         lambda: torch.empty(10**15),
         lambda: np.empty(10**15),
         lambda: bytearray(2**62),
-        lambda: (_ for _ in ()).throw(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")),
+        lambda: (_ for _ in ()).throw(
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB")
+        ),
         lambda: (_ for _ in ()).throw(OSError(errno.ENOMEM, "Cannot allocate memory")),
     ],
     ids=["torch", "numpy", "python", "cuda", "system"],
@@ -52,7 +58,14 @@ def test_out_of_memory_errors_are_recognized(allocate):
 
 @pytest.mark.parametrize(
     "bug",
-    [TypeError("x"), AssertionError(), KeyError("x"), ZeroDivisionError(), RuntimeError("shape"), RecursionError("x")],
+    [
+        TypeError("x"),
+        AssertionError(),
+        KeyError("x"),
+        ZeroDivisionError(),
+        RuntimeError("shape"),
+        RecursionError("x"),
+    ],
     ids=lambda bug: type(bug).__name__,
 )
 def test_bugs_are_not_explained(bug):

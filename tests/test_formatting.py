@@ -7,7 +7,13 @@ from nanogpt_hf.formatting import format_bytes, format_duration, format_number, 
 
 def test_format_number_keeps_large_losses_short():
     values = (12.3456, 999_999_999, 1e304, math.inf, math.nan)
-    assert [format_number(value, 2) for value in values] == ["12.35", "999999999.00", "1e+304", "inf", "nan"]
+    assert [format_number(value, 2) for value in values] == [
+        "12.35",
+        "999999999.00",
+        "1e+304",
+        "inf",
+        "nan",
+    ]
 
 
 def test_format_duration():

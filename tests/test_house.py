@@ -2,35 +2,17 @@
 
 import ast
 import graphlib
+import re
 from pathlib import Path
 
-# From the bottom up. A package imports only what is before it in this list.
-LAYERS = [
-    "formatting",
-    "errors",
-    "cpu",
-    "time_limit",
-    "config",
-    "model",
-    "data",
-    "tasks",
-    "optim",
-    "runs",
-    "distributed",
-    "generate",
-    "completions",
-    "serving",
-    "evaluation",
-    "reports",
-    "export",
-    "planning",
-    "rl",
-    "training",
-    "doctor",
-    "bench",
-    "commands",
-    "__main__",
-]
+PAGE = Path(__file__).parents[1] / "CONTRIBUTING.md"
+# From the bottom up. A package imports only what is before it in this list, the table of PAGE.
+_rows = re.findall(
+    r"^\| (`.*?) \|",
+    PAGE.read_text(encoding="utf-8").split("## Structure")[1].split("\n\n")[2],
+    re.MULTILINE,
+)
+LAYERS = [*re.findall(r"`(\w+)(?:/|\.py)`", " ".join(_rows))[::-1], "__main__"]
 PACKAGE = Path(__file__).parents[1] / "nanogpt_hf"
 FILES = sorted(PACKAGE.rglob("*.py"))
 TREES = {path: ast.parse(path.read_text(encoding="utf-8")) for path in FILES}
@@ -87,9 +69,26 @@ def test_model_and_schedule_do_not_import_accelerate():
 
 def test_files_saved_with_a_model_import_only_each_other():
     saved = sorted((PACKAGE / "model").glob("*_gpt.py"))
-    assert [path.stem for path in saved] == ["configuration_gpt", "layout_gpt", "loss_gpt", "modeling_gpt"]
+    assert [path.stem for path in saved] == [
+        "configuration_gpt",
+        "layout_gpt",
+        "loss_gpt",
+        "modeling_gpt",
+    ]
     for path in saved:
-        assert "nanogpt_hf." not in "".join(line for line in path.read_text().splitlines() if "import" in line)
+        assert "nanogpt_hf." not in "".join(
+            line for line in path.read_text().splitlines() if "import" in line
+        )
+
+
+def test_private_modules_of_libraries_are_in_the_files_that_contributing_lists():
+    listed = (PACKAGE.parent / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    for path in FILES:
+        for node in ast.walk(TREES[path]):
+            module = getattr(node, "module", None) if isinstance(node, ast.ImportFrom) else None
+            names = [alias.name for alias in node.names] if module else []
+            if "._" in f".{module}" or any(name[:1] == "_" != name[-1] for name in names):
+                assert f"`{path.relative_to(PACKAGE)}`" in listed, module
 
 
 def test_no_catch_all_modules():
@@ -97,7 +96,8 @@ def test_no_catch_all_modules():
     assert not [path for path in FILES if path.stem in catch_all]
 
 
-# Sizes of a recipe have GPT-2's names (config.model.n_positions); those of a model have transformers' names.
+# Sizes of a recipe have GPT-2's names (config.model.n_positions); those of a model have
+# transformers' names.
 GPT2_CLASSES = {"GPTConfig", "GPTForCausalLM", "GPTModel", "GPT2Config", "GPT2LMHeadModel"}
 GPT2_PARTS = {"transformer", "wte", "wpe"}
 GPT2_SIZES = {"n_positions", "n_embd", "n_layer", "n_head"}

@@ -20,7 +20,8 @@ import nanogpt_hf
 ROOT = Path(__file__).parents[1]
 SHIPPED = ("recipes", "accelerate_configs")
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}  # imports with another name than their package
+# imports with another name than their package
+PACKAGE_OF = {"tiktoken_ext": "tiktoken", "yaml": "pyyaml"}
 TEST_EXTRAS = ("test-quick", "test", "types")
 
 
@@ -33,7 +34,9 @@ def installed(tmp_path_factory) -> Path:
     for name in ("nanogpt_hf", *SHIPPED):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
     build = "from setuptools.build_meta import build_wheel; print(build_wheel('dist'))"
-    completed = subprocess.run([sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120)
+    completed = subprocess.run(
+        [sys.executable, "-c", build], cwd=source, capture_output=True, text=True, timeout=120
+    )
     assert completed.returncode == 0, completed.stderr
     assert "Warning" not in completed.stderr
     with zipfile.ZipFile(source / "dist" / completed.stdout.split()[-1]) as wheel:
@@ -42,7 +45,9 @@ def installed(tmp_path_factory) -> Path:
 
 
 def run(installed: Path, folder: Path, command: str) -> str:
-    """Run a shell command in `folder` with the unpacked wheel and no checkout on the path; return its output."""
+    """Run a shell command in `folder` with the unpacked wheel and no checkout on the path;
+    return its output.
+    """
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     completed = subprocess.run(
         ["bash", "-c", command],
@@ -63,38 +68,48 @@ def test_wheel_holds_every_shipped_file(installed):
         files = {path for path in files if "__pycache__" not in path.parts}
         assert len(files) > 10
         user_folder = installed if folder == "nanogpt_hf" else installed / "nanogpt_hf"
-        assert all((user_folder / path).read_bytes() == (ROOT / path).read_bytes() for path in files)
+        assert all(
+            (user_folder / path).read_bytes() == (ROOT / path).read_bytes() for path in files
+        )
     assert not (installed / "tests").exists()
 
 
 @pytest.mark.long
 def test_wheel_works_outside_a_checkout(installed, tmp_path):
     location = "import nanogpt_hf; print(nanogpt_hf.__file__)"
-    assert Path(run(installed, tmp_path, f'python -c "{location}"').strip()).is_relative_to(installed)
+    assert Path(run(installed, tmp_path, f'python -c "{location}"').strip()).is_relative_to(
+        installed
+    )
     script = (
-        "import sys, importlib.metadata as m; d = m.distribution('nanogpt_hf'); sys.argv[1:] = ['--help'];"
+        "import sys, importlib.metadata as m; d = m.distribution('nanogpt_hf'); sys.argv[1:] = "
+        "['--help'];"
         "print(d.version); (program,) = d.entry_points.select(name='nanogpt-hf'); program.load()()"
     )
     version, help_page = run(installed, tmp_path, f'python -c "{script}"').split("\n", 1)
     assert version == nanogpt_hf.__version__
     assert "pretrain" in help_page
     verdict = (
-        "from nanogpt_hf.config.load import load_config; from nanogpt_hf.reports.reference import find_reference;"
+        "from nanogpt_hf.config.load import load_config; from nanogpt_hf.reports.reference import "
+        "find_reference;"
         "print(find_reference(load_config('quickstart')).name)"
     )
     assert run(installed, tmp_path, f'python -c "{verdict}"') == "quickstart\n"
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_readme_commands_for_installed_package_pass_a_dry_run(installed, tmp_path):
-    (block,) = re.findall(r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE)
+    (block,) = re.findall(
+        r"^```bash\n(.*?)^```", (ROOT / "README.md").read_text(), flags=re.DOTALL | re.MULTILINE
+    )
     commands = block.splitlines()
     assert len(commands) >= 3
     for command in commands:
         printed = run(
             installed,
             tmp_path,
-            command.replace("nanogpt-hf ", "python -m nanogpt_hf ") + " --dry-run" * ("pretrain" in command),
+            command.replace("nanogpt-hf ", "python -m nanogpt_hf ")
+            + " --dry-run" * ("pretrain" in command),
         )
         assert "nothing was started" in printed or command.startswith("cp ")
     assert (tmp_path / "accelerate_configs" / "cpu.yaml").is_file()
@@ -136,25 +151,40 @@ def test_imports_and_declared_dependencies_match():
 
 
 def test_constraints_pin_all_test_dependencies_within_range():
-    lines = [line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line]
+    lines = [
+        line.split("==")
+        for line in (ROOT / "constraints.txt").read_text().splitlines()
+        if "==" in line
+    ]
     pins = {canonicalize_name(name): version for name, version in lines}
     needs = declared() | declared("types")
     assert len(needs) > 25
-    assert not {name for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))}
+    assert not {
+        name for name, need in needs.items() if not need.specifier.contains(pins.get(name, "0"))
+    }
     hooks = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"]
-    assert {package for hook in hooks for package in hook["additional_dependencies"]} == {f"ruff=={pins['ruff']}"}
+    assert {package for hook in hooks for package in hook["additional_dependencies"]} == {
+        f"ruff=={pins['ruff']}"
+    }
 
 
 @pytest.mark.skipif(not shutil.which("make"), reason="make is not here")
 def test_make_clean_keeps_user_files(tmp_path):
     shutil.copy(ROOT / "Makefile", tmp_path)
-    remaining, removed = ("runs/a/best", "data/a/train"), (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests")
+    remaining, removed = (
+        ("runs/a/best", "data/a/train"),
+        (".venv/bin", ".ci/venv", "nanogpt_hf/__pycache__", "tests"),
+    )
     for folder in remaining + removed:
         (tmp_path / folder).mkdir(parents=True)
     # make passes its options and variables (VENV=.ci/venv) to child processes: not to this make
     environment = {
-        name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "VENV")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("MAKEFLAGS", "MAKEOVERRIDES", "VENV")
     }
-    subprocess.run(["make", "clean"], cwd=tmp_path, env=environment, check=True, capture_output=True)
+    subprocess.run(
+        ["make", "clean"], cwd=tmp_path, env=environment, check=True, capture_output=True
+    )
     assert all((tmp_path / folder).is_dir() for folder in remaining)
     assert not any((tmp_path / folder).exists() for folder in removed[:-1])

@@ -24,7 +24,13 @@ def run(command: str, folder: Path) -> subprocess.CompletedProcess:
     """Run `command` in a shell with this environment's python and accelerate on the path."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     return subprocess.run(
-        command, shell=True, capture_output=True, text=True, cwd=folder, env=os.environ | {"PATH": path}, timeout=240
+        command,
+        shell=True,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PATH": path},
+        timeout=240,
     )
 
 
@@ -35,7 +41,16 @@ def clone(tmp_path_factory, text_file) -> Path:
     for name in ("cli.py", "recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(text_file, folder / "my.txt")
-    short = ["--train.max_steps", "2", "--optim.warmup_steps", "1", "--eval.every", "2", "--eval.tokens", "1024"]
+    short = [
+        "--train.max_steps",
+        "2",
+        "--optim.warmup_steps",
+        "1",
+        "--eval.every",
+        "2",
+        "--eval.tokens",
+        "1024",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         assert main(["pretrain", "recipes/quickstart.yaml", *short, "--eval.samples", "[]"]) == 0

@@ -1,4 +1,6 @@
-"""Shipped recipes and accelerate configs: they load, state only differences, and train two steps."""
+"""Shipped recipes and accelerate configs: they load, state only differences, and train two
+steps.
+"""
 
 import dataclasses
 from pathlib import Path
@@ -18,13 +20,18 @@ from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.yaml"))
-LARGER = ("gpt2_350m", "gpt2_774m", "gpt2_1558m")  # gpt2_124m with other sizes, which the test shrinks
-FROM_SCRATCH = [path for path in RECIPES if not path.stem.startswith("finetune_") and not path.stem.endswith("_rl")]
+# gpt2_124m with other sizes, which the test shrinks
+LARGER = ("gpt2_350m", "gpt2_774m", "gpt2_1558m")
+FROM_SCRATCH = [
+    path
+    for path in RECIPES
+    if not path.stem.startswith("finetune_") and not path.stem.endswith("_rl")
+]
 TRAINED = [path for path in FROM_SCRATCH if path.stem not in LARGER]
 MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
-# The same experiment, small enough for a test: sizes change, GPT-2's vocabulary becomes bytes, a source that would be
-# downloaded is replaced, and nothing is sent to a tracker.
+# The same experiment, small enough for a test: sizes change, GPT-2's vocabulary becomes bytes, a
+# source that would be downloaded is replaced, and nothing is sent to a tracker.
 SHRINK = {
     "model.n_layer": 2,
     "model.n_head": 2,
@@ -44,10 +51,13 @@ SHRINK = {
 }
 
 
-def rows_of_hub_set(name, config=None, *, split, revision, trust_remote_code):
+def rows_of_hub_set(name, config=None, *, split, revision, streaming, trust_remote_code):
     """Twenty rows with the columns of the Hub data set."""
     numbers = range(20)
-    exchange = [{"role": "user", "content": "Hello."}, {"role": "assistant", "content": "Hello, how can I help?"}]
+    exchange = [
+        {"role": "user", "content": "Hello."},
+        {"role": "assistant", "content": "Hello, how can I help?"},
+    ]
     rows = {
         ("HuggingFaceTB/smol-smoltalk", None, "train"): {
             "messages": [exchange * (number % 2 + 1) for number in numbers],
@@ -65,20 +75,27 @@ def rows_of_hub_set(name, config=None, *, split, revision, trust_remote_code):
             "choices": [["0", "1", "2", "3"]] * 20,
             "answer": [number % 4 for number in numbers],
         }
-    answer = {"answer": datasets.ClassLabel(names=["A", "B", "C", "D"])} if name == "cais/mmlu" else {}
+    answer = (
+        {"answer": datasets.ClassLabel(names=["A", "B", "C", "D"])} if name == "cais/mmlu" else {}
+    )
     made = datasets.Dataset.from_dict(rows[name, config, split])
     return made.cast(datasets.Features(made.features | answer))
 
 
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda path: path.stem)
-def test_recipe_trains_two_steps(recipe, tmp_path, text_file, chat_file, byte_tokenizer, monkeypatch):
+def test_recipe_trains_two_steps(
+    recipe, tmp_path, text_file, chat_file, byte_tokenizer, monkeypatch
+):
     monkeypatch.chdir(tmp_path)
     overrides = dict(SHRINK)
     data = load_config(recipe).data
     if isinstance(data.source, list):
         monkeypatch.setattr(datasets, "load_dataset", rows_of_hub_set)
     elif data.source != "python-docs":
-        overrides |= {"data.source": chat_file if data.format == "chat" else text_file, "data.sha256": "null"}
+        overrides |= {
+            "data.source": chat_file if data.format == "chat" else text_file,
+            "data.sha256": "null",
+        }
     if data.tokenizer == "bpe":
         overrides |= {"data.vocab_size": 260}
     elif data.tokenizer == "gpt2":
@@ -143,8 +160,16 @@ def test_gpt2_recipes_have_gpt2_shapes_and_nanogpt_tokens(name, with_biases):
 @pytest.mark.parametrize(
     ("name", "tokens", "parameters"),
     [
-        ("modern_124m", 50257, 12 * (3 * 768**2 + 3 * 768 * 2304 + 2 * 768 + 2 * 64) + 50257 * 768 + 768),
-        ("modern_char_cpu", 65, 4 * (4 * 128**2 + 3 * 128 * 344 + 2 * 128 + 2 * 32) + 65 * 128 + 128),
+        (
+            "modern_124m",
+            50257,
+            12 * (3 * 768**2 + 3 * 768 * 2304 + 2 * 768 + 2 * 64) + 50257 * 768 + 768,
+        ),
+        (
+            "modern_char_cpu",
+            65,
+            4 * (4 * 128**2 + 3 * 128 * 344 + 2 * 128 + 2 * 32) + 65 * 128 + 128,
+        ),
         ("nanochat_d12", 32768, 12 * 12 * 768**2 + 2 * 32768 * 768),
     ],
 )
@@ -168,7 +193,9 @@ def test_accelerate_config_loads_and_states_its_use(machine):
 
 def test_muon_recipes_differ_only_in_optimizer_and_steps():
     for name in ("shakespeare_char_cpu", "gpt2_124m"):
-        original, muon = (load_config(ROOT / "recipes" / f"{stem}.yaml") for stem in (name, f"{name}_muon"))
+        original, muon = (
+            load_config(ROOT / "recipes" / f"{stem}.yaml") for stem in (name, f"{name}_muon")
+        )
         assert (muon.model, muon.data) == (original.model, original.data)
         assert muon.optim.name == "muon"
         assert muon.train.max_steps <= original.train.max_steps / 2

@@ -49,7 +49,9 @@ def test_metrics_facts_exclude_times_and_follow_renamed_keys(monkeypatch):
         "step 1: val/loss": [None],
     }
     assert tool.metrics_facts(LINES) == facts
-    renamed = [{key.replace("val/", "validation/"): value for key, value in line.items()} for line in LINES]
+    renamed = [
+        {key.replace("val/", "validation/"): value for key, value in line.items()} for line in LINES
+    ]
     assert tool.metrics_facts(renamed) != facts
     monkeypatch.setitem(tool.METRICS, "val/loss", ("validation/loss", "val/loss"))
     assert tool.metrics_facts(renamed) == tool.metrics_facts(LINES) == facts
@@ -80,7 +82,10 @@ def test_renamed_knob_is_set_by_its_name_in_the_checkout(monkeypatch):
     before, after = "  --optim.old  meaning (--optim.older)\n", "  --optim.new_one  meaning\n"
     monkeypatch.setitem(tool.KNOBS, "optim.old", ("optim.new_one", "optim.old"))
     monkeypatch.setitem(tool.KNOBS, "optim.dropped", ("optim.dropped", None))
-    assert [tool.knob_name("optim.old", text) for text in (before, after)] == ["optim.old", "optim.new_one"]
+    assert [tool.knob_name("optim.old", text) for text in (before, after)] == [
+        "optim.old",
+        "optim.new_one",
+    ]
     assert tool.knob_name("optim.dropped", after) is None
     with pytest.raises(tool.RunError, match=r"optim\.new: add the new name to KNOBS"):
         tool.knob_name("optim.new", after)

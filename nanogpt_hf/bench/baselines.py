@@ -1,6 +1,8 @@
-"""Baselines for the training step: bare PyTorch and transformers' Trainer, timed alternately with ours in one process.
+"""Baselines for the training step: bare PyTorch and transformers' Trainer, timed alternately with
+ours in one process.
 
-On a shared machine the speed changes over time; the ratio of alternating measurements stays comparable.
+On a shared machine the speed changes over time; the ratio of alternating measurements stays
+comparable.
 """
 
 import tempfile
@@ -31,25 +33,32 @@ def check_comparable(work: Workload, baselines: list[str]) -> None:
     """Raises UserError if one of the baselines cannot do the same work."""
     accelerator, config = work.run.accelerator, work.run.config
     if work.run.mesh.world_size > 1:
-        raise UserError("--against needs one process; start it without accelerate launch, or with one process")
+        raise UserError(
+            "--against needs one process; start it without accelerate launch, or with one process"
+        )
     if accelerator.mixed_precision not in ("no", "bf16"):
-        raise UserError(f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}")
+        raise UserError(
+            f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}"
+        )
     if config.finetune.model or config.data.format != "text":
-        raise UserError("--against compares pretraining on text; use a recipe without finetune.model")
+        raise UserError(
+            "--against compares pretraining on text; use a recipe without finetune.model"
+        )
     if "trainer" in baselines and kind_of(config.optim).in_trainer is None:
         raise UserError(
-            f"--against trainer: transformers' Trainer has no {config.optim.name}; use --against bare, or "
-            "optim.name adamw"
+            f"--against trainer: transformers' Trainer has no {config.optim.name}; use --against "
+            "bare, or optim.name adamw"
         )
 
 
 def bare_step(work: Workload) -> Callable[[], None]:
-    """The step with our model and optimizer in plain PyTorch: draw, forward, backward, clip, step."""
+    """Plain PyTorch's step with our model and optimizer: draw, forward, backward, clip, step."""
     accelerator, batches, optim = work.run.accelerator, work.run.batches, work.run.config.optim
     device = accelerator.device
     model = start_model(work.run.config, work.run.model_config.vocab_size, None).to(device).train()
     optimizer = build_optimizer(model, optim)
-    with prepared_blocks(model, accelerator, optimizer):  # compiles the blocks if the accelerate config does
+    # compiles the blocks if the accelerate config does
+    with prepared_blocks(model, accelerator, optimizer):
         pass
     bf16 = accelerator.mixed_precision == "bf16"
     step = 0
@@ -102,7 +111,9 @@ class _Rows(torch.utils.data.IterableDataset):
 
 
 class _AlternateSteps(TrainerCallback):
-    """Times a window of our steps after each window of the Trainer's; stops the Trainer after `windows` of them."""
+    """Times a window of our steps after each window of the Trainer's; stops the Trainer after
+    `windows` of them.
+    """
 
     def __init__(self, work: Workload, windows: int, steps: int):
         self.work, self.windows, self.steps = work, windows, steps
@@ -122,7 +133,8 @@ class _AlternateSteps(TrainerCallback):
         self.taken, self.started = 0, time.perf_counter()
 
     def _ours(self) -> float:
-        # All accelerators share gradient_accumulation_steps, and the Trainer, which accumulates itself, sets it to 1.
+        # All accelerators share gradient_accumulation_steps, and the Trainer, which accumulates
+        # itself, sets it to 1.
         accelerator = self.work.run.accelerator
         before = accelerator.gradient_accumulation_steps
         accelerator.gradient_accumulation_steps = self.work.run.batches.accumulation
@@ -132,10 +144,11 @@ class _AlternateSteps(TrainerCallback):
 
 
 def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
-    """Time transformers' Trainer in its fastest configuration, on transformers' model with sdpa, alternately with ours.
+    """Time transformers' Trainer in its fastest configuration, on transformers' model with sdpa,
+    alternately with ours.
 
-    Its time is measured from the end of a step to the end of the next: DataLoader, step and callbacks. It does not log,
-    save or evaluate.
+    Its time is measured from the end of a step to the end of the next: DataLoader, step and
+    callbacks. It does not log, save or evaluate.
     """
     config, accelerator = work.run.config, work.run.accelerator
     optimizer = kind_of(config.optim).in_trainer
@@ -157,14 +170,16 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             bf16=accelerator.mixed_precision == "bf16",
             use_cpu=accelerator.device.type == "cpu",
             torch_compile=any(
-                block._compiled_call_impl for block in architecture.blocks(accelerator.unwrap_model(work.run.model))
+                block._compiled_call_impl
+                for block in architecture.blocks(accelerator.unwrap_model(work.run.model))
             ),
             logging_strategy="no",
             save_strategy="no",
             logging_nan_inf_filter=False,  # it would read the loss of each step
             report_to="none",
             disable_tqdm=True,
-            accelerator_config={"use_configured_state": True},  # else it resets the state that our step needs
+            # else it resets the state that our step needs
+            accelerator_config={"use_configured_state": True},
         )
         trainer = Trainer(model, arguments, train_dataset=_Rows(work), callbacks=[alternate])
         trainer.remove_callback(PrinterCallback)

@@ -19,7 +19,8 @@ from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
 
 def checkpoint_times(work: Workload, windows: int) -> dict[str, Any] | str:
-    """Bytes of a checkpoint; seconds that training waits for it, of the next step, and until it is on the disk.
+    """Bytes of a checkpoint; seconds that training waits for it, of the next step, and until it is
+    on the disk.
 
     The reason if it cannot be written.
     """
@@ -41,8 +42,11 @@ def _times(work: Workload, windows: int) -> dict[str, Any]:
         for number in range(1, windows + 2):
             writer.wait()  # else the one before would count
             state, start = TrainState(step=number, last_finite_step=number), time.perf_counter()
-            waits.append(time_of(device, lambda state=state: writer.save(run.model, run.optimizer, state)))
-            if number % 2:  # every other one is timed alone: a step would share the machine with the write
+            waits.append(
+                time_of(device, lambda state=state: writer.save(run.model, run.optimizer, state))
+            )
+            # every other one is timed alone: a step would share the machine with the write
+            if number % 2:
                 writer.wait()
                 writes.append(time.perf_counter() - start)
             else:
@@ -63,7 +67,9 @@ def _temporary_folder(work: Workload) -> Iterator[RunFolder]:
     """A folder of the main process, for all processes."""
     is_main = work.run.mesh.is_main
     made = (
-        tempfile.TemporaryDirectory(prefix=".bench_", dir="." if os.access(".", os.W_OK) else None) if is_main else None
+        tempfile.TemporaryDirectory(prefix=".bench_", dir="." if os.access(".", os.W_OK) else None)
+        if is_main
+        else None
     )
     path = [made.name if made else ""]
     try:

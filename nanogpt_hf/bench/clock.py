@@ -27,7 +27,9 @@ class Spread:
 
 
 def spread(values: list[float]) -> Spread:
-    low, _, high = statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    low, _, high = (
+        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
+    )
     return Spread(statistics.median(values), low, high)
 
 
@@ -47,7 +49,9 @@ def time_of(device: torch.device, work: Callable[[], object], times: int = 1) ->
 
 
 def warm_up(work: Workload) -> int:
-    """Take the first steps, on all processes; return the number of steps per window, equal on all processes."""
+    """Take the first steps, on all processes; return the number of steps per window, equal on
+    all processes.
+    """
     device = work.run.accelerator.device
     seconds = min(time_of(device, work.step) for _ in range(WARM_STEPS))
     slowest = torch.as_tensor(gather(torch.tensor([seconds], device=device))).max().item()
@@ -55,7 +59,7 @@ def warm_up(work: Workload) -> int:
 
 
 class _Timeline:
-    """The times at which the phases of a step end: of the device, by CUDA events, or of the clock."""
+    """When the phases of a step end: on the device, by CUDA events, or by the clock."""
 
     def __init__(self, on_cuda: bool):
         self._phases: list[str] = []
@@ -84,7 +88,9 @@ class _Timeline:
 
 @contextmanager
 def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
-    """Mark the phases of the steps taken in this block, except the start of the first and the end of the last."""
+    """Mark the phases of the steps taken in this block, except the start of the first and the
+    end of the last.
+    """
     accelerator, batches, mark = work.run.accelerator, work.run.batches, timeline.mark
 
     def backward(loss: torch.Tensor) -> None:
@@ -103,7 +109,8 @@ def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
         work.run.model.register_forward_pre_hook(lambda *_: mark("set-up")),
         work.run.model.register_forward_hook(lambda *_: mark("forward")),
     )
-    vars(accelerator)["backward"], vars(batches)["micro_batches"] = backward, micro_batches  # hide the methods
+    # hide the methods
+    vars(accelerator)["backward"], vars(batches)["micro_batches"] = backward, micro_batches
     try:
         yield
     finally:
@@ -113,14 +120,16 @@ def _marked_phases(work: Workload, timeline: _Timeline) -> Iterator[None]:
 
 
 def phases_of_step(work: Workload, steps: int) -> dict[str, Spread] | None:
-    """Seconds of each of PHASES in a step, over `steps` steps; None on devices without such a clock.
+    """Seconds of each of PHASES in a step, over `steps` steps; None on devices without such a
+    clock.
 
-    None with pipeline stages, too: passes of several micro-batches overlap, and a stage waits for others inside them.
+    None with pipeline stages, too: passes of several micro-batches overlap, and a stage waits for
+    others inside them.
 
-    Data wait is drawing the micro-batch. Set-up is the rest before the forward pass: learning rate, targets of the
-    step, dropout's seed, copy to the device. On a GPU both are only the time in which it idles or copies. The optimizer
-    phase includes clipping and clearing of gradients. The backward phase includes their reduction, and the step of
-    DeepSpeed's engine.
+    Data wait is drawing the micro-batch. Set-up is the rest before the forward pass: learning
+    rate, targets of the step, dropout's seed, copy to the device. On a GPU both are only the
+    time in which it idles or copies. The optimizer phase includes clipping and clearing of
+    gradients. The backward phase includes their reduction, and the step of DeepSpeed's engine.
     """
     device = work.run.accelerator.device
     if device.type not in ("cpu", "cuda") or work.run.mesh.pp_size > 1:
@@ -148,7 +157,9 @@ def communication(work: Workload) -> float | None:
         for _ in range(_PROFILED_STEPS):
             work.step()
         synchronize(work.run.accelerator.device)
-    return sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6 / _PROFILED_STEPS
+    return (
+        sum(event.time_range.elapsed_us() for event in collectives(profile)) / 1e6 / _PROFILED_STEPS
+    )
 
 
 def profiler(device: torch.device) -> torch.profiler.profile:

@@ -15,9 +15,8 @@ from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.completions import generate_completions
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.tokenizer import build_tokenizer
-from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.generate import generate_tokens
 
@@ -28,7 +27,7 @@ _DOCUMENTS = 64  # source files of Python's library for the tokenizer, about 2 M
 
 
 def _rate(device: torch.device, work: Callable[[], int], windows: int) -> Spread:
-    """Tokens per second of `work`, which returns the number of tokens; the first call is warm-up."""
+    """Tokens per second of `work`, which returns their number; the first call is warm-up."""
     tokens = work()
     return spread([tokens / time_of(device, work) for _ in range(windows)])
 
@@ -37,13 +36,17 @@ def _rate(device: torch.device, work: Callable[[], int], windows: int) -> Spread
 def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
     """Tokens per second of samples, up to 128 tokens or the context.
 
-    One greedy sample with and without the KV cache (`sample` uses it), sixteen samples at once, as in reinforcement
-    learning, and one sample by transformers' `generate`. None with several processes, which may share the model.
+    One greedy sample with and without the KV cache (`sample` uses it), sixteen samples at once,
+    as in reinforcement learning, and one sample by transformers' `generate`. None with several
+    processes, which may share the model.
     """
     if work.run.mesh.world_size > 1:
         return None
     model = cast(PreTrainedModel, work.run.accelerator.unwrap_model(work.run.model))
-    new, device = min(_NEW_TOKENS, work.run.model_config.max_position_embeddings - 1), work.run.accelerator.device
+    new, device = (
+        min(_NEW_TOKENS, work.run.model_config.max_position_embeddings - 1),
+        work.run.accelerator.device,
+    )
     model.eval()
 
     def with_cache() -> int:
@@ -63,7 +66,13 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
         return int(generate_completions(model, [[0]] * _ROWS, **options).lengths.sum())
 
     def by_transformers() -> int:
-        options = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": True, "top_k": 0, "pad_token_id": 0}
+        options = {
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+            "do_sample": True,
+            "top_k": 0,
+            "pad_token_id": 0,
+        }
         ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         generate: Any = model.generate
         return generate(ids, attention_mask=torch.ones_like(ids), **options).shape[1] - 1
@@ -82,8 +91,8 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
 def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
     """Tokens per second of the batches of one process, and the speed relative to an open np.memmap.
 
-    The memmap reads the same windows of text from one flat file, inputs and targets separately, as nanoGPT does.
-    Conversations have no such counterpart.
+    The memmap reads the same windows of text from one flat file, inputs and targets separately,
+    as nanoGPT does. Conversations have no such counterpart.
     """
     batches, blocks = work.run.batches, work.run.batches.blocks
     draws = max(1, 100_000 // (batches.micro_batch_size * batches.accumulation * blocks.block_size))
@@ -101,14 +110,23 @@ def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
         pairs = _pairs_with_memmap(ours, draws, batches, blocks, Path(folder) / "flat.bin", windows)
     return {
         "loader": spread([tokens / seconds for seconds, _ in pairs]),
-        "times an open np.memmap": spread([memmap_seconds / seconds for seconds, memmap_seconds in pairs]),
+        "times an open np.memmap": spread(
+            [memmap_seconds / seconds for seconds, memmap_seconds in pairs]
+        ),
     }
 
 
 def _pairs_with_memmap(
-    ours: Callable[[], None], draws: int, batches: Batches, blocks: TokenBlocks, path: Path, windows: int
+    ours: Callable[[], None],
+    draws: int,
+    batches: Batches,
+    blocks: TokenBlocks,
+    path: Path,
+    windows: int,
 ) -> list[tuple[float, float]]:
-    """Seconds of `ours` and of the same draws from a memmap, closed on return (Windows deletes no open file)."""
+    """Seconds of `ours` and of the same draws from a memmap, closed on return (Windows deletes
+    no open file).
+    """
     flat = _flat_copy(blocks.stream, path)
 
     def memmap() -> None:
@@ -131,11 +149,14 @@ def _draw_from(flat: np.memmap, batches: Batches, blocks: TokenBlocks, step: int
     for index in range(batches.accumulation):
         for shift in (0, 1):
             positions = (starts[batches.micro_batch_number(index)] + shift).tolist()
-            torch.stack([torch.from_numpy(flat[at : at + size].astype(np.int64)) for at in positions])
+            torch.stack(
+                [torch.from_numpy(flat[at : at + size].astype(np.int64)) for at in positions]
+            )
 
 
 def tokenizer_rate(data: DataSection, windows: int) -> Spread:
-    """Tokens per second of the recipe's tokenizer in one process, on source files of Python's own library.
+    """Tokens per second of the recipe's tokenizer in one process, on source files of Python's own
+    library.
 
     Raises UserError if there is no such tokenizer.
     """

@@ -54,7 +54,9 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
     rate = train.tokens_per_step / step.median
     model_config = work.run.model_config
     peak = peak_flops(device)
-    flops_per_token = architecture_of(model_config).flops_per_token(model_config, config.data.block_size)
+    flops_per_token = architecture_of(model_config).flops_per_token(
+        model_config, config.data.block_size
+    )
     per_device = rate / work.run.mesh.world_size
     figures |= {
         "windows": windows,
@@ -84,26 +86,44 @@ def _plain(value: Any) -> Any:
 
 def summary_lines(figures: dict[str, Any]) -> list[str]:
     """The measurements as lines of text; n/a for what cannot be measured here."""
-    windows = f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
+    windows = (
+        f"{plural(figures['windows'], 'window')} of {plural(figures['steps_per_window'], 'step')}"
+    )
     lines = [f"step        {_ms(figures['step_seconds'])} over {windows}"]
     if phases := figures["phases_seconds"]:
         total = sum(phase["median"] for phase in phases.values())
-        lines += [f"  {name:<10}{_ms(phase)}, {phase['median'] / total:.1%}" for name, phase in phases.items()]
+        lines += [
+            (f"  {name:<10}{_ms(phase)}, {phase['median'] / total:.1%}")
+            for name, phase in phases.items()
+        ]
     if figures["communication_seconds"]:
-        lines.append(f"  collectives {figures['communication_seconds'] * 1e3:.2f} ms, mostly within backward")
+        lines.append(
+            f"  collectives {figures['communication_seconds'] * 1e3:.2f} ms, mostly within backward"
+        )
     if sent := figures["communicated_bytes"]:
         kinds = ", ".join(f"{kind} {format_bytes(count)}" for kind, count in sent.items())
-        lines.append(f"sent        {format_bytes(sum(sent.values()))} per step by the main process: {kinds}")
+        lines.append(
+            f"sent        {format_bytes(sum(sent.values()))} per step by the main process: {kinds}"
+        )
     per_device = figures["tokens_per_second_per_device"]
-    lines.append(f"throughput  {figures['tokens_per_second']:,.0f} tokens/s, {per_device:,.0f} per device")
+    lines.append(
+        f"throughput  {figures['tokens_per_second']:,.0f} tokens/s, {per_device:,.0f} per device"
+    )
     if figures["mfu"] is not None:
         lines.append(f"MFU         {figures['mfu']:.1%}")
     else:
         flops = figures["flops_per_second_per_device"] / 1e9
-        lines.append(f"MFU         n/a: the bf16 peak of this device is unknown; it does {flops:,.1f} GFLOP/s")
+        lines.append(
+            "MFU         n/a: the bf16 peak of this device is unknown; it does "
+            f"{flops:,.1f} GFLOP/s"
+        )
     memory = figures["peak_memory"]
-    lines.append(f"memory      peak {memory / 1e9:,.2f} GB" if memory else "memory      n/a on this device")
-    lines.append(f"checkpoint  {_checkpoint(figures['checkpoint'], figures['step_seconds']['median'])}")
+    lines.append(
+        f"memory      peak {memory / 1e9:,.2f} GB" if memory else "memory      n/a on this device"
+    )
+    lines.append(
+        f"checkpoint  {_checkpoint(figures['checkpoint'], figures['step_seconds']['median'])}"
+    )
     if generation := figures["generation"]:
         rates = [f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items()]
         lines.append(f"generation  {', '.join(rates)}")
@@ -111,17 +131,24 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
     if ratio := figures.get("times an open np.memmap"):
         loader += f", {ratio['median']:.2f} times an open np.memmap"
     rate = figures["tokenizer"]
-    tokenizer = rate if isinstance(rate, str) else f"{rate['median'] / 1e6:,.2f} M tokens/s on one process"
+    tokenizer = (
+        rate
+        if isinstance(rate, str)
+        else (f"{rate['median'] / 1e6:,.2f} M tokens/s on one process")
+    )
     return [*lines, loader, f"tokenizer   {tokenizer}"]
 
 
 def _checkpoint(times: dict[str, Any] | str, step: float) -> str:
     if isinstance(times, str):
         return times
-    wait, write, next_step = (times[f"{name}_seconds"]["median"] for name in ("wait", "write", "next_step"))
+    wait, write, next_step = (
+        times[f"{name}_seconds"]["median"] for name in ("wait", "write", "next_step")
+    )
     return (
-        f"{times['bytes'] / 1e6:,.1f} MB: training waits {wait * 1e3:,.1f} ms, {wait / step:.2f} of a step, and not "
-        f"{write * 1e3:,.1f} ms; the next step takes {next_step / step:.2f} of the median"
+        f"{times['bytes'] / 1e6:,.1f} MB: training waits {wait * 1e3:,.1f} ms, {wait / step:.2f} "
+        f"of a step, and not {write * 1e3:,.1f} ms; the next step takes {next_step / step:.2f} of "
+        "the median"
     )
 
 
@@ -130,18 +157,26 @@ def _ms(spread: dict[str, float]) -> str:
     return f"{median:,.2f} ms ({low:,.2f} to {high:,.2f})"
 
 
-def compare_with_baseline(work: Workload, baseline: str, windows: int) -> tuple[dict[str, Any], str]:
-    """Measurements against a baseline, and a line about them. A ratio (ours / baseline) below 1: ours is faster."""
+def compare_with_baseline(
+    work: Workload, baseline: str, windows: int
+) -> tuple[dict[str, Any], str]:
+    """Measurements against a baseline, and a line about them.
+
+    A ratio (ours / baseline) below 1: ours is faster.
+    """
     steps = warm_up(work)
     measure = baselines.pairs_with_bare if baseline == "bare" else baselines.pairs_with_trainer
     pairs = measure(work, windows, steps)
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
     ratio = spread([ours_seconds / theirs_seconds for ours_seconds, theirs_seconds in pairs])
     line = (
-        f"against     {baseline}: {ratio.median:.3f} of its time per step ({ratio.low:.3f} to {ratio.high:.3f}); ours "
-        f"{ours.median * 1e3:,.2f} ms, theirs {theirs.median * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
+        f"against     {baseline}: {ratio.median:.3f} of its time per step ({ratio.low:.3f} to "
+        f"{ratio.high:.3f}); ours {ours.median * 1e3:,.2f} ms, theirs {theirs.median * 1e3:,.2f} "
+        f"ms; {windows} pairs of {steps} steps"
     )
-    return _plain({"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs, "steps_per_window": steps}), line
+    return _plain(
+        {"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs, "steps_per_window": steps}
+    ), line
 
 
 def write_trace(work: Workload, path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Scaling of a recipe over numbers of processes, each launched like a run: throughput, efficiency, plot."""
+"""Scaling over numbers of processes, each launched like a run: throughput, efficiency, plot."""
 
 import json
 import os
@@ -20,13 +20,16 @@ from nanogpt_hf.runs.files import written_whole
 @dataclass(frozen=True)
 class Point:
     processes: int
-    tokens_per_second: float  # of all processes together
+    tokens_per_second: float  # all processes together
     step_seconds: float
     efficiency: float  # throughput per process, relative to one process alone
 
 
 def machine_config(processes: int, split: str = "ddp") -> str:
-    """An accelerate config for this machine, bf16 on GPUs, float32 on the CPU. `split`: ddp, fsdp2, tp or pp."""
+    """An accelerate config for this machine, bf16 on GPUs, float32 on the CPU.
+
+    `split`: ddp, fsdp2, tp or pp.
+    """
     gpu = torch.cuda.is_available()
     kind = "FSDP" if split == "fsdp2" else "MULTI_GPU"
     lines = {
@@ -47,9 +50,12 @@ def machine_config(processes: int, split: str = "ddp") -> str:
 
 
 def measure(
-    counts: list[int], arguments: Callable[[int], list[str]], log: Callable[[str], None], split: str = "ddp"
+    counts: list[int],
+    arguments: Callable[[int], list[str]],
+    log: Callable[[str], None],
+    split: str = "ddp",
 ) -> list[Point]:
-    """Launch a bench for each number of processes, which must start with 1; `arguments` are those of `bench`.
+    """Launch a bench for each number of processes, 1 first; `arguments` are those of `bench`.
 
     The number of CPU threads per process is always the same. Raises UserError if a bench fails.
     """
@@ -61,10 +67,13 @@ def measure(
             machine, output = Path(folder) / "machine.yaml", Path(folder) / "bench.json"
             machine.write_text(machine_config(count, split), encoding="utf-8")
             options = ["--config_file", machine, f"--num_cpu_threads_per_process={threads}"]
-            launch = ["-m", "nanogpt_hf", "launch", *options, "bench"]  # accelerate's own has no pipelines
+            # accelerate's own has no pipelines
+            launch = ["-m", "nanogpt_hf", "launch", *options, "bench"]
             words = [sys.executable, *launch, *arguments(count), "--json", output]
             environment = os.environ | {"OMP_NUM_THREADS": str(threads)}
-            done = subprocess.run(list(map(str, words)), capture_output=True, text=True, env=environment)
+            done = subprocess.run(
+                list(map(str, words)), capture_output=True, text=True, env=environment
+            )
             if not output.is_file():
                 lines = (done.stderr.strip() or done.stdout.strip()).splitlines()
                 reason = lines[0] if lines else f"exit status {done.returncode}"
@@ -78,7 +87,10 @@ def measure(
 
 def table(points: list[Point]) -> list[str]:
     rows = [
-        f"{p.processes:>9}  {p.step_seconds * 1e3:>9,.2f}  {p.tokens_per_second:>12,.0f}  {p.efficiency:>10.0%}"
+        (
+            f"{p.processes:>9}  {p.step_seconds * 1e3:>9,.2f}  {p.tokens_per_second:>12,.0f}  "
+            f"{p.efficiency:>10.0%}"
+        )
         for p in points
     ]
     return [f"{'processes':>9}  {'step (ms)':>9}  {'tokens/s':>12}  {'efficiency':>10}", *rows]
@@ -93,7 +105,13 @@ def draw(points: list[Point], title: str, path: Path) -> None:
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     counts, rates = [p.processes for p in points], [p.tokens_per_second for p in points]
-    axes.plot(counts, [rates[0] * n for n in counts], color="#969696", linestyle="--", label="linear scaling")
+    axes.plot(
+        counts,
+        [rates[0] * n for n in counts],
+        color="#969696",
+        linestyle="--",
+        label="linear scaling",
+    )
     axes.plot(counts, rates, color="#2171b5", marker="o", label="measured")
     for point in points:
         axes.annotate(

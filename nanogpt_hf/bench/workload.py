@@ -1,4 +1,6 @@
-"""The workload of a bench: a training run without a run folder, and its shares for several processes."""
+"""The workload of a bench: a training run without a run folder, and its shares for several
+processes.
+"""
 
 import dataclasses
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.setup import build_run
+from nanogpt_hf.training.start import build_run
 from nanogpt_hf.training.step import train_step
 
 
@@ -41,22 +43,32 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
         raise UserError(problem)
     if data is None:
         token_source = f"synthetic tokens ({token_source})"
-        data = cast(PreparedData, synthetic_data(config))  # has all that a run needs without evaluations
+        # has all that a run needs without evaluations
+        data = cast(PreparedData, synthetic_data(config))
     return Workload(build_run(config, accelerator, data), token_source)
 
 
 def strong_scaling(config: Config, processes: int) -> Config:
-    """`config` with the step shared by `processes`, and the largest micro-batch up to the recipe's that divides it."""
+    """`config` with the step shared by `processes`, and the largest micro-batch up to the
+    recipe's that divides it.
+    """
     train, block = config.train, config.data.block_size
     sequences = train.tokens_per_step // block
     limit = sequences if train.micro_batch_size == "auto" else train.micro_batch_size
     sizes = [size for size in range(1, limit + 1) if sequences % (size * processes) == 0]
     if not sizes:
-        raise UserError(f"--processes: {processes} does not divide a step of {sequences} sequences; try --scaling weak")
+        raise UserError(
+            f"--processes: {processes} does not divide a step of {sequences} "
+            "sequences; try --scaling weak"
+        )
     return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=sizes[-1]))
 
 
 def weak_scaling(config: Config, processes: int) -> Config:
-    """`config` with `processes` times the tokens per step: as many per process as the recipe has for one."""
-    train = dataclasses.replace(config.train, tokens_per_step=config.train.tokens_per_step * processes)
+    """`config` with `processes` times the tokens per step: as many per process as the recipe has
+    for one.
+    """
+    train = dataclasses.replace(
+        config.train, tokens_per_step=config.train.tokens_per_step * processes
+    )
     return dataclasses.replace(config, train=train)

@@ -4,10 +4,12 @@ import argparse
 import atexit
 import gc
 import importlib
+import inspect
 import os
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -30,43 +32,70 @@ from nanogpt_hf.runs.files import stdout_for_outputs
 
 
 class Command(NamedTuple):
-    """A row of the table: its summary in `cli.py --help`, and whether it reads knobs (--train.seed 7).
+    """A row of the table: its summary in `cli.py --help`, and whether it reads knobs (--train.seed
+    7).
 
-    A command that `writes_alone` would write its output once per process, and is refused in several.
+    A command that `writes_alone` would write its output once per process, and is refused in
+    several.
     """
 
     summary: str
+    file: str = ""  # with several commands; "" is one of the command's own name
     knobs: bool = False
     writes_alone: bool = False
 
 
-# The module of the same name (with _ for -) has `add_arguments(parser)` and `run(arguments)`, or `run(arguments,
-# overrides)` if it reads knobs. `run` may return an exit status. Only `launch` gets its words unparsed.
+# A file of one command has `add_arguments(parser)` and `run(arguments)`, or
+# `run(arguments, overrides)` if it reads knobs, and its docstring is the help text. A file of
+# several has `add_NAME_arguments` and `run_NAME`, whose docstring is the help text. `run` may
+# return an exit status. Only `launch` gets its words unparsed.
 COMMANDS = {
     "prepare": Command("tokenize a text into shards of tokens", knobs=True),
-    "pretrain": Command("train a model from scratch", knobs=True),
-    "sweep": Command("train a grid of runs: learning rates, depths, seeds; one table and plot", knobs=True),
-    "finetune": Command("train a model further on your text or conversations", knobs=True),
-    "rl": Command("train a model further by rewards of its answers to questions", knobs=True),
-    "sample": Command("generate text with a model"),
-    "chat": Command("chat with a model"),
-    "serve": Command("serve a model as OpenAI's API does, with a chat page"),
+    "pretrain": Command("train a model from scratch", "train", knobs=True),
+    "sweep": Command(
+        "train a grid of runs: learning rates, depths, seeds; one table and plot", knobs=True
+    ),
+    "finetune": Command("train a model further on your text or conversations", "train", knobs=True),
+    "rl": Command(
+        "train a model further by rewards of its answers to questions", "train", knobs=True
+    ),
+    "sample": Command("generate text with a model", "generate"),
+    "chat": Command("chat with a model", "generate"),
+    "serve": Command("serve a model as OpenAI's API does, with a chat page", "generate"),
     "evaluate": Command("measure loss and perplexity on a text, and tasks by lm-eval", knobs=True),
-    "compare": Command("compare runs with each other and with their recipe's reference", writes_alone=True),
-    "report": Command("write a run's report.html", writes_alone=True),
-    "export": Command("convert a model to plain safetensors, GGUF or ONNX", writes_alone=True),
-    "import-nanogpt": Command("convert a checkpoint or data of nanoGPT", writes_alone=True),
-    "push": Command("push a model to the Hub, with its card, recipe, metrics and curve", writes_alone=True),
-    "estimate": Command("estimate memory, time, tokens and disk of a run", knobs=True, writes_alone=True),
-    "bench": Command("measure speed, MFU and the parts of a step; compare with baselines", knobs=True),
+    "compare": Command(
+        "compare runs with each other and with their recipe's reference",
+        "compare",
+        writes_alone=True,
+    ),
+    "report": Command("write a run's report.html", "compare", writes_alone=True),
+    "export": Command(
+        "convert a model to plain safetensors, GGUF or ONNX", "convert", writes_alone=True
+    ),
+    "import-nanogpt": Command(
+        "convert a checkpoint or data of nanoGPT", "convert", writes_alone=True
+    ),
+    "push": Command(
+        "push a model to the Hub, with its card, recipe, metrics and curve", writes_alone=True
+    ),
+    "estimate": Command(
+        "estimate memory, time, tokens and disk of a run", knobs=True, writes_alone=True
+    ),
+    "bench": Command(
+        "measure speed, MFU and the parts of a step; compare with baselines", knobs=True
+    ),
+    "knobs": Command("list every knob of a recipe", writes_alone=True),
     "doctor": Command("find faults of this machine and its network", knobs=True),
     "launch": Command("run one of these on the machine that an accelerate config describes"),
 }
 
 _MAX_LINE = 2000  # characters; names and values in a message may have any length
 _SECONDS_TO_PRINT = 3.0
-_PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")  # metavars of files and folders
-_USAGE = "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
+# metavars of files and folders
+_PATHS = ("CKPT", "DIR", "F", "FILE", "MODEL", "OUT", "PATH", "RECIPE", "RUN")
+_USAGE = (
+    "usage: cli.py COMMAND ...   (under accelerate: cli.py launch [--config_file F] COMMAND ...)"
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -76,11 +105,26 @@ class _Parser(argparse.ArgumentParser):
 
 def _overview() -> str:
     rows = [f"  {name:<14} {command.summary}" for name, command in COMMANDS.items()]
-    return "\n".join([_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."])
+    return "\n".join(
+        [_USAGE, "", *rows, "", "cli.py COMMAND --help lists a command's options and every knob."]
+    )
+
+
+def functions_of(name: str) -> tuple[Callable[..., None], Callable[..., int | None], str | None]:
+    """What adds the arguments of a command, what runs it, and the text of its help."""
+    own = name.replace("-", "_")
+    if file := COMMANDS[name].file:
+        module = importlib.import_module(f"nanogpt_hf.commands.{file}")
+        run = getattr(module, f"run_{own}")
+        return getattr(module, f"add_{own}_arguments"), run, inspect.getdoc(run)
+    module = importlib.import_module(f"nanogpt_hf.commands.{own}")
+    return module.add_arguments, module.run, module.__doc__
 
 
 def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]], list[str]]:
-    """`x --a.b 1 --c.d=2 --e` -> [("a.b", "1"), ("c.d", "2")] and [x, --e]: the knobs, and the words for argparse."""
+    """`x --a.b 1 --c.d=2 --e` -> [("a.b", "1"), ("c.d", "2")] and [x, --e]: the knobs, and the
+    words for argparse.
+    """
     overrides, others, words = [], [], list(words)
     while words:
         word = words.pop(0)
@@ -97,7 +141,10 @@ def _take_overrides(prog: str, words: list[str]) -> tuple[list[tuple[str, str]],
 
 
 def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -> None:
-    """Replace ~ in every argument whose metavar is that of a path. Raises UserError for an empty path."""
+    """Replace ~ in every argument whose metavar is that of a path.
+
+    Raises UserError for an empty path.
+    """
 
     def expand(action: argparse.Action, value: str | Path) -> str | Path:
         if value in ("", Path()):
@@ -108,87 +155,117 @@ def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -
     for action in parser._actions:
         value = getattr(parsed, action.dest, None)
         if action.metavar in _PATHS and value is not None:
-            expanded = [expand(action, path) for path in value] if isinstance(value, list) else expand(action, value)
+            expanded = (
+                [expand(action, path) for path in value]
+                if isinstance(value, list)
+                else expand(action, value)
+            )
             setattr(parsed, action.dest, expanded)
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     """Raise UserError for a word that is no argument, with the nearest option or knob."""
     if not word.startswith("--"):
-        raise UserError(f"{parser.prog}: {word!r} is an unexpected argument; see {parser.prog} --help")
+        raise UserError(
+            f"{parser.prog}: {word!r} is an unexpected argument; see {parser.prog} --help"
+        )
     from nanogpt_hf.config.schema import KNOBS
 
     key = word.partition("=")[0]
     if key == "--config_file":
-        raise UserError(f"{parser.prog}: {key} is an option of launch: python cli.py launch {key} F COMMAND ...")
-    options = [option.removeprefix("--") for action in parser._actions for option in action.option_strings]
+        raise UserError(
+            f"{parser.prog}: {key} is an option of launch: python cli.py launch {key} F COMMAND ..."
+        )
+    options = [
+        option.removeprefix("--") for action in parser._actions for option in action.option_strings
+    ]
     near = did_you_mean(key.removeprefix("--"), options + list(KNOBS))
     raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
 
 
-def _show_error(message: str, on_all_processes: bool, first_here: bool) -> None:
-    """Print an error of this process; one that all processes have is printed by the first of each machine."""
-    message = "\n".join(line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} …" for line in message.splitlines())
+def _show_error(message: str, on_all_processes: bool, mesh: Mesh) -> None:
+    """Print an error of this process; one that all processes have is printed by the first of
+    each machine.
+    """
+    message = "\n".join(
+        line if len(line) <= _MAX_LINE else f"{line[:_MAX_LINE]} …" for line in message.splitlines()
+    )
     if not on_all_processes:
-        rank = Mesh.from_environment().rank
-        console.show_end(f"[rank {rank}] {message}" if rank else message, sys.stderr)
-    elif first_here:
+        rank = f"[rank {mesh.rank}] " if mesh.rank else ""
+        console.show_end(f"{rank}{message}", sys.stderr)
+    elif not mesh.local_rank:
         console.show_end(message, sys.stderr)
-    else:  # the launcher ends all processes when one has ended, and the first may not have printed this yet
+    else:
+        # the launcher ends all processes when one has ended, and the first may not have printed
+        # this yet
         time.sleep(_SECONDS_TO_PRINT)
 
 
 def main(arguments: list[str]) -> int:
     """Run a command line; return its exit status.
 
-    0: done. 1: another process of the run was lost, or `doctor` found a fault. 2: an error of the user or the machine.
-    75: stopped by a signal, after saving. Any other exception is a bug, and is raised.
+    0: done. 1: another process of the run was lost, or `doctor` found a fault. 2: an error of
+    the user or the machine. 75: stopped by a signal, after saving. Any other exception is a bug,
+    and is raised.
     """
-    log_level = None
-    first_here = True
+    log_level, mesh = None, Mesh()
     try:
         check_environment()
-        first_here = Mesh.is_first_of_machine()  # an error of all processes is printed once per machine
+        mesh = Mesh.from_environment()
         if not arguments or arguments[0] in ("-h", "--help", "help"):
             console.show(_overview())
             return 0
         for word in arguments:
             if not word.isascii() and word != word.encode(errors="replace").decode():
-                raise UserError(f"cli.py: {word!r:.200}: not UTF-8, so a run could not write it to a file")
+                raise UserError(
+                    f"cli.py: {word!r:.200}: not UTF-8, so a run could not write it to a file"
+                )
         name, *rest = arguments
         if name not in COMMANDS:
-            raise UserError(f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help")
-        if COMMANDS[name].writes_alone and Mesh.is_launched():
-            raise UserError(f"{name} needs no launch, and runs in one process: python cli.py {name}")
-        module = importlib.import_module(f"nanogpt_hf.commands.{name.replace('-', '_')}")
+            raise UserError(
+                f"cli.py: {name}: no such command{did_you_mean(name, COMMANDS)}; see cli.py --help"
+            )
+        if COMMANDS[name].writes_alone and "LOCAL_RANK" in os.environ and mesh.world_size > 1:
+            raise UserError(
+                f"{name} needs no launch, and runs in one process: python cli.py {name}"
+            )
         if name == "launch":
-            return module.run(rest, COMMANDS)
+            from nanogpt_hf.commands import launch
+
+            return launch.run(rest, COMMANDS)
+        add_arguments, run, description = functions_of(name)
         parser = _Parser(
             prog=f"cli.py {name}",
-            description=module.__doc__,
+            description=description,
             allow_abbrev=False,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(parser)
+        add_arguments(parser)
         console.add_arguments(parser)
         overrides, rest = _take_overrides(parser.prog, rest)
         if overrides and not COMMANDS[name].knobs:
-            raise UserError(f"{parser.prog}: --{overrides[0][0]}: this command reads no recipe and has no knobs")
+            raise UserError(
+                f"{parser.prog}: --{overrides[0][0]}: this command reads no recipe and has no knobs"
+            )
         parsed, unknown = parser.parse_known_args(rest)
         if unknown:
             _refuse(parser, unknown[0])
         _expand_paths(parser, parsed)
         log_level = parsed.log_level
-        flags = [(key, value) for key, value in vars(parsed).items() if "." in key and value is not None]
-        overrides = flags + overrides  # flags that are short names of knobs: see training_run.py
-        with console.configure_logging(log_level), stdout_for_outputs(*vars(parsed).values()):
-            return (module.run(parsed, overrides) if COMMANDS[name].knobs else module.run(parsed)) or 0
+        flags = [
+            (key, value) for key, value in vars(parsed).items() if "." in key and value is not None
+        ]
+        overrides = flags + overrides  # flags that are short names of knobs: see arguments.py
+        outputs = stdout_for_outputs(*vars(parsed).values())
+        parsed.mesh = mesh
+        with console.configure_logging(log_level, mesh.rank), outputs:
+            return (run(parsed, overrides) if COMMANDS[name].knobs else run(parsed)) or 0
     except Stopped as stopped:
-        if first_here:
+        if not mesh.local_rank:  # once per machine
             console.show_end(stopped)
         return EXIT_STOPPED
     except LostProcess as lost:
-        if first_here:
+        if not mesh.local_rank:  # once per machine
             console.show_end(lost, sys.stderr)
         return EXIT_LOST
     except Exception as error:
@@ -197,25 +274,32 @@ def main(arguments: list[str]) -> int:
             raise
         if log_level == "debug":
             traceback.print_exception(error)
-        on_all_processes = isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError)
-        _show_error(message, on_all_processes, first_here)
+        on_all_processes = isinstance(error, UserError) and not isinstance(
+            error, NotEnoughMemoryError
+        )
+        _show_error(message, on_all_processes, mesh)
         return EXIT_USER_ERROR
 
 
 def entry_point() -> None:
     """The `nanogpt-hf` program, and `python cli.py`."""
-    # The libraries create 400,000 permanent objects. The garbage collector would scan them repeatedly during the
-    # imports and once at the end, which takes 1.4 s.
+    # The libraries create 400,000 permanent objects. The garbage collector would scan them
+    # repeatedly during the imports and once at the end, which takes 1.4 s.
     limit_spinning()
     gc.set_threshold(10_000)
     atexit.register(gc.freeze)
-    console.print_any_character()
-    console.survive_closed_pipes()
+    console.survive_closed_streams()
     try:
         status = main(sys.argv[1:])
         distributed = sys.modules.get("torch.distributed")
-        if not status and distributed and distributed.is_available() and distributed.is_initialized():
-            distributed.destroy_process_group()  # without it, gloo sometimes aborts the process at its end
+        if (
+            not status
+            and distributed
+            and distributed.is_available()
+            and distributed.is_initialized()
+        ):
+            # without it, gloo sometimes aborts the process at its end
+            distributed.destroy_process_group()
     except SystemExit as ended:  # --help
         status = ended.code
     except KeyboardInterrupt:

@@ -1,5 +1,6 @@
-"""How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of repeated windows, after
-warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters on synthetic tokens.
+"""How fast a run of RECIPE would be here, and where its time goes: medians and quartiles of
+repeated windows, after warm-up, of the loop's own step. Without RECIPE: a model of 0.8 M parameters
+on synthetic tokens.
 
 Nothing is trained: no run folder is written. On the machine of an accelerate config:
 cli.py launch [--config_file F] bench RECIPE. With several processes the main one reports.
@@ -9,10 +10,10 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from nanogpt_hf.commands.arguments import add_json_argument, load_text_recipe, number
+from nanogpt_hf.commands.arguments import add_json_argument, load_text_recipe
 from nanogpt_hf.commands.console import show
+from nanogpt_hf.config.values import bounded
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
@@ -21,35 +22,54 @@ BASELINES = ("bare", "trainer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters"
+    )
     parser.add_argument(
         "--windows",
         metavar="N",
-        type=number(int, 1, 10_000),
+        type=bounded(int, 1, 10_000),
         default=10,
         help="measurements of each figure (default 10)",
     )
     parser.add_argument(
         "--against",
         metavar="BASELINES",
-        help="alternate with baselines in this process: bare (the same model in a loop of plain PyTorch), "
+        help="alternate with baselines in this process: bare (the same model in a loop of plain "
+        "PyTorch), "
         "trainer (transformers' Trainer on its own class), or bare,trainer",
     )
     parser.add_argument(
-        "--profile", metavar="FILE", type=output_file, help="write a trace of a few steps there, for Perfetto"
+        "--profile",
+        metavar="FILE",
+        type=output_file,
+        help="write a trace of a few steps there, for Perfetto",
     )
     parser.add_argument(
         "--scaling",
         choices=["strong", "weak"],
-        help="measure several numbers of processes: the same step shared (strong), or the same work per process (weak)",
+        help=(
+            "measure several numbers of processes: the same step shared (strong), or the same "
+            "work per process (weak)"
+        ),
     )
     parser.add_argument(
         "--split",
         choices=["ddp", "fsdp2", "tp", "pp"],
-        help="of --scaling: how processes share the work (default ddp); tp: each matrix, pp: the layers",
+        help=(
+            "of --scaling: how processes share the work (default ddp); tp: each matrix, pp: "
+            "the layers"
+        ),
     )
-    parser.add_argument("--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)")
-    parser.add_argument("--plot", metavar="FILE", type=output_file, help="of --scaling (default scaling_<kind>.png)")
+    parser.add_argument(
+        "--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)"
+    )
+    parser.add_argument(
+        "--plot",
+        metavar="FILE",
+        type=output_file,
+        help="of --scaling (default scaling_<kind>.png)",
+    )
     add_json_argument(parser, "the figures")
     parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
@@ -64,31 +84,45 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
 
     logging.disable_progress_bar()
     if config is None:
-        config = dataclasses.replace(small_config(Mesh.from_environment().world_size), name="bench")
+        config = dataclasses.replace(small_config(arguments.mesh.world_size), name="bench")
     if arguments.scaling:
         _scale(arguments, config, overrides, counts)
     else:
         _measure(arguments, config, baselines)
 
 
-def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> tuple[list[str], list[int]]:
+def _check(
+    arguments: argparse.Namespace, overrides: list[tuple[str, str]]
+) -> tuple[list[str], list[int]]:
     """The requested baselines and numbers of processes. Raises UserError for invalid ones."""
     if overrides and not arguments.recipe:
-        raise UserError(f"cli.py bench: --{overrides[0][0]}: a knob of a recipe, but no RECIPE is given")
+        raise UserError(
+            f"cli.py bench: --{overrides[0][0]}: a knob of a recipe, but no RECIPE is given"
+        )
     baselines = arguments.against.split(",") if arguments.against else []
     for name in baselines:
         if name not in BASELINES:
-            raise UserError(f"--against: {name!r} is none of {', '.join(BASELINES)}{did_you_mean(name, BASELINES)}")
+            raise UserError(
+                f"--against: {name!r} is none of "
+                f"{', '.join(BASELINES)}{did_you_mean(name, BASELINES)}"
+            )
     words = arguments.processes.split(",")
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
     cores = allowed_cores()
     if max(map(int, words)) > _PROCESSES_PER_CORE * cores:
-        raise UserError(f"--processes {arguments.processes:.80}: too many for this machine's {cores} cores")
-    if arguments.scaling and Mesh.from_environment().world_size > 1:
-        raise UserError("--scaling launches its processes itself; start it without accelerate launch")
+        raise UserError(
+            f"--processes {arguments.processes:.80}: too many for this machine's {cores} cores"
+        )
+    if arguments.scaling and arguments.mesh.world_size > 1:
+        raise UserError(
+            "--scaling launches its processes itself; start it without accelerate launch"
+        )
     if arguments.split and not arguments.scaling:
-        raise UserError("--split: only with --scaling; for one measurement name a config: launch --config_file F bench")
+        raise UserError(
+            "--split: only with --scaling; for one measurement name a config: launch "
+            "--config_file F bench"
+        )
     if arguments.scaling and not arguments.recipe:
         raise UserError("--scaling: name a RECIPE, whose step is to be shared")
     if arguments.scaling and (baselines or arguments.profile):
@@ -98,12 +132,17 @@ def _check(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> t
 
 def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> None:
     from nanogpt_hf.bench.baselines import check_comparable
-    from nanogpt_hf.bench.report import compare_with_baseline, measure_all, summary_lines, write_trace
+    from nanogpt_hf.bench.report import (
+        compare_with_baseline,
+        measure_all,
+        summary_lines,
+        write_trace,
+    )
     from nanogpt_hf.bench.workload import build_workload
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder
 
-    accelerator = build_accelerator(config, RunFolder("runs"))
+    accelerator = build_accelerator(config, RunFolder("runs"), arguments.mesh)
     work = build_workload(accelerator, config, use_prepared=arguments.recipe is not None)
 
     def log(line: str) -> None:
@@ -116,7 +155,9 @@ def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> Non
     for line in summary_lines(figures):
         log(line)
     for baseline in baselines:
-        figures[f"against_{baseline}"], line = compare_with_baseline(work, baseline, arguments.windows)
+        figures[f"against_{baseline}"], line = compare_with_baseline(
+            work, baseline, arguments.windows
+        )
         log(line)
     if arguments.profile:
         with output_target(arguments.profile) as target:
@@ -126,19 +167,26 @@ def _measure(arguments: argparse.Namespace, config, baselines: list[str]) -> Non
         write_json(arguments.json, figures)
 
 
-def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str]], counts: list[int]) -> None:
+def _scale(
+    arguments: argparse.Namespace, config, overrides: list[tuple[str, str]], counts: list[int]
+) -> None:
     from nanogpt_hf.bench import scaling
     from nanogpt_hf.bench.workload import strong_scaling, weak_scaling
 
     split = arguments.split or "ddp"
     if arguments.scaling == "weak":
         shared = {count: weak_scaling(config, count) for count in counts}
-    else:  # tensor-parallel processes work on the same sequences; a pipeline needs as many micro-batches as stages
+    else:
+        # tensor-parallel processes work on the same sequences; a pipeline needs as many
+        # micro-batches as stages
         shared = {count: strong_scaling(config, 1 if split == "tp" else count) for count in counts}
 
     def words(count: int) -> list[str]:
         train = shared[count].train
-        ours = [("train.tokens_per_step", train.tokens_per_step), ("train.micro_batch_size", train.micro_batch_size)]
+        ours = [
+            ("train.tokens_per_step", train.tokens_per_step),
+            ("train.micro_batch_size", train.micro_batch_size),
+        ]
         knobs = [word for key, value in (*overrides, *ours) for word in (f"--{key}", str(value))]
         return [arguments.recipe, *knobs, "--windows", str(arguments.windows)]
 
@@ -151,5 +199,9 @@ def _scale(arguments: argparse.Namespace, config, overrides: list[tuple[str, str
     if arguments.json:
         write_json(
             arguments.json,
-            {"scaling": arguments.scaling, "split": split, "points": [dataclasses.asdict(p) for p in points]},
+            {
+                "scaling": arguments.scaling,
+                "split": split,
+                "points": [dataclasses.asdict(p) for p in points],
+            },
         )

@@ -1,19 +1,26 @@
 """Estimate what a run needs: memory of a device by part, time on GPUs, tokens per parameter, disk.
 
-With --gpus it proposes how to lay the run out over them, with reasons, and writes the accelerate config. Arithmetic on
-recipe and machine; nothing is trained and nothing is measured. How far it has been checked: docs/machines.md.
+With --gpus it proposes how to lay the run out over them, with reasons, and writes the accelerate
+config. Arithmetic on recipe and machine; nothing is trained and nothing is measured. How far it
+has been checked: docs/machines.md.
 """
 
 import argparse
 import re
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument, list_knobs, load_text_recipe, number
+from nanogpt_hf.commands.arguments import (
+    DEPTH,
+    add_flags,
+    add_json_argument,
+    list_knobs,
+    load_text_recipe,
+)
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.training_run import DEPTH, add_flags
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import stated_knobs
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.values import bounded
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
@@ -25,9 +32,13 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/gpt2_124m.yaml")
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a recipe, for example recipes/gpt2_124m.yaml"
+    )
     add_flags(parser, DEPTH)
-    parser.add_argument("--config_file", metavar="F", help="an accelerate config (default: one process, float32)")
+    parser.add_argument(
+        "--config_file", metavar="F", help="an accelerate config (default: one process, float32)"
+    )
     parser.add_argument(
         "--memory",
         metavar="SIZE",
@@ -35,25 +46,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="memory of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus",
     )
     parser.add_argument(
-        "--gpus", metavar="N", type=number(int, 1, 1_000_000), help="propose how to lay the run out over N GPUs"
+        "--gpus",
+        metavar="N",
+        type=bounded(int, 1, 1_000_000),
+        help="propose how to lay the run out over N GPUs",
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help="of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
+        "--gpu",
+        metavar="NAME",
+        help="of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)",
     )
     parser.add_argument(
-        "--per-machine", metavar="N", type=number(int, 1, 1024), default=8, help="of --gpus (default 8, or all)"
+        "--per-machine",
+        metavar="N",
+        type=bounded(int, 1, 1024),
+        default=8,
+        help="of --gpus (default 8, or all)",
     )
     parser.add_argument(
         "--network",
         metavar="GBITS",
-        type=number(float, 0.001, 100_000),
+        type=bounded(float, 0.001, 100_000),
         help="of --gpus: Gb/s between machines, per GPU and direction (default 400)",
     )
     parser.add_argument(
-        "--write-config", metavar="FILE", type=output_file, help="of --gpus: write the accelerate config of the layout"
+        "--write-config",
+        metavar="FILE",
+        type=output_file,
+        help="of --gpus: write the accelerate config of the layout",
     )
     parser.add_argument(
-        "--mfu", type=_share, default=0.4, help="share of the GPUs' peak FLOPs that is reached (default 0.4)"
+        "--mfu",
+        type=_share,
+        default=0.4,
+        help="share of the GPUs' peak FLOPs that is reached (default 0.4)",
     )
     add_json_argument(parser, "the figures")
     list_knobs(parser)
@@ -72,8 +98,8 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     # The imports below take seconds; mistakes above and --help should not wait for them.
     import torch
 
-    from nanogpt_hf.commands.estimate_lines import estimate_figures, estimate_lines, layout_lines
     from nanogpt_hf.planning.estimate import estimate
+    from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
     from nanogpt_hf.planning.placement import Placement, read_placement
 
     proposal = None
@@ -82,7 +108,10 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         layout = proposal.layout
         if layout is None:
             raise UserError(proposal.reasons[0])
-        place, config = layout.place, replace_knobs(config, {"train.micro_batch_size": layout.micro_batch_size})
+        place, config = (
+            layout.place,
+            replace_knobs(config, {"train.micro_batch_size": layout.micro_batch_size}),
+        )
     elif arguments.config_file:
         place = read_placement(arguments.config_file)
     else:
@@ -94,56 +123,69 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         show(*layout_lines(proposal, config), "", sep="\n")
     show(*estimate_lines(result, place), sep="\n")
     if config.lora.quantize:
-        show(f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken as float32\n")
+        show(
+            f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken "
+            "as float32\n"
+        )
     show("these are estimates; docs/machines.md lists which of them were measured")
     if arguments.json:
         write_json(arguments.json, estimate_figures(result, proposal))
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError for options that do not go together, and for GPUs that do not fill machines."""
+    """Raises UserError for options that exclude each other, or GPUs that fill no machines."""
     if arguments.gpus is None:
         for option in ("gpu", "network", "write_config"):
             if getattr(arguments, option) is not None:
-                raise UserError(f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout")
+                raise UserError(
+                    f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout"
+                )
         return
     if arguments.config_file:
         raise UserError("--gpus proposes a layout, and --config_file states one: give one of them")
     if arguments.gpus > arguments.per_machine and arguments.gpus % arguments.per_machine:
         raise UserError(
-            f"--gpus {arguments.gpus}: machines of {arguments.per_machine} GPUs are not filled; give a multiple, or "
-            "--per-machine"
+            f"--gpus {arguments.gpus}: machines of {arguments.per_machine} GPUs are not filled; "
+            "give a multiple, or --per-machine"
         )
     from nanogpt_hf.planning.hardware import GPUS
 
     if arguments.gpu is not None and arguments.gpu not in GPUS:
         raise UserError(
-            f"--gpu {arguments.gpu}: not in the table of GPUs, {', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
+            f"--gpu {arguments.gpu}: not in the table of GPUs, "
+            f"{', '.join(GPUS)}{did_you_mean(arguments.gpu, GPUS)}"
         )
     if (path := arguments.write_config) and path.is_file():
-        from nanogpt_hf.planning.machine_config import WRITTEN
+        from nanogpt_hf.planning.placement import WRITTEN
 
         if WRITTEN.encode() not in path.read_bytes()[:100]:
-            raise UserError(f"--write-config {path}: exists, and `estimate` did not write it; name another file")
+            raise UserError(
+                f"--write-config {path}: exists, and `estimate` did not write it; name another file"
+            )
 
 
-def _proposal(arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None") -> "Proposal":
+def _proposal(
+    arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None"
+) -> "Proposal":
     """The layout over --gpus, written to --write-config."""
+    from nanogpt_hf.planning.candidates import Cluster
     from nanogpt_hf.planning.estimate import planned_model
     from nanogpt_hf.planning.hardware import NETWORK, gpu_of
-    from nanogpt_hf.planning.layout import Cluster
-    from nanogpt_hf.planning.machine_config import config_text
+    from nanogpt_hf.planning.placement import config_text
     from nanogpt_hf.planning.proposal import propose
 
     name, gpu = gpu_of(arguments.gpu, arguments.memory)
     per_machine = min(arguments.per_machine, arguments.gpus)
     network = (arguments.network or NETWORK) * 1e9 / 8
     proposal = propose(
-        config, planned_model(config, base), Cluster(arguments.gpus, name, gpu, per_machine, network), arguments.mfu
+        config,
+        planned_model(config, base),
+        Cluster(arguments.gpus, name, gpu, per_machine, network),
+        arguments.mfu,
     )
     if arguments.write_config and proposal.layout:
         with output_target(arguments.write_config) as target:
-            target.write_text(config_text(proposal.layout), encoding="utf-8")
+            target.write_text(config_text(proposal.layout.place), encoding="utf-8")
     return proposal
 
 
@@ -160,5 +202,7 @@ def _share(text: str) -> float:
     except ValueError:
         share = 0.0
     if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(f"expected a share such as 0.4, above 0 and at most 1, got {text!r}")
+        raise argparse.ArgumentTypeError(
+            f"expected a share such as 0.4, above 0 and at most 1, got {text!r}"
+        )
     return share

@@ -1,16 +1,19 @@
-"""Run a command on the devices of an accelerate config, like `accelerate launch`, with the command's exit status.
+"""Run a command on the devices of an accelerate config, and return its exit status.
 
-    cli.py launch [--config_file F] [other options of accelerate launch] COMMAND ...
+cli.py launch [--config_file F] [other options of accelerate launch] COMMAND ...
 
-Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-resume continues), 1 any other failure.
-SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started, stops a training run after its current
-step and saves, however long that takes. The path of a script in place of COMMAND is launched unchanged.
+Exit status: 0 done, 2 an error of the user, 75 stopped after saving (--auto-resume continues), 1
+any other failure. SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all that it started,
+stops a training run after its current step and saves, however long that takes. The path of a script
+in place of COMMAND is launched unchanged.
 
-parallelism_config_pp_size, the number of pipeline stages, and parallelism_config_pp_schedule, 1f1b or zero_bubble, may
-be in the config's parallelism_config, or options: accelerate 1.15 does not know them, so this command passes them on,
-as PARALLELISM_CONFIG_PP_SIZE and PARALLELISM_CONFIG_PP_SCHEDULE.
+parallelism_config_pp_size, the number of pipeline stages, and parallelism_config_pp_schedule,
+1f1b or zero_bubble, may be in the config's parallelism_config, or options: accelerate 1.15 does
+not know them, so this command passes them on, as PARALLELISM_CONFIG_PP_SIZE and
+PARALLELISM_CONFIG_PP_SCHEDULE.
 """
 
+import argparse
 import contextlib
 import json
 import logging
@@ -32,58 +35,22 @@ _STAGES, _SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedu
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
-    """Launch a command; return its exit status. `words` are accelerate's options, the command and its arguments."""
+    """Launch a command; return its exit status.
+
+    `words` are accelerate's options, the command and its arguments.
+    """
     if words[:1] in (["--help"], ["-h"]):
         show(f"{__doc__}\n`accelerate launch --help` lists accelerate's options.")
         return 0
     # These imports take seconds.
-    import psutil
-    from accelerate.commands.config.config_args import default_config_file
-    from accelerate.commands.launch import launch_command, launch_command_parser
+    from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    parser = launch_command_parser()
-    parser.error = _refuse
-    for name in (_STAGES, _SCHEDULE):
-        parser.add_argument(f"--{name}")
-    arguments = parser.parse_args(words)
-    layout = {}
-    if file := arguments.config_file or (default_config_file if os.path.isfile(default_config_file) else None):
-        layout = _read_config(file, vars(arguments)).get("parallelism_config") or {}
-    command = arguments.training_script
-    if command in commands:
-        as_script = Path(sys.argv[0]).name == "cli.py"
-        arguments.module, arguments.training_script = not as_script, sys.argv[0] if as_script else "nanogpt_hf"
-        arguments.training_script_args = [command, *arguments.training_script_args]
-    elif not os.path.exists(command):
-        near = did_you_mean(command, commands)
-        raise UserError(f"cli.py launch: {command}: no such command{near}; see cli.py --help")
-
-    received = []
-
-    def pass_on(number: int, frame: object) -> None:
-        received.append(number)
-        if not (children := psutil.Process().children()):
-            sys.exit(EXIT_STOPPED)  # nothing was started yet
-        for child in children:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                # Ctrl-C reaches the children of this session itself, but not those that torch's launcher starts.
-                reached = number == signal.SIGINT and os.getsid(child.pid) == os.getsid(0)
-                child.send_signal(signal.SIGTERM if reached else number)
-
-    # torch's launcher would kill its processes 30 seconds after one of these signals, too early for a large checkpoint
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-            signal.signal(number, pass_on)
+    arguments = _parse(words, commands)
+    check_environment()
+    received = _pass_signals_on()
     # it logs how the processes ended, which they or `_status` print
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    for name in (_STAGES, _SCHEDULE):
-        option = vars(arguments)[name]
-        if (value := layout.get(name) if option is None else option) is not None:
-            os.environ[name.upper()] = str(value)
-    check_environment()
     try:
         launch_command(arguments)
         return 0
@@ -97,6 +64,66 @@ def run(words: list[str], commands: Collection[str]) -> int:
     return _status(statuses, stopped=bool(received))
 
 
+def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
+    """The arguments of `accelerate launch`; those of pipelines go to the environment.
+
+    Raises UserError for an unknown option or command, or a wrong config.
+    """
+    from accelerate.commands.config.config_args import default_config_file
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    parser.error = _refuse
+    for name in (_STAGES, _SCHEDULE):
+        parser.add_argument(f"--{name}")
+    arguments = parser.parse_args(words)
+    default = default_config_file if os.path.isfile(default_config_file) else None
+    layout = {}
+    if file := arguments.config_file or default:
+        layout = _read_config(file, vars(arguments)).get("parallelism_config") or {}
+    for name in (_STAGES, _SCHEDULE):
+        option = vars(arguments)[name]
+        if (value := layout.get(name) if option is None else option) is not None:
+            os.environ[name.upper()] = str(value)
+    command = arguments.training_script
+    if command in commands:
+        as_script = Path(sys.argv[0]).name == "cli.py"
+        arguments.module = not as_script
+        arguments.training_script = sys.argv[0] if as_script else "nanogpt_hf"
+        arguments.training_script_args = [command, *arguments.training_script_args]
+    elif not os.path.exists(command):
+        near = did_you_mean(command, commands)
+        raise UserError(f"cli.py launch: {command}: no such command{near}; see cli.py --help")
+    return arguments
+
+
+def _pass_signals_on() -> list[int]:
+    """Pass signals that stop a run on to the processes started; return those received."""
+    import psutil
+
+    received = []
+
+    def pass_on(number: int, frame: object) -> None:
+        received.append(number)
+        if not (children := psutil.Process().children()):
+            sys.exit(EXIT_STOPPED)  # nothing was started yet
+        for child in children:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                # Ctrl-C reaches the children of this session itself, but not those that torch's
+                # launcher starts.
+                reached = number == signal.SIGINT and os.getsid(child.pid) == os.getsid(0)
+                child.send_signal(signal.SIGTERM if reached else number)
+
+    # torch's launcher would kill its processes 30 seconds after one of these signals, too early for
+    # a large checkpoint
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
+    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, pass_on)
+    return received
+
+
 def _read_config(file: str, options: Collection[str]) -> dict[str, Any]:
     """The settings of an accelerate config. Raises UserError if it has none, or wrong ones."""
     try:
@@ -107,22 +134,26 @@ def _read_config(file: str, options: Collection[str]) -> dict[str, Any]:
         raise UserError(f"cli.py launch: --config_file {file}: cannot be read: {reason}") from None
     if not isinstance(settings, dict):
         raise UserError(
-            f"cli.py launch: --config_file {file}: holds no settings; expected an accelerate config, such as "
-            "accelerate_configs/cpu.yaml"
+            f"cli.py launch: --config_file {file}: holds no settings; expected an accelerate "
+            "config, such as accelerate_configs/cpu.yaml"
         )
     check_accelerate_config(file, settings, options)
     return settings
 
 
 def _status(statuses: dict[int, int], stopped: bool) -> int:
-    """One exit status for several processes: an error or a stop is common to all, a crash may be of one."""
+    """One exit status for several processes: an error or a stop is common to all, a crash may be
+    of one.
+    """
     for status in (EXIT_USER_ERROR, EXIT_STOPPED):
         if status in statuses.values():
             return status
     if stopped:
-        return EXIT_STOPPED  # before the first step, or killed while saving: the newest checkpoint remains
+        # before the first step, or killed while saving: the newest checkpoint remains
+        return EXIT_STOPPED
     for rank, status in statuses.items():
-        if status < 0 and -status != signal.SIGTERM:  # the launcher ends the other processes with SIGTERM
+        # the launcher ends the other processes with SIGTERM
+        if status < 0 and -status != signal.SIGTERM:
             show_end(f"process {rank} was killed by {signal.Signals(-status).name}", sys.stderr)
     return statuses[0] if len(statuses) == 1 and statuses.get(0, -1) > 0 else 1
 

@@ -1,48 +1,73 @@
-"""Train a grid of runs: a knob with several values, such as --optim.learning_rate 1e-3,3e-3, is swept.
+"""Train a grid of runs: a knob with several values, such as --train.seed 1,2,3, is swept.
 
-Every combination of values is an ordinary run folder below the sweep's. Run the same command again to continue: what is
-done is skipped, what was interrupted resumes, what failed is tried again. A failed run does not stop the others. At
-the end there are a table (sweep.csv, sweep.json) and a plot (sweep.png), with --depth 2,3,4 also a fitted scaling law.
+Every combination of values is an ordinary run folder below the sweep's. Run the same command again
+to continue: what is done is skipped, what was interrupted resumes, what failed is tried again. A
+failed run does not stop the others. At the end there are a table (sweep.json) and a plot
+(sweep.png), with --depth 2,3,4 also a fitted scaling law.
 
 Values with commas, and lists, are quoted as in YAML: --eval.samples '["Once, ", "The "], []'.
 """
 
 import argparse
 from pathlib import Path
+from typing import Any
 
-from nanogpt_hf.commands.arguments import list_knobs
+from nanogpt_hf.commands.arguments import DEPTH, add_flags, add_json_argument, list_knobs
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.commands.training_run import DEPTH, add_flags
-from nanogpt_hf.config.grid import build_grid, sweep_name
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.runs.files import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml")
-    add_flags(parser, DEPTH)
-    parser.add_argument("--sweep-dir", metavar="DIR", help="folder of the runs (default runs/<recipe name>-<knobs>)")
     parser.add_argument(
-        "--overwrite", action="store_true", help="remove the runs that are in the folder, and start again"
+        "recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml"
     )
-    parser.add_argument("--dry-run", action="store_true", help="list the runs with their sizes, and stop")
+    add_flags(parser, DEPTH)
+    parser.add_argument(
+        "--sweep-dir",
+        metavar="DIR",
+        help="folder of the runs (default runs/<recipe name>-<knobs>)",
+    )
+    parser.add_argument(
+        "--overwrite",
+        action="store_true",
+        help="remove the runs that are in the folder, and start again",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="list the runs with their sizes, and stop"
+    )
+    add_json_argument(parser, "the table")
     list_knobs(parser)
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
-    runs = build_grid(arguments.recipe, overrides)
-    folder = Path(arguments.sweep_dir or Path("runs") / sweep_name(runs))
+    from nanogpt_hf.training import sweep as grid
 
-    from nanogpt_hf.training.sweep import Sweep, locked, planned_rows, train_runs, write_report
-
-    sweep = Sweep(arguments.recipe, runs, folder, overwrite=arguments.overwrite, log_level=arguments.log_level)
+    mesh = arguments.mesh
+    runs = grid.build_grid(arguments.recipe, overrides, mesh.dp_size)
+    knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
+    folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
+    options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
+    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, mesh, **options), 0
     if arguments.dry_run:
-        from nanogpt_hf.reports.sweep import sweep_table
-
-        show(f"{plural(len(runs), 'run')} below {folder}\n\n{sweep_table(planned_rows(runs))}\n\nnothing was started")
-        return 0
-    with locked(sweep):
-        statuses, exit_status = train_runs(sweep)
-        if Mesh.from_environment().is_main:
-            show(write_report(sweep, statuses))
+        rows = grid.planned_rows(sweep)
+        tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
+        lines = [f"{plural(len(runs), 'run')} below {folder}", "", grid.table(rows)]
+        lines += ["", "nothing was started"]
+    else:
+        with grid.locked(sweep):
+            statuses, exit_status = grid.train_runs(sweep)
+            if not mesh.is_main:
+                return exit_status
+            tree = grid.write_results(sweep, statuses)
+        lines = [grid.table(tree["runs"]), "", *tree["seed_means"]]
+        if law := tree["fit"]:
+            lines.append(
+                f"scaling over depths: loss = {law['coefficient']:.4g} × "
+                f"FLOPs^{law['exponent']:.4f} ± {law['standard_error']:.4f}"
+            )
+        lines.append(f"{folder}: sweep.png, sweep.json")
+    show("\n".join(lines))
+    if arguments.json:
+        write_json(arguments.json, tree)
     return exit_status

@@ -1,20 +1,23 @@
-"""Size dial: width, heads, learning rate, batch and number of steps of a compute-optimal model from its depth.
+"""Size dial: width, heads, learning rate, batch and number of steps of a compute-optimal model from
+its depth.
 
-The shape is GPT-2's: `aspect_ratio` channels per layer in heads of `aspect_ratio` channels, so depth 12 is GPT-2 small.
-The idea of one dial, and the correction of the learning rate for a batch that is stated, are those of nanochat's
-`--depth` (https://github.com/karpathy/nanochat). The formulas:
+The shape is GPT-2's: `aspect_ratio` channels per layer in heads of `aspect_ratio` channels, so
+depth 12 is GPT-2 small. The idea of one dial, and the correction of the learning rate for a batch
+that is stated, are those of nanochat's `--depth` (https://github.com/karpathy/nanochat). The
+formulas:
 
-- tokens = tokens_per_parameter × parameters; 20 is compute-optimal: Hoffmann et al. 2022, arXiv:2203.15556, table 3.
-  All parameters count, each once: blocks, embeddings, norms.
-- C = (72·L·d² + 12·L·d·T) × tokens: FLOPs of the run, without the embedding and the head, and from it
-  tokens_per_step = 0.2920·C^0.3271 and learning_rate = 0.3118·C^-0.1250: DeepSeek LLM, arXiv:2401.02954, section 3.1,
-  equation 1, fitted there for C from 1e17 to 2e19. For smaller runs a smaller batch and rate were better here
-  (docs/log.md), so the batch is rounded down and the rate is at most 4e-3.
-- learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule, Malladi et al. 2022,
-  arXiv:2205.10287.
+- tokens = tokens_per_parameter × parameters; 20 is compute-optimal: Hoffmann et al. 2022,
+  arXiv:2203.15556, table 3. All parameters count, each once: blocks, embeddings, norms.
+- C = (72·L·d² + 12·L·d·T) × tokens: FLOPs of the run, without the embedding and the head, and from
+  it tokens_per_step = 0.2920·C^0.3271 and learning_rate = 0.3118·C^-0.1250: DeepSeek LLM,
+  arXiv:2401.02954, section 3.1, equation 1, fitted there for C from 1e17 to 2e19. For smaller runs
+  a smaller batch and rate were better here (docs/log.md), so the batch is rounded down and the rate
+  is at most 4e-3.
+- learning_rate × √(batch / the batch chosen) for a batch that is stated: AdamW's square-root rule,
+  Malladi et al. 2022, arXiv:2205.10287.
 
-Everything here is a pure function of the recipe: it reads no files, so a character vocabulary counts as 128
-rows, and that of a tokenizer other than `char` and `gpt2` as many as GPT-2's.
+Everything here is a pure function of the recipe: it reads no files, so a character vocabulary
+counts as 128 rows, and that of a tokenizer other than `char` and `gpt2` as many as GPT-2's.
 """
 
 import math
@@ -26,38 +29,62 @@ from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, 
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
 
 # What the choices depend on, except for those that are stated instead.
-DIAL_INPUTS = {"model.architecture", "model.depth", "model.aspect_ratio", "model.n_positions", "model.bias"}
-DIAL_INPUTS |= {"data.tokenizer", "data.vocab_size", "data.block_size", "train.tokens_per_parameter", "finetune.model"}
+DIAL_INPUTS = {
+    "model.architecture",
+    "model.depth",
+    "model.aspect_ratio",
+    "model.n_positions",
+    "model.bias",
+}
+DIAL_INPUTS |= {
+    "data.tokenizer",
+    "data.vocab_size",
+    "data.block_size",
+    "train.tokens_per_parameter",
+    "finetune.model",
+}
 DIAL_INPUTS |= {"optim.name", "optim.muon_scale"}
 
 _MICRO_BATCH_TOKENS = 8192
 _SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
-_WARMUP = 0.05  # of the steps
+_WARMUP = 0.05  # share of the steps
 _LARGEST_RATE = 4e-3
 _MUON_RATE = 0.02
 
 
 def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
-    """Parameters of the recipe's GPT-2, whose head is its embedding; equal to the model's own count."""
+    """Parameters of the recipe's GPT-2, whose head is its embedding; equal to the model's own
+    count.
+    """
     layers, width = config.model.n_layer, config.model.n_embd
     block = 12 * width**2 + 2 * width
     biases = 9 * width + 2 * width
     per_block = block + biases * config.model.bias
-    return layers * per_block + (vocabulary + config.model.n_positions + 1 + config.model.bias) * width
+    return (
+        layers * per_block + (vocabulary + config.model.n_positions + 1 + config.model.bias) * width
+    )
 
 
 def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Choice, ...]:
-    """The knobs that follow from the depth, each with its reason; those in `stated` keep the value in `config`.
+    """The knobs that follow from the depth, each with its reason; those in `stated` keep the value
+    in `config`.
 
-    Raises ValueError if the size is out of bounds, the run fine-tunes, or the architecture is not gpt2.
+    Raises ValueError if the size is out of bounds, the run fine-tunes, or the architecture is
+    not gpt2.
     """
     aspect = config.model.aspect_ratio
     ratio, block_size = config.train.tokens_per_parameter, config.data.block_size
-    vocabulary, _ = vocab_size_by_name(config.data.tokenizer, config.data.vocab_size) or (GPT2_VOCAB_SIZE, "")
+    vocabulary, _ = vocab_size_by_name(config.data.tokenizer, config.data.vocab_size) or (
+        GPT2_VOCAB_SIZE,
+        "",
+    )
     if config.finetune.model:
         raise ValueError(f"{config.finetune.model} has its size already; leave it out")
     if config.model.architecture != "gpt2":
-        raise ValueError(f"counts the parameters of gpt2, not of {config.model.architecture}; state the sizes instead")
+        raise ValueError(
+            f"counts the parameters of gpt2, not of {config.model.architecture}; "
+            "state the sizes instead"
+        )
     choices: list[Choice] = []
 
     def choose(key: str, value: Any, reason: str) -> Any:
@@ -89,7 +116,10 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     choose(
         "train.micro_batch_size",
         _micro_batch_size(max(1, per_step // block_size), block_size),
-        f"at most {_MICRO_BATCH_TOKENS:,} tokens and 1/{_SHARES} of a step, which {_SHARES} processes can share",
+        (
+            f"at most {_MICRO_BATCH_TOKENS:,} tokens and 1/{_SHARES} of a step, which {_SHARES} "
+            "processes can share"
+        ),
     )
     stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
     rate = choose(
@@ -98,14 +128,23 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
         f"0.3118 × C^-0.125 (arXiv:2401.02954), at most {_LARGEST_RATE}{stated_batch}",
     )
     if config.optim.name == "muon" and config.optim.muon_scale == "original":
-        choose("optim.muon_learning_rate", _MUON_RATE, "of any width and batch (github.com/KellerJordan/Muon)")
+        choose(
+            "optim.muon_learning_rate",
+            _MUON_RATE,
+            "of any width and batch (github.com/KellerJordan/Muon)",
+        )
     elif config.optim.name == "muon":
-        choose("optim.muon_learning_rate", rate, "AdamW's, since optim.muon_scale is match_rms_adamw")
+        choose(
+            "optim.muon_learning_rate", rate, "AdamW's, since optim.muon_scale is match_rms_adamw"
+        )
     choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
     steps = choose(
         "train.max_steps",
         max(1, round(tokens / per_step)),
-        f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters (arXiv:2203.15556)",
+        (
+            f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters "
+            "(arXiv:2203.15556)"
+        ),
     )
     choose("optim.warmup_steps", round(_WARMUP * steps), f"{_WARMUP:.0%} of train.max_steps")
     return tuple(choices)
@@ -126,7 +165,9 @@ def _plain(value: Any) -> str:
 
 
 def dial_lines(config: Config) -> list[str]:
-    """The choices of the size dial as a table of knob, value and reason; no lines if the recipe states its sizes."""
+    """The choices of the size dial as a table of knob, value and reason; no lines if the recipe
+    states its sizes.
+    """
     return ["size dial:", *_table(config.dial), ""] if config.dial else []
 
 

@@ -19,7 +19,8 @@ _DEFAULTS = {
     "checkpoint.every": 100,
 }
 _LORA_DEFAULTS = {
-    "optim.learning_rate": 6e-4,  # the best for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673
+    # the best for LoRA is ten times higher: Biderman et al. 2024, arXiv:2405.09673
+    "optim.learning_rate": 6e-4,
     "optim.min_learning_rate": 6e-5,
 }
 # Of reinforcement learning: a step has new completions, and its gradient is noisy.
@@ -41,7 +42,12 @@ _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
 
 
 def finetune_defaults(
-    base: dict[str, Any], *, block_size: int, max_steps: int | None = None, lora: bool = False, policy: bool = False
+    base: dict[str, Any],
+    *,
+    block_size: int,
+    max_steps: int | None = None,
+    lora: bool = False,
+    policy: bool = False,
 ) -> dict[str, Any]:
     """The defaults of a fine-tuning run, with `policy` of reinforcement learning.
 
@@ -54,14 +60,18 @@ def finetune_defaults(
     }
     defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
     if policy:
-        defaults |= _POLICY_DEFAULTS | {"optim.warmup_steps": 0, "train.tokens_per_step": 64 * block_size}
+        defaults |= _POLICY_DEFAULTS | {
+            "optim.warmup_steps": 0,
+            "train.tokens_per_step": 64 * block_size,
+        }
     if base.get("model.architecture", "gpt2") != "gpt2":
         del defaults["model.dropout"]
     return defaults
 
 
 def frozen_layers_at(step: int, finetune: FinetuneSection) -> int:
-    """Number of frozen blocks, from the bottom, during step `step`: 0 is the embeddings only, -1 nothing.
+    """Number of frozen blocks, from the bottom, during step `step`: 0 is the embeddings only, -1
+    nothing.
 
     The topmost frozen block is unfrozen every `unfreeze_every` steps, and the embeddings last.
     """

@@ -1,4 +1,7 @@
-"""Decide whether a name is a local folder or a Hub id. A path that does not exist is never looked up on the Hub."""
+"""Decide whether a name is a local folder or a Hub id.
+
+A path that does not exist is never looked up on the Hub.
+"""
 
 import functools
 import logging
@@ -14,17 +17,22 @@ _DEFAULT_FOLDERS = ("runs", "data", "recipes")
 
 
 def folder_or_hub_id(name: str) -> str:
-    """`name` with ~ expanded if that exists; otherwise `name` itself, a Hub id, with a log line that it is looked up.
+    """`name` with ~ expanded if that exists; otherwise `name` itself, a Hub id, with a log line
+    that it is looked up.
 
-    Raises UserError if `name` looks like a path (./x, /x, ~/x, a/b/c, runs/x) or begins with an existing folder: on the
-    Hub, a stranger might own a repository of that name.
+    Raises UserError if `name` looks like a path (./x, /x, ~/x, a/b/c, runs/x) or begins with an
+    existing folder: on the Hub, a stranger might own a repository of that name.
     """
     path = os.path.expanduser(name)
     if os.path.exists(path):
         return path
     owner, slash, _ = name.partition("/")
-    if not _HUB_ID.fullmatch(name) or (slash and (owner in _DEFAULT_FOLDERS or os.path.isdir(owner))):
-        raise UserError(f"{name}: no such folder; a path is not looked up on the Hub, only user/name is")
+    if not _HUB_ID.fullmatch(name) or (
+        slash and (owner in _DEFAULT_FOLDERS or os.path.isdir(owner))
+    ):
+        raise UserError(
+            f"{name}: no such folder; a path is not looked up on the Hub, only user/name is"
+        )
     _announce(name)
     return name
 

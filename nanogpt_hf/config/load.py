@@ -1,7 +1,6 @@
-"""Load a recipe and command-line overrides into a checked Config, and write a Config as a recipe."""
+"""Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
 import dataclasses
-import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,18 +12,14 @@ from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.dial import DIAL_INPUTS, dial_choices
 from nanogpt_hf.config.schema import (
     KNOBS,
-    REMOVED_KNOBS,
     SECTIONS,
     Config,
-    kind_options,
     replace_knobs,
 )
 from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.values import SHORT, RecipeLoader, convert
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
-
-logger = logging.getLogger(__name__)
 
 _LARGEST_RECIPE = 1_000_000  # characters
 _COMMAND_LINE = "--"  # the origin of an override, as a message names it
@@ -35,11 +30,11 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
     try:
         with path.open(encoding="utf-8") as file:
             text = file.read(_LARGEST_RECIPE + 1)
-        if len(text) > _LARGEST_RECIPE:
-            raise ConfigError([f"{path}: longer than {_LARGEST_RECIPE:,} characters, so it is not a recipe"])
-        tree = yaml.load(text, Loader=RecipeLoader)
+        if len(text) > _LARGEST_RECIPE:  # such as the text to train on
+            raise OSError(f"it has over {_LARGEST_RECIPE:,} characters")
+        tree = yaml.load(text, Loader=RecipeLoader) or {}
     except FileNotFoundError:
-        near = did_you_mean(path.name, (p.name for p in path.parent.glob("[!.]*.y*ml")) if path.parent.is_dir() else ())
+        near = did_you_mean(path.name, (p.name for p in path.parent.glob("[!.]*.y*ml")))
         near = near or did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"]) from None
     except (OSError, UnicodeDecodeError) as error:
@@ -50,14 +45,14 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         line = f"line {mark.line + 1}: " if mark else ""
         reason = one_line(str(getattr(error, "problem", error)))
         raise ConfigError([f"{path}: {line}not valid YAML: {reason}"]) from None
-    if tree is None:
-        tree = {}
     if not isinstance(tree, dict):
-        raise ConfigError([f"{path}: expected sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"])
+        raise ConfigError(
+            [f"{path}: expected sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"]
+        )
     values, problems = {}, []
     for section, body in tree.items():
         if section not in SECTIONS:
-            near = did_you_mean(section, SECTIONS) if isinstance(section, str) else ""
+            near = did_you_mean(str(section), SECTIONS)
             problems.append(f"{path}: {section!s:.80}: unknown section{near}")
         elif body is not None and not isinstance(body, dict):
             problems.append(f"{path}: {section}: expected knobs under it, got {SHORT.repr(body)}")
@@ -67,14 +62,20 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
 
 
 def recipe_name(path: Path) -> str:
-    """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its folder."""
+    """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its
+    folder.
+    """
     name = path.resolve().parent.name if path.stem == "recipe" else path.stem
     if name.strip(".") == "":
-        raise ConfigError([f"{path}: a run named after this file would have no name; rename the recipe"])
+        raise ConfigError(
+            [f"{path}: a run named after this file would have no name; rename the recipe"]
+        )
     return name
 
 
-def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()) -> dict[str, Any]:
+def stated_knobs(
+    recipe: Path | str | None, overrides: Sequence[tuple[str, str]] = ()
+) -> dict[str, Any]:
     """Dotted key -> value as the recipe or the command line states it, unchecked.
 
     Raises ConfigError if the recipe cannot be read.
@@ -84,22 +85,21 @@ def stated_knobs(recipe: Path | str | None, overrides: Sequence[tuple[str, str]]
 
 @dataclasses.dataclass
 class _Reading:
-    """The knobs as they are read from defaults, recipe and command line, one after the other, with all problems."""
+    """The knobs as read from defaults, recipe and command line in turn, with all problems."""
 
     values: dict[str, Any]
-    origins: dict[str, str] = dataclasses.field(default_factory=dict)  # of a knob, as a message names it
+    # where a knob was set, as a message names it
+    origins: dict[str, str] = dataclasses.field(default_factory=dict)
     bad: set[str] = dataclasses.field(default_factory=set)  # knobs whose last value is a problem
     problems: list[str] = dataclasses.field(default_factory=list)
 
     def apply(self, origin: str, pairs: Iterable[tuple[str, Any]]) -> None:
         """Convert the values from one origin; they replace those from earlier ones."""
         for key, value in pairs:
-            if key in REMOVED_KNOBS:
-                self._removed(origin, key, value)
-                continue
-            if (mapping := key.rpartition(".")[0]) in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
+            section, _, field = key.rpartition(".")
+            if section in KNOBS and KNOBS[section].kind == dict[str, Any]:
                 # --model.extra.NAME VALUE sets one field of the mapping
-                key, value = mapping, self.values.get(mapping, {}) | {key.rpartition(".")[2]: value}
+                key, value = section, self.values.get(section, {}) | {field: value}
             if key not in KNOBS:
                 self.problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
                 continue
@@ -107,17 +107,11 @@ class _Reading:
             self.bad.discard(key)
             try:
                 value = convert(KNOBS[key], value)
-                self.values[key] = read_sources(value) if key == "data.source" and isinstance(value, list) else value
+                is_mixture = key == "data.source" and isinstance(value, list)
+                self.values[key] = read_sources(value) if is_mixture else value
             except ValueError as error:
                 self.problems.append(f"{origin}{key}: {error}")
                 self.bad.add(key)
-
-    def _removed(self, origin: str, key: str, value: Any) -> None:
-        default, remedy = REMOVED_KNOBS[key]
-        if origin == _COMMAND_LINE:
-            self.problems.append(f"{origin}{key}: no longer exists; {remedy}")
-        elif value not in (default, str(default)):
-            logger.warning(f"{origin}{key}: no longer exists and is ignored; {remedy}")
 
     def apply_dial(self, config: Config, depth: int, overriding: set[str]) -> Config:
         """`config` with the knobs that `model.depth` chooses, except `overriding` ones."""
@@ -127,8 +121,12 @@ class _Reading:
             self.problems.append(f"{self.origins['model.depth']}model.depth: {error}")
             self.bad |= set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
             return config
-        self.origins |= {c.key: self.origins["model.depth"] for c in chosen if c.key not in overriding}
-        config = replace_knobs(config, {choice.key: choice.value for choice in chosen} | {"model.depth": None})
+        self.origins |= {
+            c.key: self.origins["model.depth"] for c in chosen if c.key not in overriding
+        }
+        config = replace_knobs(
+            config, {choice.key: choice.value for choice in chosen} | {"model.depth": None}
+        )
         return dataclasses.replace(config, dial=chosen)
 
 
@@ -138,21 +136,28 @@ def load_config(
     defaults: dict[str, Any] | None = None,
     name: str = "",
 ) -> Config:
-    """Read a recipe, apply `overrides` to it, and check the result. Unstated knobs have `defaults`, or the schema's.
+    """Read a recipe, apply `overrides` to it, and check the result. Unstated knobs have `defaults`,
+    or the schema's.
 
     `overrides` are pairs of dotted key and text, or a mapping such as {"train.max_steps": 200}.
 
-    `model.depth` chooses other knobs (config/dial.py). A recipe that states the depth overrides its choices by what
-    else it states; `overrides` always do.
+    `model.depth` chooses other knobs (config/dial.py). A recipe that states the depth overrides its
+    choices by what else it states; `overrides` always do.
 
-    `recipe` is a file, or the name of a shipped recipe such as quickstart. Without a recipe, the config has `name`.
+    `recipe` is a file, or the name of a shipped recipe such as quickstart. Without a recipe, the
+    config has `name`.
 
-    Raises ConfigError with every problem: unknown keys, wrong types, values out of bounds, values that conflict. A rule
-    over several knobs is not applied if one of them has a problem already.
+    Raises ConfigError with every problem: unknown keys, wrong types, values out of bounds,
+    values that conflict. A rule over several knobs is not applied if one of them has a problem
+    already.
     """
     recipe = find_recipe(recipe) if recipe else None
     if isinstance(overrides, Mapping):
-        as_text = {key: str(value) for key, value in overrides.items() if not isinstance(value, list | dict | None)}
+        as_text = {
+            key: str(value)
+            for key, value in overrides.items()
+            if not isinstance(value, list | dict | None)
+        }
         overrides = list((dict(overrides) | as_text).items())
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
     reading = _Reading(dict(defaults or {}), problems=problems)
@@ -187,17 +192,3 @@ def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
 
 def config_to_yaml(config: Config) -> str:
     return yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
-
-
-def knob_lines() -> list[str]:
-    """The table of knobs in `--help`: name, meaning, choices and default, by section."""
-    lines, section = [], ""
-    for key, knob in KNOBS.items():
-        if key.partition(".")[0] != section:
-            section = key.partition(".")[0]
-            lines += ["", f"{section}:"]
-        literals = [str(o) for o in kind_options(knob.kind) if isinstance(o, str)]
-        choices = f" [{'|'.join(literals)}]" if len(literals) > 1 else ""
-        default = "" if knob.default in (None, "") else f" (default {knob.default})"
-        lines.append(f"  --{key:<32} {knob.meaning}{choices}{default}")
-    return lines[1:]

@@ -1,7 +1,8 @@
 """The knobs of a recipe: type, default, bounds and meaning of each.
 
-The machine (devices, processes, precision, sharding, compilation) is in accelerate's config instead. A new knob is one
-line below; `--help`, the conversion of values and the resolved recipe follow from it.
+The machine (devices, processes, precision, sharding, compilation) is in accelerate's config
+instead. A new knob is one line below; `--help`, the conversion of values and the resolved recipe
+follow from it.
 """
 
 import types
@@ -23,33 +24,51 @@ def knob(default: Any, meaning: str, *, low: float | None = None, high: float | 
 
 @dataclass(frozen=True)
 class ModelSection:
-    architecture: str = knob("gpt2", "gpt2, or a text-only decoder of transformers: llama, qwen3, nanochat, olmo2, ...")
+    architecture: str = knob(
+        "gpt2", "gpt2, or a text-only decoder of transformers: llama, qwen3, nanochat, olmo2, ..."
+    )
     depth: int | None = knob(
         None,
         "size dial: blocks; width, heads, learning rate, batch and steps follow",
         low=1,
         high=1000,
     )
-    aspect_ratio: int = knob(64, "with model.depth: width per block, and width of a head", low=1, high=10_000)
+    aspect_ratio: int = knob(
+        64, "with model.depth: width per block, and width of a head", low=1, high=10_000
+    )
     n_layer: int = knob(12, "transformer blocks", low=1, high=1000)
     n_head: int = knob(12, "attention heads per block; divides n_embd", low=1, high=10_000)
     n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
     n_positions: int = knob(1024, "longest context, in tokens", low=1, high=100_000_000)
-    n_kv_head: int | None = knob(None, "heads of keys and values (default: n_head); divides n_head", low=1, high=10_000)
-    n_inner: int | None = knob(
-        None, "width of the MLP (default: 4 × n_embd; of a gated MLP 8/3 × n_embd)", low=1, high=1_000_000
+    n_kv_head: int | None = knob(
+        None, "heads of keys and values (default: n_head); divides n_head", low=1, high=10_000
     )
-    extra: dict[str, Any] = knob({}, "other fields of the architecture's config, by their names in transformers")  # noqa: RUF009
+    n_inner: int | None = knob(
+        None,
+        "width of the MLP (default: 4 × n_embd; of a gated MLP 8/3 × n_embd)",
+        low=1,
+        high=1_000_000,
+    )
+    extra: dict[str, Any] = knob(  # noqa: RUF009
+        {}, "other fields of the architecture's config, by their names in transformers"
+    )
     pad_vocab_to_multiple_of: int = knob(
-        1, "round the rows of the embedding up to a multiple; 64 is fast on GPUs", low=1, high=1_000_000
+        1,
+        "round the rows of the embedding up to a multiple; 64 is fast on GPUs",
+        low=1,
+        high=1_000_000,
     )
     bias: bool = knob(False, "gpt2: biases in Linear and LayerNorm layers")
-    dropout: float = knob(0.0, "gpt2: dropout probability on embeddings, attention and residuals", low=0, high=0.99)
-    activation_function: Literal["gelu", "gelu_new"] = knob("gelu", "gpt2: gelu_new is the tanh approximation")
+    dropout: float = knob(
+        0.0, "gpt2: dropout probability on embeddings, attention and residuals", low=0, high=0.99
+    )
+    activation_function: Literal["gelu", "gelu_new"] = knob(
+        "gelu", "gpt2: gelu_new is the tanh approximation"
+    )
     init: Literal["own", "gpt2", "zero_residual"] = knob(
         "own",
-        "initial weights: the architecture's own; with the layers that write to the residual stream scaled by "
-        "1/√(2·n_layer), as in GPT-2; or with zeros there",
+        "initial weights: the architecture's own; with the layers that write to the residual "
+        "stream scaled by 1/√(2·n_layer), as in GPT-2; or with zeros there",
     )
 
 
@@ -57,62 +76,109 @@ class ModelSection:
 class DataSection:
     source: str | list[dict[str, Any]] = knob(  # noqa: RUF009
         "",
-        "the text: python-docs, arithmetic, a file, folder, glob, http(s) URL, or a Hub data set's name; or a list of "
-        "{source, weight}, which are mixed",
+        "the text: python-docs, arithmetic, a file, folder, glob, http(s) URL, or a Hub data "
+        "set's name; or a list of {source, weight}, which are mixed",
     )
     max_epochs: float | None = knob(
-        None, "warn before the run if a source would be read more often than this (default: never)", low=0
+        None,
+        "warn before the run if a source would be read more often than this (default: never)",
+        low=0,
     )
     format: Literal["text", "chat", "datatrove"] = knob(
-        "text", "text; conversations, of which only answers count in the loss; or token files of datatrove (.ds)"
+        "text",
+        (
+            "text; conversations, of which only answers count in the loss; or token files of "
+            "datatrove (.ds)"
+        ),
     )
     sha256: str | None = knob(None, "expected sha256 of the file at a URL")
     config: str | None = knob(None, "configuration of a Hub data set")
     split: str = knob("train", "split of a Hub data set to train on")
     validation_split: str | None = knob(
-        None, "split of a Hub data set to validate on (default: data.validation_fraction is held out)"
+        None,
+        "split of a Hub data set to validate on (default: data.validation_fraction is held out)",
     )
     revision: str | None = knob(None, "commit or tag of a Hub data set")
     text_column: str = knob("text", "column with the text of a row")
-    streaming: bool = knob(False, "read a Hub data set as it arrives, without its files on the disk")
+    streaming: bool = knob(
+        False, "read a Hub data set as it arrives, without its files on the disk"
+    )
     max_tokens: int | None = knob(
-        None, "read the first documents only, of each split as many as have this many tokens (default: all)", low=1
+        None,
+        (
+            "read the first documents only, of each split as many as have this many tokens "
+            "(default: all)"
+        ),
+        low=1,
     )
     validation_fraction: float = knob(
         0.0005, "share held out: the end of a single document, or whole documents", low=0, high=0.5
     )
-    validation_seed: int = knob(2357, "seed of the choice of documents to hold out", low=0, high=2**64 - 1)
-    tokenizer: str = knob("gpt2", "char, gpt2, bpe (trained on the text), or a Hugging Face tokenizer's name or folder")
+    validation_seed: int = knob(
+        2357, "seed of the choice of documents to hold out", low=0, high=2**64 - 1
+    )
+    tokenizer: str = knob(
+        "gpt2",
+        "char, gpt2, bpe (trained on the text), or a Hugging Face tokenizer's name or folder",
+    )
     vocab_size: int | None = knob(
-        None, "bpe: tokens of the vocabulary: 256 bytes, merges, end-of-text", low=257, high=1_000_000
+        None,
+        "bpe: tokens of the vocabulary: 256 bytes, merges, end-of-text",
+        low=257,
+        high=1_000_000,
     )
     bpe_pattern: Literal["gpt2", "gpt4"] = knob(
-        "gpt2", "bpe: how text is split before merging, as for GPT-2, or as for GPT-4: digits in threes, no case in 's"
+        "gpt2",
+        (
+            "bpe: how text is split before merging, as for GPT-2, or as for GPT-4: digits in "
+            "threes, no case in 's"
+        ),
     )
-    num_proc: int | None = knob(None, "tokenizing processes (default: one per core for a large text)", low=1, high=1024)
+    num_threads: int | None = knob(
+        None, "threads that tokenize text (default: one per core)", low=1, high=1024
+    )
     dir: str = knob("", "folder of the prepared data (default: data/<recipe name>)")
     block_size: int = knob(1024, "tokens in a training sequence", low=1, high=100_000_000)
-    order: Literal["shuffled", "random"] = knob("shuffled", "every block once per epoch, or windows at random offsets")
+    order: Literal["shuffled", "random"] = knob(
+        "shuffled", "every block once per epoch, or windows at random offsets"
+    )
     packing: Literal["packed", "padded"] = knob(
-        "packed", "chat: several conversations per block, which do not attend to each other, or one and padding"
+        "packed",
+        (
+            "chat: several conversations per block, which do not attend to each other, or "
+            "one and padding"
+        ),
     )
 
     @property
     def one_source(self) -> str:
-        """The source if it is not a mixture; of a mixture, config/sources.py gives the data section of each source."""
+        """The source if it is not a mixture; of a mixture, config/sources.py gives the data
+        section of each source.
+        """
         assert isinstance(self.source, str)
         return self.source
 
 
 @dataclass(frozen=True)
 class OptimSection:
-    name: str = knob("adamw", "adamw; or muon: Muon for the matrices inside the blocks, AdamW for all other parameters")
-    learning_rate: float = knob(6e-4, "peak learning rate; with muon, that of the parameters under AdamW", low=0)
+    name: str = knob(
+        "adamw",
+        "adamw; or muon: Muon for the matrices inside the blocks, AdamW for all other parameters",
+    )
+    learning_rate: float = knob(
+        6e-4, "peak learning rate; with muon, that of the parameters under AdamW", low=0
+    )
     # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
-    muon_learning_rate: float = knob(0.02, "Muon's peak learning rate; it follows the same schedule", low=0)
+    muon_learning_rate: float = knob(
+        0.02, "Muon's peak learning rate; it follows the same schedule", low=0
+    )
     muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", low=0, high=0.999999)
     muon_scale: Literal["original", "match_rms_adamw"] = knob(
-        "original", "scale of Muon's updates; match_rms_adamw: as large as AdamW's, so that its learning rate fits"
+        "original",
+        (
+            "scale of Muon's updates; match_rms_adamw: as large as AdamW's, so that its "
+            "learning rate fits"
+        ),
     )
     min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", low=0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
@@ -120,32 +186,54 @@ class OptimSection:
     )
     warmup_steps: int = knob(2000, "steps of linear warm-up", low=0)
     decay_fraction: float = knob(0.2, "wsd: share of the steps that the decay takes", low=0, high=1)
-    weight_decay: float = knob(0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", low=0)
+    weight_decay: float = knob(
+        0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", low=0
+    )
     beta1: float = knob(0.9, "decay of AdamW's first moment", low=0, high=0.999999)
     beta2: float = knob(0.95, "decay of AdamW's second moment", low=0, high=0.999999)
-    max_grad_norm: float = knob(1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", low=0)
-    state: Literal["float32", "8bit"] = knob("float32", "precision of AdamW's state; 8bit needs torchao")
+    max_grad_norm: float = knob(
+        1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", low=0
+    )
+    state: Literal["float32", "8bit"] = knob(
+        "float32", "precision of AdamW's state; 8bit needs torchao"
+    )
 
 
 @dataclass(frozen=True)
 class TrainSection:
     max_steps: int = knob(600_000, "optimizer steps", low=1)
     tokens_per_parameter: float = knob(
-        20.0, "with model.depth: training tokens per parameter; 20 is compute-optimal", low=0.001, high=1e6
+        20.0,
+        "with model.depth: training tokens per parameter; 20 is compute-optimal",
+        low=0.001,
+        high=1e6,
     )
     tokens_per_step: int = knob(
-        491_520, "tokens in an optimizer step, over all processes and micro-batches", low=1, high=10_000_000_000
+        491_520,
+        "tokens in an optimizer step, over all processes and micro-batches",
+        low=1,
+        high=10_000_000_000,
     )
     micro_batch_size: int | Literal["auto"] = knob(
-        12, "sequences in one forward pass of a process; auto: the largest number that fits", low=1, high=10_000_000
+        12,
+        "sequences in one forward pass of a process; auto: the largest number that fits",
+        low=1,
+        high=10_000_000,
     )
-    seed: int = knob(1337, "seed of initial weights, data order, dropout and samples", low=0, high=2**64 - 1)
+    seed: int = knob(
+        1337, "seed of initial weights, data order, dropout and samples", low=0, high=2**64 - 1
+    )
     rollback_ratio: float | None = knob(
         None,
-        "if the loss exceeds this multiple of its average, load a checkpoint and skip the data since",
+        (
+            "if the loss exceeds this multiple of its average, load a checkpoint and skip the "
+            "data since"
+        ),
         low=1,
     )
-    max_time: str | None = knob(None, "save and stop after this time, such as 11h30m or 45m (exit status 75)")
+    max_time: str | None = knob(
+        None, "save and stop after this time, such as 11h30m or 45m (exit status 75)"
+    )
 
     @property
     def min_micro_batch_size(self) -> int:
@@ -156,28 +244,49 @@ class TrainSection:
 @dataclass(frozen=True)
 class EvalSection:
     every: int = knob(1000, "steps between evaluations", low=1)
-    tokens: int | Literal["all"] = knob(2_457_600, "validation tokens per evaluation, or all", low=1)
-    patience: int | None = knob(
-        None, "stop after this many evaluations in a row without a better validation loss (default: never)", low=1
+    tokens: int | Literal["all"] = knob(
+        2_457_600, "validation tokens per evaluation, or all", low=1
     )
-    tasks: list[str] = knob([], "lm-eval tasks to run at each evaluation: names or YAML files")  # noqa: RUF009
-    tasks_limit: int | None = knob(None, "number of questions per task, the first ones (default: all)", low=1)
-    samples: list[str] = knob([], "prompts to continue at step 0 and at each evaluation, for the report")  # noqa: RUF009
-    sample_tokens: int = knob(100, "tokens generated for each of eval.samples", low=1, high=1_000_000)
+    patience: int | None = knob(
+        None,
+        (
+            "stop after this many evaluations in a row without a better validation loss "
+            "(default: never)"
+        ),
+        low=1,
+    )
+    tasks: list[str] = knob(  # noqa: RUF009
+        [], "lm-eval tasks to run at each evaluation: names or YAML files"
+    )
+    tasks_limit: int | None = knob(
+        None, "number of questions per task, the first ones (default: all)", low=1
+    )
+    samples: list[str] = knob(  # noqa: RUF009
+        [], "prompts to continue at step 0 and at each evaluation, for the report"
+    )
+    sample_tokens: int = knob(
+        100, "tokens generated for each of eval.samples", low=1, high=1_000_000
+    )
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
     every: int = knob(1000, "steps between checkpoints", low=1)
-    keep: int = knob(2, "newest checkpoints to keep; the newest one known to be finite is kept too", low=1)
+    keep: int = knob(
+        2, "newest checkpoints to keep; the newest one known to be finite is kept too", low=1
+    )
 
 
 @dataclass(frozen=True)
 class TrackingSection:
     every: int = knob(10, "steps between training metrics in metrics.jsonl and the trackers", low=1)
-    trackers: list[str] = knob([], "names of accelerate's trackers: wandb, tensorboard, ...")  # noqa: RUF009
+    trackers: list[str] = knob(  # noqa: RUF009
+        [], "names of accelerate's trackers: wandb, tensorboard, ..."
+    )
     project: str = knob("nanogpt_hf", "project name for the trackers")
-    layers: bool = knob(False, "log for each layer: norms, update ratios, attention logits, activations")
+    layers: bool = knob(
+        False, "log for each layer: norms, update ratios, attention logits, activations"
+    )
 
 
 # The linear layers of a block of gpt2, which LoRA can adapt: attention's four and the MLP's two.
@@ -186,56 +295,95 @@ LORA_TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "fc", "proj"]
 
 @dataclass(frozen=True)
 class FinetuneSection:
-    model: str | None = knob(None, "model to start from: a Hub id, model folder or run folder (default: none)")
-    revision: str | None = knob(None, "commit or tag of a Hub id (default: the newest commit, which the run records)")
-    freeze_layers: int | None = knob(None, "freeze the embeddings and this many blocks, from the bottom", low=0)
+    model: str | None = knob(
+        None, "model to start from: a Hub id, model folder or run folder (default: none)"
+    )
+    revision: str | None = knob(
+        None, "commit or tag of a Hub id (default: the newest commit, which the run records)"
+    )
+    freeze_layers: int | None = knob(
+        None, "freeze the embeddings and this many blocks, from the bottom", low=0
+    )
     unfreeze_every: int | None = knob(
         None, "unfreeze one block, from the top, every this many steps; the embeddings last", low=1
     )
-    layer_decay: float = knob(1.0, "factor of the learning rate from each layer to the one below it", low=0.01, high=1)
+    layer_decay: float = knob(
+        1.0, "factor of the learning rate from each layer to the one below it", low=0.01, high=1
+    )
 
 
 @dataclass(frozen=True)
 class LoraSection:
     rank: int | None = knob(
-        None, "rank of the LoRA adapters (default: no LoRA, all weights are trained)", low=1, high=100_000
+        None,
+        "rank of the LoRA adapters (default: no LoRA, all weights are trained)",
+        low=1,
+        high=100_000,
     )
-    alpha: float | None = knob(None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", low=0)
+    alpha: float | None = knob(
+        None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", low=0
+    )
     dropout: float = knob(0.0, "dropout probability on the adapters' input", low=0, high=0.99)
     targets: list[str] = knob(  # noqa: RUF009
-        LORA_TARGETS, "linear layers that get an adapter (default: all of a block; these are gpt2's)"
+        LORA_TARGETS,
+        "linear layers that get an adapter (default: all of a block; these are gpt2's)",
     )
-    merge: bool = knob(False, "write whole models with the adapters merged in, which transformers opens")
-    quantize: Literal["8bit", "4bit"] | None = knob(None, "quantize the frozen weights (needs bitsandbytes)")
+    merge: bool = knob(
+        False, "write whole models with the adapters merged in, which transformers opens"
+    )
+    quantize: Literal["8bit", "4bit"] | None = knob(
+        None, "quantize the frozen weights (needs bitsandbytes)"
+    )
 
 
 @dataclass(frozen=True)
 class RlSection:
     task: str | None = knob(
         None,
-        "questions with verifiable answers: arithmetic, reasoning_gym:NAME, or gsm8k, multiple_choice, exact or regex "
-        "on the conversations of data.source (default: no reinforcement learning)",
+        "questions with verifiable answers: arithmetic, reasoning_gym:NAME, or gsm8k, "
+        "multiple_choice, exact or regex on the conversations of data.source (default: no "
+        "reinforcement learning)",
     )
-    options: dict[str, Any] = knob({}, "options of a task of reasoning-gym, such as {max_terms: 3}")  # noqa: RUF009
+    options: dict[str, Any] = knob(  # noqa: RUF009
+        {}, "options of a task of reasoning-gym, such as {max_terms: 3}"
+    )
     reward: str | None = knob(
-        None, "a Python function for the reward, such as my_reward.py:score (default: the task's own)"
+        None,
+        "a Python function for the reward, such as my_reward.py:score (default: the task's own)",
     )
-    reward_seconds: float = knob(5.0, "time limit of the reward of one completion", low=0.01, high=86_400)
+    reward_seconds: float = knob(
+        5.0, "time limit of the reward of one completion", low=0.01, high=86_400
+    )
     reward_errors: Literal["stop", "zero"] = knob(
-        "stop", "if the reward raises, takes too long or is not finite: stop, or count the error as reward 0"
+        "stop",
+        (
+            "if the reward raises, takes too long or is not finite: stop, or count the error "
+            "as reward 0"
+        ),
     )
     samples: int = knob(8, "completions per question", low=2, high=100_000)
     max_new_tokens: int = knob(256, "maximum tokens of a completion", low=1, high=1_000_000)
     temperature: float = knob(1.0, "temperature of sampling, in training and evaluation", low=0.01)
     batch_size: int | None = knob(
-        None, "completions that a process generates at once (default: train.micro_batch_size)", low=1, high=10_000_000
+        None,
+        "completions that a process generates at once (default: train.micro_batch_size)",
+        low=1,
+        high=10_000_000,
     )
-    scale_advantages: bool = knob(False, "divide advantages by the standard deviation of the question's rewards")
+    scale_advantages: bool = knob(
+        False, "divide advantages by the standard deviation of the question's rewards"
+    )
     updates: int = knob(1, "optimizer updates on the completions of a step", low=1, high=1000)
-    clip: float | None = knob(None, "clip the importance ratio to 1 ± this; needs rl.updates above 1", low=0)
-    kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", low=0)
+    clip: float | None = knob(
+        None, "clip the importance ratio to 1 ± this; needs rl.updates above 1", low=0
+    )
+    kl: float = knob(
+        0.0, "weight of the KL divergence to the model that the run started from", low=0
+    )
     eval_questions: int = knob(100, "held-out questions at each evaluation", low=1)
-    eval_samples: int = knob(4, "k of pass@k: completions per held-out question", low=1, high=100_000)
+    eval_samples: int = knob(
+        4, "k of pass@k: completions per held-out question", low=1, high=100_000
+    )
 
 
 @dataclass(frozen=True)
@@ -245,7 +393,9 @@ class HubSection:
     )
     repo: str | None = knob(None, "repository to push to, as user/name; the first push creates it")
     private: bool = knob(False, "create a private repository")
-    license: str | None = knob(None, "licence in the model card, by the Hub's name for it, such as apache-2.0")
+    license: str | None = knob(
+        None, "license in the model card, by the Hub's name for it, such as apache-2.0"
+    )
 
 
 @dataclass(frozen=True)
@@ -259,7 +409,10 @@ class Choice:
 
 @dataclass(frozen=True)
 class Config:
-    """A resolved recipe. `name` is the recipe's name, the default name of its run folder and data folder."""
+    """A resolved recipe.
+
+    `name` is the recipe's name, the default name of its run folder and data folder.
+    """
 
     model: ModelSection = field(default_factory=ModelSection)
     data: DataSection = field(default_factory=DataSection)
@@ -288,14 +441,6 @@ class Knob:
     high: float | None  # for integers, None means LARGEST
 
 
-# Knobs of older versions: the default they had, and what replaces them. A recipe may still have them; they are ignored.
-REMOVED_KNOBS: dict[str, tuple[Any, str]] = {
-    "model.vocab_size": (None, "the tokenizer decides; use model.pad_vocab_to_multiple_of to pad it"),
-    "optim.moments": ("float32", "use optim.state"),
-    "finetune.prompts": ([], "use eval.samples"),
-    "finetune.sample_tokens": (100, "use eval.sample_tokens"),
-}
-
 SECTIONS = tuple(f.name for f in fields(Config) if f.name not in ("name", "dial"))
 
 
@@ -319,17 +464,19 @@ def get_value(config: Config, key: str) -> Any:
 
 
 def replace_knobs(config: Config, values: Mapping[str, Any]) -> Config:
-    """A copy of `config` with other values of some knobs: replace_knobs(config, {"train.seed": 7})."""
+    """A copy of `config` with other values of some knobs, such as {"train.seed": 7}."""
     changes: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
         changes.setdefault(section, {})[name] = value
-    sections = {section: replace(getattr(config, section), **knobs) for section, knobs in changes.items()}
+    sections = {
+        section: replace(getattr(config, section), **knobs) for section, knobs in changes.items()
+    }
     return replace(config, **sections)
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:
-    """The plain types and literal values of an annotation: `int | Literal["all"]` -> (int, "all")."""
+    """The types and literals of an annotation: `int | Literal["all"]` -> (int, "all")."""
     if typing.get_origin(kind) is Literal:
         return typing.get_args(kind)
     if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:

@@ -1,4 +1,6 @@
-"""Sources of a mixture: check the entries of `data.source`; the data section and the integer weight of each source."""
+"""Sources of a mixture: check the entries of `data.source`; the data section and the integer
+weight of each source.
+"""
 
 import dataclasses
 import math
@@ -15,11 +17,19 @@ from nanogpt_hf.errors import did_you_mean
 # Knobs of `data` that an entry may set for its own source.
 _OF_A_SOURCE = ("format", "config", "split", "validation_split", "revision", "text_column")
 _OF_A_SOURCE += ("validation_fraction", "sha256", "streaming", "max_tokens")
-_KEYS = ("source", "weight", "name", "dir", *_OF_A_SOURCE)
+_TEXT = KNOBS["data.dir"]
+_SHARE = "share of the samples, relative to the other weights"
+_KEYS = {
+    "source": _TEXT,
+    "weight": Knob("weight", int | float, None, _SHARE, 1e-9, None),
+    "name": _TEXT,
+    "dir": _TEXT,
+    **{key: KNOBS[f"data.{key}"] for key in _OF_A_SOURCE},
+}
 _EXAMPLE = "{source: web.txt, weight: 0.7}"
 _NAME = re.compile(r"[\w-][\w.-]{0,99}")
-_LONGEST_PERIOD = 1_000_000  # samples after which the weights are met exactly; the order of one period is a table
-_WEIGHT = Knob("weight", int | float, None, "share of the samples, relative to the other weights", None, None)
+# samples after which the weights are met exactly; the order of one period is a table
+_LONGEST_PERIOD = 1_000_000
 
 
 class Source(NamedTuple):
@@ -31,7 +41,10 @@ class Source(NamedTuple):
 
 
 def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
-    """The entries of `data.source`, converted and named. Raises ValueError with the number of the wrong entry."""
+    """The entries of `data.source`, converted and named.
+
+    Raises ValueError with the number of the wrong entry.
+    """
     if not entries:
         raise ValueError(f"an empty list; give sources such as {_EXAMPLE}")
     sources = []
@@ -49,38 +62,32 @@ def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
 
 def _read_source(entry: Any) -> dict[str, Any]:
     if not isinstance(entry, dict):
-        raise ValueError(f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}")
+        raise ValueError(
+            f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}"
+        )
     if unknown := [str(key) for key in entry if key not in _KEYS]:
-        raise ValueError(f"{unknown[0]:.80}: unknown key{did_you_mean(unknown[0], _KEYS)}; known: {', '.join(_KEYS)}")
+        near = did_you_mean(unknown[0], _KEYS)
+        raise ValueError(f"{unknown[0]:.80}: unknown key{near}; known: {', '.join(_KEYS)}")
     for key in ("source", "weight"):
         if entry.get(key) in (None, ""):
             raise ValueError(f"no {key}; expected for example {_EXAMPLE}")
-    if not isinstance(entry["source"], str):
-        raise ValueError(f"source: expected text, got {SHORT.repr(entry['source'])}")
-    source = {"source": convert(KNOBS["data.dir"], entry["source"]), "weight": _read_weight(entry["weight"])}
-    try:
-        name = str(entry.get("name") or short_name(source["source"]))
-        if not _NAME.fullmatch(name):
-            raise ValueError(f"name: {name!r:.80}: expected letters, digits, - and _, since it names a folder")
-        source["name"] = name
-        for key in ("dir", *_OF_A_SOURCE):
-            if entry.get(key) is not None:
-                source[key] = convert(KNOBS[f"data.{key}"], str(entry[key]))
-    except ValueError as error:
-        raise ValueError(f"{source['source']}: {error}") from None
+    source = {}
+    for key, knob in _KEYS.items():
+        if (value := entry.get(key)) is not None:
+            try:
+                value = value if isinstance(value, list | dict) else str(value)
+                source[key] = convert(knob, value)
+            except ValueError as error:
+                raise ValueError(f"{entry['source']!s:.80}: {key}: {error}") from None
+    source["name"] = source.get("name") or short_name(source["source"])
+    if not _NAME.fullmatch(source["name"]):
+        raise ValueError(
+            f"{source['source']}: name: {source['name']!r:.80}: expected letters, digits, - and _, "
+            "since it names a folder"
+        )
     if "dir" in source:
         source["dir"] = os.path.expanduser(source["dir"])
     return source
-
-
-def _read_weight(value: Any) -> int | float:
-    try:
-        weight = convert(_WEIGHT, value if isinstance(value, str) else str(value))
-    except ValueError:
-        weight = 0
-    if weight <= 0:
-        raise ValueError(f"weight: expected a number above 0, got {SHORT.repr(value)}")
-    return weight
 
 
 def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
@@ -94,8 +101,8 @@ def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
     counts = [count // math.gcd(*counts) for count in counts]
     if sum(counts) > _LONGEST_PERIOD:
         raise ValueError(
-            f"the weights {', '.join(str(source['weight']) for source in sources)} are met exactly only after more "
-            f"than {_LONGEST_PERIOD:,} samples; round them"
+            f"the weights {', '.join(str(source['weight']) for source in sources)} are met exactly "
+            f"only after more than {_LONGEST_PERIOD:,} samples; round them"
         )
     return counts
 
@@ -125,7 +132,11 @@ def sources_of(data: DataSection) -> list[Source]:
         own = {key: entry[key] for key in _OF_A_SOURCE if key in entry}
         folder = entry.get("dir") or f"{data.dir}/{entry['name']}"
         sources.append(
-            Source(entry["name"], weight, dataclasses.replace(data, source=entry["source"], dir=folder, **own))
+            Source(
+                entry["name"],
+                weight,
+                dataclasses.replace(data, source=entry["source"], dir=folder, **own),
+            )
         )
     return sources
 
@@ -145,7 +156,8 @@ def knob_text(config: Config, key: str) -> str:
 def source_changes(before: DataSection, now: DataSection) -> list[str]:
     """What differs in `data.source`, as `key: before -> now`.
 
-    Of two mixtures of as many sources each key that differs; one that is also a knob, such as data.dir, as that knob.
+    Of two mixtures of as many sources each key that differs; one that is also a knob, such as
+    data.dir, as that knob.
     """
     olds, news = before.source, now.source
     if olds == news:

@@ -2,12 +2,17 @@
 
 GPT2_VOCAB_SIZE = 50257
 # The built-in tokenizer `gpt2` has the vocabulary of these models, and is the fastest one for it.
-GPT2_NAMES = {f"{owner}gpt2{size}" for owner in ("", "openai-community/") for size in ("", "-medium", "-large", "-xl")}
+GPT2_NAMES = {
+    f"{owner}gpt2{size}"
+    for owner in ("", "openai-community/")
+    for size in ("", "-medium", "-large", "-xl")
+}
 _ASSUMED_CHARACTERS = 128  # Tiny Shakespeare has 65
 
 
 def vocab_size_by_name(tokenizer: str, vocab_size: int | None) -> tuple[int, str] | None:
-    """The tokens of `data.tokenizer` and how that is known; None for the name or folder of another tokenizer.
+    """The tokens of `data.tokenizer` and how that is known; None for the name or folder of another
+    tokenizer.
 
     `vocab_size` is the one of the recipe, for `bpe`.
     """

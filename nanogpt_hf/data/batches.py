@@ -1,4 +1,6 @@
-"""Batches as a function of (seed, step, rank): no state between steps, so a run can start at any step and be moved."""
+"""Batches as a function of (seed, step, rank): no state between steps, so a run can start at any
+step and be moved.
+"""
 
 import time
 from collections.abc import Iterator
@@ -8,17 +10,17 @@ import numpy as np
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.data.mixture import MixedBlocks
+from nanogpt_hf.data.blocks import Blocks, MixedBlocks
 
 
 class Batches:
     """The blocks of each step, split over micro-batches and data-parallel ranks.
 
-    A step sees the same `blocks_per_step` blocks in the same order however many ranks share it: micro-batch i of rank r
-    is number i · dp_size + r of the step. `shuffled` takes every block once per epoch, `random` draws them with
-    replacement. Of a mixture, each source has the order that it would have alone. `seconds_waited` adds up how long the
-    host took to make micro-batches.
+    A step sees the same `blocks_per_step` blocks in the same order however many ranks share it:
+    micro-batch i of rank r is number i · dp_size + r of the step. `shuffled` takes every block
+    once per epoch, `random` draws them with replacement. Of a mixture, each source has the order
+    that it would have alone. `seconds_waited` adds up how long the host took to make
+    micro-batches.
     """
 
     def __init__(
@@ -45,18 +47,28 @@ class Batches:
 
     def _epoch_order(self, source: int, epoch: int) -> np.ndarray:
         if (source, epoch) not in self._orders:
-            kept = {key: order for key, order in self._orders.items() if key[0] != source or key[1] == epoch - 1}
-            self._orders = kept | {(source, epoch): epoch_order(self.seed, epoch, self._lengths[source])}
+            kept = {
+                key: order
+                for key, order in self._orders.items()
+                if key[0] != source or key[1] == epoch - 1
+            }
+            self._orders = kept | {
+                (source, epoch): epoch_order(self.seed, epoch, self._lengths[source])
+            }
         return self._orders[source, epoch]
 
     def indices(self, step: int) -> np.ndarray:
-        """Indices of all blocks of a step (0 is the first), in its order: int64 (blocks_per_step,)."""
+        """Indices of all blocks of a step (0 is the first), in its order: int64, 1-D."""
         count = self.blocks_per_step
         samples = np.arange(step * count, (step + 1) * count)
         bits = None
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
-        sources, numbers = self._mixture.interleave(samples) if self._mixture else (np.zeros_like(samples), samples)
+        sources, numbers = (
+            self._mixture.interleave(samples)
+            if self._mixture
+            else (np.zeros_like(samples), samples)
+        )
         indices, start = np.empty(count, dtype=np.int64), 0
         for source, length in enumerate(self._lengths):
             rows = np.flatnonzero(sources == source)
@@ -71,17 +83,24 @@ class Batches:
         return indices
 
     def micro_batch_number(self, index: int) -> int:
-        """The number within the step of this rank's micro-batch `index`, the same on any number of ranks."""
+        """The number within the step of this rank's micro-batch `index`, the same on any number
+        of ranks.
+        """
         return index * self.dp_size + self.dp_rank
 
     def num_targets(self, step: int) -> int:
-        """Targets in all blocks of a step. Every rank knows all blocks, so no communication is needed."""
+        """Targets in all blocks of a step.
+
+        Every rank knows all blocks, so no communication is needed.
+        """
         return self.blocks.num_targets(self.indices(step))
 
     def micro_batches(self, step: int) -> Iterator[dict[str, torch.Tensor]]:
-        """This rank's micro-batches of a step, as keyword arguments of `forward` (see Blocks.batch).
+        """This rank's micro-batches of a step, as keyword arguments of `forward` (see
+        Blocks.batch).
 
-        With `pin_memory` they are in pinned memory, from which a GPU copies while the host continues.
+        With `pin_memory` they are in pinned memory, from which a GPU copies while the host
+        continues.
         """
         rows = self.indices(step).reshape(-1, self.micro_batch_size)
         for index in range(self.accumulation):
@@ -100,5 +119,9 @@ class Batches:
 
 
 def epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:
-    """The order of `length` blocks in an epoch: a permutation that no version of NumPy changes, by sorting raw bits."""
-    return np.argsort(np.random.Philox(key=derive_seed(seed, "order", epoch)).random_raw(length), kind="stable")
+    """The order of `length` blocks in an epoch: a permutation that no version of NumPy changes,
+    by sorting raw bits.
+    """
+    return np.argsort(
+        np.random.Philox(key=derive_seed(seed, "order", epoch)).random_raw(length), kind="stable"
+    )

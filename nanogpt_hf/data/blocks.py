@@ -1,15 +1,104 @@
-"""Blocks: the protocol that batches and evaluations draw training data from, and the blocks of a token stream."""
+"""Tokens in memory-mapped shards, and the blocks that batches and evaluations draw from them; those
+of several sources, with the order in which a mixture takes them.
+"""
 
-from typing import Protocol
+import hashlib
+from collections.abc import Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
 
+import datasets
 import numpy as np
 import torch
 
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.errors import DataError
+
+
+def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
+    """The dtype of token ids on the disk."""
+    return np.uint16 if vocab_size <= 2**16 else np.uint32
+
+
+def read_column(folder: Path, name: str) -> list[Any]:
+    """The arrow chunks of a column of shards, memory-mapped. Raises DataError without one."""
+    try:
+        split = datasets.Dataset.load_from_disk(str(folder))
+        return split.data.column(name).chunks
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(
+            f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
+        ) from None
+
+
+class TokenStream:
+    """The tokens of all documents, concatenated over any number of arrow chunks and shards."""
+
+    def __init__(self, chunks: list[np.ndarray], vocab_size: int | None = None):
+        self.vocab_size = vocab_size  # upper bound of the ids; None allows any
+        self.chunks = [chunk for chunk in chunks if len(chunk)]
+        self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
+
+    @classmethod
+    def open(cls, folder: Path, vocab_size: int | None = None) -> "TokenStream":
+        """A split as `datasets.save_to_disk` wrote it, memory-mapped.
+
+        Raises DataError if it cannot be read.
+        """
+        chunks = read_column(folder, "input_ids")
+        try:
+            return cls(
+                [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks], vocab_size
+            )
+        except (ValueError, AttributeError) as error:  # a column of something else
+            raise DataError(
+                f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
+            ) from None
+
+    def __len__(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def sha256(self) -> str:
+        """The sha256 of the ids as 32-bit numbers: independent of chunks and dtype."""
+        digest = hashlib.sha256()
+        for chunk in self.chunks:
+            digest.update(np.ascontiguousarray(chunk, dtype="<u4").data)
+        return digest.hexdigest()
+
+    def windows(self, starts: np.ndarray, length: int) -> np.ndarray:
+        """The `length` tokens from each offset in `starts`: int64 (len(starts), length).
+
+        Raises IndexError if a window leaves the stream, DataError for an id beyond the vocabulary.
+        """
+        if len(starts) and (starts.min() < 0 or starts.max() + length > len(self)):
+            raise IndexError(
+                f"a window of {length} from {starts.max()} leaves the stream of {len(self)} tokens"
+            )
+        out = np.empty((len(starts), length), dtype=np.int64)
+        first_chunks = np.searchsorted(self._ends, starts, side="right")
+        for row, start, number in zip(out, starts.tolist(), first_chunks.tolist(), strict=True):
+            filled = 0
+            offset = start - (int(self._ends[number - 1]) if number else 0)
+            while filled < length:  # once, unless the window runs across a chunk's end
+                piece = self.chunks[number][offset : offset + length - filled]
+                row[filled : filled + len(piece)] = piece
+                filled, number, offset = filled + len(piece), number + 1, 0
+        self._check_ids(out)
+        return out
+
+    def _check_ids(self, ids: np.ndarray) -> None:
+        if self.vocab_size is not None and ids.size and (largest := ids.max()) >= self.vocab_size:
+            raise DataError(
+                f"the prepared data holds token {largest}, beyond its vocabulary of "
+                f"{self.vocab_size:,} tokens: it is damaged; remove it to prepare it again"
+            )
 
 
 class Blocks(Protocol):
-    """Equally long sequences with their targets, by index. Token streams and conversations are two of these."""
+    """Equally long sequences with their targets, by index.
+
+    Token streams and conversations are two of these.
+    """
 
     block_size: int
 
@@ -31,11 +120,19 @@ class Blocks(Protocol):
 class TokenBlocks:
     """Blocks of a token stream; block i starts at token i · stride.
 
-    By default blocks lie end to end and a shorter rest is dropped. With stride 1 a block starts at any token. With
-    `partial` the last block may be shorter, so that every token but the first is predicted.
+    By default blocks lie end to end and a shorter rest is dropped. With stride 1 a block starts
+    at any token. With `partial` the last block may be shorter, so that every token but the first
+    is predicted.
     """
 
-    def __init__(self, stream: TokenStream, block_size: int, *, stride: int | None = None, partial: bool = False):
+    def __init__(
+        self,
+        stream: TokenStream,
+        block_size: int,
+        *,
+        stride: int | None = None,
+        partial: bool = False,
+    ):
         self.stream, self.block_size = stream, block_size
         self.stride = stride or block_size
         rest = len(stream) - 1 - block_size  # targets after the first block
@@ -47,19 +144,27 @@ class TokenBlocks:
         return self._length
 
     def targets_of(self, indices: np.ndarray) -> np.ndarray:
-        """Targets in each of the blocks at `indices`: fewer than block_size only at the stream's end."""
+        """Targets in each of the blocks at `indices`: fewer than block_size only at the stream's
+        end.
+        """
         return np.minimum(self.block_size, len(self.stream) - 1 - indices * self.stride)
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices`: input_ids and shift_labels, both int64 (len(indices), block_size).
+        """The blocks at `indices`: input_ids, shift_labels; int64 (len(indices), block_size).
 
         Past the stream's end the input is 0 and the target -100.
         """
         starts, size = indices * self.stride, self.block_size
         counts = self.targets_of(indices)
         if (counts == size).all():
-            inputs, targets = self.stream.windows(starts, size), self.stream.windows(starts + 1, size)
-            return {"input_ids": torch.from_numpy(inputs), "shift_labels": torch.from_numpy(targets)}
+            inputs, targets = (
+                self.stream.windows(starts, size),
+                self.stream.windows(starts + 1, size),
+            )
+            return {
+                "input_ids": torch.from_numpy(inputs),
+                "shift_labels": torch.from_numpy(targets),
+            }
         inputs = torch.zeros(len(starts), size, dtype=torch.int64)
         targets = torch.full_like(inputs, -100)
         for row, count in enumerate(counts.tolist()):
@@ -70,3 +175,120 @@ class TokenBlocks:
     def num_targets(self, indices: np.ndarray) -> int:
         """All tokens of the blocks but those past the stream's end."""
         return int(self.targets_of(indices).sum())
+
+
+class Interleave:
+    """The order of a mixture: sources by sample number, in shares given by integer `weights`.
+
+    Greedy, as in Megatron-LM's blended data sets (helpers.cpp), but in integers: sample n goes
+    to the source that is furthest behind its share of n + 1 samples. With integer weights that
+    order repeats after their sum, so a table of one period gives any sample at once, without
+    counting up to it.
+    """
+
+    def __init__(self, weights: list[int]):
+        self.weights, self.period = np.array(weights, dtype=np.int64), sum(weights)
+        self._source = np.empty(self.period, dtype=np.int64)
+        # the sample's number within its source and period
+        self._number = np.empty(self.period, dtype=np.int64)
+        counts = [0] * len(weights)
+        for n in range(self.period):
+            behind = [
+                weight * (n + 1) - count * self.period
+                for weight, count in zip(weights, counts, strict=True)
+            ]
+            source = behind.index(max(behind))
+            self._source[n], self._number[n] = source, counts[source]
+            counts[source] += 1
+
+    def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """For each sample number, the source and the number of the sample within that source."""
+        periods, places = np.divmod(numbers, self.period)
+        sources = self._source[places]
+        return sources, periods * self.weights[sources] + self._number[places]
+
+    def counts(self, samples: int) -> np.ndarray:
+        """How many of the first `samples` samples come from each source."""
+        periods, rest = divmod(samples, self.period)
+        return periods * self.weights + np.bincount(
+            self._source[:rest], minlength=len(self.weights)
+        )
+
+
+class MixedBlocks:
+    """The blocks of several sources, one after another by index; `interleave` gives the order of
+    training.
+    """
+
+    def __init__(self, parts: Sequence[Blocks], weights: list[int]):
+        self.parts, self._weights = parts, weights
+        self.block_size = parts[0].block_size
+        self.lengths = [len(part) for part in parts]
+        self._ends = np.cumsum(self.lengths)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    @cached_property
+    def interleave(self) -> Interleave:
+        """The order of training; validation, which has none, does not make its table."""
+        return Interleave(self._weights)
+
+    def owners(self, indices: np.ndarray) -> np.ndarray:
+        """The number of the source that has each of the blocks at `indices`."""
+        return np.searchsorted(self._ends, indices, side="right")
+
+    def targets_by_source(self, indices: np.ndarray) -> list[int]:
+        """Number of targets of each source in the blocks at `indices`."""
+        owners, starts = self.owners(indices), self._ends - self.lengths
+        own = (indices[owners == number] - starts[number] for number in range(len(self.parts)))
+        return [part.num_targets(some) for part, some in zip(self.parts, own, strict=True)]
+
+    def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
+        """(source, rows, its own indices) for each source that has some of `indices`."""
+        owners, starts = self.owners(indices), self._ends - self.lengths
+        split = ((number, np.flatnonzero(owners == number)) for number in range(len(self.parts)))
+        return [
+            (self.parts[number], rows, indices[rows] - starts[number])
+            for number, rows in split
+            if len(rows)
+        ]
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        """The blocks at `indices`, in their order.
+
+        Next to packed conversations text has positions from 0 on.
+        """
+        batches = [
+            (torch.from_numpy(rows), part.batch(own)) for part, rows, own in self._split(indices)
+        ]
+        names = {name: None for _, batch in batches for name in batch}
+        positions = torch.arange(self.block_size)
+        mixed = {
+            name: torch.empty(len(indices), self.block_size, dtype=torch.int64) for name in names
+        }
+        for rows, batch in batches:
+            for name, tensor in mixed.items():
+                tensor[rows] = batch.get(name, positions)
+        return mixed
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        return sum(part.num_targets(own) for part, _, own in self._split(indices))
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each source is read in the first `samples` samples."""
+        counts = self.interleave.counts(samples).tolist()
+        return [
+            count / samples_per_epoch(part) for count, part in zip(counts, self.parts, strict=True)
+        ]
+
+
+def samples_per_epoch(blocks: Blocks) -> float:
+    """How many blocks hold all tokens once; windows at random offsets (stride 1) are more than
+    that.
+    """
+    return (
+        len(blocks) * blocks.stride / blocks.block_size
+        if isinstance(blocks, TokenBlocks)
+        else len(blocks)
+    )

@@ -1,7 +1,8 @@
 """Train byte-level BPE merges on text, and encode text with them.
 
-Text is split by GPT-2's or GPT-4's pattern and every byte is a token, so any text can be encoded. The merges depend on
-the text alone, not on the number of threads: pairs are ordered by how often they occur, then by their tokens.
+Text is split by GPT-2's or GPT-4's pattern and every byte is a token, so any text can be
+encoded. The merges depend on the text alone, not on the number of threads: pairs are ordered by
+how often they occur, then by their tokens.
 """
 
 import json
@@ -30,10 +31,11 @@ _WORD_END = re.compile(r"(?<=\S) ")
 
 
 def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str]:
-    """All of `texts` in pieces, or pieces at equal distances if `texts` have more than `limit` bytes of UTF-8.
+    """All of `texts` in pieces, or pieces at equal distances if `texts` have more than `limit`
+    bytes of UTF-8.
 
-    Reads `texts` once, with at most `limit` bytes in memory. The sample has at least half of `limit`, and depends on
-    nothing but the texts and their order.
+    Reads `texts` once, with at most `limit` bytes in memory. The sample has at least half of
+    `limit`, and depends on nothing but the texts and their order.
     """
     sample, size, number, stride = [], 0, 0, 1
     for text in texts:
@@ -48,8 +50,12 @@ def spread_sample(texts: Iterable[str], limit: int = TRAINING_BYTES) -> list[str
     return sample
 
 
-def train_merges(sample: list[str], count: int, pattern: BpePattern = "gpt2") -> list[tuple[str, str]]:
-    """Merges that make `count` new tokens, the most frequent pair first; fewer if no pair occurs twice any more."""
+def train_merges(
+    sample: list[str], count: int, pattern: BpePattern = "gpt2"
+) -> list[tuple[str, str]]:
+    """Merges that make `count` new tokens, the most frequent pair first; fewer if no pair occurs
+    twice any more.
+    """
     tokenizer = _byte_level(models.BPE(), pattern)
     trainer = trainers.BpeTrainer(
         vocab_size=256 + count,
@@ -58,12 +64,15 @@ def train_merges(sample: list[str], count: int, pattern: BpePattern = "gpt2") ->
         show_progress=not datasets.are_progress_bars_disabled(),
     )
     _run_interruptibly(lambda: tokenizer.train_from_iterator(sample, trainer, length=len(sample)))
-    # A process that is forked from here on must not use the library's threads: they exist only in this one.
+    # A process that is forked from here on must not use the library's threads: they exist only in
+    # this one.
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     return [tuple(pair) for pair in json.loads(tokenizer.to_str())["model"]["merges"]]
 
 
-def byte_level_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: BpePattern) -> Tokenizer:
+def byte_level_tokenizer(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: BpePattern
+) -> Tokenizer:
     """A byte-level BPE tokenizer of the library `tokenizers`, without special tokens."""
     return _byte_level(models.BPE(vocab=vocabulary, merges=merges), pattern)
 
@@ -71,11 +80,16 @@ def byte_level_tokenizer(vocabulary: dict[str, int], merges: list[tuple[str, str
 def byte_level_encoder(
     vocabulary: dict[str, int], merges: list[tuple[str, str]], pattern: BpePattern = "gpt2"
 ) -> Callable[[str], np.ndarray]:
-    """A function text -> ids. It has no special tokens, and encodes long text in pieces to save memory."""
+    """A function text -> ids.
+
+    It has no special tokens, and encodes long text in pieces to save memory.
+    """
     tokenizer = byte_level_tokenizer(vocabulary, merges, pattern)
 
     def encode(text: str) -> np.ndarray:
-        encodings = (tokenizer.encode_batch_fast([piece])[0] for piece in split_at_words(text, ENCODE_PIECE))
+        encodings = (
+            tokenizer.encode_batch_fast([piece])[0] for piece in split_at_words(text, ENCODE_PIECE)
+        )
         return np.concatenate([np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings])
 
     return encode
@@ -84,7 +98,8 @@ def byte_level_encoder(
 def split_at_words(text: str, size: int) -> Iterator[str]:
     """Pieces of `size` characters or a few more, each but the first with a space in front.
 
-    Both patterns always split before a space that follows a word, so the pieces have the tokens of the whole text.
+    Both patterns always split before a space that follows a word, so the pieces have the tokens
+    of the whole text.
     """
     start = 0
     while word_end := _WORD_END.search(text, start + size):
@@ -95,7 +110,8 @@ def split_at_words(text: str, size: int) -> Iterator[str]:
 
 def _byte_level(model: models.BPE, pattern: BpePattern) -> Tokenizer:
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # splits by GPT-2's pattern
+    # splits by GPT-2's pattern
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     if pattern == "gpt4":
         words = pre_tokenizers.Split(Regex(GPT4_PATTERN), behavior="isolated")
         in_bytes = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -105,7 +121,9 @@ def _byte_level(model: models.BPE, pattern: BpePattern) -> Tokenizer:
 
 
 def _run_interruptibly(task: Callable[[], object]) -> None:
-    """Run `task` in a thread: Python handles signals in the main thread only while it runs Python code."""
+    """Run `task` in a thread: Python handles signals in the main thread only while it runs
+    Python code.
+    """
     outcome: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
 
     def run() -> None:

@@ -1,7 +1,8 @@
 """Chat templates: conversations as token ids with an assistant mask, and prompts for an answer.
 
-A tokenizer's own template is used as it is, and ours if it has none. Neither is trusted: a template may be hostile or
-broken, and the text of a message must not become a token that ends a turn or starts another.
+A tokenizer's own template is used as it is, and ours if it has none. Neither is trusted: a
+template may be hostile or broken, and the text of a message must not become a token that ends a
+turn or starts another.
 """
 
 import contextlib
@@ -24,7 +25,8 @@ _SECONDS, _CHARACTERS = 2.0, 10_000_000
 _SHAPES = 1000  # sequences of roles whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
-_DAY = datetime(2024, 7, 26)  # the one that the template of Llama 3.1 has for programs without a clock
+# the one that the template of Llama 3.1 has for programs without a clock
+_DAY = datetime(2024, 7, 26)
 _PROBE: Conversation = [
     {"role": "user", "content": "Why?"},
     {"role": "assistant", "content": "Because."},
@@ -38,16 +40,18 @@ class ChatExample:
     """A conversation to train on, or the part of it that ends with one of its answers."""
 
     input_ids: list[int]
-    assistant_mask: list[int]  # 1 for the tokens of answers, including the one that ends them; else 0
-    bytes: int  # of the answers' text
+    # 1 for the tokens of answers, including the one that ends them; else 0
+    assistant_mask: list[int]
+    bytes: int  # bytes of the answers' text
 
 
 class ChatFormat:
     """A tokenizer's chat template, which turns messages into token ids.
 
-    A control token that is spelled out in a message is broken by a space: `<|im_end|>` becomes `< |im_end|>`. These are
-    all special tokens, and in messages of user and system also added tokens that the template writes. The special
-    tokens of each rendering are compared with those of the same roles with other text.
+    A control token that is spelled out in a message is broken by a space: `<|im_end|>` becomes
+    `< |im_end|>`. These are all special tokens, and in messages of user and system also added
+    tokens that the template writes. The special tokens of each rendering are compared with those
+    of the same roles with other text.
     """
 
     def __init__(self, hf: transformers.PreTrainedTokenizerBase, *, fixed_day: bool = False):
@@ -56,16 +60,29 @@ class ChatFormat:
         try:
             self._template = hf.get_chat_template()
         except ValueError as error:  # several templates, and none is the default
-            raise DataError(f"the model's chat template cannot be chosen: {one_line(error)}") from None
+            raise DataError(
+                f"the model's chat template cannot be chosen: {one_line(error)}"
+            ) from None
         if fixed_day:
-            self._template = _TODAY.sub(lambda match: json.dumps(_DAY.strftime(match[2])), self._template)
+            self._template = _TODAY.sub(
+                lambda match: json.dumps(_DAY.strftime(match[2])), self._template
+            )
             if re.search(r"strftime_now\s*\(", self._template):
-                raise DataError("the model's chat template writes the date in a form that cannot be fixed to one day")
-        self._is_marked = bool(_MARK.search(self._template))
+                raise DataError(
+                    "the model's chat template writes the date in a form that cannot "
+                    "be fixed to one day"
+                )
+        self.is_marked = bool(_MARK.search(self._template))
         special = special_tokens(hf)
-        text = self._template + self._render(_PROBE[:2]) + self._render(_PROBE[:1], add_generation_prompt=True)
+        text = (
+            self._template
+            + self._render(_PROBE[:2])
+            + self._render(_PROBE[:1], add_generation_prompt=True)
+        )
         added = {str(token) for token in hf.added_tokens_decoder.values()}
-        control = special | {token for token in added if token in text and not re.fullmatch(r"[\w\s]*", token)}
+        control = special | {
+            token for token in added if token in text and not re.fullmatch(r"[\w\s]*", token)
+        }
         self._special, self._control = _any_of(special), _any_of(control)
         vocabulary = hf.get_vocab()
         self._special_ids, self._control_ids = (
@@ -78,38 +95,46 @@ class ChatFormat:
     def prompt_ids(self, messages: Conversation) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
 
-        Raises DataError if the template fails, takes 2 seconds or writes more than 10 million characters, and for text
-        that would become a special token.
+        Raises DataError if the template fails, takes 2 seconds or writes more than 10 million
+        characters, and for text that would become a special token.
         """
         return self._encode(messages, add_generation_prompt=True)
 
     def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
         """The conversations as examples to train on, in order.
 
-        Answers are found by the template's `{% generation %}` marks. Without marks, the prompt for each answer, the
-        conversation up to this answer, the next prompt and so on must each be a prefix of the next one, as text and as
-        tokens. If the template rewrites earlier turns, there is an example for each answer, in which only that answer
-        counts. Raises DataError if the tokens of an answer are not certain.
+        Answers are found by the template's `{% generation %}` marks. Without marks, the prompt
+        for each answer, the conversation up to this answer, the next prompt and so on must each
+        be a prefix of the next one, as text and as tokens. If the template rewrites earlier
+        turns, there is an example for each answer, in which only that answer counts. Raises
+        DataError if the tokens of an answer are not certain.
         """
         conversations = [self._harmless(conversation) for conversation in conversations]
-        if self._is_marked:
+        if self.is_marked:
             return self._examples_by_marks(conversations)
         examples = []
         for conversation in conversations:
             try:
                 examples += self._examples_by_prefixes(conversation)
             except DataError as error:
-                raise DataError(f"the conversation that starts {conversation[0]['content']!r:.40}: {error}") from None
+                raise DataError(
+                    f"the conversation that starts {conversation[0]['content']!r:.40}: {error}"
+                ) from None
         return examples
 
     def end_of_turn_id(self) -> int:
         """The token that ends an answer. Raises DataError if it is not certain."""
         example = self.examples([_PROBE[:2]])[0]
-        answer = [i for i, counts in zip(example.input_ids, example.assistant_mask, strict=True) if counts]
+        answer = [
+            i for i, counts in zip(example.input_ids, example.assistant_mask, strict=True) if counts
+        ]
         text = str(self.hf.decode(answer))
         ends = [token for token in answer if token in self._control_ids]
         if "Because." not in text or "Why?" in text or not ends:
-            raise DataError(f"the marks of its chat template do not enclose an answer and its end, but {text!r:.60}")
+            raise DataError(
+                "the marks of its chat template do not enclose an answer and its "
+                f"end, but {text!r:.60}"
+            )
         return ends[-1]
 
     def _harmless(self, messages: Conversation) -> Conversation:
@@ -117,14 +142,19 @@ class ChatFormat:
         patterns = {"assistant": self._special}
         return [
             m
-            | {"content": patterns.get(m["role"], self._control).sub(lambda t: f"{t[0][:1]} {t[0][1:]}", m["content"])}
+            | {
+                "content": patterns.get(m["role"], self._control).sub(
+                    lambda t: f"{t[0][:1]} {t[0][1:]}", m["content"]
+                )
+            }
             for m in messages
         ]
 
     def _render(self, messages: Conversation, add_generation_prompt: bool = False) -> str:
         """The text of `messages`.
 
-        transformers renders templates in Jinja's sandbox, which protects the system, but does not stop endless loops.
+        transformers renders templates in Jinja's sandbox, which protects the system, but does
+        not stop endless loops.
         """
         try:
             with time_limit(_SECONDS):
@@ -136,13 +166,16 @@ class ChatFormat:
                 )
         except TimeUpError:
             raise DataError(
-                f"the model's chat template takes more than {_SECONDS:g} seconds; choose another model"
+                f"the model's chat template takes more than {_SECONDS:g} seconds; choose "
+                "another model"
             ) from None
         except Exception as error:  # whatever the template's own expressions raise
             raise _failed(error) from None
         text = str(text)
         if len(text) > _CHARACTERS:
-            raise DataError(f"the model's chat template writes {len(text):,} characters; choose another model")
+            raise DataError(
+                f"the model's chat template writes {len(text):,} characters; choose another model"
+            )
         return text
 
     def _tokens(self, text: str) -> list[int]:
@@ -153,20 +186,29 @@ class ChatFormat:
         self._check_special(ids, messages, add_generation_prompt)
         return ids
 
-    def _check_special(self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False) -> None:
-        """Raises DataError unless `ids` have the special tokens of the same roles with other text."""
+    def _check_special(
+        self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False
+    ) -> None:
+        """Raises DataError unless `ids` have the special tokens of the same roles with other
+        text.
+        """
         shape = tuple(message["role"] for message in messages), add_generation_prompt
         if shape not in self._expected:
             if len(self._expected) >= _SHAPES:  # a server's clients choose the shapes
                 self._expected.clear()
-            other = self._tokens(self._render([{"role": role, "content": "x"} for role in shape[0]], shape[1]))
+            other = self._tokens(
+                self._render([{"role": role, "content": "x"} for role in shape[0]], shape[1])
+            )
             self._expected[shape] = [i for i in other if i in self._special_ids]
         found = [i for i in ids if i in self._special_ids]
         if found != self._expected[shape]:
             counts, expected = Counter(found), Counter(self._expected[shape])
             changed = (counts - expected) or (expected - counts) or counts
             names = " ".join(sorted(map(str, self.hf.convert_ids_to_tokens(sorted(changed)))))
-            raise DataError(f"its text changes the special tokens {names:.80}; leave out what becomes one of them")
+            raise DataError(
+                f"its text changes the special tokens {names:.80}; leave out what "
+                "becomes one of them"
+            )
 
     def _examples_by_marks(self, conversations: list[Conversation]) -> list[ChatExample]:
         try:
@@ -180,22 +222,31 @@ class ChatFormat:
         except Exception as error:  # whatever the template's own expressions raise
             raise _failed(error) from None
         examples = []
-        for conversation, ids, mask in zip(conversations, out["input_ids"], out["assistant_masks"], strict=True):
+        for conversation, ids, mask in zip(
+            conversations, out["input_ids"], out["assistant_masks"], strict=True
+        ):
             self._check_special(ids, conversation)
             examples.append(ChatExample(ids, mask, _answer_bytes(conversation)))
         return examples
 
     def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
-        turns = [number for number, message in enumerate(conversation) if message["role"] == "assistant"]
-        prompts = [self._render(conversation[:number], add_generation_prompt=True) for number in turns]
+        turns = [
+            number for number, message in enumerate(conversation) if message["role"] == "assistant"
+        ]
+        prompts = [
+            self._render(conversation[:number], add_generation_prompt=True) for number in turns
+        ]
         answered = [self._render(conversation[: number + 1]) for number in turns]
         for prompt, text in zip(prompts, answered, strict=True):
             if not text.startswith(prompt):
                 raise DataError(
-                    f"the chat template prompts for an answer with {prompt[-30:]!r}, which a conversation with that "
-                    "answer does not contain; mark answers in the template by {% generation %}"
+                    f"the chat template prompts for an answer with {prompt[-30:]!r}, which a "
+                    "conversation with that answer does not contain; mark answers in the template "
+                    "by {% generation %}"
                 )
-        if all(prompt.startswith(before) for before, prompt in zip(answered, prompts[1:], strict=False)):
+        if all(
+            prompt.startswith(before) for before, prompt in zip(answered, prompts[1:], strict=False)
+        ):
             with contextlib.suppress(_NotAPrefixError):
                 return [self._masked(conversation, prompts, answered)]
         try:
@@ -205,15 +256,18 @@ class ChatFormat:
             ]
         except _NotAPrefixError as error:
             raise DataError(
-                f"the tokens of its prompt change with the answer that follows it, after {str(error)[-30:]!r}; mark "
-                "answers in the chat template by {% generation %}"
+                "the tokens of its prompt change with the answer that follows it, after "
+                f"{str(error)[-30:]!r}; mark answers in the chat template by {{% generation %}}"
             ) from None
 
-    def _masked(self, conversation: Conversation, prompts: list[str], answered: list[str]) -> ChatExample:
+    def _masked(
+        self, conversation: Conversation, prompts: list[str], answered: list[str]
+    ) -> ChatExample:
         """The example of `conversation`, which is rendered as the last of `answered`.
 
-        Each answer is what the text in `answered` adds to the one in `prompts`, without white space after the token
-        that ends it. Raises _NotAPrefixError if a text is not a prefix of the whole as tokens.
+        Each answer is what the text in `answered` adds to the one in `prompts`, without white
+        space after the token that ends it. Raises _NotAPrefixError if a text is not a prefix of
+        the whole as tokens.
         """
         ids = self._tokens(answered[-1])
         self._check_special(ids, conversation)
@@ -225,14 +279,19 @@ class ChatFormat:
             rest = str(self.hf.decode(ids[end : self._length_in(texts[1], ids)]))
             if rest.strip() or end - start < 2:
                 raise DataError(
-                    "the chat template ends an answer with no special token, so a model would not learn to end one; "
-                    "choose a tokenizer whose template does"
+                    "the chat template ends an answer with no special token, so a model would not "
+                    "learn to end one; choose a tokenizer whose template does"
                 )
             mask[start:end] = [1] * (end - start)
-        return ChatExample(ids, mask, _answer_bytes(conversation[-1:] if len(prompts) == 1 else conversation))
+        return ChatExample(
+            ids, mask, _answer_bytes(conversation[-1:] if len(prompts) == 1 else conversation)
+        )
 
     def _length_in(self, text: str, ids: list[int]) -> int:
-        """The number of tokens of `text`. Raises _NotAPrefixError if they are not the first of `ids`."""
+        """The number of tokens of `text`.
+
+        Raises _NotAPrefixError if they are not the first of `ids`.
+        """
         prefix = self._tokens(text)
         if ids[: len(prefix)] != prefix:
             raise _NotAPrefixError(text)
@@ -250,12 +309,14 @@ def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatForm
     """
     is_ours = not hf.chat_template
     if is_ours and hf.eos_token_id is None:
-        raise DataError(f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2")
+        raise DataError(
+            f"data.tokenizer: {name} has no end-of-text token to end an answer with; use gpt2"
+        )
     if is_ours:
         hf.chat_template = chat_template(hf)
     try:
         chat = ChatFormat(hf, fixed_day=True)
-        if chat._is_marked and not hf.is_fast:
+        if chat.is_marked and not hf.is_fast:
             raise DataError("does not report the positions of its tokens; use gpt2")
         chat.end_of_turn_id()
         if is_ours:
@@ -270,21 +331,28 @@ def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatForm
 
 def special_tokens(hf: transformers.PreTrainedTokenizerBase) -> set[str]:
     """The special tokens of a tokenizer."""
-    return {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(hf.all_special_tokens)
+    return {str(token) for token in hf.added_tokens_decoder.values() if token.special} | set(
+        hf.all_special_tokens
+    )
 
 
 def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
-    """Our chat template for this tokenizer: roles as headings, answers end with its end-of-text token.
+    """Our chat template for this tokenizer: roles as headings, answers end with its end-of-text
+    token.
 
-    Special tokens in the text of a message are broken by a space here, too, for programs that only have the template.
-    `generation` marks the answers for the assistant mask.
+    Special tokens in the text of a message are broken by a space here, too, for programs that
+    only have the template. `generation` marks the answers for the assistant mask.
     """
 
     def literal(text: str) -> str:  # Jinja reads what JSON writes
         return json.dumps(text, ensure_ascii=False)
 
-    longest_first = sorted((token for token in special_tokens(hf) if len(token) > 1), key=lambda t: (-len(t), t))
-    breaks = "".join(f" | replace({literal(t)}, {literal(f'{t[:1]} {t[1:]}')})" for t in longest_first)
+    longest_first = sorted(
+        (token for token in special_tokens(hf) if len(token) > 1), key=lambda t: (-len(t), t)
+    )
+    breaks = "".join(
+        (f" | replace({literal(t)}, {literal(f'{t[:1]} {t[1:]}')})") for t in longest_first
+    )
     start = "" if start_of_text_id_of(hf) is None else "{{- bos_token -}}"
     return (
         f"{start}{{%- for message in messages -%}}"
@@ -300,19 +368,29 @@ def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
 
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
     """A pattern of any of `tokens` that a space can break, the longest first."""
-    breakable = sorted((token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token))
+    breakable = sorted(
+        (token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token)
+    )
     return re.compile("|".join(map(re.escape, breakable)) or "(?!)")
 
 
 def _answer_bytes(messages: Conversation) -> int:
-    return sum(len(message["content"].strip().encode()) for message in messages if message["role"] == "assistant")
+    return sum(
+        len(message["content"].strip().encode())
+        for message in messages
+        if message["role"] == "assistant"
+    )
 
 
 def _failed(error: Exception) -> DataError:
     from jinja2 import TemplateError
 
     if type(error) is TemplateError:  # the template's own raise_exception()
-        return DataError(f"the model's chat template refuses the conversation ({one_line(error):.200}); change it")
+        return DataError(
+            "the model's chat template refuses the conversation "
+            f"({one_line(error):.200}); change it"
+        )
     return DataError(
-        f"the model's chat template fails ({f'{type(error).__name__}: {one_line(error)}':.200}); choose another model"
+        f"the model's chat template fails ({f'{type(error).__name__}: {one_line(error)}':.200}); "
+        "choose another model"
     )

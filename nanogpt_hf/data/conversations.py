@@ -1,35 +1,26 @@
 """Rows of a file or data set -> conversations."""
 
 import re
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
-from nanogpt_hf.data.files import check_text, read_rows
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.data.files import check_text
 
 Conversation = list[dict[str, str]]  # [{"role": system, user or assistant, "content": text}, ...]
 
-_Named = list[tuple[str, object, object]]  # the name of each message in error messages, its role and its content
+# the name of each message in error messages, its role and its content
+_Named = list[tuple[str, object, object]]
 
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _CALCULATION = re.compile(r"<<[^<>]*>>")  # GSM8K's notes for a calculator: 48/2 = <<48/2=24>>24
 _LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 
 
-def read_conversations(path: Path) -> Iterator[Conversation]:
-    """The conversations of a file. Raises DataError with file and line for a row that is not a conversation."""
-    for where, row in read_rows(path):
-        try:
-            yield conversation_of(row)
-        except ValueError as error:
-            raise DataError(f"{path}: {where}: {error}") from None
-
-
 def conversation_of(row: object) -> Conversation:
     """A row as messages. Raises ValueError if it is not a conversation.
 
-    A conversation may start with a system message; then user and assistant alternate, and the assistant is last.
+    A conversation may start with a system message; then user and assistant alternate, and the
+    assistant is last.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected a row with {_shapes()}, got {row!r:.40}")
@@ -37,24 +28,32 @@ def conversation_of(row: object) -> Conversation:
     for keys, named_messages in _SHAPES.items():
         if has.issuperset(keys):
             return _checked(named_messages(row))
-    raise ValueError(f"expected a row with {_shapes()}; it has: {', '.join(map(str, row)) or 'nothing'}")
+    raise ValueError(
+        f"expected a row with {_shapes()}; it has: {', '.join(map(str, row)) or 'nothing'}"
+    )
 
 
 def multiple_choice_question(question: str, choices: list[str]) -> str:
     """A question with its choices by letter, and how to answer it."""
-    lines = "\n".join(f"{letter}. {choice.strip()}" for letter, choice in zip(_LETTERS, choices, strict=False))
+    lines = "\n".join(
+        f"{letter}. {choice.strip()}" for letter, choice in zip(_LETTERS, choices, strict=False)
+    )
     return f"{question.strip()}\n\n{lines}\n\nAnswer with the letter only."
 
 
 def without_calculations(answer: str) -> str:
-    """A solution of GSM8K, which ends in `#### 72`, without its notes for a calculator; any other text as it is."""
+    """A solution of GSM8K, which ends in `#### 72`, without its notes for a calculator; any
+    other text as it is.
+    """
     return _CALCULATION.sub("", answer) if "\n####" in answer else answer
 
 
 def _from_messages(row: dict[str, Any], column: str = "messages") -> _Named:
     messages = row[column]
     if not isinstance(messages, list) or not messages:
-        raise ValueError(f"{column}: expected a list of objects with role and content, got {messages!r:.40}")
+        raise ValueError(
+            f"{column}: expected a list of objects with role and content, got {messages!r:.40}"
+        )
     named = []
     for number, message in enumerate(messages, 1):
         keys = message.keys() if isinstance(message, dict) else ()
@@ -66,7 +65,8 @@ def _from_messages(row: dict[str, Any], column: str = "messages") -> _Named:
             named.append((f"message {number}", role, message["value"]))
         else:
             raise ValueError(
-                f"message {number}: expected an object with role and content, or from and value, got {message!r:.60}"
+                f"message {number}: expected an object with role and content, or from and value, "
+                f"got {message!r:.60}"
             )
     return named
 
@@ -84,11 +84,15 @@ def _from_choices(row: dict[str, Any]) -> _Named:
     question, choices, answer = row["question"], row["choices"], row["answer"]
     _require_text("question", question)
     if not isinstance(choices, list) or not 2 <= len(choices) <= len(_LETTERS):
-        raise ValueError(f"choices: expected a list of 2 to {len(_LETTERS)} texts, got {choices!r:.40}")
+        raise ValueError(
+            f"choices: expected a list of 2 to {len(_LETTERS)} texts, got {choices!r:.40}"
+        )
     for number, choice in enumerate(choices, 1):
         _require_text(f"choice {number}", choice)
     if type(answer) is not int or not 0 <= answer < len(choices):
-        raise ValueError(f"answer: expected the index of a choice, 0 to {len(choices) - 1}, got {answer!r:.40}")
+        raise ValueError(
+            f"answer: expected the index of a choice, 0 to {len(choices) - 1}, got {answer!r:.40}"
+        )
     asked = multiple_choice_question(question, choices)
     return [("question", "user", asked), ("answer", "assistant", _LETTERS[answer])]
 
@@ -136,5 +140,7 @@ def _checked(named: list[tuple[str, object, object]]) -> Conversation:
             expected = "assistant" if role == "user" else "user"
         _require_text(name, content)
     if named[-1][1] != "assistant":
-        raise ValueError(f"the last message is the {named[-1][1]}'s: expected an answer of the assistant")
+        raise ValueError(
+            f"the last message is the {named[-1][1]}'s: expected an answer of the assistant"
+        )
     return [{"role": str(role), "content": str(content)} for _, role, content in named]

@@ -1,192 +1,255 @@
-"""Encode documents or conversations as token ids, in several processes, and write them as arrow shards."""
+"""Encode documents as rows of token ids and write them as arrow shards, in one pass."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+import hashlib
+import json
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
-from datasets.arrow_writer import ArrowWriter
+import pyarrow
 
-from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.examples import examples_sha256
-from nanogpt_hf.data.interruption import Interrupted
-from nanogpt_hf.data.manifest import SplitFacts
-from nanogpt_hf.data.shards import describe_shards
-from nanogpt_hf.data.tokenizer import Tokenizer
-from nanogpt_hf.data.tokens import TokenStream, token_dtype
+from nanogpt_hf.data.manifest import ShardFacts, SplitFacts
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import format_duration
 
 SHARD_BYTES = 500_000_000
-PARALLEL_FROM_BYTES = 20_000_000  # below, starting processes costs more than they save
-_NUMBERED = {"document": datasets.Value("int64")}
+_RECORD_TOKENS = 2**20  # in a record batch, or the tokens of one row
+_BATCH_DOCUMENTS, _BATCH_CHARACTERS = 1000, 2**20  # encoded at once by a thread
+_SECONDS_BETWEEN_LINES = 60
+
+logger = logging.getLogger(__name__)
 
 
-def encode_split(
-    documents: datasets.Dataset,
-    tokenizer: Tokenizer,
-    end_of_text_id: int | None,
-    chat: ChatFormat | None,
-    num_proc: int | None,
-    target: Path,
-    *,
-    first: int | None = None,
-) -> datasets.Dataset:
-    """Encode texts, or conversations with `chat`: rows of token ids and of `bytes` of text, in the file `target`.
+class Rows(NamedTuple):
+    """Encoded rows, one after another."""
 
-    Each text starts with the token that the tokenizer itself puts there, if any, and ends with `end_of_text_id` if that
-    is not None. Texts that are empty are left out, and a conversation may give several rows. With `first`, the number
-    of the first document, the rows have the number of their `document`.
+    ids: np.ndarray
+    mask: np.ndarray  # in conversations 1 for each token of an answer; else empty
+    lengths: np.ndarray  # each row's, in tokens
+    documents: np.ndarray  # the number of the document of each row
+    bytes: np.ndarray  # each row's text; in conversations, its answers
+
+    @classmethod
+    def of(
+        cls, ids: list[Any], documents: list[int], sizes: list[int], masks: list[Any] | None = None
+    ) -> "Rows":
+        """Rows of the ids of each, arrays of one type."""
+        lengths = np.array([len(row) for row in ids], dtype=np.int64)
+        kind = ids[0].dtype if ids else np.uint16
+        flat = np.concatenate([np.zeros(0, kind), *ids], dtype=kind, casting="unsafe")
+        mask = np.concatenate([np.zeros(0, np.uint8), *(masks or ())], dtype=np.uint8)
+        return cls(flat, mask, lengths, np.array(documents, np.int64), np.array(sizes, np.int64))
+
+    def select(self, chosen: np.ndarray) -> "Rows":
+        """The rows that are True in `chosen`."""
+        tokens = np.repeat(chosen, self.lengths)
+        mask = self.mask[tokens] if len(self.mask) else self.mask
+        rest = (array[chosen] for array in (self.lengths, self.documents, self.bytes))
+        return Rows(self.ids[tokens], mask, *rest)
+
+
+# (documents, number of the first) -> their rows; an empty document has none
+Encode = Callable[[list[Any], int], Rows]
+
+
+class Progress:
+    """Log tokens so far, tokens per second and, with a limit, the time left; one line a minute."""
+
+    def __init__(self, where: str, limit: int | None):
+        self.where, self.limit, self.tokens = where, limit, 0
+        self.start = self.logged = time.monotonic()
+
+    def add(self, tokens: int) -> None:
+        self.tokens += tokens
+        now = time.monotonic()
+        if now < self.logged + _SECONDS_BETWEEN_LINES:
+            return
+        self.logged = now
+        rate = self.tokens / (now - self.start)
+        left = ""
+        if self.limit and rate:
+            seconds = max(0, self.limit - self.tokens) / rate
+            left = f", about {format_duration(seconds)} left"
+        logger.info(f"{self.where}: {self.tokens:,} tokens, {rate:,.0f} per second{left}")
+
+
+class Encoded:
+    """The rows of documents, in order, of the first ones that have at most `limit` tokens in all.
+
+    `count` is then the number of these documents. With one thread the caller's encodes; the
+    libraries that tokenize text do so without Python's lock, so that threads are enough.
     """
-    processes = number_of_processes(documents, num_proc)
-    if chat:
-        return _encode_conversations(documents, chat, processes, target, first)
-    return _encode_texts(documents, tokenizer, end_of_text_id, processes, target, first)
+
+    def __init__(
+        self, documents: Iterable[Any], encode: Encode, num_threads: int, limit: int | None
+    ):
+        self.documents, self.encode, self.num_threads = documents, encode, num_threads
+        self.limit, self.count = limit, 0
+
+    def __iter__(self) -> Iterator[Rows]:
+        tokens = 0
+        for end, rows in self._batches():
+            ends = tokens + np.cumsum(rows.lengths)
+            if self.limit is not None and len(ends) and ends[-1] > self.limit:
+                self.count = int(rows.documents[np.argmax(ends > self.limit)])
+                yield rows.select(rows.documents < self.count)
+                return
+            self.count, tokens = end, tokens + len(rows.ids)
+            yield rows
+
+    def _batches(self) -> Iterator[tuple[int, Rows]]:
+        """(number of documents so far, rows)"""
+        if self.num_threads == 1:
+            for first, batch in _batches(self.documents):
+                yield first + len(batch), self.encode(batch, first)
+            return
+        pending: deque[tuple[int, Future[Rows]]] = deque()
+        with ThreadPoolExecutor(self.num_threads) as pool:
+            try:
+                for first, batch in _batches(self.documents):
+                    pending.append((first + len(batch), pool.submit(self.encode, batch, first)))
+                    if len(pending) > 2 * self.num_threads:
+                        end, rows = pending.popleft()
+                        yield end, rows.result()
+                for end, rows in pending:
+                    yield end, rows.result()
+            finally:
+                pool.shutdown(cancel_futures=True)  # if it was interrupted
 
 
-def count_rows(rows: datasets.Dataset, documents: int) -> SplitFacts:
-    """The counts of encoded rows, which hold conversations of `documents` documents, or a text each."""
-    chat = "assistant_mask" in rows.column_names
-    tokens = size = assistant_tokens = 0
-    for table in _tables(rows):
-        tokens += sum(len(chunk.flatten()) for chunk in table["input_ids"].chunks)
-        size += sum(table["bytes"].to_pylist())
-        if chat:
-            masks = (chunk.flatten().to_numpy() for chunk in table["assistant_mask"].chunks)
-            assistant_tokens += sum(int(mask.sum(dtype=np.int64)) for mask in masks)
-    count = documents if chat else rows.num_rows
-    return SplitFacts(count, tokens, size, assistant_tokens=assistant_tokens if chat else None)
+def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
+    """(number of the first, documents), of a bounded size."""
+    first, batch, size = 0, [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document or "") if isinstance(document, str | None) else 1000
+        if len(batch) == _BATCH_DOCUMENTS or size > _BATCH_CHARACTERS:
+            yield first, batch
+            first, batch, size = first + len(batch), [], 0
+    if batch:
+        yield first, batch
 
 
-def _tables(rows: datasets.Dataset) -> Iterator[Any]:
-    """Arrow tables of the rows, one for each record batch to write."""
-    yield from rows.with_format("arrow").iter(1000)
+class Spool:
+    """Rows in a scratch file, to write them when the number of their documents is known."""
+
+    def __init__(self, path: Path, rows: Iterable[Rows], progress: Progress):
+        self._path, self._batches = path, 0
+        with path.open("wb") as file:
+            for batch in rows:
+                progress.add(len(batch.ids))
+                for array in batch:
+                    np.save(file, array)
+                self._batches += 1
+
+    def __iter__(self) -> Iterator[Rows]:
+        with self._path.open("rb") as file:
+            for _ in range(self._batches):
+                yield Rows(*(np.load(file) for _ in Rows._fields))
 
 
-def save_split(rows: datasets.Dataset, facts: SplitFacts, folder: Path) -> SplitFacts:
-    """Write rows of `input_ids` as arrow shards; return their facts with the checksums."""
-    itemsize = np.dtype(rows.features["input_ids"].feature.dtype).itemsize
-    number_of_shards = max(1, min(-(-facts.tokens * itemsize // SHARD_BYTES), rows.num_rows))
-    # The same rows give the same bytes, however they were stored before. So nothing is written of the source's own data
-    # set, such as its size, and rows are copied first: arrow would pad a slice with bytes of its neighbours.
-    info = datasets.DatasetInfo(features=rows.features)
-    empty = datasets.Dataset(rows.features.arrow_schema.empty_table(), info, fingerprint=rows._fingerprint)
-    empty.save_to_disk(folder, num_shards=number_of_shards)  # the names of the shards, which are overwritten
-    for number, path in enumerate(sorted(folder.glob("*.arrow"))):
-        with ArrowWriter(path=str(path), features=rows.features) as writer:
-            shard = rows.shard(number_of_shards, number, contiguous=True)
-            for table in _tables(shard):
-                writer.write_table(table.take(np.arange(table.num_rows)))
-            writer.finalize()
-    sha256 = TokenStream.open(folder).sha256() if facts.assistant_tokens is None else examples_sha256(folder)
-    return replace(facts, sha256=sha256, shards=describe_shards(folder))
+class ShardWriter:
+    """Write rows as arrow shards that `datasets.load_from_disk` reads; count and hash them."""
 
+    def __init__(self, folder: Path):
+        folder.mkdir()
+        self._folder, self._features, self._stream = folder, datasets.Features(), None
+        self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
+        self._pending: list[Rows] = []
+        self._shards: dict[str, ShardFacts] = {}
+        self._documents = self.tokens = self._bytes = self._answers = 0
 
-def save_counted(rows: datasets.Dataset, documents: int, folder: Path, data: DataSection) -> SplitFacts:
-    """Write the encoded rows of a split; return its facts. Raises DataError if there is no token."""
-    counts = count_rows(rows, documents)
-    if not counts.tokens:
-        raise DataError(f"data.source: {data.one_source}: too little text: none is left for {folder.name}")
-    return save_split(rows.remove_columns("bytes"), counts, folder)
+    def write(self, rows: Rows) -> None:
+        """Add rows, whose documents are complete."""
+        if not len(rows.lengths):
+            return
+        if rows.lengths.max() >= 2**31:  # arrow's lists count with 32 bits
+            raise DataError("a document has more than 2^31 tokens; split its file")
+        if not self._features:
+            columns = {"input_ids": rows.ids} | (
+                {"assistant_mask": rows.mask} if len(rows.mask) else {}
+            )
+            self._features = datasets.Features(
+                {
+                    name: datasets.List(datasets.Value(array.dtype.name))
+                    for name, array in columns.items()
+                }
+            )
+        for digest, array in zip(self._digests, rows, strict=False):
+            digest.update(np.ascontiguousarray(array, dtype="<u4").data)
+        self._documents += len(np.unique(rows.documents))
+        self.tokens += len(rows.ids)
+        self._bytes += int(rows.bytes.sum())
+        self._answers += int(rows.mask.sum(dtype=np.int64))
+        self._pending.append(rows)
+        if sum(len(pending.ids) for pending in self._pending) >= _RECORD_TOKENS:
+            self._write_pending()
 
+    def _write_pending(self) -> None:
+        rows = Rows(*map(np.concatenate, zip(*self._pending, strict=True)))
+        self._pending = []
+        if self._stream is None:
+            self._file = _HashedFile(self._folder / f"data-{len(self._shards):05}.arrow")
+            schema = self._features.arrow_schema
+            self._stream = pyarrow.ipc.new_stream(pyarrow.PythonFile(self._file, "w"), schema)
+        offsets = pyarrow.array(np.concatenate([[0], np.cumsum(rows.lengths)]).astype(np.int32))
+        lists = [
+            pyarrow.ListArray.from_arrays(offsets, pyarrow.array(values))
+            for values in rows[: len(self._features)]
+        ]
+        self._stream.write_batch(pyarrow.record_batch(lists, schema=self._features.arrow_schema))
+        if self._file.size >= SHARD_BYTES:
+            self._end_shard()
 
-def number_of_processes(text: datasets.Dataset, num_proc: int | None) -> int:
-    """Number of processes that tokenize: `num_proc`, or one per core if the text is large enough for that to pay.
+    def _end_shard(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._shards[self._file.path.name] = self._file.facts()
+            self._stream = None
 
-    At most four per core: more are of no use, and each takes memory.
-    """
-    size = text.data.nbytes * text.num_rows // max(1, text.data.num_rows)  # a selection has the data of all rows
-    cores = allowed_cores()
-    return min(text.num_rows, 4 * cores, num_proc or (cores if size > PARALLEL_FROM_BYTES else 1))
-
-
-def _encode_texts(
-    text: datasets.Dataset,
-    tokenizer: Tokenizer,
-    end_of_text_id: int | None,
-    num_proc: int,
-    target: Path,
-    first: int | None,
-) -> datasets.Dataset:
-    """Rows of text -> rows of `input_ids` and the text's `bytes`, in the file `target`; without empty rows."""
-    # Not `tokenizer` itself: the closure of `encode` is sent to every process, and tokenizer.hf takes a second each.
-    name, encode_batch, vocab_size = tokenizer.name, tokenizer.encode_batch, tokenizer.vocab_size
-    kind = token_dtype(vocab_size)
-    start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
-
-    def encode(batch: dict[str, list[str]], numbers: list[int] | None = None) -> dict[str, list]:
-        texts = [text for text in batch["text"] if text]  # rows of a Hub data set may be empty or null
-        rows = []
-        for ids in encode_batch(texts) if texts else []:
-            if len(ids) and ids.max() >= vocab_size:
-                raise DataError(f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary")
-            # checked above: larger ids would wrap
-            rows.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
-        columns = {"input_ids": rows, "bytes": [len(text.encode()) for text in texts]}
-        if numbers is not None:
-            columns["document"] = [(first or 0) + n for n, text in zip(numbers, batch["text"], strict=True) if text]
-        return columns
-
-    return _map(text, encode, {"input_ids": np.dtype(kind).name}, num_proc, target, first is not None)
-
-
-def _encode_conversations(
-    conversations: datasets.Dataset, chat: ChatFormat, num_proc: int, target: Path, first: int | None
-) -> datasets.Dataset:
-    """Rows of messages -> rows of `input_ids`, `assistant_mask` (1 for tokens of answers) and the answers' `bytes`.
-
-    They are written to the file `target`.
-    """
-    kind = token_dtype(len(chat.hf))
-
-    def encode(batch: dict[str, list], numbers: list[int] | None = None) -> dict[str, list]:
-        if numbers is None:
-            by_document = [chat.examples(batch["messages"])]
-        else:
-            by_document = [chat.examples([messages]) for messages in batch["messages"]]
-        examples = [example for own in by_document for example in own]
-        columns = {
-            "input_ids": [np.asarray(example.input_ids, dtype=np.uint32).astype(kind) for example in examples],
-            "assistant_mask": [np.asarray(example.assistant_mask, dtype=np.uint8) for example in examples],
-            "bytes": [example.bytes for example in examples],
+    def close(self) -> SplitFacts:
+        """Write what is left, and the files that `datasets` keeps beside the shards."""
+        if self._pending:
+            self._write_pending()
+        self._end_shard()
+        ids, *others = (digest.hexdigest() for digest in self._digests)
+        has_mask = len(self._features) > 1
+        sha256 = hashlib.sha256("".join([ids, *others]).encode()).hexdigest() if has_mask else ids
+        datasets.DatasetInfo(features=self._features).write_to_directory(str(self._folder))
+        state = dict.fromkeys(("_format_columns", "_format_type", "_split")) | {
+            "_data_files": [{"filename": name} for name in self._shards],
+            "_fingerprint": sha256[:16],
+            "_format_kwargs": {},
+            "_output_all_columns": False,
         }
-        if numbers is not None:
-            columns["document"] = [(first or 0) + n for n, own in zip(numbers, by_document, strict=True) for _ in own]
-        return columns
-
-    lists = {"input_ids": np.dtype(kind).name, "assistant_mask": "uint8"}
-    return _map(conversations, encode, lists, num_proc, target, first is not None)
+        (self._folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
+        answers = self._answers if has_mask else None
+        counts = self._documents, self.tokens, self._bytes
+        return SplitFacts(*counts, assistant_tokens=answers, sha256=sha256, shards=self._shards)
 
 
-def _map(
-    rows: datasets.Dataset, encode: Callable, lists: dict[str, str], num_proc: int, target: Path, numbered: bool
-) -> datasets.Dataset:
-    """The rows that `encode` makes, in the file `target`: `lists`, `bytes`, and with `numbered` their `document`."""
-    features = {name: datasets.List(datasets.Value(dtype)) for name, dtype in lists.items()}
-    features |= {"bytes": datasets.Value("int64")} | (_NUMBERED if numbered else {})
-    if not rows.num_rows:  # `map` would leave them as they are
-        return datasets.Dataset.from_dict({name: [] for name in features}, datasets.Features(features))
-    try:
-        return rows.map(
-            encode,
-            batched=True,
-            with_indices=numbered,
-            remove_columns=rows.column_names,
-            features=datasets.Features(features),
-            num_proc=num_proc if num_proc > 1 else None,
-            cache_file_name=str(target),  # the default leaves a Hub data set's tokens in its cache
-            load_from_cache_file=False,
-            new_fingerprint=target.stem,  # the default hashes the tokenizer, which takes seconds
-            desc="tokenizing",
-        )
-    except Exception as error:
-        # At an interruption datasets asks its processes for their results, and raises the timeout of that instead.
-        context = error.__context__
-        while context:
-            if isinstance(context, KeyboardInterrupt | Interrupted):
-                raise context from None
-            context = context.__context__
-        raise
+class _HashedFile:
+    """A file to write, its size and sha256."""
+
+    closed = False
+
+    def __init__(self, path: Path):
+        self.path, self.size, self._digest = path, 0, hashlib.sha256()
+
+    def write(self, data: Any) -> int:
+        self._digest.update(data)
+        self.size += len(data)
+        with self.path.open("ab") as file:  # so that no error leaves it open
+            return file.write(data)
+
+    def flush(self) -> None:
+        """For pyarrow: nothing is held back."""
+
+    def facts(self) -> ShardFacts:
+        return ShardFacts(self.size, self._digest.hexdigest())

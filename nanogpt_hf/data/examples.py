@@ -1,6 +1,5 @@
 """Blocks of conversations: several examples packed into each block, or one with padding."""
 
-import hashlib
 from bisect import bisect_left, insort
 from collections import defaultdict
 from pathlib import Path
@@ -8,20 +7,28 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanogpt_hf.data.tokens import TokenStream, read_column
+from nanogpt_hf.data.blocks import TokenStream, read_column
 from nanogpt_hf.errors import DataError
 
 
 class Examples:
-    """Examples in blocks: several per block that do not attend to each other (packed), or one (padded).
+    """Examples in blocks: several per block that do not attend to each other (packed), or one
+    (padded).
 
-    An example of n tokens takes n - 1 positions: its last token is only predicted. One longer than a block is cut at
-    its end, and skipped if it has no answer then. Which examples share a block depends only on their lengths, so every
-    epoch has the same blocks, and only their order is random.
+    An example of n tokens takes n - 1 positions: its last token is only predicted. One longer
+    than a block is cut at its end, and skipped if it has no answer then. Which examples share a
+    block depends only on their lengths, so every epoch has the same blocks, and only their order
+    is random.
     """
 
     def __init__(
-        self, ids: TokenStream, assistant_mask: TokenStream, lengths: np.ndarray, *, block_size: int, packing: str
+        self,
+        ids: TokenStream,
+        assistant_mask: TokenStream,
+        lengths: np.ndarray,
+        *,
+        block_size: int,
+        packing: str,
     ):
         self.block_size, self.packing = block_size, packing
         self._ids, self._assistant_mask = ids, assistant_mask
@@ -32,29 +39,43 @@ class Examples:
         self.cut, self.skipped = len(long) - len(without), len(without)
         chosen = np.setdiff1d(np.arange(len(lengths)), without)
         if packing == "packed":
-            self.blocks = [chosen[block].tolist() for block in pack(self._positions[chosen], block_size)]
+            self.blocks = [
+                chosen[block].tolist() for block in pack(self._positions[chosen], block_size)
+            ]
         else:
             self.blocks = [[number] for number in chosen.tolist()]
-        self.filled = int(self._positions[chosen].sum())  # positions that hold a token of an example
+        # positions that hold a token of an example
+        self.filled = int(self._positions[chosen].sum())
 
     @classmethod
-    def open(cls, folder: Path, *, block_size: int, packing: str, vocab_size: int | None = None) -> "Examples":
-        """A split as `datasets.save_to_disk` wrote it, memory-mapped. Raises DataError if it cannot be read."""
+    def open(
+        cls, folder: Path, *, block_size: int, packing: str, vocab_size: int | None = None
+    ) -> "Examples":
+        """A split as `datasets.save_to_disk` wrote it, memory-mapped.
+
+        Raises DataError if it cannot be read.
+        """
         return cls(*_read(folder, vocab_size), block_size=block_size, packing=packing)
 
     def __len__(self) -> int:
         return len(self.blocks)
 
     def _targets_of(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of an example that fit into a block, and whether each after the first is a target."""
+        """The tokens of an example that fit into a block, and whether each after the first is a
+        target.
+        """
         start, length = self._starts[number : number + 1], int(self._positions[number]) + 1
-        return self._ids.windows(start, length)[0], self._assistant_mask.windows(start, length)[0, 1:] == 1
+        return self._ids.windows(start, length)[0], self._assistant_mask.windows(start, length)[
+            0, 1:
+        ] == 1
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices), block_size).
+        """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices),
+        block_size).
 
-        shift_labels is -100 if the next token is not part of an answer. In packed blocks position_ids restart at 0
-        with each example; transformers infers from that which tokens attend to each other.
+        shift_labels is -100 if the next token is not part of an answer. In packed blocks
+        position_ids restart at 0 with each example; transformers infers from that which tokens
+        attend to each other.
         """
         block_size = self.block_size
         inputs = np.zeros((len(indices), block_size), dtype=np.int64)
@@ -80,25 +101,32 @@ class Examples:
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
 
 
-def _read(folder: Path, vocab_size: int | None = None) -> tuple[TokenStream, TokenStream, np.ndarray]:
+def _read(
+    folder: Path, vocab_size: int | None = None
+) -> tuple[TokenStream, TokenStream, np.ndarray]:
     """Ids, 1 for each that is part of an answer, and the length of each example."""
-    chunks, mask = read_column(folder, "input_ids"), read_column(folder, "assistant_mask", "answered")
+    chunks, mask = (
+        read_column(folder, "input_ids"),
+        read_column(folder, "assistant_mask"),
+    )
     try:
-        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(np.int64)
-        ids, mask = ([c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, mask))
+        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(
+            np.int64
+        )
+        ids, mask = (
+            [c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, mask)
+        )
     except (ValueError, AttributeError) as error:  # a column of something else
-        raise DataError(f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again") from None
+        raise DataError(
+            f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
+        ) from None
     streams = TokenStream(ids, vocab_size), TokenStream(mask)
     if len(streams[0]) != len(streams[1]):
-        raise DataError(f"{folder}: cannot be read as prepared tokens: its columns differ; prepare the data again")
+        raise DataError(
+            f"{folder}: cannot be read as prepared tokens: its columns differ; "
+            "prepare the data again"
+        )
     return *streams, lengths
-
-
-def examples_sha256(folder: Path) -> str:
-    """The sha256 of a split of conversations: of its ids, its assistant mask and the examples' lengths."""
-    ids, mask, lengths = _read(folder)
-    parts = ids.sha256(), mask.sha256(), TokenStream([lengths]).sha256()
-    return hashlib.sha256("".join(parts).encode()).hexdigest()
 
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:

@@ -3,37 +3,48 @@
 The folder is complete or absent, also if several processes prepare it.
 """
 
-import itertools
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import datasets
+import numpy as np
 
 from nanogpt_hf.config.schema import Config, DataSection
+from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
-from nanogpt_hf.data.chat_template import chat_format
-from nanogpt_hf.data.datatrove import describe_token_files
-from nanogpt_hf.data.download import without_login
-from nanogpt_hf.data.encode import encode_split, save_counted
-from nanogpt_hf.data.hold_out import hold_out
-from nanogpt_hf.data.manifest import MANIFEST, Manifest, fitting_manifest, read_manifest
-from nanogpt_hf.data.mixed_manifest import find_manifest
-from nanogpt_hf.data.parts import prepare_in_parts
-from nanogpt_hf.data.place import make_once, parts_of
-from nanogpt_hf.data.prepared import write_facts
-from nanogpt_hf.data.progress import shows_bars
-from nanogpt_hf.data.source import check_source, load_documents
-from nanogpt_hf.data.tokenizer import build_tokenizer, end_of_text_id_of
+from nanogpt_hf.cpu import allowed_cores
+from nanogpt_hf.data.encode import Encode, Encoded, Progress, ShardWriter, Spool
+from nanogpt_hf.data.files import file_digest, file_state, without_login
+from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
+from nanogpt_hf.data.manifest import (
+    DECIDING_KNOBS,
+    FORMAT,
+    MANIFEST,
+    Manifest,
+    SplitFacts,
+    find_manifest,
+    read_manifest,
+    tool_versions,
+    write_manifest,
+)
+from nanogpt_hf.data.prepared import TOKENIZER, fitting_manifest
+from nanogpt_hf.data.source import Documents, check_source, load_documents
+from nanogpt_hf.data.tokenizer import Tokenizer, build_tokenizer, save_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import plural, shows_bars
+from nanogpt_hf.place import make_once
 
 
 def prepare(config: Config) -> tuple[Manifest, bool]:
     """Prepare `config.data`, each source of a mixture in its own folder.
 
-    Return the manifest and whether anything had to be done. Safe to call from several processes at once: one prepares,
-    the others wait for it. An interruption leaves nothing but complete parts, SIGKILL nothing that looks complete.
-    Raises DataError if the text cannot be read or the folder contains something else, and Stopped at a signal.
+    Return the manifest and whether anything had to be done. Safe to call from several processes at
+    once: one prepares, the others wait for it. An interruption leaves nothing, SIGKILL nothing that
+    looks complete.
+    Raises DataError if the text cannot be read or the folder contains something else, and Stopped
+    at a signal.
     """
     if not shows_bars():
         datasets.disable_progress_bars()
@@ -41,8 +52,8 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
         return _prepare_source(config.data)
     if read_manifest(Path(config.data.dir)):
         raise DataError(
-            f"{config.data.dir}: holds the prepared data of one source, and the recipe mixes several; "
-            "choose another --data.dir"
+            f"{config.data.dir}: holds the prepared data of one source, and the recipe mixes "
+            "several; choose another --data.dir"
         )
     done = [_prepare_source(source.data)[1] for source in sources_of(config.data)]
     manifest = find_manifest(config.data)
@@ -51,64 +62,164 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
 
 
 def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
-    folder = Path(data.dir).resolve()  # of a link, its target: no folder can be renamed over the link itself
-    in_parts = data.streaming or data.max_tokens is not None
+    # the target of a link: no folder can be renamed over the link itself
+    folder = Path(data.dir).resolve()
     try:
-        manifest, now = make_once(
+        return make_once(
             folder,
             find=lambda: fitting_manifest(folder, data),
-            check=lambda: check_source(data, folder) if in_parts else check_preparable(data, folder),
-            write=lambda partial: (prepare_in_parts if in_parts else _prepare_in)(partial, data),
+            check=lambda: check_source(data, folder),
+            write=lambda partial: _prepare_in(partial, data),
             last=MANIFEST,
-            kept="finished parts are kept for the same command" if in_parts else "nothing was kept",
         )
-        if in_parts:
-            shutil.rmtree(parts_of(folder), ignore_errors=True)
-        return manifest, now
     except MemoryError:
         source = without_login(data.one_source)
-        raise DataError(f"data.source: {source}: too large for the memory of this machine") from None
-
-
-def check_preparable(data: DataSection, folder: Path) -> None:
-    """Raises DataError if this data cannot be prepared in `folder` by one machine."""
-    check_source(data, folder)
-    if any(parts_of(folder).glob("*-of-*")):
         raise DataError(
-            f"{folder}: parts of it are in {parts_of(folder)}; run `prepare --merge` when all are prepared, or remove "
-            "them to prepare the data on one machine"
-        )
-
-
-def _texts(splits: Collection[datasets.Dataset]) -> Iterator[str]:
-    """Every text, and of conversations every message."""
-    rows = sum(split.num_rows for split in splits)
-    for row in datasets.utils.tqdm(itertools.chain(*splits), "reading for the tokenizer", rows, unit=" documents"):
-        if "messages" in row:
-            yield from (message["content"] for message in row["messages"])
-        else:
-            yield row["text"] or ""
+            f"data.source: {source}: too large for the memory of this machine"
+        ) from None
 
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
-    if data.format == "datatrove":
+    form = FORMATS[data.format]
+    if form.encoder is None:
         tokenizer = build_tokenizer(data.tokenizer, ())
-        return write_facts(folder, data, tokenizer, *describe_token_files(data, tokenizer))
+        end_of_text_id, facts = describe_token_files(data, tokenizer)
+        revision = file_digest([path for path in local_files(data) if path.stat().st_size])
+        return write_facts(folder, data, tokenizer, revision, end_of_text_id, facts)
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
-    splits = dict(zip(("train", "validation"), hold_out(documents, data), strict=True))
-    # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
-    read = [splits["train"]] if data.tokenizer == "bpe" else splits.values()
-    tokenizer = build_tokenizer(data.tokenizer, _texts(read), data.vocab_size, data.bpe_pattern)
-    chat = chat_format(tokenizer.hf, data.tokenizer) if data.format == "chat" else None
+    held, several = None, True
+    if documents.validation is None and not data.streaming and data.max_tokens is None:
+        count = documents.count or sum(1 for _ in documents.train())
+        if count == 1 and data.format == "text":
+            documents, several = _cut(documents, data), False
+        else:
+            held = held_out(count, data)
+    texts = _texts(documents, held, data.tokenizer)
+    tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
     # A single document needs no end-of-text token (nor does the cut through it).
-    several = documents.validation is not None or len(documents.train) > 1
-    end_of_text_id = end_of_text_id_of(tokenizer.hf) if several else None
-    facts = {}
-    for name, split in splits.items():
-        target = scratch / f"{name}.arrow"
-        rows = encode_split(split, tokenizer, end_of_text_id, chat, data.num_proc, target)
-        facts[name] = save_counted(rows, split.num_rows, folder / name, data)
+    end_of_text_id = tokenizer.end_of_text_id if several else None
+    facts = _write_splits(folder, data, documents, held, form.encoder(tokenizer, end_of_text_id))
     shutil.rmtree(scratch)
     return write_facts(folder, data, tokenizer, documents.revision, end_of_text_id, facts)
+
+
+def _cut(documents: Documents, data: DataSection) -> Documents:
+    """A single text as two documents: its beginning and its end."""
+    (text,) = documents.train()
+    text = text if isinstance(text, str) else ""
+    cut = int(len(text) * (1 - data.validation_fraction))
+    return Documents(lambda: [text[:cut]], lambda: [text[cut:]], documents.revision)
+
+
+def held_out(count: int, data: DataSection) -> np.ndarray:
+    """Which of `count` documents are held out for validation, drawn by `data.validation_seed`.
+
+    Raises DataError if there are too few.
+    """
+    if count < 2:
+        what = "conversation" if data.format == "chat" else "document"
+        limited = "raise data.max_tokens, or " if data.max_tokens is not None else ""
+        raise DataError(
+            f"data.source: {without_login(data.one_source)}: {plural(count, what)} is too few to "
+            f"hold some out for validation; {limited}give two at least"
+        )
+    number = max(1, round(count * data.validation_fraction))
+    # argsort of raw bits: a permutation that no version of NumPy changes
+    bits = np.random.Philox(key=derive_seed(data.validation_seed, "validation")).random_raw(count)
+    held = np.zeros(count, dtype=bool)
+    held[np.argsort(bits, kind="stable")[:number]] = True
+    return held
+
+
+def split_documents(documents: Documents, data: DataSection) -> tuple[list[Any], list[Any]]:
+    """All documents to train on and to validate on."""
+    train = list(documents.train())
+    if documents.validation is not None:
+        return train, list(documents.validation())
+    held = held_out(len(train), data)
+    splits = [], []
+    for document, is_held in zip(train, held, strict=True):
+        splits[int(is_held)].append(document)
+    return splits
+
+
+def _texts(documents: Documents, held: np.ndarray | None, tokenizer: str) -> Iterator[str]:
+    """Every text, and of conversations every message, that the tokenizer is made from."""
+    # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
+    is_trained = tokenizer == "bpe"
+    for number, document in enumerate(documents.train()):
+        if held is None or not is_trained or not held[number]:
+            yield from _texts_of(document)
+    if documents.validation is not None and not is_trained:
+        for document in documents.validation():
+            yield from _texts_of(document)
+
+
+def _texts_of(document: Document) -> list[str]:
+    if isinstance(document, list):
+        return [message["content"] for message in document]
+    return [document or ""]
+
+
+def _write_splits(
+    folder: Path, data: DataSection, documents: Documents, held: np.ndarray | None, encode: Encode
+) -> dict[str, SplitFacts]:
+    threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
+    progress = Progress(data.dir, data.max_tokens)
+
+    def encoded(split: Any) -> Encoded:
+        bar = datasets.utils.tqdm(split(), "tokenizing", documents.count, unit=" documents")
+        return Encoded(bar, encode, threads, data.max_tokens)
+
+    train, validation = (ShardWriter(folder / name) for name in ("train", "validation"))
+    if documents.validation is not None:
+        for split, writer in ((documents.train, train), (documents.validation, validation)):
+            for rows in encoded(split):
+                writer.write(rows)
+                progress.add(len(rows.ids))
+    else:
+        batches = first = encoded(documents.train)
+        if held is None:  # the number of documents is known when all are encoded
+            batches = Spool(folder / "scratch" / "rows", first, progress)
+            held = held_out(first.count, data)
+        for rows in batches:
+            is_held = held[rows.documents]
+            train.write(rows.select(~is_held))
+            validation.write(rows.select(is_held))
+            if batches is first:
+                progress.add(len(rows.ids))
+    facts = {"train": train.close(), "validation": validation.close()}
+    for name, split in facts.items():
+        if not split.tokens:
+            source = without_login(data.one_source)
+            raise DataError(f"data.source: {source}: too little text: none is left for {name}")
+    return facts
+
+
+def write_facts(
+    folder: Path,
+    data: DataSection,
+    tokenizer: Tokenizer,
+    revision: str,
+    end_of_text_id: int | None,
+    facts: dict[str, SplitFacts],
+) -> Manifest:
+    """Write tokenizer and manifest, the end of every preparation; return the manifest."""
+    save_tokenizer(tokenizer.hf, folder / TOKENIZER)
+    local = local_files(data)
+    manifest = Manifest(
+        format=FORMAT,
+        recipe={knob: getattr(data, knob) for knob in DECIDING_KNOBS},
+        revision=revision,
+        file_state=file_state(local) if local else None,
+        tokenizer_hash=vocabulary_hash(tokenizer.hf),
+        vocab_size=tokenizer.vocab_size,
+        end_of_text_id=end_of_text_id,
+        **facts,
+        versions=tool_versions(),
+        start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
+    )
+    write_manifest(folder, manifest)
+    return manifest

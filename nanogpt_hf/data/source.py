@@ -1,289 +1,282 @@
-"""Load documents from files, folders, URLs, Hub data sets, Python's documentation, or generated arithmetic."""
+"""Load the documents of a source: files, a URL, a Hub data set, or a built-in one.
 
-import glob
-import hashlib
-import json
+Built in are Python's documentation and generated additions and subtractions.
+"""
+
 import os
 import re
 import sys
+import zlib
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import datasets
-from datasets.exceptions import DatasetGenerationError
+import numpy as np
 
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.arithmetic import ARITHMETIC, arithmetic_conversations, arithmetic_text
-from nanogpt_hf.data.conversations import conversation_of, read_conversations
-from nanogpt_hf.data.download import download, is_url, without_login
-from nanogpt_hf.data.files import KNOWN_FORMATS, ROW_FORMATS, file_format, read_file
-from nanogpt_hf.data.space import check_space
-from nanogpt_hf.errors import DataError
-from nanogpt_hf.formatting import plural
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.conversations import Conversation
+from nanogpt_hf.data.files import (
+    ARITHMETIC,
+    BUILT_IN,
+    PYTHON_DOCS,
+    ROW_ENDINGS,
+    download,
+    file_digest,
+    file_ending,
+    find_files,
+    is_url,
+    read_rows,
+    read_text,
+    without_login,
+)
+from nanogpt_hf.data.formats import FORMATS, Document, local_files
+from nanogpt_hf.errors import DataError, one_line
 
-PYTHON_DOCS = "python-docs"
-UNKNOWN_REVISION = "unknown"
-BUILT_IN = (PYTHON_DOCS, ARITHMETIC)  # sources that are neither files nor downloads
-TEXT_FEATURES = datasets.Features({"text": datasets.Value("large_string")})  # a single document may exceed 2 GiB
-_MESSAGE = {"role": datasets.Value("string"), "content": datasets.Value("string")}
-CHAT_FEATURES = datasets.Features({"messages": datasets.List(_MESSAGE)})
+_TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
 
-
-@dataclass(frozen=True)
-class Part:
-    """One of `number` parts of the documents of a source, in its order."""
-
-    index: int
-    number: int
+_LARGEST = 99  # operand
+_DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
+_CONVERSATIONS = 10_000
+_HELD_OUT_SHARE = 10  # one question in ten
 
 
 @dataclass(frozen=True)
 class Documents:
-    """Documents as a data set with one column, `text`, or `messages` for conversations.
+    """The documents of a source, in order; each call of a split reads them again.
 
     `validation` is None if it has to be held out of `train`.
     """
 
-    train: datasets.Dataset
-    validation: datasets.Dataset | None
+    train: Callable[[], Iterable[Document]]
+    validation: Callable[[], Iterable[Document]] | None
     revision: str
+    count: int | None = None  # length of `train`, if it is known without reading
 
 
-def local_files(data: DataSection) -> list[Path]:
-    """`find_files` of the recipe's source and format."""
-    return find_files(data.one_source, (".ds",) if data.format == "datatrove" else KNOWN_FORMATS)
+def load_documents(data: DataSection, scratch: Path) -> Documents:
+    """The documents of `data.source`. `scratch` is a folder for temporary files.
 
-
-def find_files(source: str, formats: tuple[str, ...] = KNOWN_FORMATS) -> list[Path]:
-    """The files of a local source, sorted; [] for a URL, a built-in source or a name that may be a Hub data set.
-
-    Of a folder, those of the given formats that are not hidden. Raises DataError for a path without files.
+    Raises DataError if the source does not exist; a split that is not text, or cannot be read as
+    `data.format`, raises it while it is read.
     """
-    if source in BUILT_IN or is_url(source):
-        return []
-    path = Path(os.path.expanduser(source))  # unlike Path.expanduser, accepts an unknown user's ~
-    if os.path.isfile(path):  # unlike Path.is_file, false for a name that is too long
-        return [path]
-    if os.path.isdir(path):
-        files = sorted(
-            file
-            for file in path.rglob("*")
-            if file_format(file) in formats
-            and file.is_file()
-            and not any(part.startswith(".") for part in file.relative_to(path).parts)
+    if is_on_hub(data):
+        return _from_hub(data)
+    if data.validation_split:
+        raise DataError(
+            "data.validation_split: only a Hub data set has splits; use "
+            "data.validation_fraction instead"
         )
-        if not files:
-            raise DataError(f"data.source: {source}: the folder holds no {', '.join(formats)} file")
-        return files
-    if glob.has_magic(source):
-        files = sorted(p for p in map(Path, glob.glob(str(path), recursive=True)) if p.is_file())
-        if not files:
-            raise DataError(f"data.source: {source}: no file matches")
-        return files
-    if os.path.exists(path):
-        raise DataError(f"data.source: {source}: is not a regular file but a pipe or a device; save the text to a file")
-    if source.startswith((".", "/", "~")) or file_format(path) in KNOWN_FORMATS or source.count("/") > 1:
-        raise DataError(f"data.source: {source}: no such file or folder")
-    return []
+    if data.streaming:
+        raise DataError(
+            f"data.streaming: only a Hub data set is streamed, not {data.one_source}; leave it out"
+        )
+    if data.one_source == PYTHON_DOCS:
+        return _built_in([_python_docs()], f"Python {sys.version.split()[0]}")
+    if data.one_source == ARITHMETIC:
+        questions = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
+        return _built_in(list(questions), f"{ARITHMETIC} 1")
+    files, shown = local_files(data), None
+    if not files:
+        knobs = "data.source", "data.sha256"
+        files = [download(data.one_source, scratch, sha256=data.sha256, knobs=knobs)]
+        shown = without_login(data.one_source)
+    return Documents(lambda: _from_files(files, shown, data), None, file_digest(files))
 
 
-def is_on_hub(source: str) -> bool:
-    """Whether a source can only be the name of a Hub data set. Raises DataError for a path without files."""
-    return not (find_files(source) or source in BUILT_IN or is_url(source))
+def is_on_hub(data: DataSection) -> bool:
+    """Whether a source can only be the name of a Hub data set.
+
+    Raises DataError for a path without files.
+    """
+    source = data.one_source
+    return not (source in BUILT_IN or is_url(source) or find_files(source))
 
 
 def check_source(data: DataSection, folder: Path) -> None:
-    """Raises DataError if a local source is missing, or contains `folder`, which would be read as text."""
+    """Raises DataError if a local source is missing, or contains `folder`, which would be read as
+    text.
+    """
     local_files(data)
     source = Path(os.path.expanduser(data.one_source))
     if os.path.isdir(source) and folder.is_relative_to(source.resolve()):
-        raise DataError(f"{folder}: is inside data.source {data.one_source}, and would be read as text; choose another")
-
-
-def file_state(files: list[Path]) -> str:
-    """A fingerprint of names, sizes and times: equal only if the files are unchanged."""
-    states = [(path.as_posix(), path.stat().st_size, path.stat().st_mtime_ns) for path in files]
-    return hashlib.sha256(json.dumps(states).encode()).hexdigest()
-
-
-def file_digest(files: list[Path]) -> str:
-    """The sha256 of the files' contents, one after another, with a zero byte between them."""
-    digest = hashlib.sha256()
-    for number, path in enumerate(files):
-        digest.update(b"\0" * (number > 0))
-        with path.open("rb") as file:
-            while block := file.read(1 << 20):
-                digest.update(block)
-    return f"sha256:{digest.hexdigest()}"
-
-
-def file_digests(groups: list[list[Path]]) -> tuple[str, list[str]]:
-    """`file_digest` of all files, and of each group of them, reading each file once."""
-    whole, digests, first = hashlib.sha256(), [], True
-    for files in groups:
-        digest = hashlib.sha256()
-        for number, path in enumerate(files):
-            digest.update(b"\0" * (number > 0))
-            whole.update(b"\0" * (not first))
-            first = False
-            with path.open("rb") as file:
-                while block := file.read(1 << 20):
-                    digest.update(block)
-                    whole.update(block)
-        digests.append(f"sha256:{digest.hexdigest()}")
-    return f"sha256:{whole.hexdigest()}", digests
-
-
-def files_of_part(files: list[Path], part: Part) -> list[Path]:
-    """The files that hold a part's documents: a run of them, or all if there are fewer files than parts."""
-    if len(files) < part.number:
-        return files
-    return files[part.index * len(files) // part.number : (part.index + 1) * len(files) // part.number]
-
-
-def _rows_of_part(rows: datasets.Dataset, part: Part, source: str) -> datasets.Dataset:
-    """The part's rows, a run of them. Raises DataError if there are fewer rows than parts."""
-    count, number = rows.num_rows, part.number
-    if count < max(2, number):
         raise DataError(
-            f"data.source: {source}: {plural(count, 'document')} cannot be divided into {number} parts; "
-            "prepare it on one machine"
+            f"{folder}: is inside data.source {data.one_source}, and would be read as text; "
+            "choose another"
         )
-    return rows.select(range(part.index * count // number, (part.index + 1) * count // number))
 
 
-def _read_files(files: list[str], chat: bool, text_column: str, source: str) -> Iterator[dict[str, Any]]:
-    empty = True
+def _built_in(documents: list[Document], revision: str) -> Documents:
+    return Documents(lambda: documents, None, revision, len(documents))
+
+
+def _from_files(files: list[Path], shown: str | None, data: DataSection) -> Iterator[Document]:
+    """The documents of files, without empty ones; messages name `shown` in place of the file."""
+    form, is_empty = FORMATS[data.format], True
+    assert form.document
     for path in files:
-        for document in read_conversations(Path(path)) if chat else read_file(Path(path), text_column):
-            yield {"messages" if chat else "text": document}
-            empty = False
-    if empty:
+        try:
+            if file_ending(path) not in ROW_ENDINGS and form.reads_plain_text:
+                rows = [("", read_text(path))]
+            else:
+                rows = read_rows(path, data.text_column if form.reads_plain_text else None)
+            for where, row in rows:
+                try:
+                    document = form.document(row, data)
+                except ValueError as error:
+                    raise DataError(f"{path}: {where}: {error}") from None
+                if document:
+                    yield document
+                    is_empty = False
+        except DataError as error:
+            raise DataError(str(error).replace(str(path), shown) if shown else str(error)) from None
+    if is_empty:
+        source = without_login(data.one_source)
         raise DataError(f"data.source: {source}: empty; there is no text to train on")
 
 
-def _read_chat_rows(rows: datasets.Dataset, where: str) -> Iterator[dict[str, list]]:
-    for number, row in enumerate(rows, 1):
-        try:
-            yield {"messages": conversation_of(row)}
-        except ValueError as error:
-            raise DataError(f"data.source: {where}: row {number}: {error}") from None
-
-
-def _python_docs() -> Iterator[dict[str, str]]:
-    from pydoc_data.topics import topics
-
-    yield {"text": "\n\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"}
-
-
-def _collect(generator: Callable, features: datasets.Features, cache_dir: Path, **arguments) -> datasets.Dataset:
+def _from_hub(data: DataSection) -> Documents:
+    splits: dict[str, Any] = {}
     try:
-        return datasets.Dataset.from_generator(
-            generator, features=features, cache_dir=str(cache_dir), gen_kwargs=arguments or None
+        for split in filter(None, (data.split, data.validation_split)):
+            splits[split] = datasets.load_dataset(
+                data.one_source,
+                data.config,
+                split=split,
+                revision=data.revision,
+                streaming=data.streaming,
+                trust_remote_code=False,
+            )
+    except Exception as error:  # the network, the Hub, a file format, ...
+        reason = one_line(error) or type(error).__name__
+        raise DataError(
+            f"data.source: {data.one_source}: no file or folder here, and the Hub did not give "
+            f"it: {reason}"
+        ) from None
+    for split, rows in splits.items():
+        if not data.streaming and not rows.num_rows:
+            raise DataError(
+                f"data.source: {data.one_source}: split {split!r} is empty; there is no text to "
+                "train on"
+            )
+        if data.format == "text" and rows.features is not None:
+            # a streamed CSV's are known when the rows arrive
+            _check_text_column(rows.features, data)
+            splits[split] = rows.select_columns(data.text_column)
+
+    def read(split: str) -> Callable[[], Iterator[Document]]:
+        return lambda: _from_rows(splits[split], split, data)
+
+    return Documents(
+        read(data.split),
+        read(data.validation_split) if data.validation_split else None,
+        _commit(data) or data.revision or "unknown",
+        None if data.streaming else splits[data.split].num_rows,
+    )
+
+
+def _commit(data: DataSection) -> str | None:
+    """The commit of a Hub data set, from the URLs of its files."""
+    try:
+        builder = datasets.load_dataset_builder(
+            data.one_source, data.config, revision=data.revision
         )
-    except DatasetGenerationError as error:
-        if isinstance(error.__cause__, DataError | MemoryError):
-            raise error.__cause__ from None
-        raise
+        urls = [str(url) for urls in (builder.config.data_files or {}).values() for url in urls]
+    except Exception:  # the network: the rows are in the cache
+        return None
+    commit = re.search(r"@([0-9a-f]{40})/", " ".join(urls))
+    return commit[1] if commit else None
 
 
-def hub_error(data: DataSection, error: Exception) -> DataError:
-    """An error of the Hub, or of a library that reads its data sets, in one line."""
-    reason = " ".join(str(error).split()) or type(error).__name__
-    return DataError(f"data.source: {data.one_source}: no file or folder here, and the Hub did not give it: {reason}")
+def _from_rows(rows: Any, split: str, data: DataSection) -> Iterator[Document]:
+    """The documents of a Hub data set, of text with the empty ones, which count as documents."""
+    where, number, form = f"split {split}", 0, FORMATS[data.format]
+    document_of = _text_or_none if form.reads_plain_text else form.document
+    assert document_of
+    batches = rows.iter(1000)
+    while True:
+        try:
+            batch = next(batches, None)
+        except Exception as error:  # the network, a file format, ...; tried again many times
+            reason = one_line(error) or type(error).__name__
+            raise DataError(
+                f"data.source: {data.one_source}: {where}: cannot be read to its end: {reason}"
+            ) from None
+        if batch is None:
+            return
+        for values in zip(*batch.values(), strict=True):
+            number += 1
+            try:
+                yield document_of(dict(zip(batch, values, strict=True)), data)
+            except ValueError as error:
+                raise DataError(
+                    f"data.source: {data.one_source}: {where}: row {number}: {error}"
+                ) from None
 
 
-def check_text_column(features: datasets.Features, data: DataSection) -> None:
-    """Raises DataError if a Hub data set has no such column of text."""
+def _text_or_none(row: dict[str, Any], data: DataSection) -> str | None:
+    text = row.get(data.text_column, False)
+    if not isinstance(text, str | None):
+        raise ValueError(
+            f"column {data.text_column!r} does not hold text; it has: {', '.join(row)}; set "
+            "data.text_column"
+        )
+    return text
+
+
+def _check_text_column(features: datasets.Features, data: DataSection) -> None:
     if data.text_column not in features:
         raise DataError(
-            f"data.text_column: {data.one_source} has no column {data.text_column!r}; it has: {', '.join(features)}"
+            f"data.text_column: {data.one_source} has no column {data.text_column!r}; it has: "
+            f"{', '.join(features)}"
         )
-    if features[data.text_column] not in (datasets.Value("string"), datasets.Value("large_string")):
-        raise DataError(f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text")
+    if features[data.text_column] not in _TEXT_TYPES:
+        raise DataError(
+            f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text"
+        )
 
 
-def revision_of(urls: Iterable[str], data: DataSection) -> str:
-    """The commit in the URLs of a Hub data set's files; without one the recipe's revision."""
-    commit = re.search(r"@([0-9a-f]{40})/", " ".join(urls))
-    return commit[1] if commit else data.revision or UNKNOWN_REVISION
+def _python_docs() -> str:
+    from pydoc_data.topics import topics
+
+    return "\n\n\n".join(topics[name].strip() for name in sorted(topics)) + "\n"
 
 
-def _from_hub(data: DataSection, scratch: Path) -> Documents:
-    def load(split: str) -> datasets.Dataset:
-        try:
-            loaded = datasets.load_dataset(
-                data.one_source, data.config, split=split, revision=data.revision, trust_remote_code=False
-            )
-        except Exception as error:  # of the network, of the Hub, of a loading script, of a file format, ...
-            raise hub_error(data, error) from None
-        if not loaded.num_rows:
-            raise DataError(f"data.source: {data.one_source}: split {split!r} is empty; there is no text to train on")
-        if data.format == "chat":
-            return loaded
-        check_text_column(loaded.features, data)
-        return loaded.select_columns(data.text_column).rename_columns({data.text_column: "text"})
-
-    urls = check_space(data, scratch)
-    train = load(data.split)
-    revision = revision_of([*urls, *(train.info.download_checksums or ())], data)
-    validation = load(data.validation_split) if data.validation_split else None
-    if data.format == "chat":
-
-        def conversations(rows: datasets.Dataset, split: str | None) -> datasets.Dataset:
-            return _collect(
-                _read_chat_rows, CHAT_FEATURES, scratch, rows=rows, where=f"{data.one_source}: split {split}"
-            )
-
-        train = conversations(train, data.split)
-        validation = validation and conversations(validation, data.validation_split)
-    return Documents(train, validation, revision)
+def is_held_out(question: str) -> bool:
+    """Whether a generated question is held out: by its text, so that it is in one split only."""
+    return zlib.crc32(question.encode()) % _HELD_OUT_SHARE == 0
 
 
-def load_documents(data: DataSection, scratch: Path, part: Part | None = None) -> Documents:
-    """The documents of `data.source`, or those of one part of it. `scratch` is a folder for temporary files.
+def arithmetic_question(seed: int, index: int, *, held_out: bool) -> tuple[str, str]:
+    """Question `index` and its answer, such as ("12+7", "19"); a pure function of its arguments."""
+    draws = np.random.Philox(key=derive_seed(seed, "questions", int(held_out), index))
+    while True:
+        first, second, sign = (int(bits) for bits in draws.random_raw(3))
+        first, second = first % (_LARGEST + 1), second % (_LARGEST + 1)
+        question, answer = (
+            (f"{first}+{second}", first + second)
+            if sign % 2
+            else (f"{first}-{second}", first - second)
+        )
+        if is_held_out(question) == held_out:
+            return question, str(answer)
 
-    A part of at least as many files as parts reads its own files only; the revision is then that of these files.
-    Raises DataError if the source does not exist, has no text, or cannot be read as `data.format`.
-    """
-    documents, divided = _load(data, scratch, part)
-    if part is None or divided or part.number == 1:
-        return documents
-    source = without_login(data.one_source)
-    validation = documents.validation and _rows_of_part(documents.validation, part, source)
-    return Documents(_rows_of_part(documents.train, part, source), validation, documents.revision)
+
+def arithmetic_text() -> Iterator[str]:
+    """Documents of lines such as `12+7=19`, of questions that are not held out."""
+    for document in range(_DOCUMENTS):
+        questions = range(document * _LINES, (document + 1) * _LINES)
+        lines = ("=".join(arithmetic_question(0, number, held_out=False)) for number in questions)
+        yield "".join(f"{line}\n" for line in lines)
 
 
-def _load(data: DataSection, scratch: Path, part: Part | None) -> tuple[Documents, bool]:
-    """The documents, and whether they are those of the part only."""
-    files = find_files(data.one_source)
-    if is_on_hub(data.one_source):
-        return _from_hub(data, scratch), False
-    if data.validation_split:
-        raise DataError("data.validation_split: only a Hub data set has splits; use data.validation_fraction instead")
-    if data.one_source == PYTHON_DOCS:
-        return Documents(
-            _collect(_python_docs, TEXT_FEATURES, scratch), None, f"Python {sys.version.split()[0]}"
-        ), False
-    if data.one_source == ARITHMETIC:
-        if data.format == "chat":
-            return Documents(_collect(arithmetic_conversations, CHAT_FEATURES, scratch), None, f"{ARITHMETIC} 1"), False
-        return Documents(_collect(arithmetic_text, TEXT_FEATURES, scratch), None, f"{ARITHMETIC} 1"), False
-    downloaded = not files
-    divided = part is not None and len(files) >= max(2, part.number)
-    files = files_of_part(files, part) if part and divided else files
-    if downloaded:
-        files = [download(data.one_source, scratch, sha256=data.sha256, knobs=("data.source", "data.sha256"))]
-    chat, chosen = data.format == "chat", [str(path) for path in files]
-    if chat and os.path.isdir(os.path.expanduser(data.one_source)):  # without a README in the folder
-        chosen = [path for path in chosen if file_format(Path(path)) in ROW_FORMATS]
-    arguments = {"chat": chat, "text_column": data.text_column, "source": without_login(data.one_source)}
-    try:
-        documents = _collect(_read_files, CHAT_FEATURES if chat else TEXT_FEATURES, scratch, files=chosen, **arguments)
-    except DataError as error:
-        if not downloaded:
-            raise
-        raise DataError(str(error).replace(chosen[0], arguments["source"])) from None  # the file is temporary
-    return Documents(documents, None, file_digest(files)), divided
+def arithmetic_conversations() -> Iterator[Conversation]:
+    """Conversations of a question and its answer, of questions that are not held out."""
+    for number in range(_CONVERSATIONS):
+        question, answer = arithmetic_question(1, number, held_out=False)
+        yield [
+            {"role": "user", "content": question},
+            {"role": "assistant", "content": answer},
+        ]

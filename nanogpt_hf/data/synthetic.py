@@ -7,11 +7,10 @@ import numpy as np
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
-from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.mixed_manifest import find_manifest
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
+from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.data.tokenizer import known_vocab_size
-from nanogpt_hf.data.tokens import TokenStream
 from nanogpt_hf.errors import DataError
 
 
@@ -25,8 +24,12 @@ class SyntheticData:
     end_of_turn_id: None = None
 
 
-def prepared_if_any(config: Config, use_prepared: bool) -> tuple[PreparedData | None, str, str | None]:
-    """The recipe's prepared data or None; its folder or why there is none; what is wrong with it, if anything."""
+def prepared_if_any(
+    config: Config, use_prepared: bool
+) -> tuple[PreparedData | None, str, str | None]:
+    """The recipe's prepared data or None; its folder or why there is none; what is wrong with
+    it, if anything.
+    """
     if not use_prepared:
         return None, "no recipe", None
     try:
@@ -38,7 +41,9 @@ def prepared_if_any(config: Config, use_prepared: bool) -> tuple[PreparedData | 
 
 
 def vocab_size_of(config: Config) -> int:
-    """Tokens of the prepared data, or of the recipe's tokenizer; as many as GPT-2's if neither can be read."""
+    """Tokens of the prepared data, or of the recipe's tokenizer; as many as GPT-2's if neither
+    can be read.
+    """
     manifest = None
     with contextlib.suppress(DataError):  # reported when the data is opened
         manifest = find_manifest(config.data)
@@ -50,11 +55,15 @@ def vocab_size_of(config: Config) -> int:
 def synthetic_data(config: Config, vocab_size: int | None = None) -> SyntheticData:
     """Enough random tokens for a few steps of `config`."""
     vocab_size = vocab_size or vocab_size_of(config)
-    stream = synthetic_tokens(vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1)
+    stream = synthetic_tokens(
+        vocab_size, 4 * max(config.train.tokens_per_step, config.data.block_size) + 1
+    )
     stride = 1 if config.data.order == "random" else None
     return SyntheticData(TokenBlocks(stream, config.data.block_size, stride=stride), vocab_size)
 
 
 def synthetic_tokens(vocab_size: int, count: int) -> TokenStream:
     """Random tokens, the same on every process."""
-    return TokenStream([(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)])
+    return TokenStream(
+        [(np.random.Philox(key=0).random_raw(count) % np.uint64(vocab_size)).astype(np.uint32)]
+    )

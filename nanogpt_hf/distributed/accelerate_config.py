@@ -1,4 +1,5 @@
-"""Settings of the accelerate config as its launcher passes them on, and their checks against the recipe.
+"""Settings of the accelerate config as its launcher passes them on, and their checks against the
+recipe.
 
 The only reader of ACCELERATE_* and FSDP_*.
 """
@@ -19,43 +20,46 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.layout import Machine, check_layout
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.mesh import SIZE_VARIABLES, Mesh
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
-from nanogpt_hf.optim.optimizer import check_optimizer
+from nanogpt_hf.optim.optimizer import kind_of
 
 
-def check_launch(config: Config) -> int:
+def check_launch(config: Config, mesh: Mesh) -> int:
     """Gradient accumulation steps of `config` on this launch's processes.
 
-    Raises UserError if the tokens per step do not divide, if the accelerate config sets another accumulation, if a
-    tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed, and if `check_config` or `check_layout`
-    does.
+    Raises UserError if the tokens per step do not divide, if the accelerate config sets another
+    accumulation, if a tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed,
+    and if `check_config` or `check_layout` does.
     """
     check_config()
     if requested("DEEPSPEED"):
-        deepspeed.check_recipe(config)
-    check_layout(config, Mesh.from_environment(), requested_machine(), Mesh.stated_sizes())
-    check_optimizer(config).check()
+        deepspeed.check_available()
+    check_layout(config, mesh, requested_machine())
+    kind_of(config.optim).check()
     if config.lora.quantize and find_spec("bitsandbytes") is None:
         raise UserError(
-            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip install bitsandbytes`"
+            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip "
+            "install bitsandbytes`"
         )
-    if config.lora.quantize and (requested("DEEPSPEED") or requested("FSDP")):
-        raise UserError("lora.quantize: weights in 8 or 4 bits cannot be sharded; use accelerate_configs/ddp.yaml")
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)
             raise UserError(f"tracking.trackers: accelerate has no tracker {tracker!r}{near}")
         if tracker in LoggerType.list() and tracker not in map(str, get_available_trackers()):
-            raise UserError(f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`")
+            raise UserError(
+                f"tracking.trackers: {tracker} is not installed; run `pip install {tracker}`"
+            )
     try:
-        accumulation = accumulation_steps(config, Mesh.from_environment().dp_size)
+        accumulation = accumulation_steps(config, mesh.dp_size)
     except ValueError as error:
         raise UserError(str(error)) from None
     stated = os.environ.get("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "auto")
     if stated not in ("auto", str(accumulation)):
         raise UserError(
-            deepspeed.conflict("gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step")
+            deepspeed.conflict(
+                "gradient_accumulation_steps", stated, accumulation, "train.tokens_per_step"
+            )
         )
     return accumulation
 
@@ -66,7 +70,8 @@ def requested_precision() -> str:
 
 
 def check_config() -> None:
-    """Raises UserError if the accelerate config sets what a run would not get: a precision, a device, processes.
+    """Raises UserError if the accelerate config sets what a run would not get: a precision, a
+    device, processes.
 
     Raises UserError if `check_environment` does, too.
     """
@@ -75,18 +80,19 @@ def check_config() -> None:
     precision = requested_precision()
     if precision == "fp8":
         raise UserError(
-            "the accelerate config sets mixed_precision fp8, which is not supported: its layers replace weights of "
-            "the optimizer, so they would neither train nor be saved; set bf16"
+            "the accelerate config sets mixed_precision fp8, which is not supported: its layers "
+            "replace weights of the optimizer, so they would neither train nor be saved; set bf16"
         )
     if precision == "fp16" and _on_the_cpu() and not requested("DEEPSPEED"):
         raise UserError(
-            "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; set bf16 or 'no'"
+            "the accelerate config sets mixed_precision fp16, which accelerate ignores on a CPU; "
+            "set bf16 or 'no'"
         )
     if _started_alone():
         raise UserError(
-            "the accelerate config sets several processes, but accelerate started one: its MULTI_CPU and NO never "
-            "start more; set distributed_type MULTI_GPU with use_cpu: true, as accelerate_configs/cpu_ddp.yaml does, "
-            "or num_processes: 1"
+            "the accelerate config sets several processes, but accelerate started one: its "
+            "MULTI_CPU and NO never start more; set distributed_type MULTI_GPU with use_cpu: true, "
+            "as accelerate_configs/cpu_ddp.yaml does, or num_processes: 1"
         )
 
 
@@ -96,9 +102,14 @@ def check_device() -> None:
     kind, _, index = stated.partition(":")
     current = torch.accelerator.current_accelerator()
     if kind != "cpu" and (
-        current is None or kind != current.type or int(index or 0) >= torch.accelerator.device_count()
+        current is None
+        or kind != current.type
+        or int(index or 0) >= torch.accelerator.device_count()
     ):
-        raise UserError(f"ACCELERATE_TORCH_DEVICE is {stated}, which this machine does not have; set cpu, or unset it")
+        raise UserError(
+            f"ACCELERATE_TORCH_DEVICE is {stated}, which this machine does not have; "
+            "set cpu, or unset it"
+        )
 
 
 def _on_the_cpu() -> bool:
@@ -109,10 +120,15 @@ def _on_the_cpu() -> bool:
 def _started_alone() -> bool:
     """Whether accelerate should have started several processes but started only this one.
 
-    Its launcher for one process sets MASTER_PORT if the config has several, but no WORLD_SIZE. A MASTER_PORT that the
-    launcher itself got from its environment, as on clusters, proves nothing.
+    Its launcher for one process sets MASTER_PORT if the config has several, but no WORLD_SIZE. A
+    MASTER_PORT that the launcher itself got from its environment, as on clusters, proves
+    nothing.
     """
-    if "MASTER_PORT" not in os.environ or "WORLD_SIZE" in os.environ or "ACCELERATE_MIXED_PRECISION" not in os.environ:
+    if (
+        "MASTER_PORT" not in os.environ
+        or "WORLD_SIZE" in os.environ
+        or "ACCELERATE_MIXED_PRECISION" not in os.environ
+    ):
         return False
     try:
         return "MASTER_PORT" not in psutil.Process(os.getppid()).environ()
@@ -132,41 +148,59 @@ def requested_machine() -> Machine:
         sharding="zero" if requested("DEEPSPEED") else "fsdp" if fsdp else "none",
         precision=requested_precision(),
         compiles=os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no").lower() != "no",
-        device="cpu" if _on_the_cpu() else cast(torch.device, torch.accelerator.current_accelerator()).type,
-        checkpoints=fsdp and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true",
+        device="cpu"
+        if _on_the_cpu()
+        else cast(torch.device, torch.accelerator.current_accelerator()).type,
+        checkpoints=fsdp
+        and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true",
         reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
     )
 
 
 @contextmanager
 def one_line_of_accelerate() -> Iterator[None]:
-    """Turn what accelerate has against its config, when an Accelerator is built, into a UserError."""
+    """Turn what accelerate has against its config, when an Accelerator is built, into a
+    UserError.
+    """
     try:
         yield
-    # accelerate has no class of its own for a wrong setting; `--log-level debug` prints the traceback
-    except (ValueError, TypeError, LookupError, ImportError, AssertionError, NotImplementedError) as error:
+    # accelerate has no class of its own for a wrong setting; `--log-level debug` prints the
+    # traceback
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        ImportError,
+        AssertionError,
+        NotImplementedError,
+    ) as error:
         raise UserError(f"accelerate cannot start as its config asks: {one_line(error)}") from error
 
 
-def default_to_cpu() -> None:
+def default_to_cpu(mesh: Mesh) -> None:
     """Use the CPU for several processes on a machine without an accelerator.
 
     The launcher does not pass `use_cpu` on; without it each process would start as the only one.
     """
-    several = Mesh.from_environment().world_size > 1
-    if several and not (torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ):
+    if mesh.world_size > 1 and not (
+        torch.accelerator.is_available() or "ACCELERATE_TORCH_DEVICE" in os.environ
+    ):
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
-def hide_pipeline_stages() -> None:
-    """Keep parallelism_config from accelerate if it has pipeline stages, which no device mesh of accelerate has."""
-    if Mesh.from_environment().pp_size > 1:
+def hide_pipeline_stages(mesh: Mesh) -> None:
+    """Keep parallelism_config from accelerate if it has pipeline stages, which no device mesh of
+    accelerate has.
+    """
+    if mesh.pp_size > 1:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 
 def ignore_layout() -> None:
-    """Let every process hold a whole model and be a data-parallel rank: only training splits models."""
-    for name in os.environ.keys() & {"ACCELERATE_USE_PARALLELISM_CONFIG", *Mesh.variables()}:
+    """Let every process hold a whole model and be a data-parallel rank: only training splits
+    models.
+    """
+    for name in os.environ.keys() & {"ACCELERATE_USE_PARALLELISM_CONFIG", *SIZE_VARIABLES}:
         del os.environ[name]
 
 

@@ -1,19 +1,21 @@
 """Build and describe the Accelerator; every workaround for it.
 
-Workarounds: tensor parallelism on CPUs and under FSDP2; our own context parallelism; FSDP2 shards gradients after each
-micro-batch, and in bf16 sums them in float32; blocks are compiled in place; activation checkpointing is that of
-transformers; clipping and the optimizer's step bypass the wrapper; a dry-run step counts as no micro-batch.
+Workarounds: tensor parallelism on CPUs and under FSDP2; our own context parallelism; FSDP2
+shards gradients after each micro-batch, and in bf16 sums them in float32; blocks are compiled in
+place; activation checkpointing is that of transformers; clipping and the optimizer's step bypass
+the wrapper; a dry-run step counts as no micro-batch.
 """
 
 import math
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.tracking import GeneralTracker
 from accelerate.utils import (
     DistributedType,
     DynamoBackend,
@@ -40,18 +42,25 @@ from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.loss_gpt import compile_loss
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 from nanogpt_hf.runs.folder import RunFolder
 
 
 class _Accelerator(Accelerator):
-    """Accelerate's, for models that are split before `prepare`."""
+    """Accelerate's, for models that are split before `prepare`; it has the mesh of the launch."""
+
+    def __init__(self, mesh: Mesh, **options: Any):
+        self.mesh = mesh
+        super().__init__(**options)
 
     @property
     def multi_device(self) -> bool:
-        """Accelerate raises for tensor and context parallelism on CPU processes; the first works alike."""
-        mesh = Mesh.from_environment()
-        on_cpus = self.distributed_type == DistributedType.MULTI_CPU and mesh.tp_size * mesh.cp_size > 1
+        """Accelerate raises for tensor and context parallelism on CPU processes; the first works
+        alike.
+        """
+        is_split = self.mesh.tp_size * self.mesh.cp_size > 1
+        on_cpus = self.distributed_type == DistributedType.MULTI_CPU and is_split
         return on_cpus or super().multi_device
 
     def _prepare_tp(self, *args: Any) -> Any:
@@ -62,50 +71,71 @@ class _Accelerator(Accelerator):
         return args
 
     def _prepare_cp(self, *args: Any) -> Any:
-        """Nothing: context_parallel.py does it. Accelerate's own hooks drop the masks of evaluations, too."""
+        """Nothing: context_parallel.py does it.
+
+        Accelerate's own hooks drop the masks of evaluations, too.
+        """
         return args
 
 
+def mesh_of(accelerator: Accelerator) -> Mesh:
+    """The mesh that an Accelerator was built for; a plain one of accelerate is of one process."""
+    return accelerator.mesh if isinstance(accelerator, _Accelerator) else Mesh()
+
+
 def _check_processes(accelerator: Accelerator) -> None:
-    started = Mesh.from_environment().world_size
+    started = mesh_of(accelerator).world_size
     if accelerator.num_processes != started:
         raise UserError(
-            f"the launcher started {started} processes, but accelerate sees {accelerator.num_processes}: each "
-            "would work alone; check distributed_type and use_cpu in the accelerate config"
+            f"the launcher started {started} processes, but accelerate sees "
+            f"{accelerator.num_processes}: each would work alone; check distributed_type and "
+            "use_cpu in the accelerate config"
         )
 
 
-def build_evaluation_accelerator() -> Accelerator:
-    """Build the Accelerator of a process that only evaluates a whole model: device, precision and process group.
+def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
+    """Build the Accelerator of a process that only evaluates a whole model: device, precision and
+    process group.
 
-    Raises UserError if `check_config` does, and if accelerate sees fewer processes than the launcher started.
+    Raises UserError if `check_config` does, and if accelerate sees fewer processes than the
+    launcher started.
     """
     check_config()
     ignore_layout()
-    default_to_cpu()
+    default_to_cpu(mesh)
     with one_line_of_accelerate():
-        accelerator = _Accelerator(kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)])
+        accelerator = _Accelerator(
+            mesh.with_whole_models(),
+            kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
+        )
     _check_processes(accelerator)
     return accelerator
 
 
-def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
-    """Build the Accelerator of this process, with the accumulation that the recipe's tokens per step imply.
+def build_accelerator(
+    config: Config, run: RunFolder, mesh: Mesh, trackers: Sequence[GeneralTracker] = ()
+) -> Accelerator:
+    """Build the Accelerator of this process, with the accumulation that the recipe's tokens per
+    step imply, and with `trackers` beside those that the recipe names.
 
-    Raises UserError if `check_launch` does, and if this machine does not provide what the accelerate config sets.
+    Raises UserError if `check_launch` does, and if this machine does not provide what the
+    accelerate config sets.
     """
-    accumulation = check_launch(config)
-    default_to_cpu()
-    hide_pipeline_stages()
+    accumulation = check_launch(config, mesh)
+    default_to_cpu(mesh)
+    hide_pipeline_stages(mesh)
     # No dataloader is prepared, so none may end an accumulation early.
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
     )
     with one_line_of_accelerate():
         accelerator = _Accelerator(
+            mesh,
             gradient_accumulation_plugin=plugin,
-            log_with=list(config.tracking.trackers) or None,
-            project_config=ProjectConfiguration(project_dir=str(run.path), logging_dir=str(run.trackers)),
+            log_with=[*config.tracking.trackers, *trackers] or None,
+            project_config=ProjectConfiguration(
+                project_dir=str(run.path), logging_dir=str(run.trackers)
+            ),
             kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
         )
     _check_processes(accelerator)
@@ -114,17 +144,24 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
         if requested(kind) and provided != kind:
             raise UserError(
                 f"the accelerate config sets {kind}, but this machine provides {provided} on "
-                f"{accelerator.device.type}; use a config without it, such as accelerate_configs/cpu_ddp.yaml"
+                f"{accelerator.device.type}; use a config without it, such as "
+                "accelerate_configs/cpu_ddp.yaml"
             )
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     if fsdp is not None:
         # what accelerate 1.15 does with a device mesh of several dimensions
-        warnings.filterwarnings("ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning)
+        warnings.filterwarnings(
+            "ignore", "Slicing a flattened dim from root mesh will be deprecated", UserWarning
+        )
         if fsdp.fsdp_version != 2:
-            raise UserError("the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config")
+            raise UserError(
+                "the accelerate config sets FSDP 1; set fsdp_version: 2 in its fsdp_config"
+            )
         if accelerator.mixed_precision == "bf16":
             # accelerate's own policy also sums gradients in bf16, and loses their small parts
-            fsdp.mixed_precision_policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+            fsdp.mixed_precision_policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+            )
     if is_zero(accelerator):
         plugin: Any = accelerator.deepspeed_plugin
         deepspeed.configure(plugin.deepspeed_config, config, accumulation)
@@ -136,18 +173,21 @@ def build_accelerator(config: Config, run: RunFolder) -> Accelerator:
 def is_sharded(accelerator: Accelerator) -> bool:
     """Whether each process holds a part of the model or of the optimizer state only."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
-    mesh = Mesh.from_environment()
+    mesh = mesh_of(accelerator)
     return sharded or mesh.tp_size * mesh.pp_size > 1
 
 
 def sum_over_ranks(accelerator: Accelerator, mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
-    """The sum of a tensor over all processes, on all of them; of those that have the same, one counts.
+    """The sum of a tensor over all processes, on all of them; of those that have the same, one
+    counts.
 
-    They are tensor-parallel ranks, and pipeline stages, of which the last has the loss. Exact for any number of ranks
-    and any dtype.
+    They are tensor-parallel ranks, and pipeline stages, of which the last has the loss. Exact
+    for any number of ranks and any dtype.
     """
     counts = mesh.tp_rank == 0 and mesh.pp_rank == mesh.pp_size - 1
-    return cast(torch.Tensor, accelerator.reduce(tensor if counts else torch.zeros_like(tensor), "sum"))
+    return cast(
+        torch.Tensor, accelerator.reduce(tensor if counts else torch.zeros_like(tensor), "sum")
+    )
 
 
 def describe_device(device: torch.device) -> str:
@@ -167,12 +207,23 @@ def precision_of(accelerator: Accelerator) -> str:
 
 def describe_machine(accelerator: Accelerator) -> str:
     """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
-    kind = "" if accelerator.distributed_type == DistributedType.NO else f", {accelerator.distributed_type.value}"
-    mesh = Mesh.from_environment()
-    for name, size in (("tensor", mesh.tp_size), ("context", mesh.cp_size), ("pipeline", mesh.pp_size)):
+    kind = (
+        ""
+        if accelerator.distributed_type == DistributedType.NO
+        else f", {accelerator.distributed_type.value}"
+    )
+    mesh = mesh_of(accelerator)
+    for name, size in (
+        ("tensor", mesh.tp_size),
+        ("context", mesh.cp_size),
+        ("pipeline", mesh.pp_size),
+    ):
         kind += f", {size}-way {name}-parallel" if size > 1 else ""
     kind += f" ({mesh.pp_schedule})" if mesh.pp_size > 1 else ""
-    return f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, {precision_of(accelerator)}"
+    return (
+        f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, "
+        f"{precision_of(accelerator)}"
+    )
 
 
 def actual_settings(accelerator: Accelerator) -> dict[str, str]:
@@ -189,32 +240,37 @@ def actual_settings(accelerator: Accelerator) -> dict[str, str]:
 def prepared_blocks(
     model: PreTrainedModel, accelerator: Accelerator, optimizer: torch.optim.Optimizer | None = None
 ) -> Iterator[None]:
-    """Compile blocks, loss and the optimizer's update, and checkpoint activations, if the accelerate config sets it.
+    """Compile blocks, loss and the optimizer's update, and checkpoint activations, if the
+    accelerate config sets it.
 
-    A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled in place, block by
-    block, parameters keep their names and one graph serves all blocks. Accelerate's checkpointing draws new dropout
-    masks in the backward pass, which makes the gradient wrong; that of transformers repeats them.
+    A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
+    in place, block by block, parameters keep their names and one graph serves all blocks.
+    Accelerate's checkpointing draws new dropout masks in the backward pass, which makes the
+    gradient wrong; that of transformers repeats them.
     """
     fsdp = getattr(accelerator.state, "fsdp_plugin", None)
     checkpointing = fsdp is not None and fsdp.activation_checkpointing
     if fsdp is not None and checkpointing:
         fsdp.activation_checkpointing = False
         # the name until transformers 5.2x
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable = (
+            getattr(model, "activation_checkpointing_enable", None)
+            or model.gradient_checkpointing_enable
+        )
         enable()
     plugin: Any = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     if backend != DynamoBackend.NO:
         mode = None if plugin.mode == "default" else plugin.mode
-        architecture, options = architecture_of(model), {"backend": backend.value.lower(), "mode": mode}
-        for block in architecture.blocks(model):
+        options: Any = {"backend": backend.value.lower(), "mode": mode}
+        for block in architecture_of(model).blocks(model):
             block.compile(**options)
-        architecture.compile_loss(model, **options)
+        compile_loss(model.get_output_embeddings(), **options)
         if compile_update := getattr(optimizer, "compile", None):
             compile_update(**options)
     try:
         yield
-    finally:  # for the next model of this run, after unfreezing
+    finally:  # for the next model of this run, after unfreezing or a loss spike
         plugin.backend = backend
         if checkpointing and fsdp is not None:
             fsdp.activation_checkpointing = True
@@ -222,10 +278,12 @@ def prepared_blocks(
 
 @contextmanager
 def accumulate(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[None]:
-    """Context for the forward and backward pass of a micro-batch; the last one of a step reduces the gradients.
+    """Context for the forward and backward pass of a micro-batch; the last one of a step reduces
+    the gradients.
 
-    FSDP2 reduce-scatters them after each (`sync_each_batch`), since it would otherwise accumulate whole gradients, 4
-    bytes per parameter on each process. HSDP's all-reduce over the copies waits for the last.
+    FSDP2 reduce-scatters them after each (`sync_each_batch`), since it would otherwise
+    accumulate whole gradients, 4 bytes per parameter on each process. HSDP's all-reduce over the
+    copies waits for the last.
     """
     with accelerator.accumulate(model):
         if isinstance(model, FSDPModule):
@@ -235,7 +293,8 @@ def accumulate(accelerator: Accelerator, model: torch.nn.Module) -> Iterator[Non
 
 @contextmanager
 def micro_batches_not_counted(accelerator: Accelerator, count: int = 1) -> Iterator[None]:
-    """Context for a step of `count` micro-batches that leaves accelerate's counter of micro-batches at 0.
+    """Context for a step of `count` micro-batches that leaves accelerate's counter of micro-batches
+    at 0.
 
     Accelerate lets the optimizer step at multiples of the accumulation.
     """
@@ -249,17 +308,23 @@ def micro_batches_not_counted(accelerator: Accelerator, count: int = 1) -> Itera
 
 
 def clip_gradients(
-    accelerator: Accelerator, model: torch.nn.Module, optimizer: torch.optim.Optimizer, max_norm: float
+    accelerator: Accelerator,
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    max_norm: float,
 ) -> torch.Tensor:
-    """Clip the gradients to `max_norm` (0: not) and return their norm before, a scalar on the device.
+    """Clip the gradients to `max_norm` (0: not) and return their norm before, a scalar on the
+    device.
 
-    If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's scaler do the same by
-    themselves.
+    If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's
+    scaler do the same by themselves.
     """
     if is_sharded(accelerator) or accelerator.scaler is not None:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     else:  # accelerate would look through all gradients for shards first
-        norm = torch.nn.utils.clip_grad_norm_(_unwrap(optimizer).in_model_order, max_norm or math.inf)
+        norm = torch.nn.utils.clip_grad_norm_(
+            _unwrap(optimizer).in_model_order, max_norm or math.inf
+        )
     if not torch.is_tensor(norm):  # DeepSpeed has clipped and stepped already, and returns a number
         return torch.tensor(norm, device=accelerator.device)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -271,8 +336,8 @@ def clip_gradients(
 def update(accelerator: Accelerator, optimizer: torch.optim.Optimizer) -> None:
     """Step, and clear the gradients.
 
-    Accelerate's wrapper is bypassed if it would only forward the call: at each it searches Python's path twice for a
-    package (LOMO).
+    Accelerate's wrapper is bypassed if it would only forward the call: at each it searches
+    Python's path twice for a package (LOMO).
     """
     if accelerator.scaler is None and not is_zero(accelerator):
         optimizer = _unwrap(optimizer)

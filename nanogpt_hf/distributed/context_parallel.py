@@ -1,9 +1,10 @@
 """Context parallelism: each sequence is cut, and every process trains on its part of the positions.
 
-If the processes divide the heads, attention exchanges heads for positions and back (Ulysses, Jacobs et al. 2023,
-arXiv:2309.14509): each process attends to all positions with a part of the heads. So it is causal attention as before,
-on any device. Otherwise keys and values go around a ring of GPUs (Liu et al. 2023, arXiv:2310.01889), by torch's
-implementation. Neither needs a mask. Only training steps are cut: evaluation and generation take whole sequences.
+If the processes divide the heads, attention exchanges heads for positions and back (Ulysses,
+Jacobs et al. 2023, arXiv:2309.14509): each process attends to all positions with a part of the
+heads. So it is causal attention as before, on any device. Otherwise keys and values go around a
+ring of GPUs (Liu et al. 2023, arXiv:2310.01889), by torch's implementation. Neither needs a
+mask. Only training steps are cut: evaluation and generation take whole sequences.
 """
 
 import weakref
@@ -24,8 +25,10 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.distributed.mesh import Mesh
 
 _EXCHANGE, _RING = "exchange_of_heads", "ring"
-_RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]  # of the plain one torch has no ring
-# Devices and precisions of torch's ring; in float32 CUDA has no fused kernel for fewer heads of keys than of queries.
+# torch has no ring for the plain one
+_RING_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION]
+# Devices and precisions of torch's ring; in float32 CUDA has no fused kernel for fewer heads of
+# keys than of queries.
 RING_MACHINES = [("cuda", "bf16")]
 
 
@@ -36,14 +39,18 @@ def heads_of(config: Any) -> tuple[int, int]:
 
 
 def needs_ring(config: Any, processes: int) -> bool:
-    """Whether heads cannot be exchanged, since `processes`, tensor- times context-parallel, do not divide them."""
+    """Whether heads cannot be exchanged, since `processes`, tensor- times context-parallel, do
+    not divide them.
+    """
     return any(heads % processes for heads in heads_of(config))
 
 
 def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rotation: str) -> None:
-    """Let a model in training attend to the positions of all processes of `mesh`, of which it sees its own.
+    """Let a model in training attend to the positions of all processes of `mesh`, of which it sees
+    its own.
 
-    `rotation`, one of ROTATIONS: whether the ring gathers keys and values at once, or sends them around.
+    `rotation`, one of ROTATIONS: whether the ring gathers keys and values at once, or sends them
+    around.
     """
     attend_locally: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
     before: Any
@@ -52,25 +59,40 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
         before, after = _enter_ring(mesh, rotation), DTensor.to_local
     else:
         before, after = (
-            partial(change, group=mesh.get_group()) for change in (_positions_for_heads, _heads_for_positions)
+            partial(change, group=mesh.get_group())
+            for change in (_positions_for_heads, _heads_for_positions)
         )
 
     def attend(
-        module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **options: Any
+        module: Any,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: Any,
+        **options: Any,
     ) -> tuple[torch.Tensor, None]:
-        """(B, H, T, D) of a part of the positions -> (B, T, H, D), as all attention functions of transformers."""
+        """(B, H, T, D) of a part of the positions -> (B, T, H, D), as all attention functions of
+        transformers.
+        """
         if not module.training:
             return attend_locally(module, query, key, value, mask, **options)
         if mask is not None:
-            raise ValueError("context parallelism has no attention masks: sequences are neither packed nor padded")
+            raise ValueError(
+                "context parallelism has no attention masks: sequences are neither "
+                "packed nor padded"
+            )
         with sdpa_kernel(_RING_KERNELS) if ring else nullcontext():
-            out, _ = attend_locally(module, before(query), before(key), before(value), None, **options)
+            out, _ = attend_locally(
+                module, before(query), before(key), before(value), None, **options
+            )
         return after(out), None
 
     trained = weakref.proxy(model)  # the registry must not keep a model's memory
 
     def build_mask(attention_mask: Any = None, **options: Any) -> Any:
-        """None for the ring's positions, which transformers takes for those of several documents."""
+        """None for the ring's positions, which transformers takes for those of several
+        documents.
+        """
         if trained.training and attention_mask is None:
             return None
         return ALL_MASK_ATTENTION_FUNCTIONS["sdpa"](attention_mask=attention_mask, **options)
@@ -81,8 +103,11 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
     model.set_attn_implementation(name)
 
 
-def own_positions(batch: dict[str, torch.Tensor], model: Any, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """This process's part of the positions of a batch (B, T), with their numbers; all of it without such a split.
+def own_positions(
+    batch: dict[str, torch.Tensor], model: Any, mesh: Mesh
+) -> dict[str, torch.Tensor]:
+    """This process's part of the positions of a batch (B, T), with their numbers; all of it without
+    such a split.
 
     In the ring it is a chunk and its mirror image: late positions attend to more than early ones.
     """
@@ -94,11 +119,14 @@ def own_positions(batch: dict[str, torch.Tensor], model: Any, mesh: Mesh) -> dic
     tokens = batch["input_ids"]
     chunks = torch.arange(tokens.shape[1], device=tokens.device).chunk(pieces)
     positions = torch.cat([chunks[index] for index in own])
-    return {name: tensor[:, positions] for name, tensor in batch.items()} | {"position_ids": positions[None]}
+    return {name: tensor[:, positions] for name, tensor in batch.items()} | {
+        "position_ids": positions[None]
+    }
 
 
 def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:
-    """Let torch compute attention of tensors whose positions are split over `mesh` in a ring; returns the split.
+    """Let torch compute attention of tensors whose positions are split over `mesh` in a ring;
+    returns the split.
 
     From here on, in all of this process; but no other attention has such tensors.
     """
@@ -113,14 +141,16 @@ def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:
 def _positions_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(B, H, T/n, D) -> (B, H/n, T, D)."""
     n, (b, h, t, d) = group.size(), x.shape
-    x = _exchange(x.reshape(b, n, h // n, t, d).transpose(0, 1), group)  # (n, B, H/n, T/n, D), by positions
+    # (n, B, H/n, T/n, D), by positions
+    x = _exchange(x.reshape(b, n, h // n, t, d).transpose(0, 1), group)
     return x.permute(1, 2, 0, 3, 4).reshape(b, h // n, n * t, d)
 
 
 def _heads_for_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     """(B, T, H/n, D) -> (B, T/n, H, D)."""
     n, (b, t, h, d) = group.size(), x.shape
-    x = _exchange(x.reshape(b, n, t // n, h, d).transpose(0, 1), group)  # (n, B, T/n, H/n, D), by heads
+    # (n, B, T/n, H/n, D), by heads
+    x = _exchange(x.reshape(b, n, t // n, h, d).transpose(0, 1), group)
     return x.permute(1, 2, 0, 3, 4).reshape(b, t // n, n * h, d)
 
 

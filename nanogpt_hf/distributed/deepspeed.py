@@ -1,12 +1,15 @@
 """DeepSpeed's ZeRO: check and configure it; gather, load and reset its weights and optimizer state.
 
-ZeRO keeps float32 weights and AdamW's state in flat buffers, of which each rank has a slice. Parameters are whole under
-stage 2 and empty under stage 3 between their uses. All functions that take a parameter or an optimizer are collectives.
+ZeRO keeps float32 weights and AdamW's state in flat buffers, of which each rank has a slice.
+Parameters are whole under stage 2 and empty under stage 3 between their uses. All functions that
+take a parameter or an optimizer are collectives.
 """
 
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -15,11 +18,9 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.optim.optimizer import kind_of
 
-ADAMW_STATE = ("exp_avg", "exp_avg_sq")  # of the parameter's shape
+ADAMW_STATE = ("exp_avg", "exp_avg_sq")  # both have the parameter's shape
 
 
 def is_zero(accelerator: Accelerator) -> bool:
@@ -27,42 +28,60 @@ def is_zero(accelerator: Accelerator) -> bool:
     return accelerator.distributed_type == DistributedType.DEEPSPEED
 
 
-def check_recipe(config: Config) -> None:
-    """Raises UserError if DeepSpeed is not installed, or cannot do what the recipe asks."""
+def check_available() -> None:
+    """Raises UserError if DeepSpeed is not installed, or cannot compile here."""
     if find_spec("deepspeed") is None:
-        raise UserError("the accelerate config sets DeepSpeed, which is not installed; run `pip install deepspeed`")
-    if config.finetune.unfreeze_every:
         raise UserError(
-            "finetune.unfreeze_every: DeepSpeed has one step count for all parameters, but unfrozen ones would start "
-            "at 0; leave it out, or use accelerate_configs/fsdp2.yaml"
+            "the accelerate config sets DeepSpeed, which is not installed; run `pip install "
+            "deepspeed`"
         )
-    if config.tracking.layers:
+    if not torch.accelerator.is_available():
+        _check_extensions_folder()
+
+
+def _check_extensions_folder() -> None:
+    """Raises UserError if DeepSpeed cannot write the extension that it compiles for CPUs."""
+    from torch.utils.cpp_extension import get_default_build_root
+
+    folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR") or get_default_build_root())
+    existing = next(path for path in (folder, *folder.parents) if path.exists())
+    if not os.access(existing, os.W_OK):
         raise UserError(
-            "tracking.layers: DeepSpeed gives no access to gradients and weights; leave it out, or use "
-            "accelerate_configs/fsdp2.yaml"
+            f"DeepSpeed compiles an extension in {folder}, which cannot be written; set "
+            "TORCH_EXTENSIONS_DIR to a folder that can"
         )
-    if reason := kind_of(config.optim).refuses.get("zero"):
-        raise UserError(reason)
 
 
 def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None:
-    """Set what DeepSpeed's engine does itself: accumulation, clipping, and the dtype of gradient sums."""
+    """Set what DeepSpeed's engine does itself: accumulation, clipping, and the dtype of gradient
+    sums.
+    """
     # it calls functions that torch 2.13 has renamed, with a warning at every call
     warnings.filterwarnings("ignore", r"`torch\.distributed\..*is deprecated", FutureWarning)
     stage = deepspeed_config["zero_optimization"]["stage"]
     if stage not in (2, 3):
-        raise UserError(f"DeepSpeed's ZeRO stage {stage} is not supported: use 2 or 3, or accelerate_configs/ddp.yaml")
+        raise UserError(
+            f"DeepSpeed's ZeRO stage {stage} is not supported: use 2 or 3, or "
+            "accelerate_configs/ddp.yaml"
+        )
     for name in ("offload_optimizer", "offload_param"):
         if (deepspeed_config["zero_optimization"].get(name) or {}).get("device") == "nvme":
-            raise UserError(f"DeepSpeed's {name} to nvme is not supported, since its state cannot be saved: use cpu")
+            raise UserError(
+                f"DeepSpeed's {name} to nvme is not supported, since its state cannot "
+                "be saved: use cpu"
+            )
     ours = {
         "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
         "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
     }
     if config.train.micro_batch_size == "auto":
-        deepspeed_config["train_micro_batch_size_per_gpu"] = 1  # until the largest that fits is known
+        # until the largest that fits is known
+        deepspeed_config["train_micro_batch_size_per_gpu"] = 1
     else:
-        ours["train_micro_batch_size_per_gpu"] = (config.train.micro_batch_size, "train.micro_batch_size")
+        ours["train_micro_batch_size_per_gpu"] = (
+            config.train.micro_batch_size,
+            "train.micro_batch_size",
+        )
     for key, (value, knob) in ours.items():
         stated = deepspeed_config.get(key, "auto")
         if stated not in ("auto", value):
@@ -76,15 +95,24 @@ def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None
 def conflict(key: str, stated: object, ours: object, knob: str) -> str:
     """The message if the accelerate config states another value than the recipe implies."""
     return (
-        f"the accelerate config (or a DeepSpeed config it names) sets {key} {stated}, but {knob} of the recipe needs "
-        f"{ours}: set auto there"
+        f"the accelerate config (or a DeepSpeed config it names) sets {key} {stated}, but {knob} "
+        f"of the recipe needs {ours}: set auto there"
     )
 
 
-def set_batch_sizes(engine: Any, micro_batch_size: int, sequences: int) -> None:
-    """Set the micro-batch size and the sequences per step of DeepSpeed's engine, from which it derives accumulation."""
+def set_batch_sizes(
+    accelerator: Accelerator, engine: Any, micro_batch_size: int, sequences: int
+) -> None:
+    """Set the micro-batch size and the sequences per step of DeepSpeed's engine, from which it
+    derives accumulation, and of the engine that a rollback builds.
+    """
     engine.set_train_micro_batch_size(micro_batch_size)
     engine.set_train_batch_size(sequences)
+    plugin = cast(Any, accelerator.state.deepspeed_plugin)
+    plugin.deepspeed_config |= {
+        "train_micro_batch_size_per_gpu": micro_batch_size,
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+    }
 
 
 def full_shape(parameter: torch.Tensor) -> torch.Size:
@@ -117,15 +145,18 @@ def set_weight(parameter: torch.nn.Parameter, value: torch.Tensor) -> None:
 
 
 def set_flat(parameter: Any, value: torch.Tensor, key: str | None = None) -> None:
-    """Copy this rank's part of a full float32 weight, or of its state `key`, into DeepSpeed's flat buffers."""
+    """Copy this rank's part of a full float32 weight, or of its state `key`, into DeepSpeed's
+    flat buffers.
+    """
     if not hasattr(parameter, "ds_id"):
         parameter.set_full_hp_param(value, key)
         return
-    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this forgets the padding
+    # ZeRO-3's parts are of one size, padded at the end; DeepSpeed 0.19's own function for this
+    # forgets the padding
     size = parameter.ds_tensor.numel()
-    mesh = Mesh.from_environment()
-    padded = torch.nn.functional.pad(value.flatten(), (0, size * mesh.dp_size - value.numel()))
-    part = padded.narrow(0, size * mesh.dp_rank, size)
+    padding = size * torch.distributed.get_world_size() - value.numel()
+    padded = torch.nn.functional.pad(value.flatten(), (0, padding))
+    part = padded.narrow(0, size * torch.distributed.get_rank(), size)
     parameter._z3_optimizer.set_local_hp_param(part, parameter, key)
 
 
@@ -149,7 +180,9 @@ def state_shapes(trained: Mapping[str, torch.nn.Parameter]) -> dict[str, torch.S
     return shapes | {f"{name}.step": torch.Size(()) for name in trained}
 
 
-def set_state(optimizer: AcceleratedOptimizer, parameter: torch.Tensor, key: str, value: torch.Tensor) -> None:
+def set_state(
+    optimizer: AcceleratedOptimizer, parameter: torch.Tensor, key: str, value: torch.Tensor
+) -> None:
     """Set a tensor of the optimizer state of a parameter; the number of steps is one for all."""
     if key in ADAMW_STATE:
         set_flat(parameter, value, key)
@@ -165,7 +198,11 @@ def set_step_count(optimizer: AcceleratedOptimizer, steps: torch.Tensor) -> None
 
 def loss_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> dict[str, Any] | None:
     """The attributes of fp16's loss scaler; None in other precisions."""
-    return vars(cast(Any, optimizer.optimizer).loss_scaler) if accelerator.mixed_precision == "fp16" else None
+    return (
+        vars(cast(Any, optimizer.optimizer).loss_scaler)
+        if accelerator.mixed_precision == "fp16"
+        else None
+    )
 
 
 def reset_state(optimizer: AcceleratedOptimizer) -> None:
@@ -173,11 +210,21 @@ def reset_state(optimizer: AcceleratedOptimizer) -> None:
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     zero: Any = optimizer.optimizer
-    for flat in _flats(optimizer):  # created, not zeroed: a step that overflowed in fp16 has no state
-        step = torch.zeros((), device=flat.device) if isinstance(zero.optimizer, torch.optim.AdamW) else 0
-        zero.optimizer.state[flat] = {"step": step} | {key: torch.zeros_like(flat.data) for key in ADAMW_STATE}
-    if hasattr(zero, "bit16_groups"):  # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's state accessible
-        for group, flat in zip(zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True):
+    # created, not zeroed: a step that overflowed in fp16 has no state
+    for flat in _flats(optimizer):
+        step = (
+            torch.zeros((), device=flat.device)
+            if isinstance(zero.optimizer, torch.optim.AdamW)
+            else 0
+        )
+        zero.optimizer.state[flat] = {"step": step} | {
+            key: torch.zeros_like(flat.data) for key in ADAMW_STATE
+        }
+    # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's state accessible
+    if hasattr(zero, "bit16_groups"):
+        for group, flat in zip(
+            zero.bit16_groups, zero.single_partition_of_fp32_groups, strict=True
+        ):
             lazy_init_hp_params_optimizer_state(group, flat, zero.optimizer.state)
 
 

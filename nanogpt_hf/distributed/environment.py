@@ -1,7 +1,8 @@
-"""The settings that launchers pass on, and the values that each may have: environment variables and accelerate configs.
+"""The settings that launchers pass on, and the values that each may have: environment variables and
+accelerate configs.
 
-Accelerate and torch read them at many places, most of which end in a traceback or ignore a wrong value. Imports no
-torch, so that a command can check them before heavy imports.
+Accelerate and torch read them at many places, most of which end in a traceback or ignore a wrong
+value. Imports no torch, so that a command can check them before heavy imports.
 """
 
 import os
@@ -11,8 +12,9 @@ from typing import Any, NamedTuple
 
 from nanogpt_hf.errors import UserError, did_you_mean
 
-SCHEDULES = ("1f1b", "zero_bubble")  # of a pipeline; the first is the default
-ROTATIONS = ("allgather", "alltoall")  # of keys and values in ring attention; the first is the default
+SCHEDULES = ("1f1b", "zero_bubble")  # a pipeline's; the first is the default
+# for keys and values in ring attention; the first is the default
+ROTATIONS = ("allgather", "alltoall")
 
 
 class _Kind(NamedTuple):
@@ -27,8 +29,9 @@ def _number(low: int, high: int = 10**9) -> _Kind:
     return _Kind(f"a number from {low}" + (f" to {high}" if high < 10**9 else " on"), accepts)
 
 
-def _one_of(*names: str, any_case: bool = False) -> _Kind:
-    fold = str.lower if any_case else str
+def _one_of(text: str, *, any_case: bool = False) -> _Kind:
+    """One of the words of a text."""
+    fold, names = str.lower if any_case else str, text.split()
     return _Kind(
         " or ".join([", ".join(names[:-1]), *names[-1:]]).removeprefix(" or "),
         lambda value: fold(str(value)) in map(fold, names),
@@ -39,72 +42,85 @@ def _or_null(kind: _Kind) -> _Kind:
     return _Kind(kind.words, lambda value: value is None or kind.accepts(value))
 
 
+def _all(text: str, kind: _Kind) -> dict[str, _Kind]:
+    """The words of a text, of one kind."""
+    return dict.fromkeys(text.split(), kind)
+
+
 _COUNT, _INDEX = _number(1), _number(0)
-_FLAG = _one_of("true", "false", any_case=True)
-_SWITCH = _one_of("true", "false", "1", "0", "yes", "no", "on", "off", any_case=True)
-_PRECISION = _one_of("no", "bf16", "fp16", "fp8")
-_OFFLOAD = _one_of("none", "cpu", "nvme")
+_FLAG = _one_of("true false", any_case=True)
+_PRECISION = _one_of("no bf16 fp16 fp8")
+_TYPES = "NO MULTI_CPU MULTI_GPU MULTI_XPU MULTI_NPU MULTI_HPU FSDP DEEPSPEED"
 
 VARIABLES = {
-    "RANK": _INDEX,
-    "WORLD_SIZE": _COUNT,
-    "LOCAL_RANK": _INDEX,
-    "LOCAL_WORLD_SIZE": _COUNT,
+    **_all("RANK LOCAL_RANK", _INDEX),
+    **_all(
+        "WORLD_SIZE LOCAL_WORLD_SIZE PARALLELISM_CONFIG_PP_SIZE PARALLELISM_CONFIG_TP_SIZE "
+        "PARALLELISM_CONFIG_CP_SIZE PARALLELISM_CONFIG_SP_SIZE "
+        "PARALLELISM_CONFIG_DP_REPLICATE_SIZE PARALLELISM_CONFIG_DP_SHARD_SIZE",
+        _COUNT,
+    ),
     "MASTER_PORT": _number(0, 65535),
-    **{f"ACCELERATE_USE_{name}": _FLAG for name in ("CPU", "FSDP", "DEEPSPEED", "PARALLELISM_CONFIG")},
-    **{f"ACCELERATE_USE_{name}": _one_of("false", any_case=True) for name in ("MEGATRON_LM", "SAGEMAKER")},
-    **dict.fromkeys(("ACCELERATE_DEBUG_MODE", "ACCELERATE_CPU_AFFINITY", "FORK_LAUNCHED"), _SWITCH),
+    **_all(
+        "ACCELERATE_USE_CPU ACCELERATE_USE_FSDP ACCELERATE_USE_DEEPSPEED "
+        "ACCELERATE_USE_PARALLELISM_CONFIG ACCELERATE_DYNAMO_USE_FULLGRAPH "
+        "ACCELERATE_DYNAMO_USE_DYNAMIC ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION "
+        "ACCELERATE_DEEPSPEED_ZERO3_INIT ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL "
+        "FSDP_RESHARD_AFTER_FORWARD FSDP_OFFLOAD_PARAMS FSDP_CPU_RAM_EFFICIENT_LOADING "
+        "FSDP_ACTIVATION_CHECKPOINTING FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        _FLAG,
+    ),
+    **_all("ACCELERATE_USE_MEGATRON_LM ACCELERATE_USE_SAGEMAKER", _one_of("false", any_case=True)),
     "ACCELERATE_TORCH_DEVICE": _Kind(
-        "a device such as cpu or cuda:0", re.compile(r"(cpu|cuda|mps|xpu|npu|hpu)(:[0-9]{1,3})?").fullmatch
+        "a device such as cpu or cuda:0",
+        re.compile(r"(cpu|cuda|mps|xpu|npu|hpu)(:[0-9]{1,3})?").fullmatch,
     ),
     "ACCELERATE_MIXED_PRECISION": _PRECISION,
-    "ACCELERATE_LOG_LEVEL": _one_of("debug", "info", "warning", "error", "critical", any_case=True),
+    "ACCELERATE_LOG_LEVEL": _one_of("debug info warning error critical", any_case=True),
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS": _Kind(
         "auto, or a number of steps", lambda v: v == "auto" or _COUNT.accepts(v)
     ),
-    "ACCELERATE_DYNAMO_BACKEND": _one_of("no", "eager", "aot_eager", "inductor", "cudagraphs", any_case=True),
-    "ACCELERATE_DYNAMO_MODE": _one_of("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
-    **{f"ACCELERATE_DYNAMO_USE_{name}": _FLAG for name in ("FULLGRAPH", "DYNAMIC", "REGIONAL_COMPILATION")},
+    "ACCELERATE_DYNAMO_BACKEND": _one_of("no eager aot_eager inductor cudagraphs", any_case=True),
+    "ACCELERATE_DYNAMO_MODE": _one_of(
+        "default reduce-overhead max-autotune max-autotune-no-cudagraphs"
+    ),
     "ACCELERATE_DEEPSPEED_ZERO_STAGE": _number(0, 3),
-    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE": _OFFLOAD,
-    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE": _OFFLOAD,
-    **{f"ACCELERATE_DEEPSPEED_{name}": _FLAG for name in ("ZERO3_INIT", "ZERO3_SAVE_16BIT_MODEL")},
+    **_all(
+        "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
+        _one_of("none cpu nvme"),
+    ),
     "FSDP_VERSION": _number(1, 2),
-    **{
-        f"FSDP_{name}": _FLAG
-        for name in (
-            "RESHARD_AFTER_FORWARD",
-            "OFFLOAD_PARAMS",
-            "CPU_RAM_EFFICIENT_LOADING",
-            "ACTIVATION_CHECKPOINTING",
-            "ACTIVATION_CHECKPOINTING_OFFLOAD",
-        )
-    },
-    "FSDP_BACKWARD_PREFETCH": _one_of("BACKWARD_PRE", "BACKWARD_POST", "NO_PREFETCH", any_case=True),
-    "FSDP_STATE_DICT_TYPE": _one_of("FULL_STATE_DICT", "LOCAL_STATE_DICT", "SHARDED_STATE_DICT", any_case=True),
-    "FSDP_AUTO_WRAP_POLICY": _one_of("TRANSFORMER_BASED_WRAP", "SIZE_BASED_WRAP", "NO_WRAP", any_case=True),
-    **{f"PARALLELISM_CONFIG_{name}_SIZE": _COUNT for name in ("PP", "DP_REPLICATE", "DP_SHARD", "CP", "SP", "TP")},
-    "PARALLELISM_CONFIG_PP_SCHEDULE": _one_of(*SCHEDULES),
-    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": _one_of(*ROTATIONS),
+    "FSDP_BACKWARD_PREFETCH": _one_of("BACKWARD_PRE BACKWARD_POST NO_PREFETCH", any_case=True),
+    "FSDP_STATE_DICT_TYPE": _one_of(
+        "FULL_STATE_DICT LOCAL_STATE_DICT SHARDED_STATE_DICT", any_case=True
+    ),
+    "FSDP_AUTO_WRAP_POLICY": _one_of(
+        "TRANSFORMER_BASED_WRAP SIZE_BASED_WRAP NO_WRAP", any_case=True
+    ),
+    "PARALLELISM_CONFIG_PP_SCHEDULE": _one_of(" ".join(SCHEDULES)),
+    "PARALLELISM_CONFIG_CP_COMM_STRATEGY": _one_of(" ".join(ROTATIONS)),
     "PARALLELISM_CONFIG_CP_BACKEND": _one_of("torch"),
     "PARALLELISM_CONFIG_SP_BACKEND": _one_of("deepspeed"),
 }
 
-_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what every launcher sets beside LOCAL_RANK
+# what every launcher sets beside LOCAL_RANK
+_LAUNCHED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 _GPUS = _Kind("all, or numbers in quotes such as '0,1'", lambda v: isinstance(v, str) and v != "")
-_TYPES = ("NO", "MULTI_CPU", "MULTI_GPU", "MULTI_XPU", "MULTI_NPU", "MULTI_HPU", "FSDP", "DEEPSPEED")
-# Keys of an accelerate config that are no variables, and the sections, whose keys are variables with a prefix.
+# Keys of an accelerate config that are no variables, and the sections, whose keys are variables
+# with a prefix.
 _KEYS = {
     "compute_environment": _one_of("LOCAL_MACHINE"),
-    "distributed_type": _Kind(_one_of(*_TYPES).words, lambda v: v is False or v in _TYPES),  # YAML reads NO as false
-    "num_processes": _COUNT,
-    "num_machines": _COUNT,
+    # YAML reads NO as false
+    "distributed_type": _Kind(
+        _one_of(_TYPES).words, lambda v: v is False or _one_of(_TYPES).accepts(v)
+    ),
+    **_all("num_processes num_machines", _COUNT),
     "machine_rank": _INDEX,
     "main_process_port": _or_null(_number(0, 65535)),
     "gpu_ids": _or_null(_GPUS),
     "mixed_precision": _or_null(_PRECISION),
-    **dict.fromkeys(("use_cpu", "debug", "same_network", "enable_cpu_affinity", "tpu_use_cluster"), _FLAG),
+    **_all("use_cpu debug same_network enable_cpu_affinity tpu_use_cluster", _FLAG),
 }
 _SECTIONS = {
     "dynamo_config": ("dynamo_", "ACCELERATE_DYNAMO_"),
@@ -115,19 +131,28 @@ _SECTIONS = {
 
 
 def check_environment() -> None:
-    """Raises UserError if an environment variable of torch or accelerate has a wrong value, or lacks its others."""
+    """Raises UserError if an environment variable of torch or accelerate has a wrong value, or
+    lacks its others.
+    """
     given = os.environ
     for name in VARIABLES.keys() & given.keys():
         if not VARIABLES[name].accepts(given[name]):
-            raise UserError(f"{name} is {given[name]!r:.60}; set {VARIABLES[name].words}, or unset it")
+            raise UserError(
+                f"{name} is {given[name]!r:.60}; set {VARIABLES[name].words}, or unset it"
+            )
     if "LOCAL_RANK" in given and (missing := [name for name in _LAUNCHED if name not in given]):
-        raise UserError(f"LOCAL_RANK is set, but not {', '.join(missing)}; use `python cli.py launch`, or unset it")
+        raise UserError(
+            f"LOCAL_RANK is set, but not {', '.join(missing)}; use `python cli.py "
+            "launch`, or unset it"
+        )
     rank, size = given.get("RANK", "0"), given.get("WORLD_SIZE", "1")
     if int(rank) >= int(size):
         raise UserError(f"RANK is {rank}, not below WORLD_SIZE {size}; use `python cli.py launch`")
 
 
-def check_accelerate_config(file: str, settings: dict[str, Any], options: Collection[str] = ()) -> None:
+def check_accelerate_config(
+    file: str, settings: dict[str, Any], options: Collection[str] = ()
+) -> None:
     """Raises UserError if a value of an accelerate config is wrong.
 
     `options` are the names that `accelerate launch` knows; it ignores any other key of a section.
@@ -135,7 +160,9 @@ def check_accelerate_config(file: str, settings: dict[str, Any], options: Collec
     for key, value in settings.items():
         if key in _SECTIONS and value is not None:
             if not isinstance(value, dict):
-                raise UserError(f"--config_file {file}: {key} is {value!r:.60}; set keys with values under it")
+                raise UserError(
+                    f"--config_file {file}: {key} is {value!r:.60}; set keys with values under it"
+                )
             prefix, variables = _SECTIONS[key]
             for name, part in value.items():
                 option = f"{prefix}{str(name).removeprefix(prefix)}"
@@ -152,5 +179,9 @@ def check_accelerate_config(file: str, settings: dict[str, Any], options: Collec
 
 def _check(file: str, key: str, value: Any, kind: _Kind | None) -> None:
     if kind and not kind.accepts(value):
-        quotes = "; YAML reads a bare no as false: quote it" if value is False and "no" in kind.words else ""
+        quotes = (
+            "; YAML reads a bare no as false: quote it"
+            if value is False and "no" in kind.words
+            else ""
+        )
         raise UserError(f"--config_file {file}: {key} is {value!r:.60}; set {kind.words}{quotes}")

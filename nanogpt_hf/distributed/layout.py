@@ -1,4 +1,4 @@
-"""Parallel layouts: which recipes run on which, and the split of a model. docs/machines.md has the table."""
+"""Parallel layouts: which recipes run on which, and the split of a model."""
 
 import math
 from dataclasses import dataclass
@@ -9,9 +9,14 @@ from accelerate import Accelerator
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import has_conversations
-from nanogpt_hf.distributed.context_parallel import RING_MACHINES, heads_of, needs_ring, share_positions
+from nanogpt_hf.distributed.context_parallel import (
+    RING_MACHINES,
+    heads_of,
+    needs_ring,
+    share_positions,
+)
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
@@ -19,10 +24,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.stages import check_stages
-from nanogpt_hf.optim.optimizer import kind_of
-
-_NO_FP16 = "fp16's loss scaler looks for overflows on each process alone; set mixed_precision bf16"
-_FSDP2 = "set distributed_type FSDP with fsdp_version 2, as accelerate_configs/"
+from nanogpt_hf.optim.optimizer import check_combination
 
 
 @dataclass(frozen=True)
@@ -47,183 +49,158 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
         share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)
 
 
-def check_layout(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
-    """Raises UserError if the recipe cannot be trained with this tensor, context or pipeline parallelism.
+def check_layout(config: Config, mesh: Mesh, machine: Machine) -> None:
+    """Raises UserError if the recipe cannot be trained on this machine with these sizes.
 
-    Checks that the sizes which the accelerate config states multiply to the number of processes, too.
+    The sizes that the accelerate config states have to multiply to the number of processes, too.
     """
-    _check_sizes(mesh, machine, sizes)
-    for size, kind, problem in (
-        (mesh.tp_size, "tensor parallelism", _without_tensor_parallelism),
-        (mesh.cp_size, "context parallelism", _without_context_parallelism),
+    _check_product(mesh)
+    settings = recipe_settings(config) | machine_settings(mesh, machine)
+    check_combination(settings)
+    if mesh.pp_size > 1:
+        if problem := _micro_batches_problem(config, mesh):
+            raise UserError(problem)
+        try:
+            check_stages(config.model)
+        except ValueError as error:
+            named = f"model.architecture {config.model.architecture} ({error})"
+            check_combination(settings | {"blocks that are no stages": named})
+    if mesh.tp_size * mesh.cp_size > 1:
+        model = _meta_model(config)
+        check_combination(settings | model_settings(config, model, mesh))
+        if problem := _sizes_problem(config, model, mesh, machine):
+            raise UserError(problem)
+
+
+def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
+    """The settings of the accelerate config by name, with their values."""
+    is_fsdp, copies = machine.sharding == "fsdp", mesh.stated_sizes.get("dp_replicate_size", 1)
+    found = {
+        f"tensor parallelism (tp_size {mesh.tp_size})": mesh.tp_size > 1,
+        "tensor parallelism × FSDP2": mesh.tp_size > 1 and is_fsdp,
+        f"context parallelism (cp_size {mesh.cp_size})": mesh.cp_size > 1,
+        f"pipeline stages (pp_size {mesh.pp_size})": mesh.pp_size > 1,
+        "pp_schedule zero_bubble": mesh.pp_size > 1 and mesh.pp_schedule == "zero_bubble",
+        "DeepSpeed": machine.sharding == "zero",
+        "FSDP2": is_fsdp,
+        f"HSDP (dp_replicate_size {copies})": is_fsdp and copies > 1,
+        "FSDP2 over one process": is_fsdp and mesh.dp_cp_size == 1,
+        "unsharded models": machine.sharding == "none",
+        "copies of unsharded models": machine.sharding == "none" and mesh.dp_size > 1,
+        f"mixed_precision {machine.precision}": True,
+        "dynamo_backend": machine.compiles,
+        "fsdp_activation_checkpointing": machine.checkpoints,
+        "fsdp_reshard_after_forward": machine.reshards,
+        "a CPU": machine.device == "cpu",
+    }
+    return {words.partition(" (")[0]: words for words, is_set in found.items() if is_set}
+
+
+def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
+    """What matters of a model for tensor and context parallelism, by name, with its words."""
+    name, found = f"model.architecture {config.model.architecture}", {}
+    architecture, window = architecture_of(model), getattr(model.config, "sliding_window", None)
+    if mesh.tp_size > 1:
+        try:
+            if "heads" in architecture.tensor_parallel(architecture.blocks(model)[0]).values():
+                found["split norms of heads"] = f"the norms of heads of {name}"
+        except ValueError as error:
+            found["blocks without a plan"] = f"{name} ({error})"
+    rotary = getattr(model.config, "rope_parameters", None) is not None
+    if model.config._attn_implementation != "sdpa" or not (
+        rotary or config.model.architecture == "gpt2"
     ):
-        if size > 1 and (reason := problem(config, mesh, machine)):
-            raise UserError(f"{kind} ({size} processes): {reason}")
-    if mesh.pp_size > 1 and (reason := _without_pipeline(config, mesh, machine, sizes)):
-        raise UserError(f"pipeline parallelism ({mesh.pp_size} stages): {reason}")
+        found["attention of another kind"] = f"the attention of {name}"
+    if window is not None and window < config.data.block_size:
+        found["a window of attention"] = f"{name}'s window of {window} tokens"
+    if mesh.cp_size > 1 and needs_ring(model.config, mesh.tp_size * mesh.cp_size):
+        found["ring attention"] = f"ring attention (cp_size {mesh.cp_size})"
+        for knob, value in model.config.to_dict().items():
+            if "drop" in knob and value:
+                found["dropout"] = f"{knob} {value}"
+    return found
 
 
-def _check_sizes(mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> None:
+def _check_product(mesh: Mesh) -> None:
+    sizes = mesh.stated_sizes
     product = math.prod(sizes.values())
-    shown = " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
-    # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size, which it does not know
+    shown = (
+        " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
+    )
+    # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
+    # which it does not know
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
     if sizes and product != mesh.world_size and not only_stages:
-        lost = "" if "pp_size" in sizes else "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
+        lost = "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
         raise UserError(
-            f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} were started: set "
-            f"sizes whose product is num_processes{lost}"
+            f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} "
+            "were started: set sizes whose product is num_processes"
+            f"{'' if 'pp_size' in sizes else lost}"
         )
     if sizes.get("sp_size", 1) > 1:
-        raise UserError("parallelism_config: sp_size is not supported; set cp_size, which exchanges heads the same way")
-    if mesh.tp_size * mesh.cp_size == 1:
-        return
-    if mesh.pp_size > 1:
-        raise UserError(f"parallelism_config: {shown}: pipeline stages do not combine with the others; set pp_size 1")
-    if machine.sharding == "zero":
         raise UserError(
-            f"parallelism_config: {shown} does not combine with DeepSpeed, which shards over all processes; "
-            f"{_FSDP2}tp_fsdp2.yaml"
-        )
-    if machine.sharding == "fsdp" and mesh.dp_cp_size == 1:
-        raise UserError(
-            f"parallelism_config: {shown} leaves FSDP no processes to shard over; set distributed_type MULTI_GPU, as "
-            "accelerate_configs/tp.yaml, or dp_shard_size"
-        )
-    if machine.sharding == "none" and mesh.cp_size > 1:
-        raise UserError(f"parallelism_config: {shown} needs FSDP2; {_FSDP2}cp_fsdp2.yaml")
-    if machine.sharding == "none" and mesh.dp_size > 1:
-        raise UserError(
-            f"parallelism_config: {shown} does not combine with plain data parallelism; {_FSDP2}tp_fsdp2.yaml, with "
-            "dp_shard_size in place of dp_replicate_size"
+            f"parallelism_config: sp_size {sizes['sp_size']} is not supported; set cp_size, which "
+            "exchanges heads the same way"
         )
 
 
-def _without_tensor_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
-    """The reason why a recipe cannot be trained with tensor parallelism; None if it can."""
-    if machine.precision == "fp16":
-        return _NO_FP16
-    if config.lora.rank:
-        return "lora.rank: adapters of matrices that are split are not supported; use accelerate_configs/fsdp2.yaml"
-    refuses = kind_of(config.optim).refuses
-    if reason := refuses.get("tp") or (machine.sharding == "fsdp" and refuses.get("tp_fsdp2")):
-        return reason
-    model: Any = _meta_model(config)
-    architecture = architecture_of(model)
-    block = architecture.blocks(model)[0]
-    try:
-        plan = architecture.tensor_parallel(block)
-    except ValueError as error:
-        return f"model.architecture: {error}"
-    if machine.compiles and "heads" in plan.values():
-        return f"norms of heads, as of {config.model.architecture}, cannot be compiled; set dynamo_backend 'NO'"
-    heads, kv_heads = heads_of(model.config)
-    widths = {"model.n_head": heads, "model.n_kv_head": kv_heads}
-    layers: dict[str, Any] = {name: block.get_submodule(name) for name in plan}
-    widths |= {f"the width of {name}": layers[name].out_features for name in plan if plan[name] == "outputs"}
-    return next(
-        (
-            f"{name} is {width}, which {mesh.tp_size} processes do not divide"
-            for name, width in widths.items()
-            if width % mesh.tp_size
-        ),
-        None,
-    )
-
-
-def _without_context_parallelism(config: Config, mesh: Mesh, machine: Machine) -> str | None:
-    """The reason why a recipe cannot be trained with context parallelism; None if it can."""
-    if machine.precision == "fp16":
-        return _NO_FP16
-    if has_conversations(config.data):
-        return "conversations are packed into blocks, and their masks cannot be cut; use accelerate_configs/fsdp2.yaml"
-    block_size = config.data.block_size
+def _sizes_problem(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:
+    """Which size of a model its tensor- or context-parallel processes do not divide, if any."""
+    heads, block_size = heads_of(model.config), config.data.block_size
+    widths = dict(zip(("model.n_head", "model.n_kv_head"), heads, strict=True))
+    if mesh.tp_size > 1:
+        architecture = architecture_of(model)
+        block: Any = architecture.blocks(model)[0]
+        divided = widths | {
+            f"the width of {name}": block.get_submodule(name).out_features
+            for name, split in architecture.tensor_parallel(block).items()
+            if split == "outputs"
+        }
+        for name, width in divided.items():
+            if width % mesh.tp_size:
+                return f"{name} is {width}, which {mesh.tp_size} processes do not divide"
     if block_size % mesh.cp_size:
         return f"data.block_size is {block_size}, which {mesh.cp_size} processes do not divide"
-    model: Any = _meta_model(config)
-    attention = model.config._attn_implementation
-    rotary = getattr(model.config, "rope_parameters", None) is not None
-    if attention != "sdpa" or not (rotary or config.model.architecture == "gpt2"):
-        return f"model.architecture: the attention of {config.model.architecture} is of another kind than is supported"
-    window = getattr(model.config, "sliding_window", None)
-    if window is not None and window < block_size:
-        return f"model.architecture: {config.model.architecture} attends to a window of {window} tokens of {block_size}"
     each = mesh.tp_size * mesh.cp_size
-    return _without_ring(config, model, mesh, machine) if needs_ring(model.config, each) else None
-
-
-def _without_ring(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:
-    """The reason why a recipe whose heads cannot be exchanged cannot be trained by ring attention; None if it can."""
+    if mesh.cp_size == 1 or not needs_ring(model.config, each):
+        return None
     if (machine.device, machine.precision) not in RING_MACHINES:
-        names = zip(("model.n_head", "model.n_kv_head"), heads_of(model.config), strict=True)
-        each = mesh.tp_size * mesh.cp_size
-        name, heads = next((name, heads) for name, heads in names if heads % each)
-        product = f"{mesh.tp_size} × {mesh.cp_size}" if mesh.tp_size > 1 else str(each)
+        name, width = next((name, width) for name, width in widths.items() if width % each)
         return (
-            f"{name} is {heads}, which {product} processes do not divide, and ring attention, which needs no such "
-            "sizes, runs only on CUDA GPUs (Ampere or newer) with mixed_precision bf16; set other sizes, or use them"
+            f"{name} is {width}, which {each} processes do not divide, and ring attention, which "
+            "needs no such sizes, runs only on CUDA GPUs (Ampere or newer) with mixed_precision "
+            "bf16; set other sizes, or use them"
         )
-    if config.data.block_size % (2 * mesh.cp_size):
+    if block_size % (2 * mesh.cp_size):
         return (
-            f"data.block_size is {config.data.block_size}, which does not divide into the 2 × {mesh.cp_size} equal "
-            "parts of ring attention; set a multiple"
+            f"data.block_size is {block_size}, which does not divide into the 2 × {mesh.cp_size} "
+            "equal parts of ring attention; set a multiple"
         )
-    if any("drop" in name and value for name, value in model.config.to_dict().items()):
-        return "ring attention has no dropout: its backward pass would draw other masks; set model.dropout 0"
     return None
 
 
-def _without_pipeline(config: Config, mesh: Mesh, machine: Machine, sizes: dict[str, int]) -> str | None:
-    """The reason why a recipe cannot be trained in pipeline stages; None if it can."""
-    if machine.sharding == "zero":
-        return f"DeepSpeed shards over all processes; {_FSDP2}pp_fsdp2.yaml"
-    if machine.sharding == "fsdp" and sizes.get("dp_replicate_size", 1) > 1:
-        return "a stage is not both sharded and copied; set dp_replicate_size 1"
-    if machine.precision == "fp16":
-        return _NO_FP16
-    if config.lora.rank:
-        return "lora.rank: adapters are not supported; use accelerate_configs/fsdp2.yaml"
-    if reason := kind_of(config.optim).refuses.get("pp"):
-        return reason
-    if config.finetune.freeze_layers is not None or config.finetune.layer_decay != 1:
-        knob = "layer_decay" if config.finetune.freeze_layers is None else "freeze_layers"
-        return f"finetune.{knob} is not supported; leave it out, or use accelerate_configs/fsdp2.yaml"
+def _micro_batches_problem(config: Config, mesh: Mesh) -> str | None:
+    """Why the layers or the micro-batches of a step do not fill the stages, if they do not."""
     if config.model.n_layer < mesh.pp_size:
-        return f"model.n_layer is {config.model.n_layer}, fewer than the stages"
-    if mesh.pp_schedule == "zero_bubble" and (reason := _without_zero_bubble(machine)):
-        return f"pp_schedule zero_bubble: {reason}, or pp_schedule 1f1b"
+        return f"model.n_layer is {config.model.n_layer}, fewer than the {mesh.pp_size} stages"
     train, block_size = config.train, config.data.block_size
     sequences = train.tokens_per_step // (block_size * mesh.dp_size)
     micro_batches = sequences // train.min_micro_batch_size
-    if not mesh.fills_pipeline(micro_batches):
-        problem, remedy = "fewer micro-batches than stages", "raise train.tokens_per_step"
-        if rounds := micro_batches // mesh.pp_size:
-            problem = f"pp_schedule zero_bubble cannot divide {micro_batches} micro-batches into {rounds} equal rounds"
-            remedy = "set pp_schedule 1f1b"
-        fitting = [size for size in divisors(sequences) if mesh.fills_pipeline(sequences // size)]
-        smaller = f"set train.micro_batch_size to {max(fitting)} or " if fitting else ""
-        return (
-            f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
-            f"{train.min_micro_batch_size}: {problem}; {smaller}{remedy}"
+    if mesh.fills_pipeline(micro_batches):
+        return None
+    problem, remedy = "fewer micro-batches than stages", "raise train.tokens_per_step"
+    if rounds := micro_batches // mesh.pp_size:
+        problem = (
+            f"pp_schedule zero_bubble cannot divide {micro_batches} micro-batches into "
+            f"{rounds} equal rounds"
         )
-    try:
-        check_stages(config.model)
-    except ValueError as error:
-        return f"model.architecture: {error}"
-    return None
-
-
-def _without_zero_bubble(machine: Machine) -> str | None:
-    """The reason why the machine cannot run the backward pass in two parts, for inputs and for weights."""
-    if machine.compiles:
-        return "a compiled block runs its backward pass as a whole; set dynamo_backend 'NO'"
-    if machine.checkpoints:
-        return (
-            "the gradient of each weight would repeat its block's forward pass; set fsdp_activation_checkpointing false"
-        )
-    if machine.reshards:
-        return "the weights of a stage stay gathered until the end of a step; set fsdp_reshard_after_forward false"
-    return None
+        remedy = "set pp_schedule 1f1b"
+    fitting = [size for size in divisors(sequences) if mesh.fills_pipeline(sequences // size)]
+    smaller = f"set train.micro_batch_size to {max(fitting)} or " if fitting else ""
+    return (
+        f"a step has {plural(sequences, 'sequence')} per pipeline, in micro-batches of "
+        f"{train.min_micro_batch_size}: {problem}; {smaller}{remedy}"
+    )
 
 
 def _meta_model(config: Config) -> PreTrainedModel:

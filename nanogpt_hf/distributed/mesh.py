@@ -1,23 +1,27 @@
 """Mesh: rank and size of this process in each kind of parallelism.
 
-The only reader of WORLD_SIZE, RANK, LOCAL_RANK, LOCAL_WORLD_SIZE and PARALLELISM_CONFIG_*. Imports no torch, so that a
-command can use it before heavy imports.
+It is read from the environment once, where a command or a run begins, and passed on. Imports no
+torch, so that a command can use it before heavy imports.
 """
 
+import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from nanogpt_hf.distributed.environment import ROTATIONS, SCHEDULES
 
-LAUNCHER_VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")  # a process without them is alone
+# sizes in the accelerate config's parallelism_config, as accelerate names them
+_SIZES = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
+SIZE_VARIABLES = {f"PARALLELISM_CONFIG_{name.upper()}": name for name in _SIZES}
 
 
 @dataclass(frozen=True)
 class Mesh:
     """Rank and size in each kind of parallelism. Without a launcher: rank 0 of 1.
 
-    Ranks are numbered as in accelerate's device mesh, pipeline stages outermost: (pp, dp, cp, tp), tp varies fastest.
-    So the processes of a tensor-parallel group, which communicate most, are neighbours on one machine.
+    Ranks are numbered as in accelerate's device mesh, pipeline stages outermost: (pp, dp, cp,
+    tp), tp varies fastest. So the processes of a tensor-parallel group, which communicate most,
+    are neighbors on one machine.
     """
 
     rank: int = 0
@@ -29,6 +33,9 @@ class Mesh:
     pp_size: int = 1  # pipeline parallelism: the layers are split
     pp_schedule: str = SCHEDULES[0]
     cp_rotation: str = ROTATIONS[0]
+    # what the accelerate config states, by the names of SIZE_VARIABLES. The launcher passes on all
+    # but pp_size, which only `cli.py launch` does, as it does pp_schedule.
+    stated_sizes: dict[str, int] = field(default_factory=dict, hash=False)
 
     @classmethod
     def from_environment(cls) -> "Mesh":
@@ -36,41 +43,38 @@ class Mesh:
 
         `check_environment` has checked that they are numbers.
         """
+        environment = os.environ
+
+        def number(name: str, default: int) -> int:
+            return int(environment.get(name) or default)
+
+        named = {key: name for key, name in SIZE_VARIABLES.items() if environment.get(key)}
+        stated = {name: number(key, 1) for key, name in named.items()}
         return cls(
-            rank=int(os.environ.get("RANK") or 0),
-            world_size=int(os.environ.get("WORLD_SIZE") or 1),
-            local_rank=int(os.environ.get("LOCAL_RANK") or 0),
-            local_world_size=int(os.environ.get("LOCAL_WORLD_SIZE") or 1),
-            tp_size=_size("PARALLELISM_CONFIG_TP_SIZE"),
-            cp_size=_size("PARALLELISM_CONFIG_CP_SIZE"),
-            pp_size=_size("PARALLELISM_CONFIG_PP_SIZE"),
-            pp_schedule=os.environ.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
-            cp_rotation=os.environ.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or ROTATIONS[0],
+            rank=number("RANK", 0),
+            world_size=number("WORLD_SIZE", 1),
+            local_rank=number("LOCAL_RANK", 0),
+            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            **{name: stated.get(name, 1) for name in ("tp_size", "cp_size", "pp_size")},
+            pp_schedule=environment.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
+            cp_rotation=environment.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or ROTATIONS[0],
+            stated_sizes=stated,
         )
 
-    @staticmethod
-    def variables() -> dict[str, str]:
-        """The environment variables of the accelerate config's parallelism_config, with the names of sizes there."""
-        names = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
-        return {f"PARALLELISM_CONFIG_{name.upper()}": name for name in names}
+    def with_whole_models(self) -> "Mesh":
+        """The mesh of a process that holds a whole model: only training splits models."""
+        return replace(self, tp_size=1, cp_size=1, pp_size=1, stated_sizes={})
 
-    @classmethod
-    def stated_sizes(cls) -> dict[str, int]:
-        """The sizes that the accelerate config's parallelism_config states, by their names there; {} if it has none.
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The dimensions by name, outermost first: ranks are numbered in this order."""
+        return {"pp": self.pp_size, "dp": self.dp_size, "cp": self.cp_size, "tp": self.tp_size}
 
-        The launcher passes on all but pp_size, which only `cli.py launch` does, as it does pp_schedule.
-        """
-        return {name: _size(variable) for variable, name in cls.variables().items() if os.environ.get(variable)}
-
-    @classmethod
-    def is_launched(cls) -> bool:
-        """Whether a launcher started several processes; WORLD_SIZE alone may be that of a pod of a cluster."""
-        return "LOCAL_RANK" in os.environ and cls.from_environment().world_size > 1
-
-    @staticmethod
-    def is_first_of_machine() -> bool:
-        """Whether this process is the first one of its machine."""
-        return not int(os.environ.get("LOCAL_RANK") or 0)
+    def rank_in(self, dimension: str) -> int:
+        """The rank of this process in one dimension."""
+        names = list(self.sizes)
+        inner = math.prod(self.sizes[name] for name in names[names.index(dimension) + 1 :])
+        return self.rank // inner % self.sizes[dimension]
 
     @property
     def is_main(self) -> bool:
@@ -79,21 +83,26 @@ class Mesh:
 
     @property
     def dp_size(self) -> int:
-        """Data-parallel size: how many groups of processes have different sequences of a step, sharded or not."""
+        """Data-parallel size: how many groups of processes have different sequences of a step,
+        sharded or not.
+        """
         return self.world_size // (self.pp_size * self.cp_size * self.tp_size)
 
     @property
     def data_parallel(self) -> str:
         """The data-parallel size in words."""
-        return f"{self.dp_size} {'processes' if self.dp_size == self.world_size else 'data-parallel ranks'}"
+        kind = "processes" if self.dp_size == self.world_size else "data-parallel ranks"
+        return f"{self.dp_size} {kind}"
 
     @property
     def dp_rank(self) -> int:
-        return self.rank // (self.cp_size * self.tp_size) % self.dp_size
+        return self.rank_in("dp")
 
     @property
     def dp_cp_size(self) -> int:
-        """How many groups of processes have different tokens of a step: their gradients are averaged."""
+        """How many groups of processes have different tokens of a step: their gradients are
+        averaged.
+        """
         return self.dp_size * self.cp_size
 
     @property
@@ -102,25 +111,22 @@ class Mesh:
 
     @property
     def cp_rank(self) -> int:
-        return self.rank // self.tp_size % self.cp_size
+        return self.rank_in("cp")
 
     @property
     def tp_rank(self) -> int:
-        return self.rank % self.tp_size
+        return self.rank_in("tp")
 
     @property
     def pp_rank(self) -> int:
         """The pipeline stage of this process."""
-        return self.rank // (self.dp_size * self.cp_size * self.tp_size)
+        return self.rank_in("pp")
 
     def fills_pipeline(self, micro_batches: int) -> bool:
-        """Whether the pipeline's schedule takes a step of so many micro-batches: at least as many as stages.
+        """Whether the pipeline's schedule takes a step of so many micro-batches: at least as many
+        as stages.
 
         torch's zero bubble also divides them into equal rounds, each of at least as many as stages.
         """
         rounds = micro_batches // self.pp_size
         return rounds > 0 and (self.pp_schedule != "zero_bubble" or micro_batches % rounds == 0)
-
-
-def _size(variable: str) -> int:
-    return int(os.environ.get(variable) or 1)

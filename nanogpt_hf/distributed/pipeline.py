@@ -1,4 +1,6 @@
-"""Pipeline parallelism: the stages of a model, one per process, and their training by a schedule of torch."""
+"""Pipeline parallelism: the stages of a model, one per process, and their training by a schedule
+of torch.
+"""
 
 import functools
 from collections.abc import Callable
@@ -25,14 +27,17 @@ _BUCKET = 2**24  # values of gradients that are summed over data-parallel ranks 
 class Pipeline:
     """The stage of this process, its links to the others, and the schedule of a training step.
 
-    It cuts `model` in place, and puts the rest on the device, sharded if the accelerate config sets FSDP2.
+    It cuts `model` in place, and puts the rest on the device, sharded if the accelerate config
+    sets FSDP2.
     """
 
     def __init__(self, model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh):
         self.accelerator, self.device = accelerator, accelerator.device
         self.index, self.count, self.dp_size = mesh.pp_rank, mesh.pp_size, mesh.dp_size
         self.is_zero_bubble = mesh.pp_schedule == "zero_bubble"
-        device_mesh = init_device_mesh(self.device.type, (mesh.pp_size, mesh.dp_size), mesh_dim_names=("pp", "dp"))
+        device_mesh = init_device_mesh(
+            self.device.type, (mesh.pp_size, mesh.dp_size), mesh_dim_names=("pp", "dp")
+        )
         self.pp_group, self.dp_mesh = device_mesh["pp"].get_group(), device_mesh["dp"]
         self.is_main_of_stage = mesh.dp_rank == 0
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
@@ -48,28 +53,38 @@ class Pipeline:
         if self.is_sharded:
             self._shard(model)
         vars(model)["pipeline"] = self
-        shapes = {name: (p.shape, p.dtype, p.requires_grad) for name, p in self.named_parameters().items()}
+        shapes = {
+            name: (p.shape, p.dtype, p.requires_grad) for name, p in self.named_parameters().items()
+        }
         self._shapes: list[dict[str, tuple[torch.Size, torch.dtype, bool]]] = [{}] * self.count
         dist.all_gather_object(self._shapes, shapes, group=self.pp_group)
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this stage by their names in the whole model, as on disk: a tied head is the embedding."""
+        """The parameters of this stage by their names in the whole model, as on disk: a tied
+        head is the embedding.
+        """
         return {
             self.stage.tied_name if name == self.stage.tied_here else name: parameter
             for name, parameter in self.model.named_parameters()
         }
 
     def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of the model by name, in the same order on all stages; those of others on the meta device."""
+        """All parameters of the model by name, in the same order on all stages; those of others
+        on the meta device.
+        """
         own = self.named_parameters()
         return {
-            name: own.get(name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad))
+            name: own.get(
+                name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
+            )
             for stage in self._shapes
             for name, (shape, dtype, requires_grad) in stage.items()
         }
 
     def gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of all stages on the main process's CPU, of those that each stage has; {} on others."""
+        """The tensors of all stages on the main process's CPU, of those that each stage has; {}
+        on others.
+        """
         if not self.is_main_of_stage:
             return {}
         if self.stage.is_last:  # the first stage has the other copy
@@ -107,7 +122,9 @@ class Pipeline:
         fully_shard(model, **options)
 
     def _replace_forward(self, model: PreTrainedModel) -> None:
-        """Make the model's forward pass that of a stage if the schedule calls it, else that of the whole pipeline."""
+        """Make the model's forward pass that of a stage if the schedule calls it, else that of
+        the whole pipeline.
+        """
         whole = model.forward
 
         @functools.wraps(whole)
@@ -129,7 +146,9 @@ class Pipeline:
         return received
 
     def send(self, hidden: torch.Tensor) -> None:
-        dist.send(hidden.detach().float().contiguous(), group=self.pp_group, group_dst=self.index + 1)
+        dist.send(
+            hidden.detach().float().contiguous(), group=self.pp_group, group_dst=self.index + 1
+        )
 
     def from_last(self, output: torch.Tensor) -> torch.Tensor:
         output = output.detach().float().contiguous()
@@ -137,15 +156,21 @@ class Pipeline:
         return output
 
     def train(
-        self, micro_batches: list[dict[str, torch.Tensor]], num_targets: int, before: Callable[[int], None]
+        self,
+        micro_batches: list[dict[str, torch.Tensor]],
+        num_targets: int,
+        before: Callable[[int], None],
     ) -> torch.Tensor:
-        """Run forward and backward passes of a step's micro-batches by the schedule, and reduce the gradients.
+        """Run forward and backward passes of a step's micro-batches by the schedule, and reduce the
+        gradients.
 
-        `before(i)` is called before the forward pass of micro-batch i. Returns this process's share of the loss: the
-        summed loss divided by `num_targets`, on the last stage.
+        `before(i)` is called before the forward pass of micro-batch i. Returns this process's
+        share of the loss: the summed loss divided by `num_targets`, on the last stage.
         """
         batch: dict[str, Any] = {
-            name: torch.cat([batch[name] for batch in micro_batches]).to(self.device, non_blocking=True)
+            name: torch.cat([batch[name] for batch in micro_batches]).to(
+                self.device, non_blocking=True
+            )
             for name in micro_batches[0]
         }
         # FSDP2 averages gradients over ranks; without it they are summed below
@@ -172,11 +197,18 @@ class Pipeline:
             self._add_tied_gradient(self.model.get_parameter(self.stage.tied_here))
         return loss
 
-    def _schedule_for(self, count: int, input_ids: torch.Tensor) -> Schedule1F1B | ScheduleInterleavedZeroBubble:
+    def _schedule_for(
+        self, count: int, input_ids: torch.Tensor
+    ) -> Schedule1F1B | ScheduleInterleavedZeroBubble:
         shape = (count, *input_ids.shape)
         if self._schedule is None or shape != self._schedule_shape:
-            stage = PipelineStage(self.model, self.index, self.count, self.device, group=self.pp_group)
-            options: Any = {"scale_grads": False, "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor}
+            stage = PipelineStage(
+                self.model, self.index, self.count, self.device, group=self.pp_group
+            )
+            options: Any = {
+                "scale_grads": False,
+                "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor,
+            }
             self._schedule_shape = shape
             if self.is_zero_bubble:
                 self._schedule = ScheduleInterleavedZeroBubble([stage], count, **options)
@@ -185,7 +217,10 @@ class Pipeline:
         return self._schedule
 
     def _sum_gradients(self) -> None:
-        """Sum the gradients over data-parallel ranks. DDP would overlap this with the last backward pass only."""
+        """Sum the gradients over data-parallel ranks.
+
+        DDP would overlap this with the last backward pass only.
+        """
         buckets: list[list[torch.Tensor]] = [[]]
         for parameter in self.model.parameters():
             if parameter.grad is not None:
@@ -195,11 +230,15 @@ class Pipeline:
         for bucket in buckets:
             flat = torch.cat([gradient.flatten() for gradient in bucket])
             dist.all_reduce(flat, group=self.dp_mesh.get_group())
-            for gradient, total in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+            for gradient, total in zip(
+                bucket, flat.split([g.numel() for g in bucket]), strict=True
+            ):
                 gradient.copy_(total.view_as(gradient))
 
     def _add_tied_gradient(self, parameter: nn.Parameter) -> None:
-        """Add the gradients of the two copies of a tied matrix, on first and last stage; both get the same sum."""
+        """Add the gradients of the two copies of a tied matrix, on first and last stage; both
+        get the same sum.
+        """
         gradient = _local(cast(torch.Tensor, parameter.grad))
         other, peer = torch.empty_like(gradient), self.count - 1 if self.stage.is_first else 0
         operations = [
@@ -211,15 +250,23 @@ class Pipeline:
         gradient += other
 
     def clip_gradients(self, parameters: list[nn.Parameter], max_norm: float) -> torch.Tensor:
-        """Clip the gradients to `max_norm` (0: not), and return the norm of the whole gradient before."""
-        copy = self.model.get_parameter(self.stage.tied_here) if self.stage.tied_here and self.stage.is_last else None
+        """Clip the gradients to `max_norm` (0: not), and return the norm of the whole gradient
+        before.
+        """
+        copy = (
+            self.model.get_parameter(self.stage.tied_here)
+            if self.stage.tied_here and self.stage.is_last
+            else None
+        )
         counted = [p.grad for p in parameters if p.grad is not None and p is not copy]
         norm = nn.utils.get_total_norm(counted)
         square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
         dist.all_reduce(square, group=self.pp_group)
         norm = square.sqrt()
         if max_norm:
-            whole = DTensor.from_local(norm, self.dp_mesh, run_check=False) if self.is_sharded else norm
+            whole = (
+                DTensor.from_local(norm, self.dp_mesh, run_check=False) if self.is_sharded else norm
+            )
             nn.utils.clip_grads_with_norm_(parameters, max_norm, whole)
         return norm
 

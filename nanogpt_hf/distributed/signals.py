@@ -12,14 +12,19 @@ from accelerate import Accelerator
 
 
 class StopRequest:
-    """Request to end the run after the current step, by a signal or because train.max_time is up."""
+    """Request to end the run after the current step, by a signal or because train.max_time is
+    up.
+    """
 
     def __init__(self, max_seconds: float | None = None):
         self.reason: str | None = None
         self._deadline = None if max_seconds is None else time.monotonic() + max_seconds
 
     def on_any_process(self, accelerator: Accelerator) -> bool:
-        """True on all processes once one of them should end. A collective: with several processes, all must call it."""
+        """True on all processes once one of them should end.
+
+        A collective: with several processes, all must call it.
+        """
         if self._deadline is not None and time.monotonic() > self._deadline:
             self.reason = self.reason or "train.max_time is up"
         if accelerator.num_processes == 1:
@@ -50,10 +55,15 @@ def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread only
         return
-    names = ["SIGTERM", "SIGINT", "SIGUSR1"]  # the last is SLURM's warning; Windows has none, and no SIGHUP
+    # the last is SLURM's warning; Windows has none, and no SIGHUP
+    names = ["SIGTERM", "SIGINT", "SIGUSR1"]
     if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
         names.append("SIGHUP")  # the terminal was closed
-    before = {n: signal.signal(n, handle) for n in (getattr(signal, name, None) for name in names) if n is not None}
+    before = {
+        n: signal.signal(n, handle)
+        for n in (getattr(signal, name, None) for name in names)
+        if n is not None
+    }
     try:
         yield request
     finally:

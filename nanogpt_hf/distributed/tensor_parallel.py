@@ -1,9 +1,11 @@
-"""Tensor parallelism: the matrices of a model are split over processes that work on the same sequences.
+"""Tensor parallelism: the matrices of a model are split over processes that work on the same
+sequences.
 
-In a block each process computes a part of the heads and of the MLP's width (Shoeybi et al. 2019, arXiv:1909.08053): one
-all-reduce after attention and one after the MLP, and as many in the backward pass. Embedding and head are split by
-rows of the vocabulary; the cross-entropy is computed from parts of the logits, which no process holds whole. All other
-parameters are whole on every process, and get equal gradients there.
+In a block each process computes a part of the heads and of the MLP's width (Shoeybi et al. 2019,
+arXiv:1909.08053): one all-reduce after attention and one after the MLP, and as many in the
+backward pass. Embedding and head are split by rows of the vocabulary; the cross-entropy is
+computed from parts of the logits, which no process holds whole. All other parameters are whole
+on every process, and get equal gradients there.
 """
 
 import logging
@@ -27,7 +29,14 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.loss_gpt import IGNORED, Head, cap_gradient, head_logits, loss_with_gradients, rows_of_a_chunk
+from nanogpt_hf.model.loss_gpt import (
+    IGNORED,
+    Head,
+    cap_gradient,
+    chunked_loss,
+    head_logits,
+    rows_of_a_chunk,
+)
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -35,32 +44,40 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     architecture = architecture_of(model)
     drops = any("drop" in name and value for name, value in model.config.to_dict().items())
     for index, block in enumerate(architecture.blocks(model)):
-        frozen = [name for name, parameter in block.named_parameters() if not parameter.requires_grad]
+        frozen = [
+            name for name, parameter in block.named_parameters() if not parameter.requires_grad
+        ]
         splits = architecture.tensor_parallel(block)
         plan = {name: _style(split) for name, split in splits.items()}
         parallelize_module(block, mesh, plan, src_data_rank=None)
-        for name in {name.rpartition(".")[0] for name, split in splits.items() if split == "outputs"}:
+        for name in {
+            name.rpartition(".")[0] for name, split in splits.items() if split == "outputs"
+        }:
             _share_input(block.get_submodule(name), mesh)
         for name in frozen:
             block.get_parameter(name).requires_grad_(False)
         if drops:
             _draw_own_dropout(architecture.attention(block), index, mesh.get_local_rank())
     _split_vocabulary(model, mesh)
-    # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and checkpoints need
+    # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and
+    # checkpoints need
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     vars(model)["_tp_size"] = mesh.size()  # accelerate asks for it
 
 
 def _style(split: str) -> ParallelStyle:
     if split == "heads":
-        # A layer on (batch, position, head, width), whose gradient is a sum over heads. Transformers' own plan sums the
-        # accumulated gradient over processes after each micro-batch, so it counts the earlier ones several times.
+        # A layer on (batch, position, head, width), whose gradient is a sum over heads.
+        # Transformers' own plan sums the accumulated gradient over processes after each
+        # micro-batch, so it counts the earlier ones several times.
         return SequenceParallel(sequence_dim=2, use_local_output=True)
     return ColwiseParallel() if split == "outputs" else RowwiseParallel()
 
 
 def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
-    """Give all layers of attention or MLP one input, so that its gradient is summed over processes once for all."""
+    """Give all layers of attention or MLP one input, so that its gradient is summed over
+    processes once for all.
+    """
 
     def replicated(hidden: torch.Tensor) -> DTensor:
         return DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
@@ -74,7 +91,9 @@ def _share_input(module: nn.Module, mesh: DeviceMesh) -> None:
 
 
 def _draw_own_dropout(attention: nn.Module, index: int, rank: int) -> None:
-    """Let each process draw dropout masks for its own heads; those of the residual stream stay equal on all."""
+    """Let each process draw dropout masks for its own heads; those of the residual stream stay
+    equal on all.
+    """
     states: list[torch.Tensor] = []
 
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
@@ -98,13 +117,17 @@ def _generator(device: torch.device) -> torch.Generator:
 
 
 def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
-    """Split embedding and head by rows, unless one of them computes more than a lookup or a product."""
+    """Split embedding and head by rows, unless one of them computes more than a lookup or a
+    product.
+    """
     embedding: Any = model.get_input_embeddings()
     head: Any = model.get_output_embeddings()
     if type(embedding) is not nn.Embedding or not isinstance(head, Head):
         return
     tied = head.weight is embedding.weight
-    parallelize_module(embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None)
+    parallelize_module(
+        embedding, mesh, RowwiseParallel(input_layouts=Replicate()), src_data_rank=None
+    )
     # a view would lose FSDP2's hook if the model changed it in place
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
     if tied:
@@ -112,16 +135,23 @@ def _split_vocabulary(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     for name, parameter in list(head.named_parameters()):
         if not isinstance(parameter, DTensor):
             shard = distribute_tensor(parameter, mesh, [Shard(0)], src_data_rank=None)
-            head.register_parameter(name, nn.Parameter(shard, requires_grad=parameter.requires_grad))
-    head.__class__ = VocabularyParallelHead
-    vars(head)["mesh"] = mesh
+            head.register_parameter(
+                name, nn.Parameter(shard, requires_grad=parameter.requires_grad)
+            )
+    own: Any = VocabularyParallelHead.of(head, head.softcap)
+    own.mesh = mesh
+    model.set_output_embeddings(own)
 
 
 class VocabularyParallelHead(Head):
-    """The head with a part of the vocabulary's rows on each process of `mesh`; logits and loss are of the whole."""
+    """The head with a part of the vocabulary's rows on each process of `mesh`; logits and loss
+    are of the whole.
+    """
+
+    mesh: DeviceMesh
 
     def forward(self, hidden, targets=None, vocab_size=0):
-        mesh: DeviceMesh = vars(self)["mesh"]
+        mesh = self.mesh
         # Each process computes a part of hidden's gradient, from its rows.
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         hidden = hidden.to_local(grad_placements=[Partial()])
@@ -130,7 +160,9 @@ class VocabularyParallelHead(Head):
             shape = torch.Size((*hidden.shape[:-1], self.weight.shape[0]))
             stride = torch.empty(shape, device="meta").stride()
             logits = F.linear(hidden, weight, bias)
-            logits = DTensor.from_local(logits, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride)
+            logits = DTensor.from_local(
+                logits, mesh, [Shard(-1)], run_check=False, shape=shape, stride=stride
+            )
             return logits.full_tensor()
         rows = -(-self.weight.shape[0] // mesh.size())
         first = rows * mesh.get_local_rank()
@@ -138,7 +170,7 @@ class VocabularyParallelHead(Head):
         if self.softcap is not None:
             gradient = partial(gradient, softcap=self.softcap)
         size = rows_of_a_chunk(len(hidden), rows)
-        return loss_with_gradients(hidden, weight, bias, targets, vocab_size, size, gradient)
+        return chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient)
 
 
 def _local(parameter: torch.Tensor) -> torch.Tensor:
@@ -155,9 +187,11 @@ def _loss_and_gradient(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ):
-    """As loss_gpt.py's, from the rows of the vocabulary from number `first` on: the loss is whole, the gradient a part.
+    """As loss_gpt.py's, from the rows of the vocabulary from number `first` on: the loss is whole,
+    the gradient a part.
 
-    Three numbers per row are exchanged: the largest logit, the sum of exponentials, and the target's logit.
+    Three numbers per row are exchanged: the largest logit, the sum of exponentials, and the
+    target's logit.
     """
     own_size = max(0, vocab_size - first)
     logits = head_logits(rows, weight, bias, own_size, softcap)

@@ -23,12 +23,14 @@ from nanogpt_hf.tasks.task import PASSED, Question
 
 @dataclass(frozen=True)
 class Answers:
-    """`samples` completions of each prompt, one after another; the same on all processes, on the CPU."""
+    """`samples` completions of each prompt, one after another; the same on all processes, on the
+    CPU.
+    """
 
-    prompts: list[list[int]]  # of each row, its token ids
+    prompts: list[list[int]]  # token ids of each row
     completions: Completions
     rewards: torch.Tensor  # (rows,) float32
-    errors: list[str]  # of the reward function; those rewards are 0
+    errors: list[str]  # from the reward function; those rewards are 0
     samples: int
 
     @property
@@ -37,7 +39,9 @@ class Answers:
         return self.rewards.view(-1, self.samples)
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the answers by name: reward, its spread within the samples of a prompt, lengths, errors."""
+        """Figures of the answers by name: reward, its spread within the samples of a prompt,
+        lengths, errors.
+        """
         lengths, ended = self.completions.lengths, self.completions.ended
         return {
             "reward": self.rewards.mean().item(),
@@ -48,7 +52,9 @@ class Answers:
         }
 
     def pass_rates(self) -> dict[str, float]:
-        """pass@1, the share of right answers, and pass@k, the share of questions with one among k samples."""
+        """pass@1, the share of right answers, and pass@k, the share of questions with one among
+        k samples.
+        """
         passed = self.grouped_rewards >= PASSED
         rates = {"pass@1": passed.float().mean().item()}
         if self.samples > 1:
@@ -60,7 +66,8 @@ class Answers:
 class AnswerSampler:
     """Samples answers of a model and computes their rewards.
 
-    A question is rendered by the tokenizer's chat template, and without one its last message is continued as text.
+    A question is rendered by the tokenizer's chat template, and without one its last message is
+    continued as text.
     """
 
     tokenizer: transformers.PreTrainedTokenizerBase
@@ -68,20 +75,27 @@ class AnswerSampler:
     max_new_tokens: int
     temperature: float
     batch_size: int  # rows that a process generates at once
-    positions: int  # of a prompt with its answer
-    limits: tuple[str, str] = ("rl.max_new_tokens", "data.block_size")  # where these two are set, for messages
+    positions: int  # a prompt with its answer
+    # where these two are set, for messages
+    limits: tuple[str, str] = ("rl.max_new_tokens", "data.block_size")
 
     def encode(self, chat: ChatFormat | None, question: Question) -> list[int]:
-        """The prompt's token ids. Raises UserError if they leave no room for an answer, or have unknown characters."""
+        """The prompt's token ids.
+
+        Raises UserError if they leave no room for an answer, or have unknown characters.
+        """
         if chat:
-            with unknown_characters_named(self.tokenizer, [message["content"] for message in question.messages]):
+            with unknown_characters_named(
+                self.tokenizer, [message["content"] for message in question.messages]
+            ):
                 ids = chat.prompt_ids(question.messages)
         else:
             ids = prompt_ids(self.tokenizer, question.prompt)
         if len(ids) + self.max_new_tokens > self.positions:
             raise UserError(
-                f"the question {question.prompt!r:.60} has {len(ids)} tokens, and with {self.limits[0]} "
-                f"{self.max_new_tokens} that is more than the {self.positions} of {self.limits[1]}; change one of them"
+                f"the question {question.prompt!r:.60} has {len(ids)} tokens, and with "
+                f"{self.limits[0]} {self.max_new_tokens} that is more than the {self.positions} of "
+                f"{self.limits[1]}; change one of them"
             )
         return ids
 
@@ -93,10 +107,12 @@ class AnswerSampler:
         questions: Sequence[Question],
         seeds: Sequence[int],
     ) -> Answers:
-        """An answer for each seed; each question gets len(seeds) / len(questions) of them, one after another.
+        """An answer for each seed; each question gets len(seeds) / len(questions) of them, one
+        after another.
 
-        All processes call it and get the same answers. They share the batches, whose rows do not depend on the number
-        of processes. Raises UserError if the reward function fails and errors are not counted as zeros.
+        All processes call it and get the same answers. They share the batches, whose rows do not
+        depend on the number of processes. Raises UserError if the reward function fails and
+        errors are not counted as zeros.
         """
         chat = ChatFormat(self.tokenizer, fixed_day=True) if self.tokenizer.chat_template else None
         samples = len(seeds) // len(questions)
@@ -108,7 +124,9 @@ class AnswerSampler:
         unwrapped: Any = accelerator.unwrap_model(model)
         end_ids = answer_end_ids(unwrapped, chat) if chat else end_ids_of(unwrapped)
         for batch in range(mesh.dp_rank, batches, mesh.dp_size):
-            numbers = [min(batch * self.batch_size + row, rows - 1) for row in range(self.batch_size)]
+            numbers = [
+                min(batch * self.batch_size + row, rows - 1) for row in range(self.batch_size)
+            ]
             # Compiled blocks would be recompiled for every length.
             with eval_mode(model), accelerator.autocast(), torch.compiler.set_stance("force_eager"):
                 part = generate_completions(
@@ -122,13 +140,16 @@ class AnswerSampler:
                 )
             real = rows - batch * self.batch_size  # those before are not copies of the last row
             texts = self._texts(part)[: max(0, real)]
-            rewards = self.reward.rewards(texts, [questions[number // samples] for number in numbers[: len(texts)]])
+            rewards = self.reward.rewards(
+                texts, [questions[number // samples] for number in numbers[: len(texts)]]
+            )
             parts.append(part)
             values += [*rewards.values, *[0.0] * (self.batch_size - len(texts))]
             errors += rewards.errors
         local = [torch.cat([getattr(part, name) for part in parts]) for name in Completions._fields]
         ids, lengths, ended, rewards = (
-            self._from_all_ranks(accelerator, mesh, tensor)[:rows] for tensor in (*local, torch.tensor(values))
+            self._from_all_ranks(accelerator, mesh, tensor)[:rows]
+            for tensor in (*local, torch.tensor(values))
         )
         errors = gather_object(errors) if mesh.world_size > 1 else errors
         self.reward.check(errors)
@@ -146,7 +167,9 @@ class AnswerSampler:
         chosen = [part[list(rows)] for part in answers.completions]
         return self._texts(Completions(*chosen))
 
-    def _from_all_ranks(self, accelerator: Accelerator, mesh: Mesh, local: torch.Tensor) -> torch.Tensor:
+    def _from_all_ranks(
+        self, accelerator: Accelerator, mesh: Mesh, local: torch.Tensor
+    ) -> torch.Tensor:
         """The rows of all processes in the order of their batches."""
         if mesh.world_size == 1:
             return local
@@ -156,10 +179,12 @@ class AnswerSampler:
 
 
 def pass_at_k(passed: torch.Tensor, k: int) -> torch.Tensor:
-    """For each question the probability that one of k samples is right: an unbiased estimate from n >= k samples.
+    """For each question the probability that one of k samples is right: an unbiased estimate from n
+    >= k samples.
 
-    `passed` is true for right samples, (questions, n). With c right ones: 1 - C(n - c, k) / C(n, k) (Chen et al.
-    2021, arXiv:2107.03374, equation 1), computed as the product of (n - c - i) / (n - i) for i < k.
+    `passed` is true for right samples, (questions, n). With c right ones: 1 - C(n - c, k) / C(n,
+    k) (Chen et al. 2021, arXiv:2107.03374, equation 1), computed as the product of (n - c - i) /
+    (n - i) for i < k.
     """
     samples = passed.shape[1]
     wrong = samples - passed.sum(1).double()
@@ -173,4 +198,9 @@ def _all_ended(accelerator: Accelerator, mesh: Mesh, ended: bool) -> bool:
     """Whether generation is over; the forward pass of a sharded model needs all processes."""
     if not is_sharded(accelerator):
         return ended
-    return sum_over_ranks(accelerator, mesh, torch.tensor(int(not ended), device=accelerator.device)).item() == 0
+    return (
+        sum_over_ranks(
+            accelerator, mesh, torch.tensor(int(not ended), device=accelerator.device)
+        ).item()
+        == 0
+    )

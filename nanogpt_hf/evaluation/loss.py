@@ -1,4 +1,6 @@
-"""Loss of a model: on blocks of validation data, and on text with standard errors; on any number of processes."""
+"""Loss of a model: on blocks of validation data, and on text with standard errors; on any number
+of processes.
+"""
 
 import math
 from collections.abc import Callable, Iterator
@@ -10,27 +12,27 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from torch.nn import functional as F
 from transformers import PreTrainedModel
 
-from nanogpt_hf.data.blocks import Blocks, TokenBlocks
-from nanogpt_hf.data.mixed_manifest import MixedManifest
-from nanogpt_hf.data.mixture import MixedBlocks
+from nanogpt_hf.data.blocks import Blocks, MixedBlocks, TokenBlocks
+from nanogpt_hf.data.manifest import MixedManifest
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.objective import Objective
-from nanogpt_hf.runs.state import Evaluation
+from nanogpt_hf.runs.state import MeasuredLoss
 
 _RESAMPLES = 1000
 _SEED = 1337
 
 
 @dataclass(frozen=True)
-class TextEvaluation(Evaluation):
-    """Loss, perplexity and bits per byte over `tokens` predicted tokens, with bootstrapped standard errors."""
+class MeasuredTextLoss(MeasuredLoss):
+    """Loss, perplexity and bits per byte over `tokens` predicted tokens, with bootstrapped
+    standard errors.
+    """
 
     loss_error: float  # nan if there is too little text
     windows: int
@@ -70,24 +72,26 @@ def evaluate_blocks(
     tokens: int | Literal["all"],
     bytes_per_token: float,
     stopping: Callable[[], bool] = lambda: False,
-) -> Evaluation | None:
-    """The token-weighted loss of a prepared, perhaps sharded `model` on the same blocks at every evaluation.
+) -> MeasuredLoss | None:
+    """The token-weighted loss of a prepared, perhaps sharded `model` on the same blocks at every
+    evaluation.
 
-    All processes call it and get the same number. `stopping` is called after every batch; if it returns true (on all
-    processes), the evaluation ends and returns None.
+    All processes call it and get the same number. `stopping` is called after every batch; if it
+    returns true (on all processes), the evaluation ends and returns None.
     """
     indices = evaluation_indices(blocks, tokens)
-    exact = torch.float32 if accelerator.device.type == "mps" else torch.float64  # MPS has no float64
+    # MPS has no float64
+    exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
-    num_targets = torch.zeros((), dtype=torch.int64, device=accelerator.device)
     with eval_mode(model):
-        for _, batch in _rank_batches(accelerator, mesh, blocks, indices, micro_batch_size, pad=True):
+        for _, batch in _rank_batches(
+            accelerator, mesh, blocks, indices, micro_batch_size, pad=True
+        ):
             total += objective(model, batch)[0].to(exact)
-            num_targets += (batch["shift_labels"] != -100).sum()
             if stopping():
                 return None
-    loss, count = (sum_over_ranks(accelerator, mesh, part).item() for part in (total, num_targets))
-    return Evaluation(loss / count, int(count), bytes_per_token)
+    loss, count = sum_over_ranks(accelerator, mesh, total).item(), blocks.num_targets(indices)
+    return MeasuredLoss(loss / count, count, bytes_per_token)
 
 
 def evaluate_data(
@@ -100,34 +104,46 @@ def evaluate_data(
     micro_batch_size: int,
     tokens: int | Literal["all"],
     stopping: Callable[[], bool] = lambda: False,
-) -> tuple[Evaluation, dict[str, Evaluation]] | None:
-    """The loss on the validation split by `evaluate_blocks`; of a mixture also that of each source, by name.
+) -> tuple[MeasuredLoss, dict[str, MeasuredLoss]] | None:
+    """The loss on the validation split by `evaluate_blocks`; of a mixture also that of each source,
+    by name.
 
-    The loss of a mixture is the mean of its sources' losses, each weighted by its share of the training sequences; its
-    bytes per token are weighted alike. Each source is measured on the same number of tokens, `tokens` in all.
+    The loss of a mixture is the mean of its sources' losses, each weighted by its share of the
+    training sequences; its bytes per token are weighted alike. Each source is measured on the
+    same number of tokens, `tokens` in all.
     """
 
     evaluate = partial(
-        evaluate_blocks, accelerator, mesh, model, objective, micro_batch_size=micro_batch_size, stopping=stopping
+        evaluate_blocks,
+        accelerator,
+        mesh,
+        model,
+        objective,
+        micro_batch_size=micro_batch_size,
+        stopping=stopping,
     )
     blocks, manifest = data.validation, data.manifest
     if not (isinstance(blocks, MixedBlocks) and isinstance(manifest, MixedManifest)):
         whole = evaluate(blocks, tokens=tokens, bytes_per_token=manifest.validation.bytes_per_token)
         return whole and (whole, {})
     each = tokens if tokens == "all" else tokens // len(manifest.sources)
-    parts: dict[str, Evaluation] = {}
+    parts: dict[str, MeasuredLoss] = {}
     for source, part in zip(manifest.sources, blocks.parts, strict=True):
-        evaluation = evaluate(part, tokens=each, bytes_per_token=source.manifest.validation.bytes_per_token)
+        evaluation = evaluate(
+            part, tokens=each, bytes_per_token=source.manifest.validation.bytes_per_token
+        )
         if evaluation is None:
             return None
         parts[source.name] = evaluation
-    return mixed_evaluation(list(parts.values()), [source.weight for source in manifest.sources]), parts
+    return mixed_evaluation(
+        list(parts.values()), [source.weight for source in manifest.sources]
+    ), parts
 
 
-def mixed_evaluation(parts: list[Evaluation], weights: list[int]) -> Evaluation:
+def mixed_evaluation(parts: list[MeasuredLoss], weights: list[int]) -> MeasuredLoss:
     """The evaluations of sources as one, weighted by the sources' shares of the mixture."""
     shares = [weight / sum(weights) for weight in weights]
-    return Evaluation(
+    return MeasuredLoss(
         sum(share * part.loss for share, part in zip(shares, parts, strict=True)),
         sum(part.tokens for part in parts),
         sum(share * part.bytes_per_token for share, part in zip(shares, parts, strict=True)),
@@ -144,14 +160,16 @@ def evaluate_text(
     block_size: int,
     stride: int,
     batch_size: int,
-    progress: Callable[[int], None] = lambda windows: None,
-) -> TextEvaluation:
-    """Measure `model`, whole on every process, on `corpus`. All processes call it and get the same numbers.
+    progress: Callable[[int], object] = lambda windows: None,
+) -> MeasuredTextLoss:
+    """Measure `model`, whole on every process, on `corpus`. All processes call it and get the same
+    numbers.
 
-    A window starts `stride` tokens after the previous one and predicts only tokens that the previous one did not: each
-    token has at least block_size - stride + 1 tokens of context, or all there are. With stride = block_size the loss
-    is that of evaluate_blocks on all tokens. The windows' losses are summed in float64 at the end, so the number of
-    processes does not change the result. `progress` is called with the number of windows done.
+    A window starts `stride` tokens after the previous one and predicts only tokens that the
+    previous one did not: each token has at least block_size - stride + 1 tokens of context, or
+    all there are. With stride = block_size the loss is that of evaluate_blocks on all tokens.
+    The windows' losses are summed in float64 at the end, so the number of processes does not
+    change the result. `progress` is called with the number of windows done.
     """
     blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
     windows = np.arange(len(blocks))
@@ -171,22 +189,35 @@ def evaluate_text(
     counts = blocks.targets_of(windows) - already_predicted
     total = int(counts.sum())
     error = bootstrap_error(nats.numpy(), counts, windows_at_once=-(-block_size // stride))
-    return TextEvaluation(nats.sum().item() / total, total, corpus.bytes / len(corpus.stream), error, len(windows))
+    return MeasuredTextLoss(
+        nats.sum().item() / total, total, corpus.bytes / len(corpus.stream), error, len(windows)
+    )
 
 
 def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarray:
-    """Indices of the blocks that an evaluation on `tokens` tokens, or "all", reads: spread evenly, at least one."""
-    count = len(blocks) if tokens == "all" else min(len(blocks), max(1, tokens // blocks.block_size))
+    """Indices of the blocks that an evaluation on `tokens` tokens, or "all", reads: spread
+    evenly, at least one.
+    """
+    count = (
+        len(blocks) if tokens == "all" else min(len(blocks), max(1, tokens // blocks.block_size))
+    )
     return np.linspace(0, len(blocks) - 1, count).round().astype(np.int64)
 
 
 def _rank_batches(
-    accelerator: Accelerator, mesh: Mesh, blocks: Blocks, indices: np.ndarray, batch_size: int, *, pad: bool
+    accelerator: Accelerator,
+    mesh: Mesh,
+    blocks: Blocks,
+    indices: np.ndarray,
+    batch_size: int,
+    *,
+    pad: bool,
 ) -> Iterator[tuple[np.ndarray, dict[str, torch.Tensor]]]:
-    """Batches of this rank's blocks, on the device, each with its positions in `indices`; ranks alternate by batch.
+    """Batches of this rank's blocks, on the device, each with its positions in `indices`; ranks
+    alternate by batch.
 
-    With `pad` every rank gets the same number of batches, each with `batch_size` rows: the forward pass of a sharded
-    model is a collective.
+    With `pad` every rank gets the same number of batches, each with `batch_size` rows: the
+    forward pass of a sharded model is a collective.
     """
     positions = np.arange(len(indices))
     for first in range(0, len(indices), batch_size * mesh.dp_cp_size):
@@ -199,10 +230,11 @@ def _rank_batches(
 
 def pad_batch(batch: dict[str, torch.Tensor], rows: int) -> dict[str, torch.Tensor]:
     """The batch with `rows` rows; the added ones have no targets."""
-    return {
-        name: F.pad(tensor, (0, 0, 0, rows - len(tensor)), value=-100 if name == "shift_labels" else 0)
-        for name, tensor in batch.items()
-    }
+    padded = {}
+    for name, tensor in batch.items():
+        added = tensor.new_full((rows - len(tensor), *tensor.shape[1:]), 0)
+        padded[name] = torch.cat([tensor, added.fill_(-100) if name == "shift_labels" else added])
+    return padded
 
 
 @contextmanager
@@ -217,10 +249,11 @@ def eval_mode(model: torch.nn.Module) -> Iterator[None]:
 
 
 def bootstrap_error(nats: np.ndarray, counts: np.ndarray, windows_at_once: int = 1) -> float:
-    """The standard error of sum(nats) / sum(counts): its standard deviation over 1,000 resamples of the windows.
+    """The standard error of sum(nats) / sum(counts): its standard deviation over 1,000 resamples of
+    the windows.
 
-    Resampled are runs of `windows_at_once` windows, since overlapping windows are not independent. nan for fewer than
-    two runs.
+    Resampled are runs of `windows_at_once` windows, since overlapping windows are not
+    independent. nan for fewer than two runs.
     """
     starts = np.arange(0, len(nats), windows_at_once)
     if len(starts) < 2:

@@ -1,40 +1,42 @@
 """Accuracy in tasks with verifiable answers: pass@1 and pass@k of sampled answers."""
 
+import argparse
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-
-import torch
-import transformers
-from accelerate import Accelerator
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import KNOBS, DataSection
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.config.values import bounded
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.evaluation.answers import AnswerSampler, pass_at_k
-from nanogpt_hf.tasks.load import Generated, load_task
-from nanogpt_hf.tasks.reward import RewardFunction
-from nanogpt_hf.tasks.task import PASSED, Question
+from nanogpt_hf.evaluation.base import (
+    LIMIT,
+    TASKS,
+    Evaluation,
+    Loaded,
+    Request,
+    Result,
+    Subject,
+    with_error,
+)
+from nanogpt_hf.evaluation.tasks import QUESTIONS, task_names
+from nanogpt_hf.formatting import plural
 
-GENERATED_LIMIT = 500  # default number of questions of a task that generates them
+if TYPE_CHECKING:
+    import torch
+
+    from nanogpt_hf.evaluation.answers import AnswerSampler
+    from nanogpt_hf.tasks.task import Question
+
+_GENERATED_LIMIT = 500  # default number of questions of a task that generates them
 _MAX_NEW_TOKENS = 256
-_SEED = KNOBS["train.seed"].default  # so `rl` with its default seed is evaluated on the same questions
+# so `rl` with its default seed is evaluated on the same questions
+_SEED = KNOBS["train.seed"].default
 _SECONDS = 5.0  # for the score of an answer
 _BATCHES_AT_ONCE = 16  # between two calls of `progress`
-
-
-@dataclass(frozen=True)
-class AnswerOptions:
-    """How answers are sampled."""
-
-    samples: int  # answers to each question
-    temperature: float
-    max_new_tokens: int | None  # None: 256, or what the model's positions leave
-    batch_size: int
-    limit: int | None
 
 
 @dataclass(frozen=True)
@@ -42,90 +44,160 @@ class QuestionTask:
     """The questions of a task, and how their answers are sampled."""
 
     name: str
-    questions: Sequence[Question]
+    questions: "Sequence[Question]"
     revision: str
-    sampler: AnswerSampler
+    sampler: "AnswerSampler"
     samples: int
 
 
-@dataclass(frozen=True)
-class AnswerScores:
-    """Figures of the answers to the questions of a task, by name; errors are standard errors over the questions."""
+class QuestionAnswers(Evaluation):
+    asked_by, source = f"--tasks {QUESTIONS}NAME", "questions"
+    options = {  # noqa: RUF012
+        **TASKS,
+        "--questions": {"metavar": "ROWS", "help": "questions of rl:gsm8k and others: as --data"},
+        "--samples": {
+            "metavar": "K",
+            "type": bounded(int, 1),
+            "help": "rl: answers to each question (default 1)",
+        },
+        "--temperature": {
+            "metavar": "T",
+            "type": bounded(float, 0),
+            "help": "rl: default 0 for one answer, 1 for several",
+        },
+        "--max-new-tokens": {
+            "metavar": "N",
+            "type": bounded(int, 1),
+            "help": "rl: tokens of an answer (default: at most 256)",
+        },
+        **LIMIT,
+    }
 
-    values: dict[str, float]
-    errors: dict[str, float]
+    def wanted(self, arguments: argparse.Namespace) -> bool:
+        return bool(task_names(arguments, of_rl=True))
+
+    def load(self, request: Request) -> Loaded:
+        names = task_names(request.arguments, of_rl=True)
+        tasks = [_load_question_task(name, request) for name in names]
+        revisions = {f"questions of {task.name}": task.revision for task in tasks}
+        return Loaded(partial(_measure, tasks), revisions)
 
 
-def load_question_tasks(
-    names: Sequence[str],
-    data: DataSection | None,
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    positions: int,
-    options: AnswerOptions,
-) -> list[QuestionTask]:
-    """The tasks `names`, each rl:NAME; those without questions of their own ask all rows of `data`.
+def _load_question_task(name: str, request: Request) -> QuestionTask:
+    """The task rl:NAME; one without questions of its own asks all rows of --questions.
 
-    Raises UserError if a task, its questions or the tokenizer cannot be used, or a prompt leaves no room for an answer.
+    Raises UserError if the task, its questions or the tokenizer cannot be used, or a prompt leaves
+    no room for an answer.
     """
-    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
-    tasks = []
-    for name in names:
-        try:
-            kind = name.partition(":")[2]
-            task = load_task(kind, data or DataSection(), seed=_SEED, where="--tasks", hold_out_all=True)
-        except DataError as error:
-            raise DataError(str(error).replace("data.source:", "--questions:")) from None
-        generated = isinstance(task.held_out, Generated)
-        questions = task.held_out[: options.limit or (GENERATED_LIMIT if generated else None)]
-        sampler = AnswerSampler(
-            tokenizer,
-            RewardFunction(task.score, _SECONDS, "stop"),
-            max_new_tokens=options.max_new_tokens or 0,
-            temperature=options.temperature,
-            batch_size=options.batch_size,
-            positions=positions,
-            limits=("--max-new-tokens", "the model"),
+    from nanogpt_hf.data.chat_template import ChatFormat
+    from nanogpt_hf.evaluation.answers import AnswerSampler
+    from nanogpt_hf.tasks.load import Generated, load_task
+    from nanogpt_hf.tasks.reward import RewardFunction
+
+    arguments, tokenizer = request.arguments, request.tokenizer.hf
+    knobs: dict[str, Any] = {**request.knobs}
+    if arguments.questions:
+        knobs |= {"source": arguments.questions, "format": "chat"}
+    try:
+        task = load_task(
+            name.removeprefix(QUESTIONS),
+            DataSection(**knobs),
+            seed=_SEED,
+            where="--tasks",
+            hold_out_all=True,
         )
-        longest = max(len(sampler.encode(chat, question)) for question in questions)
-        if options.max_new_tokens is None:
-            if longest == positions:
-                raise UserError(f"--tasks: {name}: a question fills all {positions} positions of the model")
-            sampler = dataclasses.replace(sampler, max_new_tokens=min(_MAX_NEW_TOKENS, positions - longest))
-        tasks.append(QuestionTask(name, questions, task.revision, sampler, options.samples))
-    return tasks
+    except DataError as error:
+        raise DataError(str(error).replace("data.source:", "--questions:")) from None
+    limit = arguments.limit or (_GENERATED_LIMIT if isinstance(task.held_out, Generated) else None)
+    questions, samples = task.held_out[:limit], arguments.samples or 1
+    sampler = AnswerSampler(
+        tokenizer,
+        RewardFunction(task.score, _SECONDS, "stop"),
+        max_new_tokens=arguments.max_new_tokens or 0,
+        temperature=float(samples > 1) if arguments.temperature is None else arguments.temperature,
+        batch_size=arguments.batch_size,
+        positions=request.positions,
+        limits=("--max-new-tokens", "the model"),
+    )
+    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
+    longest = max(len(sampler.encode(chat, question)) for question in questions)
+    if arguments.max_new_tokens is None:
+        if longest == request.positions:
+            raise UserError(
+                f"--tasks: {name}: a question fills all {longest} positions of the model"
+            )
+        room = min(_MAX_NEW_TOKENS, request.positions - longest)
+        sampler = dataclasses.replace(sampler, max_new_tokens=room)
+    return QuestionTask(name, questions, task.revision, sampler, samples)
 
 
-def evaluate_questions(
-    accelerator: Accelerator,
-    mesh: Mesh,
-    model: transformers.PreTrainedModel,
-    task: QuestionTask,
-    *,
-    progress: Callable[[int], object] = lambda questions: None,
-) -> AnswerScores:
-    """Sample answers to the questions of a task. All processes call it and get the same figures.
+def _measure(tasks: list[QuestionTask], subject: Subject) -> Iterator[Result]:
+    results = {}
+    for task in tasks:
+        values, errors = _sample_answers(subject, task)
+        sampler = task.sampler
+        asked = f"{plural(len(task.questions), 'question')}, {plural(task.samples, 'answer')} each"
+        cut = f"{values['cut_share']:.1%} cut at {sampler.max_new_tokens:,}"
+        yield Result(
+            [
+                f"{subject.name} on {task.name}: {asked}, temperature {sampler.temperature:g}",
+                *(f"  {k:<14} {with_error(values[k], error, 4)}" for k, error in errors.items()),
+                f"  {values['answer_tokens']:.1f} tokens per answer, {cut}",
+            ]
+        )
+        results[task.name] = {
+            **values,
+            **{f"{k}_stderr": v if math.isfinite(v) else None for k, v in errors.items()},
+            "questions": len(task.questions),
+            "samples": task.samples,
+            "temperature": sampler.temperature,
+            "max_new_tokens": sampler.max_new_tokens,
+            "revision": task.revision,
+        }
+    yield Result(figures={"answers": results})
 
-    The random numbers of an answer follow from the numbers of its question and sample alone. `progress` is called with
-    the number of questions done.
+
+def _sample_answers(
+    subject: Subject, task: QuestionTask
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Sample answers to the questions of a task; return figures by name, and the standard errors
+    over the questions of those that have one.
+
+    The random numbers of an answer follow from the numbers of its question and sample alone.
     """
+    import torch
+
+    from nanogpt_hf.evaluation.answers import pass_at_k
+    from nanogpt_hf.tasks.task import PASSED
+
     at_once = max(1, _BATCHES_AT_ONCE * task.sampler.batch_size // task.samples)
     rewards, lengths, ended = [], [], []
-    for first in range(0, len(task.questions), at_once):
-        questions = task.questions[first : first + at_once]
-        numbers = range(first, first + len(questions))
-        seeds = [derive_seed(_SEED, "answers", number, sample) for number in numbers for sample in range(task.samples)]
-        answers = task.sampler.sample(accelerator, mesh, model, questions, seeds)
-        rewards.append(answers.grouped_rewards)
-        lengths.append(answers.completions.lengths)
-        ended.append(answers.completions.ended)
-        progress(len(questions))
+    with subject.bar("question", len(task.questions), task.name) as progress:
+        for first in range(0, len(task.questions), at_once):
+            questions = task.questions[first : first + at_once]
+            numbers = range(first, first + len(questions))
+            seeds = [
+                derive_seed(_SEED, "answers", number, sample)
+                for number in numbers
+                for sample in range(task.samples)
+            ]
+            answers = task.sampler.sample(
+                subject.accelerator, subject.mesh, subject.model, questions, seeds
+            )
+            rewards.append(answers.grouped_rewards)
+            lengths.append(answers.completions.lengths)
+            ended.append(answers.completions.ended)
+            progress(len(questions))
     reward = torch.cat(rewards).double()
     rates = {f"pass@{k}": pass_at_k(reward >= PASSED, k) for k in _powers_of_two(task.samples)}
     if bool(((reward != 0) & (reward != 1)).any()):  # some answers are partly right
         rates["reward"] = reward.mean(1)
-    figures = {"answer_tokens": torch.cat(lengths).double().mean(), "cut_share": 1 - torch.cat(ended).double().mean()}
+    figures = {
+        "answer_tokens": torch.cat(lengths).double().mean(),
+        "cut_share": 1 - torch.cat(ended).double().mean(),
+    }
     values = {name: tensor.mean().item() for name, tensor in (rates | figures).items()}
-    return AnswerScores(values, {name: _standard_error(rate) for name, rate in rates.items()})
+    return values, {name: _standard_error(rate) for name, rate in rates.items()}
 
 
 def _powers_of_two(largest: int) -> list[int]:
@@ -133,6 +205,6 @@ def _powers_of_two(largest: int) -> list[int]:
     return [*(2**power for power in range(largest.bit_length()) if 2**power < largest), largest]
 
 
-def _standard_error(values: torch.Tensor) -> float:
+def _standard_error(values: "torch.Tensor") -> float:
     """The standard error of the mean of values, nan for a single one."""
     return math.nan if len(values) < 2 else (values.std() / math.sqrt(len(values))).item()

@@ -1,10 +1,14 @@
-"""Run lm-eval tasks on a model: tasks of lm-eval by name, or a YAML file with its data beside it."""
+"""Run lm-eval tasks on a model: tasks of lm-eval by name, or a YAML file with its data beside
+it.
+"""
 
+import argparse
 import contextlib
 import copy
 import importlib.util
 import io
 import logging
+import math
 import os
 import random
 import sys
@@ -12,32 +16,91 @@ import urllib.error
 import urllib.request
 import warnings
 from collections.abc import Iterator
+from functools import partial
+from importlib import metadata
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-import huggingface_hub
-import numpy as np
-import torch
-import transformers
 import yaml
-from accelerate import Accelerator
-from accelerate.utils import broadcast_object_list
-from datasets import config as datasets_config
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed.accelerator import is_sharded
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.evaluation.base import (
+    LIMIT,
+    TASKS,
+    Evaluation,
+    Loaded,
+    Measure,
+    Request,
+    Result,
+    Subject,
+    with_error,
+)
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+QUESTIONS = "rl:"  # prefix of the tasks of the `rl` command; lm-eval has some of the same names
 _SECONDS_FOR_THE_HUB = 5
 _RESAMPLES = 1000  # for a standard error that has no formula; lm-eval's 100,000 take minutes
 _PYTHON_SEED, _OTHER_SEED = 0, 1234  # lm-eval's defaults, to ask the same questions
 
-Results = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr if lm-eval computes it
+Scores = dict[str, dict[str, float]]  # task -> metric, and <metric>_stderr if lm-eval computes it
+
+
+class LmEvalTasks(Evaluation):
+    asked_by, options = "--tasks A,B", TASKS | LIMIT
+
+    def wanted(self, arguments: argparse.Namespace) -> bool:
+        return bool(task_names(arguments, of_rl=False))
+
+    def load(self, request: Request) -> Loaded:
+        loaded = load_tasks(task_names(request.arguments, of_rl=False))
+        return Loaded(partial(_measure, loaded, request.arguments.limit))
+
+    def load_for_training(
+        self, config: Config, tokenizer: "PreTrainedTokenizerBase"
+    ) -> Measure | None:
+        if not config.eval.tasks:
+            return None
+        loaded, limit = load_tasks(config.eval.tasks, "eval.tasks"), config.eval.tasks_limit
+        return partial(_measure_in_training, loaded, limit)
+
+
+def task_names(arguments: argparse.Namespace, *, of_rl: bool) -> list[str]:
+    """The tasks of --tasks that are, or are not, tasks of the `rl` command."""
+    names = [name.strip() for name in (arguments.tasks or "").split(",") if name.strip()]
+    return [name for name in names if name.startswith(QUESTIONS) == of_rl]
+
+
+def _measure(loaded: dict[str, Any], limit: int | None, subject: Subject) -> Iterator[Result]:
+    scores, first = run_tasks(subject, loaded, limit), f", first {limit} questions" if limit else ""
+    for name, metrics in scores.items():
+        lines = [
+            f"  {metric:<14} {with_error(value, metrics.get(f'{metric}_stderr', math.nan), 4)}"
+            for metric, value in metrics.items()
+            if not metric.endswith("_stderr")
+        ]
+        yield Result([f"{subject.name} on task {name}{first}", *lines])
+    version = metadata.version("lm_eval")
+    yield Result(figures={"tasks": scores, "tasks_limit": limit, "lm_eval_version": version})
+
+
+def _measure_in_training(
+    loaded: dict[str, Any], limit: int | None, subject: Subject
+) -> Iterator[Result]:
+    scores = {
+        f"{name}/{metric}": value
+        for name, metrics in run_tasks(subject, loaded, limit).items()
+        for metric, value in metrics.items()
+    }
+    shown = (f"{k} {value:.4g}" for k, value in scores.items() if not k.endswith("_stderr"))
+    yield Result([f"  {', '.join(shown)}"], {f"task/{k}": value for k, value in scores.items()})
 
 
 def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
-    """lm-eval's task objects, with their data, by `tasks`, `groups` and `group_map`. A name may be a pattern.
+    """lm-eval's task objects, with their data, by `tasks`, `groups` and `group_map`. A name may be
+    a pattern.
 
     Raises UserError if lm-eval is missing, a task is unknown, or its data cannot be loaded.
     """
@@ -46,27 +109,37 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
     files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
     specs = {name: _read_local_task(Path(name), where) for name in files}
     with _quietly(), _go_offline_if_unreachable(len(files) < len(names)) as offline:
+        import numpy as np
         from lm_eval.tasks import TaskManager
 
         random.seed(_PYTHON_SEED)  # for tasks that draw while they are loaded
         np.random.seed(_OTHER_SEED)
-        manager = TaskManager(include_defaults=len(files) < len(names))  # reading its 14,000 names takes seconds
+        # reading its 14,000 names takes seconds
+        manager = TaskManager(include_defaults=len(files) < len(names))
         loaded: dict[str, Any] = {"tasks": {}, "groups": {}, "group_map": {}}
         for name in names:
             matches = [specs[name]] if name in specs else manager.match_tasks([name])
             if not matches:
-                raise UserError(f"{where}: lm-eval has no task {name!r}{did_you_mean(name, manager.all_tasks)}")
+                raise UserError(
+                    f"{where}: lm-eval has no task {name!r}{did_you_mean(name, manager.all_tasks)}"
+                )
             try:
                 part = manager.load(matches)
-            except Exception as error:  # of the network, the Hub, a loading script, a package that the task needs
+            except Exception as error:
+                # the network, the Hub, a loading script, a package that the task needs
                 reason = " ".join(str(error).split()) or type(error).__name__
-                hint = "; the Hub is out of reach, and only what was downloaded before can be used" * offline
+                hint = (
+                    "; the Hub is out of reach, and only what was downloaded before can be used"
+                ) * offline
                 raise UserError(f"{where}: {name} cannot be loaded: {reason:.300}{hint}") from None
             for kind in loaded:
                 loaded[kind] |= part[kind]
         for name, task in loaded["tasks"].items():
             if getattr(task, "UNSAFE_CODE", False):
-                raise UserError(f"{where}: {name} runs code that the model writes; use lm-eval's own program for it")
+                raise UserError(
+                    f"{where}: {name} runs code that the model writes; use lm-eval's "
+                    "own program for it"
+                )
             if task.get_config("num_fewshot") is None:
                 task.set_config(key="num_fewshot", value=0)
             task.set_fewshot_seed(seed=_OTHER_SEED)
@@ -74,7 +147,10 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
 
 
 def _read_local_task(path: Path, where: str) -> dict[str, Any]:
-    """A task's YAML with the paths of its data files. `!function`, which would run code, is refused."""
+    """A task's YAML with the paths of its data files.
+
+    `!function`, which would run code, is refused.
+    """
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
@@ -82,12 +158,18 @@ def _read_local_task(path: Path, where: str) -> dict[str, Any]:
         hint = "; a local task holds no Python" if "!function" in reason else ""
         raise UserError(f"{where}: {path} cannot be read as a task: {reason}{hint}") from None
     if not isinstance(task, dict) or not isinstance(task.get("task"), str):
-        raise UserError(f"{where}: {path}: not a task of lm-eval; it needs a line such as `task: my_task`")
+        raise UserError(
+            f"{where}: {path}: not a task of lm-eval; it needs a line such as `task: my_task`"
+        )
     if "include" in task:
-        raise UserError(f"{where}: {path}: `include` is not supported in a local task; write the lines out")
+        raise UserError(
+            f"{where}: {path}: `include` is not supported in a local task; write the lines out"
+        )
     options = task.get("dataset_kwargs")
     if isinstance(options, dict) and "data_files" in options:
-        task["dataset_kwargs"] = options | {"data_files": _beside(options["data_files"], path, where)}
+        task["dataset_kwargs"] = options | {
+            "data_files": _beside(options["data_files"], path, where)
+        }
     return task
 
 
@@ -105,66 +187,73 @@ def _beside(files: Any, path: Path, where: str) -> Any:
     return str(data_file)
 
 
-def prefix_token_id(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+def prefix_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
     """The token to put before a text, so that its first token can be predicted."""
     ids = (tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.get_vocab().get("\n", 0))
     return next(cast(int, number) for number in ids if number is not None)
 
 
-def run_tasks(
-    accelerator: Accelerator,
-    model: torch.nn.Module,
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    loaded: dict[str, Any],
-    *,
-    batch_size: int,
-    limit: int | None = None,
-    show_progress: bool = False,
-) -> Results:
-    """Run loaded tasks on `model`, at most `limit` questions of each. All processes call it and get the same results.
+def run_tasks(subject: Subject, loaded: dict[str, Any], limit: int | None = None) -> Scores:
+    """Run loaded tasks, at most `limit` questions of each. All processes call it and get the same
+    scores.
 
-    Processes with a whole model share the questions; with a sharded one, all processes run all questions.
-    Raises UserError if the tokenizer cannot encode a question.
+    Processes with a whole model share the questions; with a sharded one, all processes run all
+    questions. Raises UserError if the tokenizer cannot encode a question.
     """
-    with _quietly(show_progress and accelerator.is_main_process):
+    import torch
+    from accelerate.utils import broadcast_object_list
+
+    from nanogpt_hf.distributed.accelerator import is_sharded
+
+    accelerator, model, mesh = subject.accelerator, subject.model, subject.mesh
+    with _quietly(subject.bars):
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
         unwrapped: Any = accelerator.unwrap_model(model)
         was_training = model.training
-        own = copy.deepcopy(tokenizer)  # lm-eval adds a padding token, which must not be saved
+        own = copy.deepcopy(
+            subject.tokenizer
+        )  # lm-eval adds a padding token, which must not be saved
         own.model_max_length = sys.maxsize  # lm-eval truncates; transformers would only warn
         lm: Any = cast(Any, HFLM)(
             pretrained=unwrapped,
             tokenizer=own,
-            batch_size=batch_size,
+            batch_size=subject.batch_size,
             max_length=unwrapped.config.max_position_embeddings,
             prefix_token_id=prefix_token_id(own),
             trust_remote_code=False,
         )
         lm._device = accelerator.device  # a sharded model may report another
-        fewest = min(min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values())
-        mesh = Mesh.from_environment()
+        fewest = min(
+            min(len(task.eval_docs), limit or sys.maxsize) for task in loaded["tasks"].values()
+        )
         if not is_sharded(accelerator) and fewest >= mesh.world_size:
             lm._rank, lm._world_size, lm.accelerator = mesh.rank, mesh.world_size, accelerator
         try:
             model.eval()
             with torch.no_grad(), accelerator.autocast():
-                answer: Any = evaluate(lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES)
+                answer: Any = evaluate(
+                    lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES
+                )
         except Exception as error:
             if "UNK" not in str(error):  # the Rust library's message for an unknown character
                 raise
-            raise UserError("the model's tokenizer has no token for some character of the tasks' text") from None
+            raise UserError(
+                "the model's tokenizer has no token for some character of the tasks' text"
+            ) from None
         finally:
             model.train(was_training)
     results: list[Any] = [None if answer is None else _plain(answer["results"])]
-    if Mesh.from_environment().world_size > 1:
+    if mesh.world_size > 1:
         broadcast_object_list(results, from_process=0)
     return results[0]
 
 
-def _plain(results: dict[str, dict[str, Any]]) -> Results:
-    """{"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": ...} -> {"acc": 0.5}; a filter's name stays: acc,strict."""
+def _plain(results: dict[str, dict[str, Any]]) -> Scores:
+    """{"acc,none": 0.5, "acc_stderr,none": "N/A", "alias": ...} -> {"acc": 0.5}; a filter's name
+    stays: acc,strict.
+    """
     return {
         task: {
             key.removesuffix(",none"): float(value)
@@ -175,25 +264,11 @@ def _plain(results: dict[str, dict[str, Any]]) -> Results:
     }
 
 
-class TrainingTasks:
-    """The recipe's eval.tasks, loaded before the first step and run at every evaluation."""
-
-    def __init__(self, config: Config, tokenizer: transformers.PreTrainedTokenizerBase):
-        self.config, self.tokenizer = config, tokenizer
-        self.loaded = load_tasks(config.eval.tasks, "eval.tasks") if config.eval.tasks else None
-
-    def run(self, accelerator: Accelerator, model: torch.nn.Module) -> dict[str, float]:
-        """`task/<name>/<metric>` -> value; {} if the recipe has no tasks."""
-        if self.loaded is None:
-            return {}
-        size, limit = self.config.train.min_micro_batch_size, self.config.eval.tasks_limit
-        results = run_tasks(accelerator, model, self.tokenizer, self.loaded, batch_size=size, limit=limit)
-        return {f"task/{name}/{key}": value for name, metrics in results.items() for key, value in metrics.items()}
-
-
 @contextlib.contextmanager
 def _quietly(show_progress: bool = False) -> Iterator[None]:
-    """Context without lm-eval's log and warnings, and without its progress bars if there is no terminal."""
+    """Context without lm-eval's log and warnings, and without its progress bars if there is no
+    terminal.
+    """
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)
@@ -213,7 +288,12 @@ def _quietly(show_progress: bool = False) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _go_offline_if_unreachable(wanted: bool) -> Iterator[bool]:
-    """Context that is true if the Hub cannot be reached; then `datasets` does not try for half a minute per task."""
+    """Context that is true if the Hub cannot be reached; then `datasets` does not try for half a
+    minute per task.
+    """
+    import huggingface_hub
+    from datasets import config as datasets_config
+
     settings: list[Any] = [huggingface_hub.constants, datasets_config]
     before = [setting.HF_HUB_OFFLINE for setting in settings]
     offline = any(before) or (wanted and not _hub_answers())
@@ -227,9 +307,13 @@ def _go_offline_if_unreachable(wanted: bool) -> Iterator[bool]:
 
 
 def _hub_answers() -> bool:
-    endpoint = os.environ.get("HF_ENDPOINT") or huggingface_hub.constants.ENDPOINT
+    from huggingface_hub import constants
+
+    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
     try:
-        urllib.request.urlopen(urllib.request.Request(endpoint, method="HEAD"), timeout=_SECONDS_FOR_THE_HUB).close()
+        urllib.request.urlopen(
+            urllib.request.Request(endpoint, method="HEAD"), timeout=_SECONDS_FOR_THE_HUB
+        ).close()
     except urllib.error.HTTPError as error:  # an error is an answer
         error.close()
     except (OSError, ValueError):

@@ -1,27 +1,32 @@
-"""Write the model card (README.md of a model folder): training, evaluation, limits, licence, recipe."""
+"""Write the model card (README.md of a model folder): training, evaluation, limits, recipe.
+
+No text of a run becomes markup in it.
+"""
 
 import math
+import re
 from datetime import timedelta
+from pathlib import Path
+from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
+from huggingface_hub import EvalResult, ModelCard, ModelCardData
 from transformers import PreTrainedConfig
 
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.schema import Config, DataSection, OptimSection
+from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import has_conversations, is_mixture, source_text, sources_of
-from nanogpt_hf.data.bpe import TRAINING_BYTES
-from nanogpt_hf.data.interleave import Interleave
-from nanogpt_hf.data.manifest import Manifest
-from nanogpt_hf.data.mixed_manifest import MixedManifest, PreparedSource
-from nanogpt_hf.data.source import BUILT_IN
-from nanogpt_hf.export.markdown import escape, fact_table, fenced, inline_code
-from nanogpt_hf.export.staging import PATH_PLACEHOLDER
+from nanogpt_hf.data.blocks import Interleave
+from nanogpt_hf.data.files import BUILT_IN
+from nanogpt_hf.data.manifest import Manifest, MixedManifest, PreparedSource
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.runs.machine import code_version, versions
 from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.runs.state import TrainState
+
+PLACEHOLDER = "path/to/this/folder"  # in the example; a push replaces it by the repository
+_TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def model_card(
@@ -35,44 +40,69 @@ def model_card(
 ) -> str:
     """The card of a trained model, or of a LoRA adapter, with the metadata that the Hub reads.
 
-    `state` is the training state when it was saved, `machine` one line about the hardware, `base_model` the Hub id or
-    name of the model that fine-tuning started from.
+    `state` is the training state when it was saved, `machine` one line about the hardware,
+    `base_model` the Hub id or name of the model that fine-tuning started from.
     """
-    source, results = source_text(config.data), _eval_results(config, manifest, state)
-    sources = _prepared_sources(config, manifest)
+    results = _eval_results(config, manifest, state)
+    sources = _sources(config, manifest)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
-        datasets=[part.data.one_source for part in sources if _is_on_hub(part.data, part.manifest)] or None,
+        datasets=[s.data.one_source for s in sources if _is_on_hub(s.data, s.manifest)] or None,
         model_name=config.name if results else None,
         eval_results=results or None,
     )
-    start = f"fine-tuned from {inline_code(base_model)}" if base_model else "trained from scratch"
-    origin = f"{start} on {inline_code(source)} with nanogpt_hf"
-    sections = [
-        ("Training", fact_table(_training(config, manifest, state, machine))),
-        ("Evaluation", _evaluation(config, manifest, state)),
-        ("Limits", _limits(config, model_config)),
-        ("Licence", _licence(config.hub.license, base_model)),
-        ("Recipe", fenced(config_to_yaml(config).rstrip(), "yaml")),
-    ]
-    return _card(config.name, model_config, origin, metadata, sections, config.lora.rank if adapter else None)
+    start = f"fine-tuned from {_code(base_model)}" if base_model else "trained from scratch"
+    answers = "answers in the style of its training conversations"
+    return _render(
+        config.name,
+        model_config,
+        f"{start} on {_code(source_text(config.data))} with nanogpt_hf",
+        metadata,
+        config.lora.rank if adapter else None,
+        training=_training(config, manifest, sources, state, machine),
+        evaluation=_evaluation(config, manifest, state),
+        does=answers if has_conversations(config.data) else "continues text like its training text",
+        recipe=_fenced(config_to_yaml(config).rstrip(), "yaml"),
+    )
 
 
-def imported_card(name: str, model_config: PreTrainedConfig, facts: dict[str, str]) -> str:
-    """The card of a model that nanoGPT trained, which has no recipe."""
-    origin = "trained by nanoGPT and imported with nanogpt_hf"
-    sections = [("Training", fact_table(facts)), ("Licence", _licence(None, None))]
-    return _card(name, model_config, origin, ModelCardData(), sections)
+def plain_card(
+    name: str, model_config: PreTrainedConfig, origin: str, facts: dict[str, str] | None = None
+) -> str:
+    """The card of a model without a recipe: `origin` in words, and `facts` about its training."""
+    return _render(name, model_config, origin, ModelCardData(), training=facts)
 
 
-def minimal_card(name: str, model_config: PreTrainedConfig) -> str:
-    """The card of a model whose training is unknown."""
-    sections = [("Licence", _licence(None, None))]
-    return _card(name, model_config, "whose training is not recorded here", ModelCardData(), sections)
+def _render(
+    name: str,
+    model_config: PreTrainedConfig,
+    origin: str,
+    metadata: ModelCardData,
+    adapter_rank: int | None = None,
+    **values: Any,
+) -> str:
+    architecture, context = architecture_of(model_config), model_config.max_position_embeddings
+    what = (
+        f"{architecture.title} with {count_parameters(model_config):,} parameters "
+        f"({model_config.num_hidden_layers} layers, {model_config.num_attention_heads} heads, "
+        f"{model_config.hidden_size} wide, {context} positions)"
+    )
+    how = f"A standard {architecture.title} checkpoint; transformers loads it without other code."
+    metadata.library_name, loader, tag = "transformers", "AutoModelForCausalLM", architecture.name
+    if adapter_rank:
+        what = f"LoRA adapter of rank {adapter_rank} for a {what}"
+        how = "An adapter in the format of peft, which also loads the base model."
+        metadata.library_name, loader, tag = "peft", "AutoPeftModelForCausalLM", "lora"
+    metadata.tags, metadata.pipeline_tag = [tag, "nanogpt_hf"], "text-generation"
+    values |= {"what": f"A {what}", "how": how, "loader": loader, "placeholder": PLACEHOLDER}
+    values |= {"name": name, "origin": origin, "context": context}
+    values |= {"escape": escape, "table": _table, "code": _code}
+    card = ModelCard.from_template(metadata, template_path=str(_TEMPLATE), **values)
+    return redact(f"{card}\n")
 
 
-def _prepared_sources(config: Config, manifest: Manifest) -> tuple[PreparedSource, ...]:
+def _sources(config: Config, manifest: Manifest) -> tuple[PreparedSource, ...]:
     """The sources of a mixture, or the only one."""
     if isinstance(manifest, MixedManifest):
         return manifest.sources
@@ -80,218 +110,132 @@ def _prepared_sources(config: Config, manifest: Manifest) -> tuple[PreparedSourc
 
 
 def _is_on_hub(data: DataSection, manifest: Manifest) -> bool:
-    """Whether the text is a data set on the Hub. The revision of files and downloads is a checksum."""
-    return not is_mixture(data) and data.source not in BUILT_IN and not manifest.revision.startswith("sha256:")
+    """Whether the text is a data set on the Hub.
+
+    The revision of files and downloads is a checksum.
+    """
+    is_local = data.source in BUILT_IN or manifest.revision.startswith("sha256:")
+    return not is_mixture(data) and not is_local
 
 
 def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list[EvalResult]:
-    """The validation loss in the format of the Hub's model-index; empty if there is no finite loss."""
+    """The validation loss for the Hub's model-index; empty if there is no finite loss."""
     if state.evaluation is None or not math.isfinite(state.evaluation.loss):
         return []
-    source = source_text(config.data)
+    source, data = source_text(config.data), config.data
+    facts: dict[str, Any] = {"dataset_split": "held out"}
+    if _is_on_hub(data, manifest):
+        facts = {
+            "dataset_config": data.config,
+            "dataset_split": data.validation_split or f"held out of {data.split}",
+            "dataset_revision": manifest.revision if manifest.revision != "unknown" else None,
+        }
     values = {
         ("loss", "validation loss, nats per token"): state.evaluation.loss,
         ("perplexity", "validation perplexity, per token"): state.evaluation.perplexity,
         ("bits_per_byte", "validation bits per byte"): state.evaluation.bits_per_byte,
     }
-    on_hub = _is_on_hub(config.data, manifest)
     return [
         EvalResult(
             task_type="text-generation",
             dataset_type=source,
             dataset_name=source,
-            dataset_config=config.data.config if on_hub else None,
-            dataset_split=config.data.validation_split or f"held out of {config.data.split}" if on_hub else "held out",
-            dataset_revision=manifest.revision if on_hub and manifest.revision != "unknown" else None,
             metric_type=kind,
             metric_name=name,
             metric_value=round(value, 4),
+            **facts,
         )
         for (kind, name), value in values.items()
     ]
 
 
-def _describe_source(data: DataSection, manifest: Manifest) -> str:
-    source = source_text(data)
-    if _is_on_hub(data, manifest):
-        if data.config:
-            source += f", configuration {data.config}"
-        source += f", split {data.split}"
-    return source
-
-
-def _training(config: Config, manifest: Manifest, state: TrainState, machine: str) -> dict[str, str]:
-    data, optim, train = config.data, config.optim, config.train
-    packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
-    if config.rl.task:
-        split = f"{manifest.train.documents:,} questions of the task {config.rl.task}"
-        seen = f"{state.tokens:,} positions, padding included; {config.rl.samples} completions per question"
-    elif manifest.train.assistant_tokens:
-        split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} conversations, "
-        split += f"{manifest.train.assistant_tokens:,} in answers"
-        seen = f"{state.tokens:,} positions ({data.packing}), padding included"
+def _training(
+    config: Config,
+    manifest: Manifest,
+    sources: tuple[PreparedSource, ...],
+    state: TrainState,
+    machine: str,
+) -> dict[str, str]:
+    data, optim, split = config.data, config.optim, manifest.train
+    samples = state.tokens // data.block_size
+    counts = Interleave([s.weight for s in sources]).counts(samples).tolist()
+    facts = {}
+    for source, count in zip(sources, counts, strict=True):
+        text = f"{source_text(source.data)}, revision {source.manifest.revision}"
+        if len(sources) > 1:
+            text += f"; {count / max(1, samples):.2%} of the sequences"
+        facts[f"data: {source.name}" if len(sources) > 1 else "data"] = text
+    size, seen = f"{split.tokens:,} tokens in {split.documents:,} documents", f"{state.tokens:,}"
+    if not split.tokens:
+        size = f"{split.documents:,} questions of the task {config.rl.task}"
+        seen += f", padding included; {config.rl.samples} completions per question"
+    elif split.assistant_tokens:
+        size += f", {split.assistant_tokens:,} of them in answers"
+        seen += f" ({data.packing}), padding included"
     else:
-        split = f"{manifest.train.tokens:,} tokens in {manifest.train.documents:,} documents"
-        seen = f"{state.tokens:,} ({state.tokens / manifest.train.tokens:.2f} times the training split)"
-    sources = {"data": _describe_source(data, manifest), "data revision": manifest.revision}
-    if isinstance(manifest, MixedManifest):
-        samples = state.tokens // data.block_size
-        counts = Interleave([part.weight for part in manifest.sources]).counts(samples).tolist()
-        sources = {
-            f"data: {part.name}": f"{_describe_source(part.data, part.manifest)}; {count / max(1, samples):.2%} of the "
-            f"sequences; {part.manifest.train.tokens:,} tokens; revision {part.manifest.revision}"
-            for part, count in zip(manifest.sources, counts, strict=True)
-        }
-    optimizer, rate = _optimizer(optim)
-    return {
-        **sources,
-        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens{_tokenizer_training(config)}",
-        "training split": split,
+        seen += f" ({state.tokens / split.tokens:.2f} times the training split)"
+    end = "" if optim.schedule == "constant" else f" to {optim.min_learning_rate:g}"
+    packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
+    return facts | {
+        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens",
+        "training split": size,
         "tokens seen": seen,
-        "steps": f"{state.step:,} of {train.max_steps:,}",
-        "tokens per step": f"{train.tokens_per_step:,}, in sequences of {data.block_size:,}",
-        "optimizer": optimizer,
-        "learning rate": f"{rate}, after {optim.warmup_steps:,} steps of warm-up",
-        "gradient clipping": f"norm {optim.max_grad_norm:g}" if optim.max_grad_norm else "none",
-        "dropout": f"{config.model.dropout:g}",
-        "seed": str(train.seed),
+        "steps": f"{state.step:,} of {config.train.max_steps:,}",
+        "optimizer": kind_of(optim).describe(optim),
+        "learning rate": f"{optim.learning_rate:g}, {optim.schedule}{end}",
         "trained on": f"{machine} (when this was saved; a run can change machines)",
-        "software": ", ".join([f"nanogpt_hf {code_version()}", *(f"{name} {v}" for name, v in packages.items())]),
+        "software": ", ".join(
+            [f"nanogpt_hf {code_version()}", *(f"{name} {v}" for name, v in packages.items())]
+        ),
         "time": f"{timedelta(seconds=round(state.seconds))} (h:mm:ss) of training and evaluation",
     }
 
 
-def _optimizer(optim: OptimSection) -> tuple[str, str]:
-    """The optimizer and its learning rates."""
-    rate = f"{optim.learning_rate:g}, {optim.schedule}"
-    if optim.schedule != "constant":
-        rate += f" to {optim.min_learning_rate:g}"
-    return kind_of(optim).describe(optim), rate
-
-
-def _tokenizer_training(config: Config) -> str:
-    if config.data.tokenizer != "bpe":
-        return ""
-    pattern = {"gpt2": "GPT-2's", "gpt4": "GPT-4's"}[config.data.bpe_pattern]
-    limit = f"evenly spaced pieces of at most {TRAINING_BYTES // 10**6} MB of it"
-    return f": byte-level BPE trained on the training split ({limit}), which was split by {pattern} pattern"
-
-
-def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> str:
-    if config.rl.task and state.best_loss is not None:
+def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> dict[str, str]:
+    if not manifest.train.tokens and state.best_loss is not None:
         questions = min(config.rl.eval_questions, manifest.validation.documents)
-        return f"Mean reward on {questions:,} held-out questions: {-state.best_loss:.4f} (step {state.best_step:,})."
+        reward = f"{-state.best_loss:.4f} on {questions:,} held-out questions"
+        return {"mean reward": f"{reward} (step {state.best_step:,})"}
     if state.evaluation is None:
-        return "Not measured."
-    result = state.evaluation
-    table = fact_table(
-        {
-            "validation loss": f"{format_number(result.loss, 4)} nats per token",
-            "perplexity": f"{format_number(result.perplexity, 2)} per token",
-            "bits per byte": format_number(result.bits_per_byte, 4),
-        }
-    )
+        return {}
+    result, split = state.evaluation, config.data.validation_split
+    kind = " in answers" if manifest.validation.assistant_tokens else ""
+    total = manifest.validation.assistant_tokens or manifest.validation.tokens
+    where = f"of the split {split}" if split else "held out"
     if isinstance(manifest, MixedManifest):
-        split = (
-            "Each source has its own validation split. The loss is the mean of the sources' losses, weighted by their "
-            "shares of the training sequences; bytes per token are weighted alike."
-        )
-    elif config.data.validation_split:
-        split = f"The validation split is {inline_code(config.data.validation_split)} of the data set."
-    elif "validation_fraction" in manifest.recipe:
-        split = (
-            f"The validation split is {config.data.validation_fraction:.4g} of the text, held out before training: "
-            "the end of a single document, or whole documents drawn with a seed."
-        )
-    else:  # prepared by nanoGPT
-        split = "The validation split is part of the data."
-    if manifest.validation.assistant_tokens:
-        return f"""{table}
-
-Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.assistant_tokens:,} tokens
-in answers of the validation split. Conversations are cut at {config.data.block_size:,} tokens and do not see each
-other.
-The loss is the mean cross-entropy of the answers' tokens and perplexity its exponential; bits per byte divide by the
-answers' bytes.
-
-{split.replace("of the text", "of the conversations")}"""
-    return f"""{table}
-
-Measured at step {state.evaluated_step:,}, over {result.tokens:,} of the {manifest.validation.tokens:,} tokens of the
-validation split, in consecutive windows of {config.data.block_size:,} tokens. Every token counts once and sees only its
-window. The loss is the mean cross-entropy and perplexity its exponential; bits per byte divide by the bytes of the
-text, which makes tokenizers comparable.
-
-{split}"""
+        where = "held out of the sources, weighted by their shares of the training sequences"
+    return {
+        "validation loss": f"{format_number(result.loss, 4)} nats per token",
+        "perplexity": f"{format_number(result.perplexity, 2)} per token",
+        "bits per byte": format_number(result.bits_per_byte, 4),
+        "measured at step": f"{state.evaluated_step:,}",
+        "measured on": f"{result.tokens:,} of the {total:,} tokens{kind} {where}",
+        "context window": f"{config.data.block_size:,} tokens",
+    }
 
 
-def _limits(config: Config, model_config: PreTrainedConfig) -> str:
-    answers = has_conversations(config.data)
-    purpose = (
-        "answers in the style of its training conversations" if answers else "continues text like its training text"
-    )
-    lines = [
-        f"The model {purpose}. Its output can be false, offensive or unsafe.",
-        f"Its context is {model_config.max_position_embeddings:,} tokens.",
-        "It was evaluated only on text from the source of its training text.",
-    ]
-    if config.data.tokenizer == "char":
-        lines.append("Its tokenizer has only the characters of its training text.")
-    return "\n".join(f"- {line}" for line in lines)
+def escape(value: str) -> str:
+    """Escape a string for one line of Markdown: no HTML, link, image or end of a table cell."""
+    line = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(value.split()))
+    return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def _licence(licence: str | None, base_model: str | None) -> str:
-    sentences = [f"{inline_code(licence)}, as stated by the author of the run." if licence else "Not stated."]
-    if base_model:
-        sentences.append(f"The terms of {inline_code(base_model)} apply as well.")
-    return " ".join([*sentences, "The terms of the training text are not recorded here."])
+def _table(facts: dict[str, str]) -> str:
+    rows = [f"| {escape(name)} | {escape(value)} |" for name, value in facts.items()]
+    return "\n".join(["| | |", "|---|---|", *rows])
 
 
-def _card(
-    name: str,
-    model_config: PreTrainedConfig,
-    origin: str,
-    metadata: ModelCardData,
-    sections: list[tuple[str, str]],
-    adapter_rank: int | None = None,
-) -> str:
-    architecture = architecture_of(model_config)
-    sizes = (
-        f"{architecture.title} with {count_parameters(model_config):,} parameters ({model_config.num_hidden_layers} "
-        f"layers, {model_config.num_attention_heads} heads,\n{model_config.hidden_size} wide, "
-        f"{model_config.max_position_embeddings} positions)"
-    )
-    if adapter_rank:
-        what, kind = f"A LoRA adapter of rank {adapter_rank} for a {sizes}", "lora"
-        format_note = "An adapter in the format of peft, which also loads the base model."
-        library, loader = "peft", "AutoPeftModelForCausalLM"
-        imports = "from peft import AutoPeftModelForCausalLM\nfrom transformers import AutoTokenizer"
-    else:
-        what, kind = f"A {sizes}", architecture.name
-        format_note = f"A standard {architecture.title} checkpoint; transformers loads it without other code."
-        library, loader = "transformers", "AutoModelForCausalLM"
-        imports = "from transformers import AutoModelForCausalLM, AutoTokenizer"
-    metadata.library_name, metadata.tags = library, [kind, "nanogpt_hf"]
-    metadata.pipeline_tag = "text-generation"
-    body = "\n\n".join(f"## {title}\n\n{text}" for title, text in sections)
-    return redact(f"""---
-{metadata.to_yaml()}
----
+def _ticks(text: str, at_least: int) -> str:
+    """More backticks than `text` has in a row, so that it cannot end the code between them."""
+    return "`" * max(at_least, 1 + max(map(len, re.findall("`+", text)), default=0))
 
-# {escape(name)}
 
-{what}, {origin}.
+def _code(value: str) -> str:
+    line = " ".join(value.split())
+    ticks = _ticks(line, 1)
+    return f"{ticks} {line} {ticks}" if "`" in line else f"{ticks}{line}{ticks}"
 
-## How to load
 
-{format_note}
-
-```python
-{imports}
-
-model = {loader}.from_pretrained("{PATH_PLACEHOLDER}")
-tokenizer = AutoTokenizer.from_pretrained("{PATH_PLACEHOLDER}")
-```
-
-{body}
-""")
+def _fenced(text: str, language: str) -> str:
+    ticks = _ticks(text, 3)
+    return f"{ticks}{language}\n{text}\n{ticks}"

@@ -1,6 +1,7 @@
 """Export a model to GGUF for llama.cpp, with the tensor names of the package `gguf`.
 
-GGUF's gpt2 has one activation function, the tanh form of GELU; for a model with exact GELU the difference is reported.
+GGUF's gpt2 has one activation function, the tanh form of GELU; for a model with exact GELU the
+difference is reported.
 """
 
 import json
@@ -36,12 +37,13 @@ _ARCHITECTURES = {  # by model_type
     "smollm3": gguf.MODEL_ARCH.SMOLLM3,
     "olmo2": gguf.MODEL_ARCH.OLMO2,
 }
-# Those that rotate neighbouring dimensions of a head. transformers rotates its first half with its second half.
-_ROTATE_NEIGHBOURS = ("llama", "smollm3")
+# Those that rotate neighboring dimensions of a head. transformers rotates its first half with its
+# second half.
+_ROTATE_NEIGHBORS = ("llama", "smollm3")
 _LINEAR = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 
-# How text is split before BPE, as tokenizers writes it, -> the name of this in GGUF, and whether a whole word that is
-# a token is found without its merges.
+# How text is split before BPE, as tokenizers writes it, -> the name of this in GGUF, and whether a
+# whole word that is a token is found without its merges.
 _SPLITS = {
     ("GPT-2", False): "gpt-2",
     ("digits, GPT-2", False): "smollm",
@@ -59,14 +61,17 @@ def export_gguf(
 ) -> tuple[float, float | None]:
     """Write `model` as GGUF with config.json and tokenizer, and read it again.
 
-    Returns the largest difference of the logits with the model's activation function, and, if that is not the tanh GELU
-    of GGUF's gpt2, with theirs. Raises UserError if GGUF has no format for the model or the tokenizer.
+    Returns the largest difference of the logits with the model's activation function, and, if
+    that is not the tanh GELU of GGUF's gpt2, with theirs. Raises UserError if GGUF has no format
+    for the model or the tokenizer.
     """
     plain: Any = architecture_of(model).standard_config(model.config)
     name = plain.model_type
     _check_format(plain, model)
     if tokenizer is None:
-        raise UserError("--format gguf: a GGUF file contains the tokenizer, and this model has none")
+        raise UserError(
+            "--format gguf: a GGUF file contains the tokenizer, and this model has none"
+        )
     cast_weights(model, dtype)  # raises if a weight is too large
     original = finite_logits_of(model)
     writer = gguf.GGUFWriter(folder / FILE, name)
@@ -101,7 +106,9 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
         raise UserError(f"--format gguf: {name} is not supported, only {', '.join(_ARCHITECTURES)}")
     if name == "gpt2":
         if config.activation_function not in ("gelu", "gelu_new"):
-            raise UserError(f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU")
+            raise UserError(
+                f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU"
+            )
         return
     rope, layers = config.rope_parameters, range(config.num_hidden_layers)
     wrong = None
@@ -111,15 +118,21 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
         wrong = "biases"
     elif any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
         wrong = "sliding windows"
-    elif rope["rope_type"] not in ("default", "llama3") or (rope["rope_type"] != "default" and name != "llama"):
+    elif rope["rope_type"] not in ("default", "llama3") or (
+        rope["rope_type"] != "default" and name != "llama"
+    ):
         wrong = f"rope_type {rope['rope_type']}"
-    elif name == "smollm3" and list(config.no_rope_layers) != [int((i + 1) % 4 != 0) for i in layers]:
+    elif name == "smollm3" and list(config.no_rope_layers) != [
+        int((i + 1) % 4 != 0) for i in layers
+    ]:
         wrong = "these no_rope_layers, only every fourth layer"
     if wrong:
         raise UserError(f"--format gguf: its {name} has no {wrong}")
 
 
-def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple[str, torch.Tensor]]:
+def _tensors(
+    config: Any, model: transformers.PreTrainedModel
+) -> Iterator[tuple[str, torch.Tensor]]:
     """The tensors of the file, by name, in float32."""
     names = gguf.get_tensor_name_map(_ARCHITECTURES[config.model_type], config.num_hidden_layers)
     weights = model.state_dict()
@@ -137,20 +150,26 @@ def _tensors(config: Any, model: transformers.PreTrainedModel) -> Iterator[tuple
 
 
 def _rotation(config: Any, name: str, weight: torch.Tensor, back: bool = False) -> torch.Tensor:
-    """The weight of queries or keys with the rows of each head in the order of GGUF, or `back` in that of transformers.
+    """The weight of queries or keys with the rows of each head in the order of GGUF, or `back` in
+    that of transformers.
 
     Other weights are returned as they are.
     """
-    heads = {"q_proj": config.num_attention_heads, "k_proj": getattr(config, "num_key_value_heads", None)}
+    heads = {
+        "q_proj": config.num_attention_heads,
+        "k_proj": getattr(config, "num_key_value_heads", None),
+    }
     count = heads.get(name.split(".")[-2])
-    if count is None or config.model_type not in _ROTATE_NEIGHBOURS:
+    if count is None or config.model_type not in _ROTATE_NEIGHBORS:
         return weight
     parts = (count, -1, 2) if back else (count, 2, weight.shape[0] // count // 2)
     return weight.unflatten(0, parts).transpose(1, 2).reshape(weight.shape)
 
 
 def _rope_factors(model: transformers.PreTrainedModel) -> torch.Tensor | None:
-    """What the wavelengths of the rotary embedding are multiplied by, as Llama 3.1 does; None if nothing is."""
+    """What the wavelengths of the rotary embedding are multiplied by, as Llama 3.1 does; None if
+    nothing is.
+    """
     if getattr(model.config, "rope_parameters", {}).get("rope_type", "default") == "default":
         return None
     rotary: Any = model.base_model.rotary_emb
@@ -159,10 +178,15 @@ def _rope_factors(model: transformers.PreTrainedModel) -> torch.Tensor | None:
     return model.config.rope_parameters["rope_theta"] ** -exponents / frequencies
 
 
-def _read_again(folder: Path, config: Any, model: transformers.PreTrainedModel) -> transformers.PreTrainedModel:
-    """The model in the file, by transformers' reader if it has one for this architecture, else by gguf's."""
+def _read_again(
+    folder: Path, config: Any, model: transformers.PreTrainedModel
+) -> transformers.PreTrainedModel:
+    """The model in the file, by transformers' reader if it has one for this architecture, else
+    by gguf's.
+    """
     if config.model_type in GGUF_CONFIG_MAPPING:
-        # With its config: transformers 5.23 reads neither the number of positions nor an activation from GGUF.
+        # With its config: transformers 5.23 reads neither the number of positions nor an activation
+        # from GGUF.
         return transformers.AutoModelForCausalLM.from_pretrained(
             folder, gguf_file=FILE, config=config, dtype=torch.float32, trust_remote_code=False
         )
@@ -202,10 +226,15 @@ def _write_metadata(writer: gguf.GGUFWriter, config: Any, file_type: gguf.LlamaF
     writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
+def _write_tokenizer(
+    writer: gguf.GGUFWriter, config: Any, tokenizer: transformers.PreTrainedTokenizerBase
+) -> None:
     """Write byte-level BPE, or characters. Raises UserError for any other tokenizer."""
     if len(tokenizer) > config.vocab_size:
-        raise UserError(f"--format gguf: {len(tokenizer)} tokens in the tokenizer, {config.vocab_size} in the model")
+        raise UserError(
+            f"--format gguf: {len(tokenizer)} tokens in the tokenizer, "
+            f"{config.vocab_size} in the model"
+        )
     names = tokenizer.convert_ids_to_tokens(list(range(len(tokenizer))))
     kinds = [gguf.TokenType.NORMAL] * len(names)
     for number, token in tokenizer.added_tokens_decoder.items():
@@ -214,18 +243,21 @@ def _write_tokenizer(writer: gguf.GGUFWriter, config: Any, tokenizer: transforme
         merges = _backend_state(tokenizer)["model"]["merges"]
         writer.add_tokenizer_model("gpt2")
         writer.add_tokenizer_pre(split)
-        writer.add_token_merges([pair if isinstance(pair, str) else " ".join(pair) for pair in merges])
+        writer.add_token_merges(
+            [pair if isinstance(pair, str) else " ".join(pair) for pair in merges]
+        )
     elif not tokenizer.added_tokens_decoder and all(len(name) == 1 for name in names):
-        # llama.cpp's RWKV tokenizer takes the longest matching token and has no special tokens: with one token per
-        # character it equals ours. Its tokens are written with escapes.
+        # llama.cpp's RWKV tokenizer takes the longest matching token and has no special tokens:
+        # with one token per character it equals ours. Its tokens are written with escapes.
         writer.add_tokenizer_model("rwkv")
-        # Without a token for unknown characters llama.cpp would abort. Ours raises an error for them.
+        # Without a token for unknown characters llama.cpp would abort. Ours raises an error for
+        # them.
         writer.add_unk_token_id(names.index(" ") if " " in names else 0)
         names = [_ESCAPES.get(name, name) for name in names]
     else:
         raise UserError(
-            "--format gguf: can only write a tokenizer of characters, or byte-level BPE that splits text as GPT-2, "
-            "Llama 3, Qwen or SmolLM does"
+            "--format gguf: can only write a tokenizer of characters, or byte-level BPE that "
+            "splits text as GPT-2, Llama 3, Qwen or SmolLM does"
         )
     unused = config.vocab_size - len(names)
     writer.add_token_list([*names, *(f"[PAD{len(names) + i}]" for i in range(unused))])
@@ -244,20 +276,35 @@ def _write_tokenizer(writer: gguf.GGUFWriter, config: Any, tokenizer: transforme
 
 
 def _split_name(tokenizer: transformers.PreTrainedTokenizerBase) -> str | None:
-    """GGUF's name for the way in which a byte-level BPE tokenizer splits text; None for any other tokenizer."""
+    """GGUF's name for the way in which a byte-level BPE tokenizer splits text; None for any
+    other tokenizer.
+    """
     if not tokenizer.is_fast:
         return None
     state = _backend_state(tokenizer)
     before: dict[str, Any] = state["pre_tokenizer"] or {}
     *splits, last = before.get("pretokenizers", [before])
-    if state["model"]["type"] != "BPE" or last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+    if (
+        state["model"]["type"] != "BPE"
+        or last.get("type") != "ByteLevel"
+        or last["add_prefix_space"]
+    ):
         return None
     kinds = [split.get("pattern", {}).get("Regex") or split["type"] for split in splits]
     whole_words = bool(state["model"].get("ignore_merges"))
     if last["use_regex"] and kinds in ([], ["Digits"]):
         one_digit = not splits or splits[0]["individual_digits"]
-        return _SPLITS.get(("digits, GPT-2" if splits else "GPT-2", whole_words)) if one_digit else None
-    if last["use_regex"] or len(kinds) != 1 or splits[0].get("behavior") != "Isolated" or splits[0].get("invert"):
+        return (
+            _SPLITS.get(("digits, GPT-2" if splits else "GPT-2", whole_words))
+            if one_digit
+            else None
+        )
+    if (
+        last["use_regex"]
+        or len(kinds) != 1
+        or splits[0].get("behavior") != "Isolated"
+        or splits[0].get("invert")
+    ):
         return None
     return _SPLITS.get((kinds[0], whole_words))
 

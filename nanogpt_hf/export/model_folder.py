@@ -1,4 +1,6 @@
-"""Write a model folder that transformers can load: plain GPT-2 weights, tokenizer and card, atomically."""
+"""Write a model folder that transformers can load: plain GPT-2 weights, tokenizer and card,
+atomically.
+"""
 
 import contextlib
 import shutil
@@ -9,11 +11,15 @@ import safetensors
 import torch
 import transformers
 
-from nanogpt_hf.data.place import is_vacant, partial_of, put_in_place
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import save_tokenizer
 from nanogpt_hf.errors import DivergedError, RunFolderError, UserError
+from nanogpt_hf.export.card import model_card
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.place import is_vacant, partial_of, put_in_place
 from nanogpt_hf.runs.replace import replaced_folder
+from nanogpt_hf.runs.state import TrainState
 
 MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
 
@@ -25,9 +31,48 @@ def save_model_folder(
     tokenizer: transformers.PreTrainedTokenizerBase,
     card: str,
 ) -> None:
-    """Write `weights` (our names) as a plain GPT-2 folder, replacing an existing one; a link is followed."""
+    """Write `weights` (our names) as a plain GPT-2 folder, replacing an existing one; a link is
+    followed.
+    """
     with replaced_folder(folder.resolve()) as partial:
         write_model_folder(partial, config, weights, tokenizer, card)
+
+
+def save_trained(
+    folder: Path,
+    config: Config,
+    model_config: transformers.PreTrainedConfig,
+    weights: dict[str, torch.Tensor],
+    data: PreparedData,
+    state: TrainState,
+    machine: str,
+) -> None:
+    """Write the trained `weights` (our names), replacing `folder` atomically.
+
+    Without LoRA: plain GPT-2. With LoRA: the adapter in peft's format; with `lora.merge` also,
+    plain GPT-2 with the adapter merged, and the adapter in `folder`/adapter.
+    """
+    is_adapter = config.lora.rank is not None and not config.lora.merge
+    card = model_card(
+        config, model_config, data.manifest, state, machine, config.finetune.model, is_adapter
+    )
+    if config.lora.rank is None:
+        save_model_folder(folder, model_config, weights, data.tokenizer, card)
+        return
+    from nanogpt_hf.model.lora import merged_weights, save_adapter
+
+    adapter = (model_config, config.lora, config.finetune, weights)
+    with replaced_folder(folder.resolve()) as partial:
+        if config.lora.merge:
+            write_model_folder(
+                partial, model_config, merged_weights(weights, config.lora), data.tokenizer, card
+            )
+            save_adapter(partial / "adapter", *adapter)
+        else:
+            save_adapter(partial, *adapter)
+            data.tokenizer.model_max_length = model_config.max_position_embeddings
+            save_tokenizer(data.tokenizer, partial)
+            (partial / "README.md").write_text(card, encoding="utf-8")
 
 
 def write_model_folder(
@@ -38,8 +83,10 @@ def write_model_folder(
     card: str | None,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> None:
-    """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer and card if given."""
-    architecture_of(config).save_model(folder, config, weights, max_shard_size)
+    """Write `weights` (our names, dtype unchanged) as plain GPT-2 into `folder`, with tokenizer
+    and card if given.
+    """
+    architecture_of(config).write_model(folder, config, weights, max_shard_size)
     if tokenizer is not None:
         tokenizer.model_max_length = config.max_position_embeddings
         save_tokenizer(tokenizer, folder)
@@ -49,9 +96,11 @@ def write_model_folder(
 
 @contextlib.contextmanager
 def new_folder(out: Path) -> Iterator[Path]:
-    """Yield a hidden folder that becomes `out` when the block succeeds, and is removed when it fails.
+    """Yield a hidden folder that becomes `out` when the block succeeds, and is removed when it
+    fails.
 
-    An `out` that exists and is empty gets the content. Raises RunFolderError if `out` is not empty or not writable.
+    An `out` that exists and is empty gets the content. Raises RunFolderError if `out` is not
+    empty or not writable.
     """
     out = out.resolve()  # no folder can be renamed over a link
     if not is_vacant(out):
@@ -68,7 +117,8 @@ def new_folder(out: Path) -> Iterator[Path]:
         raise RunFolderError(f"{out}: cannot be written: {reason}") from error
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-        with contextlib.suppress(OSError):  # the first one that is not empty stops this: the block succeeded
+        # the first one that is not empty stops this: the block succeeded
+        with contextlib.suppress(OSError):
             for folder in new_parents:
                 folder.rmdir()
 
@@ -86,21 +136,30 @@ def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
 
 
 def finite_logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
-    """`logits_of`. Raises DivergedError if they are not finite, since an export could not be compared with them."""
+    """`logits_of`.
+
+    Raises DivergedError if they are not finite, since an export could not be compared with them.
+    """
     logits = logits_of(model)
     if not logits.isfinite().all():
         raise DivergedError(
-            "the model's logits are not finite: its training diverged, or its weights are damaged; nothing was written"
+            "the model's logits are not finite: its training diverged, or its weights are "
+            "damaged; nothing was written"
         )
     return logits
 
 
 def max_difference(logits: torch.Tensor, original: torch.Tensor, exact: bool) -> float:
-    """The largest difference between the logits. Raises RuntimeError if it is too large for an `exact` export."""
+    """The largest difference between the logits.
+
+    Raises RuntimeError if it is too large for an `exact` export.
+    """
     difference = (logits - original).abs().max().item()
     allowed = 1e-4 * max(1.0, original.abs().max().item())
     if not difference <= (allowed if exact else float("inf")):  # a NaN fails, too
-        raise RuntimeError(f"the exported model's logits differ by {difference:.2g}; nothing was written")
+        raise RuntimeError(
+            f"the exported model's logits differ by {difference:.2g}; nothing was written"
+        )
     return difference
 
 
@@ -112,25 +171,32 @@ def export_gpt2(
     dtype: torch.dtype = torch.float32,
     max_shard_size: str = MAX_SHARD_SIZE,
 ) -> float:
-    """Write `model` as plain GPT-2, load it with transformers alone, and return the largest difference of the logits.
+    """Write `model` as plain GPT-2, load it with transformers alone, and return the largest
+    difference of the logits.
 
     Raises UserError if a weight is too large for `dtype`.
     """
     original = finite_logits_of(model)
     weights = cast_weights(model, dtype)
     write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
-    opened = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+    opened = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, trust_remote_code=False
+    )
     if tokenizer is not None:
         check_tokenizer(folder, tokenizer)
     return max_difference(logits_of(opened), original, exact=dtype == torch.float32)
 
 
-def cast_weights(model: transformers.PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+def cast_weights(
+    model: transformers.PreTrainedModel, dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
     """The weights of the model in `dtype`. Raises UserError if a finite weight overflows."""
     weights = {name: weight.to(dtype) for name, weight in model.state_dict().items()}
     for name, weight in weights.items():
         if not weight.isfinite().all() and model.state_dict()[name].isfinite().all():
-            raise UserError(f"--dtype: {name} is too large for {str(dtype).removeprefix('torch.')}; use bf16")
+            raise UserError(
+                f"--dtype: {name} is too large for {str(dtype).removeprefix('torch.')}; use bf16"
+            )
     return weights
 
 
@@ -138,5 +204,8 @@ def check_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerBas
     """Raises RuntimeError if the tokenizer loaded from `folder` differs from `tokenizer`."""
     opened = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
     text = "".join(str(tokenizer.decode([i])) for i in range(min(50, len(tokenizer))))
-    if opened.get_vocab() != tokenizer.get_vocab() or opened(text)["input_ids"] != tokenizer(text)["input_ids"]:
+    if (
+        opened.get_vocab() != tokenizer.get_vocab()
+        or opened(text)["input_ids"] != tokenizer(text)["input_ids"]
+    ):
         raise RuntimeError("the exported tokenizer differs after loading; nothing was written")

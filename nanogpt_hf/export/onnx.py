@@ -1,4 +1,5 @@
-"""Export a model to ONNX: input_ids (batch, sequence) -> logits (batch, sequence, vocabulary), without a cache.
+"""Export a model to ONNX: input_ids (batch, sequence) -> logits (batch, sequence, vocabulary),
+without a cache.
 
 Needs the packages onnx, onnxscript and onnxruntime.
 """
@@ -16,7 +17,8 @@ from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, max_di
 from nanogpt_hf.model.architecture import architecture_of
 
 FILE = "model.onnx"
-_LARGEST_FILE = 1_900_000_000  # bytes; protobuf's limit is 2 GiB, so larger weights go to a second file
+# bytes; protobuf's limit is 2 GiB, so larger weights go to a second file
+_LARGEST_FILE = 1_900_000_000
 
 
 class _LogitsOnly(torch.nn.Module):
@@ -29,7 +31,9 @@ class _LogitsOnly(torch.nn.Module):
 
 
 def export_onnx(
-    folder: Path, model: transformers.PreTrainedModel, tokenizer: transformers.PreTrainedTokenizerBase | None
+    folder: Path,
+    model: transformers.PreTrainedModel,
+    tokenizer: transformers.PreTrainedTokenizerBase | None,
 ) -> float:
     """Write `model` as an ONNX graph with config.json and tokenizer, and run it with onnxruntime.
 
@@ -37,7 +41,9 @@ def export_onnx(
     """
     config = model.config
     longest = config.max_position_embeddings
-    shapes = {"input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=longest)}}
+    shapes = {
+        "input_ids": {0: torch.export.Dim("batch"), 1: torch.export.Dim("sequence", max=longest)}
+    }
     size = 4 * model.num_parameters()
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
@@ -68,5 +74,8 @@ def export_onnx(
     difference = 0.0
     for batch, length in ((2, ids.shape[1]), (1, 1)):  # the traced sizes and others
         (logits,) = session.run(None, {"input_ids": ids[:batch, :length].numpy()})
-        difference = max(difference, max_difference(torch.from_numpy(logits), original[:batch, :length], exact=True))
+        difference = max(
+            difference,
+            max_difference(torch.from_numpy(logits), original[:batch, :length], exact=True),
+        )
     return difference

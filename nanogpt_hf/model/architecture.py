@@ -1,11 +1,13 @@
-"""Architecture: all that the rest of the package asks of a causal LM: our GPT-2, or any decoder of transformers.
+"""Architecture: all that the rest of the package asks of a causal LM: our GPT-2, or any decoder of
+transformers.
 
-Sizes are read from a config by the names that transformers gives every model: hidden_size, num_hidden_layers,
-num_attention_heads, max_position_embeddings, vocab_size. No other room names the classes or layers of a model, except
-the importers and exporters of one format.
+Sizes are read from a config by the names that transformers gives every model: hidden_size,
+num_hidden_layers, num_attention_heads, max_position_embeddings, vocab_size. No other room names the
+classes or layers of a model, except the importers and exporters of one format.
 
-A decoder of transformers needs no code: `_decoder` makes its row from its config class (decoders.py). A model that is
-no class of transformers: write its functions as in gpt2.py, and list its row in ARCHITECTURES.
+A decoder of transformers needs no code: `_decoder` makes its row from its config class
+(decoders.py). A model that is no class of transformers: write its functions as in gpt2.py, and
+list its row in ARCHITECTURES.
 """
 
 import re
@@ -32,68 +34,89 @@ class BlockActivations:
 
     residual: int  # in the residual's precision: inputs of the norms
     attention: int  # queries, keys and values
-    other: int  # in the precision of the products: output of attention, inputs of activation functions
+    # in the precision of the products: output of attention, inputs of activation functions
+    other: int
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to build, load, save and take apart a model, and what it costs. Functions take a model that is not prepared.
+    """How to build, load, save and take apart a model, and what it costs. Functions take a model
+    that is not prepared.
 
-    `model_class(config)` makes a model with initial weights, in transformers' form. Its forward takes input_ids,
-    shift_labels, position_ids, use_cache, num_items_in_batch (divides the summed loss) and skip_logits. A model whose
-    vocabulary is padded never predicts the added rows.
+    `model_class(config)` makes a model with initial weights, in transformers' form. Its forward
+    takes input_ids, shift_labels, position_ids, use_cache, num_items_in_batch (divides the
+    summed loss) and skip_logits. A model whose vocabulary is padded never predicts the added
+    rows.
     """
 
     name: str
     title: str  # for messages and cards
-    model_types: tuple[str, ...]  # of the config.json files that `load_config` reads
+    model_types: tuple[str, ...]  # in the config.json files that `read_config` reads
     config_class: type[PreTrainedConfig]
     model_class: type[PreTrainedModel]
 
     # From a recipe, and from and to disk. Weights are named as in `model_class`.
-    build_config: Callable[[ModelSection, int, int | None], PreTrainedConfig]  # (section, vocab_size, end_of_text_id)
-    recipe_knobs: Callable[[Any], dict[str, Any]]  # config -> the knobs model.* that describe it; ValueError if none do
-    load_config: Callable[[str, str | None], PreTrainedConfig]  # (folder or Hub id, revision)
-    load_model: Callable[..., PreTrainedModel]  # (folder or Hub id, revision, **options): in float32
-    save_model: Callable[[Path, Any, dict[str, torch.Tensor], str], None]  # (folder, config, weights, max_shard_size)
-    standard_config: Callable[[Any], PreTrainedConfig]  # config -> that of the standard transformers model
+    # (section, vocab_size, end_of_text_id)
+    config_from_recipe: Callable[[ModelSection, int, int | None], PreTrainedConfig]
+    # config -> the knobs model.* that describe it; ValueError if none do
+    recipe_knobs: Callable[[Any], dict[str, Any]]
+    read_config: Callable[[str, str | None], PreTrainedConfig]  # (folder or Hub id, revision)
+    # (folder or Hub id, revision, **options): in float32
+    read_model: Callable[..., PreTrainedModel]
+    # (folder, config, weights, max_shard_size)
+    write_model: Callable[[Path, Any, dict[str, torch.Tensor], str], None]
+    # config -> that of the standard transformers model
+    standard_config: Callable[[Any], PreTrainedConfig]
 
     # Parts of a model.
     blocks: Callable[[Any], nn.ModuleList]  # transformer blocks, lowest first
-    embeddings: Callable[[Any], list[nn.Module]]  # of tokens, and of positions if they are learned
+    embeddings: Callable[[Any], list[nn.Module]]  # tokens, and positions if they are learned
     final_norm: Callable[[Any], nn.Module]
-    attention: Callable[[Any], Any]  # of a block
-    attention_layers: Callable[[Any], tuple[Any, ...]]  # linear, of a block; the last one writes to the residual
+    attention: Callable[[Any], Any]  # in a block
+    # linear, of a block; the last one writes to the residual
+    attention_layers: Callable[[Any], tuple[Any, ...]]
     mlp_layers: Callable[[Any], tuple[Any, ...]]  # as attention_layers
     lora_targets: tuple[str, ...]
-    layers_on_disk: dict[str, tuple[str, ...]]  # layer of a block on disk -> ours in it; empty if they are the same
-    # block -> how tensor parallelism splits its layers, by name; ValueError with the reason if it cannot
+    # layer of a block on disk -> ours in it; empty if they are the same
+    layers_on_disk: dict[str, tuple[str, ...]]
+    # block -> how tensor parallelism splits its layers, by name; ValueError with the reason if it
+    # cannot
     tensor_parallel: Callable[[Any], dict[str, decoders.Split]]
 
     # What training and evaluation do with it.
-    row_losses: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]  # (model, ids, targets (B, T)) -> sums (B,)
-    compile_loss: Callable[..., None]  # (model, backend=..., mode=...)
+    # (model, ids, targets (B, T)) -> sums (B,)
+    row_losses: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor]
     crop_positions: Callable[[Any, int], None]  # leave only the first positions
     lookup_parameters: Callable[[Any], int]  # config -> parameters that are in no matrix product
     # config -> without dropout and adapters; None if planning/activations.py counts them
     block_activations: Callable[[Any], BlockActivations] | None
 
     def depths(self, model: PreTrainedModel) -> dict[str, int]:
-        """Parameter name -> depth: 0 for embeddings, 1, 2, ... for blocks, and one more for the layers above them."""
+        """Parameter name -> depth: 0 for embeddings, 1, 2, ... for blocks, and one more for the
+        layers above them.
+        """
         blocks = self.blocks(model)
         depth = {id(p): 0 for module in self.embeddings(model) for p in module.parameters()}
-        depth |= {id(p): index + 1 for index, block in enumerate(blocks) for p in block.parameters()}
+        depth |= {
+            id(p): index + 1 for index, block in enumerate(blocks) for p in block.parameters()
+        }
         return {name: depth.get(id(p), len(blocks) + 1) for name, p in model.named_parameters()}
 
     def freeze(self, model: PreTrainedModel, layers: int) -> None:
-        """Freeze the embeddings (and a tied head) and the lowest `layers` blocks; -1 freezes nothing."""
-        for module in [*self.embeddings(model), *self.blocks(model)[:layers]] if layers >= 0 else []:
+        """Freeze the embeddings (and a tied head) and the lowest `layers` blocks; -1 freezes
+        nothing.
+        """
+        for module in (
+            [*self.embeddings(model), *self.blocks(model)[:layers]] if layers >= 0 else []
+        ):
             module.requires_grad_(False)
 
     def standard_model(self, config: PreTrainedConfig) -> PreTrainedModel:
         """The standard transformers model of `config`, with new weights."""
         standard = self.standard_config(config)
-        return AutoModelForCausalLM.from_config(standard, attn_implementation="sdpa", trust_remote_code=False)
+        return AutoModelForCausalLM.from_config(
+            standard, attn_implementation="sdpa", trust_remote_code=False
+        )
 
     def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
         """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).
@@ -112,17 +135,22 @@ GPT2 = Architecture(
     model_types=("gpt2", GPTConfig.model_type),
     config_class=GPTConfig,
     model_class=GPTForCausalLM,
-    build_config=gpt2.build_config,
+    config_from_recipe=gpt2.config_from_recipe,
     recipe_knobs=gpt2.recipe_knobs,
-    load_config=gpt2.load_config,
-    load_model=gpt2.load_model,
-    save_model=gpt2.save_model,
+    read_config=gpt2.read_config,
+    read_model=gpt2.read_model,
+    write_model=gpt2.write_model,
     standard_config=GPTConfig.to_gpt2,
     blocks=lambda model: model.transformer.h,
     embeddings=lambda model: [model.transformer.wte, model.transformer.wpe],
     final_norm=lambda model: model.transformer.ln_f,
     attention=lambda block: block.attn,
-    attention_layers=lambda block: (block.attn.q_proj, block.attn.k_proj, block.attn.v_proj, block.attn.o_proj),
+    attention_layers=lambda block: (
+        block.attn.q_proj,
+        block.attn.k_proj,
+        block.attn.v_proj,
+        block.attn.o_proj,
+    ),
     mlp_layers=lambda block: (block.mlp.fc, block.mlp.proj),
     lora_targets=tuple(LORA_TARGETS),
     layers_on_disk=GPT2_LAYOUT,
@@ -135,11 +163,12 @@ GPT2 = Architecture(
         "mlp.proj": "inputs",
     },
     row_losses=gpt2.row_losses,
-    compile_loss=gpt2.compile_loss,
     crop_positions=gpt2.crop_positions,
     lookup_parameters=lambda config: config.n_positions * config.n_embd,
     block_activations=lambda config: BlockActivations(
-        residual=2 * config.n_embd, attention=3 * config.n_embd, other=config.n_embd + config.inner_size
+        residual=2 * config.n_embd,
+        attention=3 * config.n_embd,
+        other=config.n_embd + config.inner_size,
     ),
 )
 
@@ -148,7 +177,10 @@ ARCHITECTURES = (GPT2,)
 
 @cache
 def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
-    """The row of a decoder of transformers. Raises ValueError if its models are not what we can train."""
+    """The row of a decoder of transformers.
+
+    Raises ValueError if its models are not what we can train.
+    """
     parts = decoders.parts_of(config_class)
     layers = (*parts.attention_layers, *parts.mlp_layers)
 
@@ -161,11 +193,11 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         model_types=(config_class.model_type,),
         config_class=config_class,
         model_class=loss_decoders.model_class_of(config_class),
-        build_config=partial(decoders.build_config, config_class),
+        config_from_recipe=partial(decoders.config_from_recipe, config_class),
         recipe_knobs=decoders.recipe_knobs,
-        load_config=decoders.load_config,
-        load_model=decoders.load_model,
-        save_model=decoders.save_model,
+        read_config=decoders.read_config,
+        read_model=decoders.read_model,
+        write_model=decoders.write_model,
         standard_config=decoders.standard_config,
         blocks=lambda model: model.get_submodule(parts.blocks),
         embeddings=decoders.embeddings,
@@ -177,7 +209,6 @@ def _decoder(config_class: type[PreTrainedConfig]) -> Architecture:
         layers_on_disk={},
         tensor_parallel=partial(decoders.tensor_parallel, config_class),
         row_losses=lambda model, input_ids, targets: model.row_losses(input_ids, targets),
-        compile_loss=loss_decoders.compile_loss,
         crop_positions=lambda model, length: None,  # rotary positions are computed
         lookup_parameters=decoders.lookup_parameters,
         block_activations=None,
@@ -231,7 +262,9 @@ def padding_rows(config: PreTrainedConfig) -> int:
 
 
 def count_parameters(config: PreTrainedConfig) -> int:
-    """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied head counts once."""
+    """Parameters of the model as it is saved: padded vocabulary rows are not counted, a tied
+    head counts once.
+    """
     with torch.device("meta"):
         model = architecture_of(config).model_class(config)
     matrices = 1 if config.tie_word_embeddings else 2

@@ -1,4 +1,6 @@
-"""Build a model from a recipe, load one from a folder or the Hub, and prepare it for fine-tuning."""
+"""Build a model from a recipe, load one from a folder or the Hub, and prepare it for
+fine-tuning.
+"""
 
 import math
 import pickle
@@ -27,7 +29,9 @@ from nanogpt_hf.model.architecture import (
 )
 
 
-def build_config(section: ModelSection, vocab_size: int, end_of_text_id: int | None = None) -> PreTrainedConfig:
+def build_config(
+    section: ModelSection, vocab_size: int, end_of_text_id: int | None = None
+) -> PreTrainedConfig:
     """The model configuration that a recipe describes, for a tokenizer of `vocab_size` tokens.
 
     Raises UserError if there is no such architecture, or model.extra does not fit it.
@@ -37,7 +41,7 @@ def build_config(section: ModelSection, vocab_size: int, end_of_text_id: int | N
     except ValueError as error:
         raise UserError(f"model.architecture: {error}") from None
     try:
-        return architecture.build_config(section, vocab_size, end_of_text_id)
+        return architecture.config_from_recipe(section, vocab_size, end_of_text_id)
     except ValueError as error:
         raise UserError(one_line(error)) from None
 
@@ -45,16 +49,21 @@ def build_config(section: ModelSection, vocab_size: int, end_of_text_id: int | N
 def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTrainedModel:
     """A model with initial weights, the same for the same seed on every process and machine.
 
-    `init` is model.init: with zero_residual each block starts as the identity, and all other weights as with `own`.
+    `init` is model.init: with zero_residual each block starts as the identity, and all other
+    weights as with `own`.
     """
     architecture = architecture_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
         model = architecture.model_class(config)
-        if init != "own" and not (init == "gpt2" and architecture is GPT2):  # GPT-2's own weights are so already
+        # GPT-2's own weights are so already
+        if init != "own" and not (init == "gpt2" and architecture is GPT2):
             std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
             for block in architecture.blocks(model):
-                for layer in (architecture.attention_layers(block)[-1], architecture.mlp_layers(block)[-1]):
+                for layer in (
+                    architecture.attention_layers(block)[-1],
+                    architecture.mlp_layers(block)[-1],
+                ):
                     if init == "zero_residual":
                         nn.init.zeros_(layer.weight)
                     else:
@@ -63,7 +72,8 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
 
 
 def load_model(name: str, revision: str | None = None, **options: Any) -> PreTrainedModel:
-    """The model in a folder or on the Hub, in float32; of an adapter, its base with the adapter merged in.
+    """The model in a folder or on the Hub, in float32; of an adapter, its base with the adapter
+    merged in.
 
     `options` go to from_pretrained. Raises UserError if there is no model that we can read.
     """
@@ -83,13 +93,15 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
             architecture = architecture_on_disk(name, revision)
             if folder.exists():
                 _check_enough_weights(folder)
-            return architecture.load_model(name, revision, **options)
-    except Exception as error:  # of a damaged file, a config with nonsense in it, the network, ...
+            return architecture.read_model(name, revision, **options)
+    except Exception as error:  # a damaged file, a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:
-    hint = "" if Path(name).exists() else "; there is no such folder, so it was looked up on the Hub"
+    hint = (
+        "" if Path(name).exists() else ("; there is no such folder, so it was looked up on the Hub")
+    )
     return UserError(f"{name}: cannot be loaded as a language model{hint}: {_reason(error)}")
 
 
@@ -98,46 +110,67 @@ def _check_enough_weights(folder: Path) -> None:
 
     from_pretrained allocates memory for the whole model before it compares them.
     """
-    parameters = count_parameters(architecture_on_disk(str(folder)).load_config(str(folder), None))
-    size = sum(file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind))
+    parameters = count_parameters(architecture_on_disk(str(folder)).read_config(str(folder), None))
+    size = sum(
+        file.stat().st_size for kind in ("*.safetensors", "*.bin") for file in folder.glob(kind)
+    )
     if size and parameters > size:  # less than a byte per parameter
-        raise ValueError(f"its config.json describes {parameters:,} parameters, its weights have {size:,} bytes")
+        raise ValueError(
+            f"its config.json describes {parameters:,} parameters, its weights have {size:,} bytes"
+        )
 
 
 def _reason(error: Exception) -> str:
     """Why a model cannot be loaded, without torch's advice to open a pickle that may run code."""
     if isinstance(error, pickle.UnpicklingError):
-        return "its weights are a damaged pickle, or one that holds more than tensors, and were not opened"
+        return (
+            "its weights are a damaged pickle, or one that holds more than tensors, and were "
+            "not opened"
+        )
     if isinstance(error, KeyError):
         return f"a part of it is missing or unknown: {error}"
     return (explain(error) if is_out_of_memory(error) else None) or one_line(error)
 
 
-def start_model(config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0) -> PreTrainedModel:
-    """The model that a run starts with: initial weights, or `finetune.model` with what is frozen at `step`.
+def start_model(
+    config: Config, vocab_size: int, end_of_text_id: int | None, step: int = 0
+) -> PreTrainedModel:
+    """The model that a run starts with: initial weights, or `finetune.model` with what is frozen at
+    `step`.
 
-    Raises UserError if that cannot be loaded, or does not fit the recipe or a tokenizer of `vocab_size` tokens.
+    Raises UserError if that cannot be loaded, or does not fit the recipe or a tokenizer of
+    `vocab_size` tokens.
     """
     finetune, lora = config.finetune, config.lora
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
         return build_model(model_config, config.train.seed, config.model.init)
-    options: dict[str, Any] = {"dropout": config.model.dropout} if config.model.architecture == "gpt2" else {}
+    options: dict[str, Any] = (
+        {"dropout": config.model.dropout} if config.model.architecture == "gpt2" else {}
+    )
     if lora.quantize:
         options["quantization_config"] = _quantization(lora.quantize)
     model = load_model(finetune.model, finetune.revision, **options)
-    if vocab_size > model.config.vocab_size:  # training/finetuning.py has checked that all its own tokens stay
+    # training/finetuning.py has checked that all its own tokens stay
+    if vocab_size > model.config.vocab_size:
         extend_vocabulary(model, vocab_size)
     return _prepare_for_finetuning(model, config, step)
 
 
 def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
-    """Add rows to embedding and head until there are `tokens`; a new row is the mean of the others."""
-    embedding, head = cast(Any, model.get_input_embeddings()), cast(Any, model.get_output_embeddings())
+    """Add rows to embedding and head until there are `tokens`; a new row is the mean of the
+    others.
+    """
+    embedding, head = (
+        cast(Any, model.get_input_embeddings()),
+        cast(Any, model.get_output_embeddings()),
+    )
     tied = head.weight is embedding.weight
     for layer in (embedding, head):
         weight = layer.weight.detach()
-        layer.weight = nn.Parameter(torch.cat([weight, weight.mean(0, keepdim=True).expand(tokens - len(weight), -1)]))
+        layer.weight = nn.Parameter(
+            torch.cat([weight, weight.mean(0, keepdim=True).expand(tokens - len(weight), -1)])
+        )
     if tied:
         head.weight = embedding.weight
     embedding.num_embeddings = head.out_features = model.config.vocab_size = tokens
@@ -157,7 +190,9 @@ def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -
 
 
 def meta_model(config: Config, base: PreTrainedConfig, step: int = 0) -> PreTrainedModel:
-    """The model that a fine-tuning run has at `step`, on the meta device, to count its parameters."""
+    """The model that a fine-tuning run has at `step`, on the meta device, to count its
+    parameters.
+    """
     with torch.device("meta"):
         return _prepare_for_finetuning(architecture_of(base).model_class(base), config, step)
 
@@ -171,15 +206,16 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     folder = Path(name)
     if (folder / "adapter_config.json").is_file():
         raise UserError(
-            f"{name}: is an adapter; merge it into a whole model first: python cli.py export {shlex.quote(name)} OUT"
+            f"{name}: is an adapter; merge it into a whole model first: python cli.py export "
+            f"{shlex.quote(name)} OUT"
         )
     if folder.exists() and not (folder / "config.json").is_file():
         raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        config = architecture_on_disk(name, revision).load_config(name, revision)
+        config = architecture_on_disk(name, revision).read_config(name, revision)
         file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
-    except Exception as error:  # of a config with nonsense in it, the network, ...
+    except Exception as error:  # a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
     try:
         architecture_of(config).recipe_knobs(config)
@@ -191,15 +227,21 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
 def _quantization(bits: str) -> BitsAndBytesConfig:
     if bits == "8bit":
         return BitsAndBytesConfig(load_in_8bit=True)
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")  # the QLoRA paper's type, arXiv:2305.14314
+    # the QLoRA paper's type, arXiv:2305.14314
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
 def describe_trainable(model: PreTrainedModel, config: Config, step: int = 0) -> str:
-    """A line such as `trains 100,864 of 211,712 parameters; frozen: the embeddings and blocks 1 to 2`."""
+    """A line such as `trains 100,864 of 211,712 parameters; frozen: the embeddings and blocks 1
+    to 2`.
+    """
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     layers = frozen_layers_at(step, config.finetune)
     if config.lora.rank:
-        frozen = f"; frozen: all but adapters of rank {config.lora.rank} on {', '.join(config.lora.targets)}"
+        frozen = (
+            f"; frozen: all but adapters of rank {config.lora.rank} on "
+            f"{', '.join(config.lora.targets)}"
+        )
     elif layers > 0:
         frozen = f"; frozen: the embeddings and block{'s 1 to' if layers > 1 else ''} {layers}"
     else:

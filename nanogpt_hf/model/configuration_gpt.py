@@ -1,6 +1,6 @@
 """GPTConfig: the configuration of a GPT, read from and written as GPT-2's config.json.
 
-Imports only its three neighbours, so that it can be shipped with a model.
+Imports only its three neighbors, so that it can be shipped with a model.
 """
 
 import dataclasses
@@ -9,7 +9,8 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 
-# Larger sizes are damage or a mistake: building such a model would take hours, or run out of memory without a message.
+# Larger sizes are damage or a mistake: building such a model would take hours, or run out of memory
+# without a message.
 LARGEST = {
     "n_layer": 1000,
     "n_head": 10_000,
@@ -23,8 +24,9 @@ LARGEST = {
 class GPTConfig(PreTrainedConfig):
     """A GPT-2 with nanoGPT's options. Field names are GPT-2's where it has the field.
 
-    `bias=False` leaves the biases of Linear and LayerNorm out. `padded_vocab_size` is the number of embedding rows in
-    memory, for faster matrix products; rows from `vocab_size` on are never predicted and never saved.
+    `bias=False` leaves the biases of Linear and LayerNorm out. `padded_vocab_size` is the number
+    of embedding rows in memory, for faster matrix products; rows from `vocab_size` on are never
+    predicted and never saved.
     """
 
     model_type = "nanogpt_hf"
@@ -58,13 +60,17 @@ class GPTConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
         for name, largest in LARGEST.items():
             if not 1 <= getattr(self, name) <= largest:
-                raise ValueError(f"{name} must be from 1 to {largest:,}, got {getattr(self, name)!s:.40}")
+                raise ValueError(
+                    f"{name} must be from 1 to {largest:,}, got {getattr(self, name)!s:.40}"
+                )
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {self.dropout}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
-            raise ValueError(f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}")
+            raise ValueError(
+                f"padded_vocab_size {self.padded_vocab_size} is below vocab_size {self.vocab_size}"
+            )
 
     @property
     def inner_size(self) -> int:
@@ -72,15 +78,25 @@ class GPTConfig(PreTrainedConfig):
         return self.n_inner or 4 * self.n_embd
 
     @classmethod
-    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Read our config.json or GPT-2's. Raises ValueError for variants of GPT-2 that we do not compute."""
+    def get_config_dict(
+        cls, pretrained_model_name_or_path, **kwargs
+    ) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Read our config.json or GPT-2's.
+
+        Raises ValueError for variants of GPT-2 that we do not compute.
+        """
         raw, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
         if raw.get("model_type", cls.model_type) not in (cls.model_type, "gpt2"):
-            raise ValueError(f"{pretrained_model_name_or_path} is a {raw['model_type']} model, not a GPT-2")
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is a {raw['model_type']} model, not a GPT-2"
+            )
         return (_from_gpt2(raw) if raw.get("model_type") == "gpt2" else raw), kwargs
 
     def to_gpt2(self) -> GPT2Config:
-        """The same model as a GPT2Config. It records `bias: false`, with which we load the model without biases."""
+        """The same model as a GPT2Config.
+
+        It records `bias: false`, with which we load the model without biases.
+        """
         fields = {name: getattr(self, name) for name in _SHARED_FIELDS}
         pdrop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), self.dropout)
         bias: dict[str, Any] = {} if self.bias else {"bias": False}
@@ -95,9 +111,15 @@ _SHARED_FIELDS = sorted(
 
 
 def _from_gpt2(raw: dict[str, Any]) -> dict[str, Any]:
-    unsupported = {"scale_attn_weights": True, "scale_attn_by_inverse_layer_idx": False, "add_cross_attention": False}
+    unsupported = {
+        "scale_attn_weights": True,
+        "scale_attn_by_inverse_layer_idx": False,
+        "add_cross_attention": False,
+    }
     for name, plain in unsupported.items():
         if raw.get(name, plain) != plain:
             raise ValueError(f"GPT-2 with {name}={raw[name]} is not supported")
-    kept = {name: raw[name] for name in (*_SHARED_FIELDS, "bias", "dtype", "torch_dtype") if name in raw}
+    kept = {
+        name: raw[name] for name in (*_SHARED_FIELDS, "bias", "dtype", "torch_dtype") if name in raw
+    }
     return kept | {"model_type": GPTConfig.model_type, "dropout": raw.get("resid_pdrop", 0.1)}

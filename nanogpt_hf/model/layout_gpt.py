@@ -1,17 +1,27 @@
 """Weight layout on disk: GPT-2's names for our layers, and its transposed matrices.
 
-Imports only its three neighbours, so that it can be shipped with a model.
+Imports only its three neighbors, so that it can be shipped with a model.
 """
+
+import copy
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import GPT2LMHeadModel, PreTrainedModel
 from transformers.conversion_mapping import register_checkpoint_conversion_mapping
-from transformers.core_model_loading import Chunk, ConversionOps, Transpose, WeightConverter, WeightRenaming
+from transformers.core_model_loading import (
+    Chunk,
+    ConversionOps,
+    Transpose,
+    WeightConverter,
+    WeightRenaming,
+)
 
 from .configuration_gpt import GPTConfig
 
-# GPT-2's name for a layer -> ours. GPT-2 stores (in, out) matrices, with q, k and v concatenated in one.
+# GPT-2's name for a layer -> ours. GPT-2 stores (in, out) matrices, with q, k and v concatenated in
+# one.
 GPT2_LAYOUT = {
     "attn.c_attn": ("attn.q_proj", "attn.k_proj", "attn.v_proj"),
     "attn.c_proj": ("attn.o_proj",),
@@ -25,7 +35,9 @@ def _loading_rules() -> list[WeightConverter | WeightRenaming]:
     for gpt2, ours in GPT2_LAYOUT.items():
         split: list[ConversionOps] = [Chunk(dim=0)] if len(ours) > 1 else []
         weights, biases = ([f"{name}.{kind}" for name in ours] for kind in ("weight", "bias"))
-        rules.append(WeightConverter(f"{gpt2}.weight", weights, operations=[Transpose(0, 1), *split]))
+        rules.append(
+            WeightConverter(f"{gpt2}.weight", weights, operations=[Transpose(0, 1), *split])
+        )
         if split:
             rules.append(WeightConverter(f"{gpt2}.bias", biases, operations=split))
         else:
@@ -37,8 +49,12 @@ def _loading_rules() -> list[WeightConverter | WeightRenaming]:
 register_checkpoint_conversion_mapping(GPTConfig.model_type, _loading_rules(), overwrite=True)
 
 
-def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Our weights by GPT-2's names and in its layout; missing biases become zeros, and padded rows are cut off."""
+def gpt2_state_dict(
+    config: GPTConfig, state_dict: dict[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Our weights by GPT-2's names and in its layout; missing biases become zeros, and padded
+    rows are cut off.
+    """
     ours = dict(state_dict)
     result = {}
     if config.tie_word_embeddings:
@@ -49,9 +65,15 @@ def gpt2_state_dict(config: GPTConfig, state_dict: dict[str, torch.Tensor]) -> d
     for block in (f"transformer.h.{i}." for i in range(config.n_layer)):
         for gpt2, names in GPT2_LAYOUT.items():
             weight = torch.cat([ours.pop(f"{block}{name}.weight") for name in names])  # (out, in)
-            biases = [bias for name in names if (bias := ours.pop(f"{block}{name}.bias", None)) is not None]
+            biases = [
+                bias
+                for name in names
+                if (bias := ours.pop(f"{block}{name}.bias", None)) is not None
+            ]
             result[f"{block}{gpt2}.weight"] = weight.T
-            result[f"{block}{gpt2}.bias"] = torch.cat(biases) if biases else weight.new_zeros(len(weight))
+            result[f"{block}{gpt2}.bias"] = (
+                torch.cat(biases) if biases else weight.new_zeros(len(weight))
+            )
     result |= ours  # positions and LayerNorms have the same names and layout
     for name in [name for name in ours if ".ln_" in name and name.endswith(".weight")]:
         result.setdefault(name.removesuffix("weight") + "bias", torch.zeros_like(ours[name]))
@@ -69,14 +91,95 @@ def from_gpt2_state_dict(state_dict: dict[str, torch.Tensor]) -> dict[str, torch
             continue
         names = GPT2_LAYOUT[gpt2]
         parts = (weight.T if kind == "weight" else weight).chunk(len(names))
-        result |= {f"{layer.removesuffix(gpt2)}{ours}.{kind}": p for ours, p in zip(names, parts, strict=True)}
+        result |= {
+            f"{layer.removesuffix(gpt2)}{ours}.{kind}": p
+            for ours, p in zip(names, parts, strict=True)
+        }
     return result
 
 
 def drop_zero_biases(model: PreTrainedModel) -> None:
-    """Remove the biases of a model if all of them are zero. Biases that were trained since are kept."""
-    layers = [m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None]
+    """Remove the biases of a model if all of them are zero.
+
+    Biases that were trained since are kept.
+    """
+    layers = [
+        m for m in model.modules() if isinstance(m, nn.Linear | nn.LayerNorm) and m.bias is not None
+    ]
     if not any(layer.bias.any() for layer in layers):
         for layer in layers:
             layer.register_parameter("bias", None)
         model.config.bias = False
+
+
+class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
+    """Mixin of a model with our names that reads and writes GPT-2's files."""
+
+    config: Any
+
+    @classmethod
+    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
+    ) -> Any:
+        """As in transformers, but a missing, unexpected or misshapen weight is a ValueError."""
+        keys = (
+            "revision",
+            "token",
+            "cache_dir",
+            "local_files_only",
+            "subfolder",
+            "force_download",
+            "proxies",
+        )
+        where = {key: kwargs[key] for key in keys if key in kwargs}
+        kwargs["trust_remote_code"] = False  # None would ask on a terminal
+        raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
+        # A GPT-2 on disk has biases, perhaps all zero: load them, then remove them if they are.
+        zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
+        if zeros_for_no_bias and isinstance(kwargs.get("config"), GPTConfig):
+            kwargs["config"] = copy.deepcopy(kwargs["config"])
+            kwargs["config"].bias = True
+        elif zeros_for_no_bias:
+            kwargs["bias"] = True
+        loaded: Any = super().from_pretrained(
+            pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
+        )
+        model, info = loaded
+        wrong = [
+            (f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}")
+            for kind, keys in info.items()
+            if keys
+        ]
+        if wrong:
+            raise ValueError(
+                f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}"
+            )
+        if zeros_for_no_bias:
+            drop_zero_biases(model)
+        return (model, info) if output_loading_info else model
+
+    def load_state_dict(self, state_dict, *args, **kwargs):
+        return super().load_state_dict(from_gpt2_state_dict(state_dict), *args, **kwargs)
+
+    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, save_directory, state_dict=None, save_original_format=True, **kwargs
+    ) -> Any:
+        """Write a plain GPT-2, or with save_original_format=False our names and layout.
+
+        `state_dict` has our names.
+        """
+        if not save_original_format or getattr(self, "_hf_peft_config_loaded", False):
+            return super().save_pretrained(
+                save_directory,
+                state_dict=state_dict,
+                save_original_format=save_original_format,
+                **kwargs,
+            )
+        weights = gpt2_state_dict(
+            self.config, self.state_dict() if state_dict is None else state_dict
+        )
+        with torch.device("meta"):
+            gpt2: Any = GPT2LMHeadModel(self.config.to_gpt2())
+            gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)
+        gpt2.generation_config = self.generation_config
+        return gpt2.save_pretrained(save_directory, state_dict=weights, **kwargs)

@@ -1,7 +1,8 @@
-"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adapters on our layers, and the same for the standard model.
+"""LoRA (Hu et al. 2021, arXiv:2106.09685) by peft: adapters on our layers, and the same for the
+standard model.
 
-GPT-2 has our layers q, k and v in one, c_attn. Its adapter is exact: the A matrices stacked, and the B matrices on a
-block diagonal, which makes three times the rank.
+GPT-2 has our layers q, k and v in one, c_attn. Its adapter is exact: the A matrices stacked, and
+the B matrices on a block diagonal, which makes three times the rank.
 """
 
 import re
@@ -26,7 +27,9 @@ _BLOCK = re.compile(r".*?\.\d+\.")  # such as transformer.h.3.
 
 @contextmanager
 def _unwarned() -> Iterator[None]:
-    """peft 0.21 reads a model's attribute that transformers 5.23 has renamed, and transformers warns about it."""
+    """peft 0.21 reads a model's attribute that transformers 5.23 has renamed, and transformers
+    warns about it.
+    """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
         yield
@@ -48,7 +51,10 @@ def scaling(section: LoraSection) -> float:
 
 
 def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
-    """Add an adapter to every target and freeze the rest. The same seed draws the same adapters everywhere."""
+    """Add an adapter to every target and freeze the rest.
+
+    The same seed draws the same adapters everywhere.
+    """
     config = LoraConfig(
         r=_rank(section),
         lora_alpha=_alpha(section),  # pyright: ignore[reportArgumentType]  (a float works)
@@ -61,7 +67,9 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> Non
         inject_adapter_in_model(config, model)
 
 
-def merged_weights(weights: dict[str, torch.Tensor], section: LoraSection) -> dict[str, torch.Tensor]:
+def merged_weights(
+    weights: dict[str, torch.Tensor], section: LoraSection
+) -> dict[str, torch.Tensor]:
     """The weights of a model with adapters -> those of an equal model without. Names are ours."""
     merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
     for name in [name for name in merged if name.endswith(".base_layer.weight")]:
@@ -76,7 +84,10 @@ def standard_adapters(
     """The adapters among `weights` (our names) for the standard model, by peft's names."""
     adapters = {name: weight for name, weight in weights.items() if name.endswith((_A, _B))}
     if not layers_on_disk:
-        return {f"base_model.model.{name.replace('.default.', '.')}": weight for name, weight in adapters.items()}
+        return {
+            f"base_model.model.{name.replace('.default.', '.')}": weight
+            for name, weight in adapters.items()
+        }
     result = {}
     for block in dict.fromkeys(match[0] for name in adapters if (match := _BLOCK.match(name))):
         for on_disk, ours in layers_on_disk.items():
@@ -101,13 +112,18 @@ def save_adapter(
     finetune: FinetuneSection,
     weights: dict[str, torch.Tensor],
 ) -> None:
-    """Write the adapters among `weights` (our names) in peft's format, for the standard model they were trained on."""
+    """Write the adapters among `weights` (our names) in peft's format, for the standard model
+    they were trained on.
+    """
     if finetune.model is None:
         raise ValueError("finetune.model is not set")
     layers_on_disk = architecture_of(model_config).layers_on_disk
-    adapted = {  # layer on disk -> how many of ours are adapted in it; alpha / rank stays if both are multiplied
+    # layer on disk -> how many of ours are adapted in it; alpha / rank stays if both are multiplied
+    adapted = {
         on_disk: sum(name.rpartition(".")[2] in section.targets for name in ours)
-        for on_disk, ours in (layers_on_disk or {target: (target,) for target in section.targets}).items()
+        for on_disk, ours in (
+            layers_on_disk or {target: (target,) for target in section.targets}
+        ).items()
     }
     base = Path(finetune.model)
     config = LoraConfig(
@@ -115,8 +131,12 @@ def save_adapter(
         lora_alpha=_alpha(section),  # pyright: ignore[reportArgumentType]  (a float works)
         lora_dropout=section.dropout,
         target_modules=[layer for layer, count in adapted.items() if count],
-        rank_pattern={layer: count * _rank(section) for layer, count in adapted.items() if count > 1},
-        alpha_pattern={layer: count * _alpha(section) for layer, count in adapted.items() if count > 1},
+        rank_pattern={
+            layer: count * _rank(section) for layer, count in adapted.items() if count > 1
+        },
+        alpha_pattern={
+            layer: count * _alpha(section) for layer, count in adapted.items() if count > 1
+        },
         fan_in_fan_out=bool(layers_on_disk),  # GPT-2's matrices are (in, out)
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -125,19 +145,29 @@ def save_adapter(
     )
     folder.mkdir(parents=True, exist_ok=True)
     config.save_pretrained(str(folder))
-    save_file(standard_adapters(layers_on_disk, weights), folder / "adapter_model.safetensors", {"format": "pt"})
+    save_file(
+        standard_adapters(layers_on_disk, weights),
+        folder / "adapter_model.safetensors",
+        {"format": "pt"},
+    )
 
 
 def load_merged(folder: str) -> PreTrainedModel:
     """The base model of the adapter in `folder`, with the adapter merged in, in float32."""
-    folder = str(Path(folder).resolve())  # peft asks the Hub for a relative one that lacks a tokenizer
+    # peft asks the Hub for a relative one that lacks a tokenizer
+    folder = str(Path(folder).resolve())
     adapter = PeftConfig.from_pretrained(folder)
     base = folder_or_hub_id(str(adapter.base_model_name_or_path))
-    model = architecture_on_disk(base, adapter.revision).load_model(base, adapter.revision)
+    model = architecture_on_disk(base, adapter.revision).read_model(base, adapter.revision)
     with _unwarned():
-        opened = AutoPeftModelForCausalLM.from_pretrained(folder, dtype=torch.float32, trust_remote_code=False)
+        opened = AutoPeftModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float32, trust_remote_code=False
+        )
         whole = opened.merge_and_unload()
-    # GPT-2 always has biases; a model of ours without biases has zeros there, which LoRA does not change
+    # GPT-2 always has biases; a model of ours without biases has zeros there, which LoRA does not
+    # change
     has_biases = getattr(model.config, "bias", True)
-    model.load_state_dict({n: w for n, w in whole.state_dict().items() if has_biases or not n.endswith(".bias")})
+    model.load_state_dict(
+        {n: w for n, w in whole.state_dict().items() if has_biases or not n.endswith(".bias")}
+    )
     return model

@@ -1,7 +1,8 @@
 """Our loss for the causal LMs of transformers: it holds no logits of the whole batch.
 
-One forward pass of the model's own class on a tiny head decides whether our loss computes the same: a product with the
-head, with or without soft-capping. If not, the cross-entropy is taken of the model's own logits.
+One forward pass of the model's own class on a tiny head decides whether our loss computes the
+same: a product with the head, with or without soft-capping. If not, the cross-entropy is taken
+of the model's own logits.
 """
 
 from collections.abc import Iterator
@@ -12,11 +13,16 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel, masking_utils
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    PreTrainedConfig,
+    PreTrainedModel,
+    masking_utils,
+)
 from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from nanogpt_hf.model.loss_gpt import Head, cap_logits, loss_and_gradient, summed_loss
+from nanogpt_hf.model.loss_gpt import Head, cap_logits, head_loss
 
 
 def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
@@ -33,33 +39,40 @@ def model_class_of(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel
 
 
 class _WithSummedLoss(PreTrainedModel):
-    """Mixin for a causal LM of transformers: the loss of loss_gpt.py, and a vocabulary that is padded in memory.
+    """Mixin for a causal LM of transformers: the loss of loss_gpt.py, and a vocabulary that is
+    padded in memory.
 
-    `config.padded_vocab_size`, if set, is the number of rows of embedding and head; the added ones are never predicted.
+    `config.padded_vocab_size`, if set, is the number of rows of embedding and head; the added
+    ones are never predicted.
     """
 
     def __init__(self, config: PreTrainedConfig):
-        vocab_size, config.vocab_size = config.vocab_size, getattr(config, "padded_vocab_size", config.vocab_size)
+        vocab_size, config.vocab_size = (
+            config.vocab_size,
+            getattr(config, "padded_vocab_size", config.vocab_size),
+        )
         super().__init__(config)
         config.vocab_size = vocab_size
         head: Any = self.get_output_embeddings()
         self._softcap = getattr(config, "final_logit_softcapping", None)
         self._is_linear = _head_is_linear(config, self._softcap)
         if self._is_linear:
-            head.__class__ = Head
-            head.softcap = self._softcap
+            self.set_output_embeddings(Head.of(head, self._softcap))
 
     def summed_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
         head: Any = self.get_output_embeddings()
-        return summed_loss(head, hidden, targets, self.config.vocab_size, self._softcap)
+        return head_loss(head, hidden, targets, self.config.vocab_size, self._softcap)
 
     def row_losses(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """(B, T), (B, T) -> the summed loss of each row, (B,)."""
         if not self._is_linear:
             rows = zip(input_ids, targets, strict=True)
             return torch.stack(
-                [self(ids[None], shift_labels=row[None], num_items_in_batch=1).loss for ids, row in rows]
+                [
+                    self(ids[None], shift_labels=row[None], num_items_in_batch=1).loss
+                    for ids, row in rows
+                ]
             )
         with _no_search_for_packing(None):
             hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
@@ -76,12 +89,17 @@ class _WithSummedLoss(PreTrainedModel):
         logits_to_keep=0,
         **kwargs,
     ):
-        """As GPTForCausalLM.forward. A head that computes more than capped products has transformers' own loss."""
+        """As GPTForCausalLM.forward.
+
+        A head that computes more than capped products has transformers' own loss.
+        """
         shift_labels = kwargs.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
         if shift_labels is None:
-            out = super().forward(input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs)
+            out = super().forward(
+                input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs
+            )
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
         use_cache = bool(use_cache)
@@ -99,7 +117,9 @@ class _WithSummedLoss(PreTrainedModel):
         hidden, logits = out.last_hidden_state, None
         loss = self.summed_loss(hidden.flatten(0, 1), targets.to(hidden.device)) / items
         if not (self.training if skip_logits is None else skip_logits):
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
             head: Any = self.get_output_embeddings()
             logits = cap_logits(head(hidden[:, kept]), self._softcap)[..., : self.config.vocab_size]
         return CausalLMOutputWithPast(
@@ -115,7 +135,8 @@ class _WithSummedLoss(PreTrainedModel):
 def _no_search_for_packing(position_ids: torch.Tensor | None) -> Iterator[None]:
     """Context for a forward pass: a caller without position ids packs no conversations.
 
-    transformers' models look for restarts also in positions that they compute themselves, and the host waits for it.
+    transformers' models look for restarts also in positions that they compute themselves, and
+    the host waits for it.
     """
     search = masking_utils.find_packed_sequence_indices
     if position_ids is None:
@@ -134,14 +155,18 @@ class _Hidden(nn.Module):
 
 
 def _wave(*shape: int) -> torch.Tensor:
-    """Fixed values between -3 and 3, without a random generator; on the CPU also while models are built elsewhere."""
+    """Fixed values between -3 and 3, without a random generator; on the CPU also while models
+    are built elsewhere.
+    """
     count = torch.Size(shape).numel()
     return 3 * torch.sin(torch.arange(count, dtype=torch.float32, device="cpu") ** 1.5).view(shape)
 
 
 @torch.no_grad()
 def _head_is_linear(config: PreTrainedConfig, softcap: float | None) -> bool:
-    """Whether the logits of a model are the product with its head, capped by `softcap`: its forward on a tiny head."""
+    """Whether the logits of a model are the product with its head, capped by `softcap`: its
+    forward on a tiny head.
+    """
     standard = standard_class(type(config))
     probe: Any = standard.__new__(standard)
     nn.Module.__init__(probe)
@@ -151,15 +176,10 @@ def _head_is_linear(config: PreTrainedConfig, softcap: float | None) -> bool:
     setattr(probe, standard.base_model_prefix, _Hidden())
     probe.lm_head = head
     try:
-        logits = probe(input_ids=torch.zeros(1, 4, dtype=torch.long, device="cpu"), return_dict=True).logits
+        logits = probe(
+            input_ids=torch.zeros(1, 4, dtype=torch.long, device="cpu"), return_dict=True
+        ).logits
     except Exception:  # it reads more of the model than its head
         return False
     expected = cap_logits(head(_wave(1, 4, 8)), softcap)
     return logits.shape == expected.shape and torch.allclose(logits, expected, rtol=1e-4, atol=1e-4)
-
-
-def compile_loss(model: PreTrainedModel, **options: Any) -> None:
-    """Compile the product with the head and the cross-entropy; `options` are torch.compile's."""
-    head = model.get_output_embeddings()
-    if isinstance(head, Head):
-        head.set_loss_and_gradient(torch.compile(loss_and_gradient, **options))

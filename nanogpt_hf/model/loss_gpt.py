@@ -1,13 +1,13 @@
 """Chunked cross-entropy for a large vocabulary, which never holds all logits in memory.
 
-GPT-2 has 50,257 logits per token, more than all other activations of a small GPT. So they are computed for a chunk of
-rows at a time, and each chunk's gradient directly after its loss, while its logits exist. Imports only its three
-neighbours, so that it can be shipped with a model.
+GPT-2 has 50,257 logits per token, more than all other activations of a small GPT. So they are
+computed for a chunk of rows at a time, and each chunk's gradient directly after its loss, while its
+logits exist. Imports only its three neighbors, so that it can be shipped with a model.
 
-Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's matrix, padded ones included.
+Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's matrix, padded ones
+included.
 """
 
-from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -22,7 +22,8 @@ IGNORED = -100  # a target that is not counted
 
 
 def rows_of_a_chunk(rows: int, vocab_size: int) -> int:
-    """As many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the chunks are then equal.
+    """As many of `rows` as LOGITS_PER_CHUNK allows, or down to half as many if the chunks are then
+    equal.
 
     With equal chunks a compiled function sees one shape only.
     """
@@ -33,12 +34,18 @@ def rows_of_a_chunk(rows: int, vocab_size: int) -> int:
 
 
 def cap_logits(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
-    """Final logit soft-capping: softcap * tanh(logits / softcap), as in Gemma 2 (arXiv:2408.00118)."""
+    """Final logit soft-capping: softcap * tanh(logits / softcap), as in Gemma 2
+    (arXiv:2408.00118).
+    """
     return logits if softcap is None else torch.tanh(logits / softcap) * softcap
 
 
 def head_logits(
-    rows: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, vocab_size: int, softcap: float | None
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    vocab_size: int,
+    softcap: float | None,
 ) -> torch.Tensor:
     """(R, C), (V, C) -> logits (R, V), capped, -inf from number `vocab_size` on."""
     logits = F.linear(rows, weight, bias)
@@ -48,12 +55,16 @@ def head_logits(
     return logits
 
 
-def cap_gradient(gradient: torch.Tensor, logits: torch.Tensor, vocab_size: int, softcap: float) -> None:
-    """Multiply the gradient by capped logits with the derivative of the cap, 1 - tanh²; overwrites the logits."""
+def cap_gradient(
+    gradient: torch.Tensor, logits: torch.Tensor, vocab_size: int, softcap: float
+) -> None:
+    """Multiply the gradient by capped logits with the derivative of the cap, 1 - tanh²;
+    overwrites the logits.
+    """
     gradient[:, :vocab_size] *= logits[:, :vocab_size].div_(softcap).square_().neg_().add_(1)
 
 
-def loss_and_gradient(
+def chunk_loss(
     rows: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -61,10 +72,11 @@ def loss_and_gradient(
     bias: torch.Tensor | None = None,
     softcap: float | None = None,
 ):
-    """(R, C), (V, C), (R,) -> summed cross-entropy in float32, and its gradient by the logits (R, V) in rows' dtype.
+    """(R, C), (V, C), (R,) -> summed cross-entropy in float32, and its gradient by the logits (R,
+    V) in rows' dtype.
 
-    The gradient, by the logits before they are capped, is softmax minus one at the target; for rows with an IGNORED
-    target, as if it were token 0.
+    The gradient, by the logits before they are capped, is softmax minus one at the target; for
+    rows with an IGNORED target, as if it were token 0.
     """
     logits = head_logits(rows, weight, bias, vocab_size, softcap)
     log_softmax = F.log_softmax(logits, dim=-1, dtype=torch.float32)
@@ -81,41 +93,59 @@ def loss_and_gradient(
 class Head(nn.Linear):
     """The last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
 
-    The loss is computed in this forward pass because FSDP2 and ZeRO-3 gather the whole weight for it.
+    The loss is computed in this forward pass because FSDP2 and ZeRO-3 gather the whole weight
+    for it.
     """
 
-    loss_and_gradient = staticmethod(loss_and_gradient)
-    softcap: float | None = None  # of the loss; forward without targets returns the logits before they are capped
+    chunk_loss: Any = staticmethod(chunk_loss)  # `compile_loss` gives a head a compiled one
+    # used for the loss; forward without targets returns the logits before they are capped
+    softcap: float | None = None
 
-    def set_loss_and_gradient(self, compiled: Callable) -> None:
-        """Use a compiled `loss_and_gradient`."""
-        self.__dict__["loss_and_gradient"] = compiled
+    @classmethod
+    def of(cls, layer: nn.Linear, softcap: float | None = None) -> "Head":
+        """A head with the parameters of `layer`."""
+        sizes = layer.in_features, layer.out_features, layer.bias is not None
+        head: Any = nn.utils.skip_init(cls, *sizes, device="meta")
+        head.weight, head.bias, head.softcap = layer.weight, layer.bias, softcap
+        return head
 
     def forward(self, hidden, targets=None, vocab_size=0):  # pyright: ignore[reportIncompatibleMethodOverride]
         if targets is None:
             return super().forward(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size)
         if size < len(hidden) and torch.is_grad_enabled():
-            gradient = self.loss_and_gradient
+            gradient = self.chunk_loss
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)
-            return loss_with_gradients(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
-        return _loss_in_chunks(super().forward, hidden, targets, vocab_size, self.softcap)
+            return chunked_loss(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
+        return _recomputed_loss(super().forward, hidden, targets, vocab_size, self.softcap)
 
 
-def summed_loss(
-    head: nn.Module, hidden: torch.Tensor, targets: torch.Tensor, vocab_size: int, softcap: float | None = None
+def compile_loss(head: nn.Module | None, **options: Any) -> None:
+    """Compile the product with our head and the cross-entropy; `options` are torch.compile's."""
+    if isinstance(head, Head):
+        head.chunk_loss = torch.compile(chunk_loss, **options)
+
+
+def head_loss(
+    head: nn.Module,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    softcap: float | None = None,
 ) -> torch.Tensor:
-    """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are padding.
+    """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are
+    padding.
 
-    A head that replaces ours (an adapter, a quantised one) computes only logits; `softcap` is for it.
+    A head that replaces ours (an adapter, a quantized one) computes only logits; `softcap` is
+    for it.
     """
     if isinstance(head, Head):
         return head(hidden, targets, vocab_size)
-    return _loss_in_chunks(head, hidden, targets, vocab_size, softcap)
+    return _recomputed_loss(head, hidden, targets, vocab_size, softcap)
 
 
-def _loss_in_chunks(logits_of, hidden, targets, vocab_size, softcap):
+def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap):
     def loss_of(rows, row_targets):
         logits = cap_logits(logits_of(rows)[:, :vocab_size], softcap)
         return F.cross_entropy(logits.float(), row_targets, reduction="sum")
@@ -131,26 +161,36 @@ def _loss_in_chunks(logits_of, hidden, targets, vocab_size, softcap):
     return loss
 
 
-def loss_with_gradients(hidden, weight, bias, targets, vocab_size, size, gradient):
-    """The loss, whose gradients are computed in the forward pass; the backward pass only scales them.
+def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient):
+    """The loss, whose gradients are computed in the forward pass; the backward pass only scales
+    them.
 
     Recomputing logits in the backward pass would cost a fourth matrix product of the head.
     """
     is_training = torch.is_grad_enabled()
     hidden = hidden if is_training else hidden.detach()
-    needed = is_training and weight.requires_grad, is_training and bias is not None and bias.requires_grad
+    needed = (
+        is_training and weight.requires_grad,
+        is_training and bias is not None and bias.requires_grad,
+    )
     bias_value = None if bias is None else bias.detach()
-    loss, *gradients = _Loss.apply(hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, needed)
+    loss, *gradients = _ChunkedLoss.apply(
+        hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, needed
+    )
     return loss + _Zero.apply(weight, bias, *gradients) if any(needed) else loss
 
 
-class _Loss(torch.autograd.Function):
-    """The loss, differentiable by the hidden states; the gradients of weight and bias that are `needed`."""
+class _ChunkedLoss(torch.autograd.Function):
+    """The loss, differentiable by the hidden states; the gradients of weight and bias that are
+    `needed`.
+    """
 
     @staticmethod
     def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient, needed):
         device = hidden.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        dtype = (
+            torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        )
         needs_weight, needs_bias = needed
         hidden_gradient = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         # summed in float32, whatever the dtype of the chunks
@@ -175,7 +215,9 @@ class _Loss(torch.autograd.Function):
                 if bias_gradient is not None:
                     bias_gradient += (by_logits * counts).sum(0)
         ctx.save_for_backward(hidden_gradient)
-        ctx.mark_non_differentiable(*(tensor for tensor in (weight_gradient, bias_gradient) if tensor is not None))
+        ctx.mark_non_differentiable(
+            *(tensor for tensor in (weight_gradient, bias_gradient) if tensor is not None)
+        )
         ctx.set_materialize_grads(False)  # zeros for these two
         return total, weight_gradient, bias_gradient
 
@@ -183,7 +225,8 @@ class _Loss(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx, by_total, *_):  # pyright: ignore[reportIncompatibleMethodOverride]
         (hidden_gradient,) = ctx.saved_tensors
-        # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up to 0.4%
+        # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up
+        # to 0.4%
         hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
         return hidden_gradient, *[None] * 7
 
@@ -191,8 +234,9 @@ class _Loss(torch.autograd.Function):
 class _Zero(torch.autograd.Function):
     """Zero, whose derivatives by weight and bias are the given gradients.
 
-    It scales them in place, which saves a copy of the head's matrix. It is apart from `_Loss` because a zero-bubble
-    pipeline runs the backward pass in two parts, of which the second would find what the first has changed.
+    It scales them in place, which saves a copy of the head's matrix. It is apart from
+    `_ChunkedLoss` because a zero-bubble pipeline runs the backward pass in two parts, of which
+    the second would find what the first has changed.
     """
 
     @staticmethod

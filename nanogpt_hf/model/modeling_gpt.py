@@ -1,19 +1,24 @@
 """The GPT: attention, MLP, block and model; its head and loss are in loss_gpt.py.
 
-In memory q, k and v are separate nn.Linear layers; on disk it is a plain GPT-2 (layout_gpt.py), which any tool opens.
-Imports only its three neighbours, so that the four files can be shipped with a model.
+In memory q, k and v are separate nn.Linear layers; on disk it is a plain GPT-2 (layout_gpt.py),
+which any tool opens. Imports only its three neighbors, so that the four files can be shipped with
+a model.
 
 Shapes in comments: B batch, T positions, C n_embd, H heads, D = C / H, V vocabulary, N = B·T rows.
 """
 
-import copy
 import math
-from typing import Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, GenerationMixin, GPT2LMHeadModel, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedModel,
+)
 from transformers import initialization as init
 from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
@@ -25,12 +30,17 @@ from transformers.utils.generic import can_return_tuple, merge_with_config_defau
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
-from .layout_gpt import drop_zero_biases, from_gpt2_state_dict, gpt2_state_dict
-from .loss_gpt import Head, summed_loss
+from .layout_gpt import GPT2Files
+from .loss_gpt import Head, head_loss
 
 
-def eager_attention_forward(module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs):
-    """Attention written out; query, key, value (B, H, T, D), an additive mask (B, 1, T, T). Returns (B, T, H, D)."""
+def eager_attention_forward(
+    module, query, key, value, attention_mask, scaling, dropout=0.0, **kwargs
+):
+    """Attention written out; query, key, value (B, H, T, D), an additive mask (B, 1, T, T).
+
+    Returns (B, T, H, D).
+    """
     weights = query @ key.transpose(-1, -2) * scaling
     if attention_mask is not None:
         weights = weights + attention_mask
@@ -53,14 +63,21 @@ class Attention(nn.Module):
         self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
-        heads = (*x.shape[:-1], -1, self.head_dim)  # -1: tensor parallelism leaves fewer than n_head heads
-        query, key, value = (p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj))
+        # -1: tensor parallelism leaves fewer than n_head heads
+        heads = (*x.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            p(x).view(heads).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         if past_key_values is not None:
             key, value = past_key_values.update(key, value, self.layer_idx)
-        attend = ALL_ATTENTION_FUNCTIONS.get_interface(str(self.config._attn_implementation), eager_attention_forward)
+        attend = ALL_ATTENTION_FUNCTIONS.get_interface(
+            str(self.config._attn_implementation), eager_attention_forward
+        )
         dropout = self.dropout if self.training else 0.0
         # (B, H, T, D) in, (B, T, H, D) out
-        out, weights = attend(self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs)
+        out, weights = attend(
+            self, query, key, value, attention_mask, scaling=self.scaling, dropout=dropout, **kwargs
+        )
         return self.o_proj(out.reshape(*x.shape[:-1], -1)), weights
 
 
@@ -108,9 +125,11 @@ class GPTPreTrainedModel(PreTrainedModel):
 
     @torch.no_grad()
     def _init_weights(self, module):
-        super()._init_weights(module)  # normal with std initializer_range; biases zero; LayerNorm one
+        # normal with std initializer_range; biases zero; LayerNorm one
+        super()._init_weights(module)
         if getattr(module, "writes_residual", False):
-            # Each of the 2·n_layer projections adds to the residual stream (GPT-2 paper, section 2.3).
+            # Each of the 2·n_layer projections adds to the residual stream (GPT-2 paper, section
+            # 2.3).
             std = self.config.initializer_range / math.sqrt(2 * self.config.n_layer)
             init.normal_(module.weight, mean=0.0, std=std)
 
@@ -146,7 +165,9 @@ class GPTModel(GPTPreTrainedModel):
             inputs_embeds = self.wte(input_ids)
         if inputs_embeds.shape[1] > self.config.n_positions:
             limit = self.config.n_positions
-            raise ValueError(f"{inputs_embeds.shape[1]} tokens are more than the model's {limit} positions")
+            raise ValueError(
+                f"{inputs_embeds.shape[1]} tokens are more than the model's {limit} positions"
+            )
         if use_cache and past_key_values is None:
             past_key_values = DynamicCache(config=self.config)
         mask = create_causal_mask(
@@ -154,29 +175,42 @@ class GPTModel(GPTPreTrainedModel):
             inputs_embeds=inputs_embeds,
             attention_mask=attention_mask,
             past_key_values=past_key_values,
-            # Only a caller's, whose restarts at 0 separate packed conversations; to look for them the host must wait.
+            # Only a caller's, whose restarts at 0 separate packed conversations; to look for them
+            # the host must wait.
             position_ids=position_ids,
         )
         if position_ids is None:
             past = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = (torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past)[None]
+            position_ids = (
+                torch.arange(inputs_embeds.shape[1], device=inputs_embeds.device) + past
+            )[None]
         x = self.drop(inputs_embeds + self.wpe(position_ids))
         for block in self.h:
-            x = block(x, attention_mask=mask, past_key_values=past_key_values, position_ids=position_ids, **kwargs)
+            x = block(
+                x,
+                attention_mask=mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+                **kwargs,
+            )
         return BaseModelOutputWithPast(
             last_hidden_state=self.ln_f(x), past_key_values=past_key_values if use_cache else None
         )
 
 
-class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
-    """A GPT that predicts the next token; reads and writes GPT-2 checkpoints."""
+class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
+    GPT2Files, GPTPreTrainedModel, GenerationMixin
+):
+    """A GPT that predicts the next token; reads and writes GPT-2 checkpoints (layout_gpt.py)."""
 
     _tied_weights_keys = {"lm_head.weight": "transformer.wte.weight"}  # noqa: RUF012
 
     def __init__(self, config: GPTConfig):
         super().__init__(config)
         self.transformer = GPTModel(config)
-        self.lm_head = Head(config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False)
+        self.lm_head = Head(
+            config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False
+        )
         self.post_init()
 
     def _logits(self, hidden):
@@ -185,7 +219,7 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
 
     def summed_loss(self, hidden, targets):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
-        return summed_loss(self.lm_head, hidden, targets, self.config.vocab_size)
+        return head_loss(self.lm_head, hidden, targets, self.config.vocab_size)
 
     @can_return_tuple
     def forward(
@@ -204,11 +238,12 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
     ):
         """Logits (B, T, V), and the loss if labels (B, T) are given; label -100 is not counted.
 
-        `labels` are the input ids, shifted here by one; `shift_labels` are already shifted. The loss is the mean over
-        the counted labels, or their sum divided by `num_items_in_batch`. `skip_logits` (default: when training on
-        labels) omits the logits to save memory.
+        `labels` are the input ids, shifted here by one; `shift_labels` are already shifted. The
+        loss is the mean over the counted labels, or their sum divided by `num_items_in_batch`.
+        `skip_logits` (default: when training on labels) omits the logits to save memory.
         """
-        shift_labels = kwargs.pop("shift_labels", None)  # as an argument, the Trainer would require it in every batch
+        # as an argument, the Trainer would require it in every batch
+        shift_labels = kwargs.pop("shift_labels", None)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
         if use_cache is None and shift_labels is not None:
@@ -230,7 +265,9 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
             loss = self.summed_loss(hidden.reshape(len(targets), -1), targets) / items
         if not skip_logits:
-            kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
             logits = self._logits(hidden[:, kept])
         return CausalLMOutputWithPast(
             loss=loss,
@@ -240,55 +277,12 @@ class GPTForCausalLM(GPTPreTrainedModel, GenerationMixin):
             attentions=out.attentions,
         )
 
-    @classmethod
-    def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
-        cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
-    ):
-        """As in transformers, but a missing, unexpected or misshapen weight is a ValueError."""
-        keys = ("revision", "token", "cache_dir", "local_files_only", "subfolder", "force_download", "proxies")
-        where = {key: kwargs[key] for key in keys if key in kwargs}
-        kwargs["trust_remote_code"] = False  # None would ask on a terminal
-        raw, _ = super(GPTConfig, GPTConfig).get_config_dict(pretrained_model_name_or_path, **where)
-        # A GPT-2 on disk has biases, perhaps all zero: load them, then remove them if they are.
-        zeros_for_no_bias = raw.get("model_type") == "gpt2" and raw.get("bias") is False
-        if zeros_for_no_bias and isinstance(kwargs.get("config"), GPTConfig):
-            kwargs["config"] = copy.deepcopy(kwargs["config"])
-            kwargs["config"].bias = True
-        elif zeros_for_no_bias:
-            kwargs["bias"] = True
-        loaded: Any = super().from_pretrained(pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs)
-        model, info = loaded
-        wrong = [f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}" for kind, keys in info.items() if keys]
-        if wrong:
-            raise ValueError(f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}")
-        if zeros_for_no_bias:
-            drop_zero_biases(model)
-        return (model, info) if output_loading_info else model
-
-    def load_state_dict(self, state_dict, *args, **kwargs):
-        return super().load_state_dict(from_gpt2_state_dict(state_dict), *args, **kwargs)
-
     def resize_token_embeddings(self, *args, **kwargs):
         self.config.padded_vocab_size = None  # exactly the size that was asked for
         embeddings = super().resize_token_embeddings(*args, **kwargs)
         if type(self.lm_head) is nn.Linear:  # transformers replaces our head
-            self.lm_head.__class__ = Head
+            self.lm_head = Head.of(self.lm_head)
         return embeddings
-
-    def save_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
-        self, save_directory, state_dict=None, save_original_format=True, **kwargs
-    ):
-        """Write a plain GPT-2, or with save_original_format=False our names and layout. `state_dict` has our names."""
-        if not save_original_format or getattr(self, "_hf_peft_config_loaded", False):
-            return super().save_pretrained(
-                save_directory, state_dict=state_dict, save_original_format=save_original_format, **kwargs
-            )
-        weights = gpt2_state_dict(self.config, self.state_dict() if state_dict is None else state_dict)
-        with torch.device("meta"):
-            gpt2: Any = GPT2LMHeadModel(self.config.to_gpt2())
-            gpt2 = gpt2.to(weights["transformer.wte.weight"].dtype)
-        gpt2.generation_config = self.generation_config
-        return gpt2.save_pretrained(save_directory, state_dict=weights, **kwargs)
 
 
 AutoConfig.register(GPTConfig.model_type, GPTConfig, exist_ok=True)

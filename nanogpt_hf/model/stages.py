@@ -1,7 +1,9 @@
-"""Stages of a model for pipeline parallelism: the whole model without the layers of the other stages.
+"""Stages of a model for pipeline parallelism: the whole model without the layers of the other
+stages.
 
-So the parameters have the whole model's names, and the forward pass of the model's own class, called on all stages at
-once, evaluates and generates: hidden states pass from stage to stage, and all get the loss or logits of the last.
+So the parameters have the whole model's names, and the forward pass of the model's own class,
+called on all stages at once, evaluates and generates: hidden states pass from stage to stage,
+and all get the loss or logits of the last.
 """
 
 import copy
@@ -37,7 +39,9 @@ class Links(Protocol):
 
 
 class AbsentBlock(nn.Module):
-    """In place of a block of another stage: returns its input, or what `transfer` makes of it beside an own block."""
+    """In place of a block of another stage: returns its input, or what `transfer` makes of it
+    beside an own block.
+    """
 
     def __init__(self, index: int, transfer: Callable[[torch.Tensor], torch.Tensor] | None):
         super().__init__()
@@ -54,7 +58,9 @@ class AbsentBlock(nn.Module):
 
 
 class AbsentEmbedding(nn.Module):
-    """In place of an embedding on later stages: zeros of its shape, which the first block's input then replaces."""
+    """In place of an embedding on later stages: zeros of its shape, which the first block's
+    input then replaces.
+    """
 
     def __init__(self, width: int):
         super().__init__()
@@ -77,25 +83,32 @@ class AbsentHead(Head):
 
 
 class Stage:
-    """Stage `index` of `count`, cut from a whole model in place, with the blocks of `split_blocks`."""
+    """Stage `index` of `count`, cut from a whole model in place, with the blocks of
+    `split_blocks`.
+    """
 
     def __init__(self, model: PreTrainedModel, index: int, count: int, links: Links):
         self.model, self.links = model, links
         self.is_first, self.is_last = index == 0, index == count - 1
-        # A tied head is copied to the first and to the last stage: the name of its matrix in the whole model, and here.
+        # A tied head is copied to the first and to the last stage: the name of its matrix in the
+        # whole model, and here.
         self.tied_name = self.tied_here = ""
         self._in_micro_batch = False
-        self._input = self._output = torch.empty(0)  # of this stage, in a micro-batch
+        self._input = self._output = torch.empty(0)  # this stage's, in a micro-batch
         self._forward = model.forward
-        vars(model)["tie_weights"] = lambda *args, **kwargs: None  # lm-eval calls it, and embedding or head are missing
+        # lm-eval calls it, and embedding or head are missing
+        vars(model)["tie_weights"] = lambda *args, **kwargs: None
         self._cut(index, count)
 
     def _cut(self, index: int, count: int) -> None:
         model, config, architecture = self.model, self.model.config, architecture_of(self.model)
-        blocks, names = architecture.blocks(model), {id(module): name for name, module in model.named_modules()}
+        blocks, names = (
+            architecture.blocks(model),
+            {id(module): name for name, module in model.named_modules()},
+        )
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        self.computes_loss_in_head = isinstance(head, Head)  # of the whole model
+        self.computes_loss_in_head = isinstance(head, Head)  # if it is the whole model's
         own = split_blocks(len(blocks), head_in_blocks(model), count)[index]
         norm = architecture.final_norm(model)
         if head.weight is embedding.weight and (self.is_first or self.is_last):
@@ -103,7 +116,9 @@ class Stage:
             self.tied_here = f"{names[id(embedding if self.is_first else head)]}.weight"
         for i in range(len(blocks)):
             if i not in own:
-                blocks[i] = AbsentBlock(i, {own.start - 1: self._receive, own.stop: self._send}.get(i))
+                blocks[i] = AbsentBlock(
+                    i, {own.start - 1: self._receive, own.stop: self._send}.get(i)
+                )
         if not self.is_first:
             for absent in architecture.embeddings(model):
                 model.set_submodule(names[id(absent)], AbsentEmbedding(config.hidden_size))
@@ -116,9 +131,15 @@ class Stage:
             model.set_submodule(names[id(head)], AbsentHead(rows, self.links))
 
     def micro_batch(self, inputs: torch.Tensor, **batch: Any) -> torch.Tensor:
-        """The output of this stage for token ids, or for the output of the stage before; the last: the summed loss."""
+        """The output of this stage for token ids, or for the output of the stage before; the
+        last: the summed loss.
+        """
         self._in_micro_batch, self._input = True, inputs
-        arguments = {"input_ids" if self.is_first else "inputs_embeds": inputs, "use_cache": False, **batch}
+        arguments = {
+            "input_ids" if self.is_first else "inputs_embeds": inputs,
+            "use_cache": False,
+            **batch,
+        }
         try:
             if self.is_last:
                 return self._forward(**arguments, num_items_in_batch=1, skip_logits=True).loss
@@ -151,8 +172,9 @@ def head_in_blocks(model: PreTrainedModel) -> float:
 def split_blocks(blocks: int, head: float, count: int) -> list[range]:
     """The blocks of each of `count` stages, for a head that computes as much as `head` blocks.
 
-    The last stage gets as many blocks as make it as fast as the others on average, at least one. The others differ by
-    at most one; the first has the fewest, since it holds the activations of most micro-batches.
+    The last stage gets as many blocks as make it as fast as the others on average, at least one.
+    The others differ by at most one; the first has the fewest, since it holds the activations of
+    most micro-batches.
     """
     last = min(max(1, round((blocks + head) / count - head)), blocks - count + 1)
     ends = [(blocks - last) * i // (count - 1) for i in range(count)] + [blocks]
@@ -161,7 +183,9 @@ def split_blocks(blocks: int, head: float, count: int) -> list[range]:
 
 def own_blocks(blocks: nn.ModuleList) -> dict[int, nn.Module]:
     """The blocks of this stage by index; all of a model that is not cut."""
-    return {index: block for index, block in enumerate(blocks) if not isinstance(block, AbsentBlock)}
+    return {
+        index: block for index, block in enumerate(blocks) if not isinstance(block, AbsentBlock)
+    }
 
 
 class _NoLinks:
@@ -176,25 +200,48 @@ class _NoLinks:
 
 
 def check_stages(section: ModelSection) -> None:
-    """Raises ValueError if a tiny model of this architecture, cut into two stages, has another loss than the whole.
+    """Raises ValueError if a tiny model of this architecture, cut into two stages, has another loss
+    than the whole.
 
     Such a model does more between its blocks than pass on hidden states.
     """
     if section.architecture == GPT2.name:
         return
-    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "n_positions": 16, "n_kv_head": None, "n_inner": None}
+    sizes = {
+        "n_layer": 2,
+        "n_head": 2,
+        "n_embd": 32,
+        "n_positions": 16,
+        "n_kv_head": None,
+        "n_inner": None,
+    }
     try:
-        whole = build_model(build_config(dataclasses.replace(section, **sizes), vocab_size=64), seed=0).eval()
+        whole = build_model(
+            build_config(dataclasses.replace(section, **sizes), vocab_size=64), seed=0
+        ).eval()
         with torch.no_grad():
-            for number, parameter in enumerate(whole.parameters()):  # large enough that a difference shows
-                wave = torch.sin(torch.arange(parameter.numel()) * (1.7 + number)).view(parameter.shape)
+            # large enough that a difference shows
+            for number, parameter in enumerate(whole.parameters()):
+                wave = torch.sin(torch.arange(parameter.numel()) * (1.7 + number)).view(
+                    parameter.shape
+                )
                 parameter.add_(wave, alpha=0.2)
         first, last = (Stage(copy.deepcopy(whole), index, 2, _NoLinks()) for index in (0, 1))
         ids = torch.arange(32).view(2, 16)
         with torch.no_grad():
-            expected = whole(input_ids=ids, shift_labels=ids + 1, num_items_in_batch=1, use_cache=False).loss
+            expected = whole(
+                input_ids=ids, shift_labels=ids + 1, num_items_in_batch=1, use_cache=False
+            ).loss
             loss = last.micro_batch(first.micro_batch(ids), shift_labels=ids + 1)
-    except (UserError, RuntimeError, ValueError, TypeError, AttributeError, KeyError, IndexError) as error:
-        raise ValueError(f"{section.architecture} cannot be cut into stages: {error!s:.80}") from error
+    except (
+        UserError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        AttributeError,
+        KeyError,
+        IndexError,
+    ) as error:
+        raise ValueError(f"it cannot be cut into stages: {error!s:.80}") from error
     if not torch.allclose(loss, expected, rtol=1e-4):
-        raise ValueError(f"{section.architecture} cannot be cut into stages: they compute another loss than the whole")
+        raise ValueError("its stages compute another loss than the whole")

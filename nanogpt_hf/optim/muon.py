@@ -1,8 +1,10 @@
-"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices, and AdamW for the rest.
+"""Muon (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon) for matrices, and AdamW for
+the rest.
 
-Muon's update is the momentum of a matrix with its singular values brought close to 1 (orthogonalized), by five
-iterations of matrix products. The update is a function of the whole matrix, so a shard is never orthogonalized: each
-process computes the whole matrices of its share, and the others receive the result.
+Muon's update is the momentum of a matrix with its singular values brought close to 1
+(orthogonalized), by five iterations of matrix products. The update is a function of the whole
+matrix, so a shard is never orthogonalized: each process computes the whole matrices of its
+share, and the others receive the result.
 """
 
 import math
@@ -21,19 +23,20 @@ from nanogpt_hf.model.architecture import architecture_of
 
 MOMENTUM = "momentum_buffer"  # the state of a matrix, as torch.optim.Muon names it
 UpdateScale = Literal["original", "match_rms_adamw"]
-_COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7  # of Jordan et al., as in torch.optim.Muon
-# Iterations between two products with the whole matrix, if the shorter way is used: five in all. In one pass of five
-# the rounding errors would be 60 times those of plain iterations.
+_COEFFICIENTS, _EPS = (3.4445, -4.7750, 2.0315), 1e-7  # from Jordan et al., as in torch.optim.Muon
+# Iterations between two products with the whole matrix, if the shorter way is used: five in all. In
+# one pass of five the rounding errors would be 60 times those of plain iterations.
 _PASSES = (3, 2)
 _ITERATIONS = sum(_PASSES)
 
 
 def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
-    """Newton-Schulz iteration on a batch (K, rows, columns): singular values come out between about 0.7 and 1.2.
+    """Newton-Schulz iteration on a batch (K, rows, columns): singular values come out between about
+    0.7 and 1.2.
 
-    An iteration is x <- (a + b·A + c·A²)·x with A = x·xᵀ. Long float32 matrices take a shorter way to the same result:
-    the factors of some iterations are polynomials in A, so their product comes from small squares alone. In bfloat16 A
-    is not exact enough for that.
+    An iteration is x <- (a + b·A + c·A²)·x with A = x·xᵀ. Long float32 matrices take a shorter
+    way to the same result: the factors of some iterations are polynomials in A, so their product
+    comes from small squares alone. In bfloat16 A is not exact enough for that.
     """
     a, b, c = _COEFFICIENTS
     tall = matrices.shape[-2] > matrices.shape[-1]
@@ -50,7 +53,9 @@ def orthogonalize(matrices: torch.Tensor) -> torch.Tensor:
 
 
 def _is_long(m: int, n: int) -> bool:
-    """Whether `_product_of_factors` takes fewer FLOPs for (m, n), m <= n: 8·m²·n + 28·m³ instead of 20·m²·n + 10·m³."""
+    """Whether `_product_of_factors` takes fewer FLOPs for (m, n), m <= n: 8·m²·n + 28·m³ instead
+    of 20·m²·n + 10·m³.
+    """
     return 2 * n > 3 * m
 
 
@@ -69,11 +74,12 @@ def _product_of_factors(gram: torch.Tensor, iterations: int) -> torch.Tensor:
 
 
 def orthogonalization_flops(rows: int, columns: int) -> int:
-    """FLOPs of `orthogonalize` for one matrix by plain iterations; long float32 matrices take fewer.
+    """FLOPs of `orthogonalize` for one matrix by plain iterations; long float32 matrices take
+    fewer.
 
-    With m the smaller and n the larger dimension an iteration multiplies (m, n) by (n, m), (m, m) by (m, m) and (m, m)
-    by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m / tokens per step for the share of a training
-    step.
+    With m the smaller and n the larger dimension an iteration multiplies (m, n) by (n, m), (m,
+    m) by (m, m) and (m, m) by (m, n): 2·m²·n + 2·m³ + 2·m²·n. Jordan et al. derive the bound 5·m
+    / tokens per step for the share of a training step.
     """
     m, n = sorted((rows, columns))
     return _ITERATIONS * (4 * m * m * n + 2 * m**3)
@@ -90,10 +96,12 @@ def orthogonalization_buffers(rows: int, columns: int, *, float32: bool) -> int:
 def update_scale(rows: int, columns: int, kind: UpdateScale) -> float:
     """Factor of the learning rate for a matrix, as `adjust_lr_fn` of torch.optim.Muon.
 
-    `original` is Jordan et al.'s. `match_rms_adamw` (Liu et al. 2025, arXiv:2502.16982) makes updates about as large as
-    AdamW's, so that AdamW's learning rate fits.
+    `original` is Jordan et al.'s. `match_rms_adamw` (Liu et al. 2025, arXiv:2502.16982) makes
+    updates about as large as AdamW's, so that AdamW's learning rate fits.
     """
-    return max(1.0, rows / columns) ** 0.5 if kind == "original" else 0.2 * max(rows, columns) ** 0.5
+    return (
+        max(1.0, rows / columns) ** 0.5 if kind == "original" else 0.2 * max(rows, columns) ** 0.5
+    )
 
 
 def matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
@@ -138,8 +146,14 @@ def build_muon(
 
 
 def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
-    """The processes that hold equal copies of the model; None if there is one, or the model is sharded."""
-    if accelerator is None or accelerator.num_processes == 1 or accelerator.distributed_type == DistributedType.FSDP:
+    """The processes that hold equal copies of the model; None if there is one, or the model is
+    sharded.
+    """
+    if (
+        accelerator is None
+        or accelerator.num_processes == 1
+        or accelerator.distributed_type == DistributedType.FSDP
+    ):
         return None
     return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
 
@@ -160,7 +174,8 @@ def update_flops(model: PreTrainedModel) -> float:
 def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: int, processes: int) -> float:
     """Bytes of the buffers of Muon's update, for the largest stack of matrices of one shape.
 
-    They are the stack of gradients, and the buffers of the iteration for this process's share of it.
+    They are the stack of gradients, and the buffers of the iteration for this process's share of
+    it.
     """
     value, sizes = 4 if on_cpu else 2, []
     for (rows, columns), count in Counter(matrix.shape for matrix in matrices(model)).items():
@@ -171,11 +186,12 @@ def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: int, processes: i
 
 
 class Muon(torch.optim.Optimizer):
-    """Muon for the groups `matrices`, fused AdamW for the groups `others`. Momentum is Nesterov's, decay is decoupled.
+    """Muon for the groups `matrices`, fused AdamW for the groups `others`. Momentum is Nesterov's,
+    decay is decoupled.
 
-    Parameters are plain tensors or DTensors with any placements. Plain ones are equal on all processes of `replicas`
-    (DDP), which share the work. If `found_inf` is set and not 0, a step leaves weights and state unchanged, without
-    waiting for the device.
+    Parameters are plain tensors or DTensors with any placements. Plain ones are equal on all
+    processes of `replicas` (DDP), which share the work. If `found_inf` is set and not 0, a step
+    leaves weights and state unchanged, without waiting for the device.
     """
 
     def __init__(
@@ -192,12 +208,15 @@ class Muon(torch.optim.Optimizer):
         self._adamw: Any = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
         muon = {"muon": True, "lr": lr, "momentum": momentum}
         groups = [{**muon, **group} for group in matrices]
-        super().__init__([*groups, *({"muon": False, **group} for group in self._adamw.param_groups)], {})
+        super().__init__(
+            [*groups, *({"muon": False, **group} for group in self._adamw.param_groups)], {}
+        )
         self.found_inf: torch.Tensor | None = None
         self._update_scale: UpdateScale = scale
         self._replicas = replicas
         self._orthogonalize = orthogonalize
-        self._step_supports_amp_scaling = True  # fp16's scaler then sets found_inf, instead of waiting for it
+        # fp16's scaler then sets found_inf, instead of waiting for it
+        self._step_supports_amp_scaling = True
 
     def compile(self, **options: Any) -> None:
         """Compile the Newton-Schulz iteration; `options` are torch.compile's."""
@@ -205,7 +224,10 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
-        """Update all parameters that have a gradient. Gradients must be unscaled; there is no closure."""
+        """Update all parameters that have a gradient.
+
+        Gradients must be unscaled; there is no closure.
+        """
         found_inf = getattr(self, "found_inf", None)  # fp16's scaler deletes it
         stacks: dict[Any, list[tuple[torch.Tensor, dict[str, Any]]]] = {}
         for group in self.param_groups:
@@ -248,12 +270,16 @@ class Muon(torch.optim.Optimizer):
             weight.add_(update, alpha=-group["lr"] * scale)
 
     def _orthogonalize_stack(self, stack: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-        """Orthogonalize a stack of matrices (or of shards of them) laid out as `parameter`: each process a share."""
+        """Orthogonalize a stack of matrices (or of shards of them) laid out as `parameter`: each
+        process a share.
+        """
         if stack.device.type == "cuda":
             stack = stack.bfloat16()
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements]
+            placements = [
+                Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements
+            ]
         elif self._replicas is not None:
             mesh, placements = self._replicas, [Replicate()]
         else:

@@ -1,24 +1,25 @@
-"""Kinds of optimizers, a row each; build a run's optimizer, set learning rates, skip steps that are not finite.
+"""Kinds of optimizers, a row each; build a run's optimizer, set learning rates, skip steps that are
+not finite.
 
-Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updates the matrices inside the blocks.
+Matrices and embeddings decay, biases and LayerNorms do not. With Muon, it updates the matrices
+inside the blocks.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from accelerate import Accelerator
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from nanogpt_hf.config.schema import Config, OptimSection
+from nanogpt_hf.config.compatibility import FSDP2, RULES, Rule, check_settings
+from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim import adamw_8bit, muon
 
-# what an optimizer may not combine with: ZeRO, tensor parallelism, the two of it and FSDP2, ...
-Feature = Literal["zero", "tp", "tp_fsdp2", "pp", "lora"]
 Group = dict[str, Any]  # `params`, `weight_decay`, and `scale`, the share of the learning rate
 
 
@@ -33,10 +34,13 @@ class OptimizerKind:
     gradients of zero and learning rate 0 makes.
     """
 
-    build: Callable[[PreTrainedModel, list[Group], OptimSection, Accelerator | None], torch.optim.Optimizer]
+    build: Callable[
+        [PreTrainedModel, list[Group], OptimSection, Accelerator | None], torch.optim.Optimizer
+    ]
     describe: Callable[[OptimSection], str]  # for the model card
     state_bytes: Callable[[PreTrainedModel, int], float]  # on one of N shards
-    refuses: Mapping[Feature, str] = field(default_factory=dict)  # reason and remedy
+    # what it does not combine with, as config/compatibility.py names it: reason and remedy
+    refuses: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     check: Callable[[], None] = lambda: None  # raises UserError if this machine lacks something
     reads_found_inf: bool = False  # by a step, on the device; else the host waits for the norm
     as_saved: Callable[[torch.Tensor], torch.Tensor] = lambda tensor: tensor
@@ -73,10 +77,9 @@ OPTIMIZERS = {
         lambda optim: f"{describe_adamw(optim)}, 8-bit state (torchao)",
         adamw_8bit.state_bytes,
         refuses={
-            "zero": "optim.state 8bit: DeepSpeed's ZeRO keeps the optimizer state in flat float32 "
-            "buffers; leave the knob out, or use accelerate_configs/fsdp2.yaml",
-            "tp": "optim.state 8bit is not supported for matrices that are split; use accelerate_configs/fsdp2.yaml",
-            "pp": "optim.state 8bit is not supported; use AdamW in float32, or accelerate_configs/fsdp2.yaml",
+            "DeepSpeed": ("ZeRO keeps the state in flat float32 buffers", FSDP2),
+            "tensor parallelism": ("it has no 8-bit state of split matrices", FSDP2),
+            "pipeline stages": ("it is not supported there", FSDP2),
         },
         check=adamw_8bit.check_8bit,
         as_saved=adamw_8bit.as_float32,
@@ -86,15 +89,17 @@ OPTIMIZERS = {
     "muon": OptimizerKind(
         muon.build_muon,
         lambda optim: f"{muon.describe(optim)}; for the rest {describe_adamw(optim)}",
-        lambda model, shards: adamw_bytes(model, shards) - 4 * sum(p.numel() for p in muon.matrices(model)) / shards,
+        lambda model, shards: (
+            adamw_bytes(model, shards) - 4 * sum(p.numel() for p in muon.matrices(model)) / shards
+        ),
         refuses={
-            "zero": "optim.name muon: DeepSpeed's ZeRO keeps the matrices in flat buffers that no "
-            "process can orthogonalize; use accelerate_configs/fsdp2.yaml, or optim.name adamw",
-            "tp_fsdp2": "optim.name muon does not hold under FSDP2 as well, where matrices are split "
-            "twice; use one of the two",
-            "pp": "optim.name muon is not supported; use AdamW in float32, or accelerate_configs/fsdp2.yaml",
-            "lora": "optim.name: muon orthogonalizes the update of a whole weight, and LoRA trains two "
-            "factors of it; use adamw",
+            "DeepSpeed": (
+                "ZeRO keeps the matrices in flat buffers that no process can orthogonalize",
+                FSDP2,
+            ),
+            "tensor parallelism × FSDP2": ("matrices are split twice", "use one of the two"),
+            "pipeline stages": ("it is not supported there", FSDP2),
+            "lora.rank": ("LoRA trains two factors of a matrix, not the matrix", "use adamw"),
         },
         reads_found_inf=True,
         update_bytes=muon.update_bytes,
@@ -106,18 +111,25 @@ OPTIMIZERS = {
 def kind_of(optim: OptimSection) -> OptimizerKind:
     """The row of the optimizer that a recipe asks for. Raises UserError if there is none."""
     name = f"{optim.name}_8bit" if optim.state == "8bit" else optim.name
-    if name not in OPTIMIZERS:
-        near = did_you_mean(optim.name, OPTIMIZERS)
+    names = [name for name in OPTIMIZERS if not name.endswith("_8bit")]  # optim.state says that
+    if optim.name not in names or name not in OPTIMIZERS:
+        near = did_you_mean(optim.name, names) or f"; use one of {', '.join(names)}"
         raise UserError(f"optim.name: there is no optimizer {optim.name!r:.80}{near}")
     return OPTIMIZERS[name]
 
 
-def check_optimizer(config: Config) -> OptimizerKind:
-    """The row of a recipe's optimizer. Raises UserError if there is none, or it does not train what the recipe does."""
-    kind = kind_of(config.optim)
-    if config.lora.rank and (reason := kind.refuses.get("lora")):
-        raise UserError(reason)
-    return kind
+def all_rules() -> list[Rule]:
+    """The table of config/compatibility.py, and what optimizers do not combine with."""
+    return RULES + [
+        Rule("optim.state 8bit" if name == "adamw_8bit" else f"optim.name {name}", other, *why)
+        for name, kind in OPTIMIZERS.items()
+        for other, why in kind.refuses.items()
+    ]
+
+
+def check_combination(settings: Mapping[str, str]) -> None:
+    """Raises UserError if a run cannot have these settings at once."""
+    check_settings(settings, all_rules())
 
 
 def build_optimizer(
@@ -128,8 +140,9 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters.
 
-    A group's `scale` is its share of the learning rate: 1 at the top of the model, and `layer_decay`
-    times that of the layer above for each layer below, the embeddings at the bottom.
+    A group's `scale` is its share of the learning rate: 1 at the top of the model, and
+    `layer_decay` times that of the layer above for each layer below, the embeddings at the
+    bottom.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     depths = architecture_of(model).depths(model)
@@ -163,9 +176,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, learning_rate: float) ->
 def skip_step_unless_finite(optimizer: Any, grad_norm: torch.Tensor) -> None:
     """Make the next step leave weights and state unchanged if the gradient's norm is not finite.
 
-    Most steps read `found_inf` on the device, so the host need not wait for the norm. For the others,
-    and on MPS, which accepts it but is not known to read it, the host waits once a step and drops the
-    gradients.
+    Most steps read `found_inf` on the device, so the host need not wait for the norm. For the
+    others, and on MPS, which accepts it but is not known to read it, the host waits once a step
+    and drops the gradients.
     """
     if optimizer.kind.reads_found_inf and grad_norm.device.type != "mps":
         optimizer.found_inf = (~grad_norm.isfinite()).float()

@@ -8,9 +8,9 @@ from nanogpt_hf.config.schema import OptimSection
 def learning_rate_at(step: int, optim: OptimSection, max_steps: int) -> float:
     """The learning rate of update number `step` (0 is the first of `max_steps`).
 
-    Linear warm-up from almost 0, then the schedule's shape down to `min_learning_rate`. Warm-up and cosine are
-    nanoGPT's `get_lr` (train.py) with lr_decay_iters = max_steps; wsd is Hu et al. 2024, arXiv:2404.06395, section 4,
-    with a linear decay.
+    Linear warm-up from almost 0, then the schedule's shape down to `min_learning_rate`. Warm-up
+    and cosine are nanoGPT's `get_lr` (train.py) with lr_decay_iters = max_steps; wsd is Hu et
+    al. 2024, arXiv:2404.06395, section 4, with a linear decay.
     """
     if step < optim.warmup_steps:
         return optim.learning_rate * (step + 1) / (optim.warmup_steps + 1)

@@ -22,7 +22,8 @@ class Item(NamedTuple):
 
 
 def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
-    """Every tensor and number of a parameter's state with its name: keys and indices, joined by dots.
+    """Every tensor and number of a parameter's state with its name: keys and indices, joined by
+    dots.
 
     Raises TypeError for anything else but None, which needs no place in a checkpoint.
     """
@@ -33,4 +34,6 @@ def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
         elif isinstance(value, dict | list):
             yield from state_items(value, f"{name}.")
         elif value is not None:
-            raise TypeError(f"optimizer state {name} is a {type(value).__name__}, which cannot be saved")
+            raise TypeError(
+                f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"
+            )

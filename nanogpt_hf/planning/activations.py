@@ -1,4 +1,6 @@
-"""Count what autograd saves of a block of any architecture, on fake tensors: nothing is allocated or computed."""
+"""Count what autograd saves of a block of any architecture, on fake tensors: nothing is
+allocated or computed.
+"""
 
 import copy
 from functools import lru_cache
@@ -13,11 +15,14 @@ from nanogpt_hf.model.architecture import architecture_of
 
 
 @lru_cache(maxsize=16)
-def saved_block_bytes(model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool) -> float:
+def saved_block_bytes(
+    model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool
+) -> float:
     """Bytes per token that autograd saves of the top block of a model on the meta device.
 
-    `autocast`: products in bfloat16; `half`: weights in bfloat16, too. As the CPU's kernels do it. The difference of
-    two batches leaves out what does not grow with the batch: weights and their casts, tables of angles.
+    `autocast`: products in bfloat16; `half`: weights in bfloat16, too. As the CPU's kernels do
+    it. The difference of two batches leaves out what does not grow with the batch: weights and
+    their casts, tables of angles.
     """
     model = copy.deepcopy(model).train()
     blocks = architecture_of(model).blocks(model)
@@ -32,14 +37,17 @@ def saved_block_bytes(model: PreTrainedModel, block_size: int, *, autocast: bool
 
 @lru_cache(maxsize=16)
 def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
-    """A model whose blocks are as wide as those of one of `tp` tensor-parallel ranks, on the meta device.
+    """A model whose blocks are as wide as those of one of `tp` tensor-parallel ranks, on the meta
+    device.
 
     The residual stream keeps its width, heads and MLP are divided.
     """
     if tp == 1:
         return model
     config = copy.deepcopy(model.config)
-    config.head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    config.head_dim = (
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    )
     for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
         setattr(config, name, getattr(config, name) // tp)
     with torch.device("meta"):
@@ -47,26 +55,35 @@ def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
 
 
 def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace parameters and buffers on the meta device by fake ones on the CPU; those that are shared stay shared."""
+    """Replace parameters and buffers on the meta device by fake ones on the CPU; those that are
+    shared stay shared.
+    """
     replaced: dict[int, Any] = {}
     for module in model.modules():
         if hasattr(module, "gradient_checkpointing"):
             module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
-        for tensors in (module._parameters, module._buffers):
-            for name, tensor in tensors.items():
-                if tensor is None:
-                    continue
+        kinds: Any = {"remove_duplicate": False, "recurse": False}
+        for named, register in (
+            (module.named_parameters, module.register_parameter),
+            (module.named_buffers, module.register_buffer),
+        ):
+            for name, tensor in list(named(**kinds)):
                 if id(tensor) not in replaced:
-                    kind = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-                    fake = torch.empty(tensor.shape, dtype=kind, device="cpu")
-                    is_parameter = isinstance(tensor, nn.Parameter)
-                    replaced[id(tensor)] = nn.Parameter(fake, tensor.requires_grad) if is_parameter else fake
-                tensors[name] = replaced[id(tensor)]
+                    is_float = dtype is not None and tensor.is_floating_point()
+                    kind = dtype if is_float else tensor.dtype
+                    fake: Any = torch.empty(tensor.shape, dtype=kind, device="cpu")
+                    if isinstance(tensor, nn.Parameter):
+                        fake = nn.Parameter(fake, tensor.requires_grad)
+                    replaced[id(tensor)] = fake
+                register(name, replaced[id(tensor)])
 
 
-def _saved_bytes(model: PreTrainedModel, block: nn.Module, tokens: torch.Tensor, autocast: bool) -> int:
+def _saved_bytes(
+    model: PreTrainedModel, block: nn.Module, tokens: torch.Tensor, autocast: bool
+) -> int:
     """Bytes of the storages that autograd saves while `block` runs."""
-    saved: dict[int, int] = {}
+    # kept, so that no storage is freed and its place used again
+    saved: dict[int, torch.UntypedStorage] = {}
     is_inside = False
 
     def switch(*_: Any) -> None:
@@ -76,15 +93,19 @@ def _saved_bytes(model: PreTrainedModel, block: nn.Module, tokens: torch.Tensor,
     def note(tensor: torch.Tensor) -> torch.Tensor:
         if is_inside:
             storage = tensor.untyped_storage()
-            saved[storage._cdata] = storage.nbytes()
+            saved[id(storage)] = storage
         return tensor
 
     hooks = block.register_forward_pre_hook(switch), block.register_forward_hook(switch)
     noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
     with noting, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        # the output keeps the graph, so that no storage is freed and its address used again
-        output = model(input_ids=tokens, shift_labels=tokens, num_items_in_batch=1, skip_logits=True, use_cache=False)
+        model(
+            input_ids=tokens,
+            shift_labels=tokens,
+            num_items_in_batch=1,
+            skip_logits=True,
+            use_cache=False,
+        )
     for hook in hooks:
         hook.remove()
-    del output
-    return sum(saved.values())
+    return sum(storage.nbytes() for storage in saved.values())

@@ -13,7 +13,7 @@ from nanogpt_hf.planning.placement import Placement
 
 
 @dataclass(frozen=True)
-class Stage:
+class StageShare:
     """What one pipeline stage holds; without pipeline parallelism the whole model."""
 
     blocks: int
@@ -22,19 +22,20 @@ class Stage:
     in_flight: int = 1  # micro-batches whose activations are held
 
 
-def stages_of(model: PreTrainedModel, place: Placement) -> list[Stage]:
+def stages_of(model: PreTrainedModel, place: Placement) -> list[StageShare]:
     """The first, one of the largest in the middle, and the last stage, if there are as many.
 
     Under 1F1B the first holds the most activations, and the last the loss.
-    1F1B (arXiv:2104.04473, section 2.2): a stage has as many micro-batches in flight as there are stages from it on.
+    1F1B (arXiv:2104.04473, section 2.2): a stage has as many micro-batches in flight as there
+    are stages from it on.
     """
     blocks = model.config.num_hidden_layers
     if place.pp == 1:
-        return [Stage(blocks)]
+        return [StageShare(blocks)]
     split = [len(part) for part in split_blocks(blocks, head_in_blocks(model), place.pp)]
-    middle = Stage(split[-2], has_embedding=False, has_head=False, in_flight=place.pp - 1)
-    first = Stage(split[0], has_head=False, in_flight=place.pp)
-    return [first, *[middle] * (place.pp > 2), Stage(split[-1], has_embedding=False)]
+    middle = StageShare(split[-2], has_embedding=False, has_head=False, in_flight=place.pp - 1)
+    first = StageShare(split[0], has_head=False, in_flight=place.pp)
+    return [first, *[middle] * (place.pp > 2), StageShare(split[-1], has_embedding=False)]
 
 
 @dataclass(frozen=True)
@@ -50,15 +51,20 @@ class Counts:
     backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
 
     @classmethod
-    def of(cls, model: PreTrainedModel, tp: int = 1, stage: Stage | None = None) -> "Counts":
-        """The counts of `model`, which may be on the meta device; with tensor parallelism those of one rank.
+    def of(cls, model: PreTrainedModel, tp: int = 1, stage: StageShare | None = None) -> "Counts":
+        """The counts of `model`, which may be on the meta device; with tensor parallelism those of
+        one rank.
 
-        Tensor parallelism splits the matrices of the blocks, the embedding of tokens and the head. A stage of a
-        pipeline has some of the blocks; the first has the embeddings, the last the head, which may be a copy.
+        Tensor parallelism splits the matrices of the blocks, the embedding of tokens and the
+        head. A stage of a pipeline has some of the blocks; the first has the embeddings, the
+        last the head, which may be a copy.
         """
         architecture = architecture_of(model)
-        blocks, embedding = architecture.blocks(model), next(model.get_input_embeddings().parameters())
-        stage = stage or Stage(len(blocks))
+        blocks, embedding = (
+            architecture.blocks(model),
+            next(model.get_input_embeddings().parameters()),
+        )
+        stage = stage or StageShare(len(blocks))
         trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
         frozen_below = 0
@@ -71,12 +77,20 @@ class Counts:
 
         in_blocks = count(blocks.parameters())
         block = in_blocks // len(blocks)
-        above = {id(p): p for layer in (architecture.final_norm(model), _head(model)) for p in layer.parameters()}
+        above = {
+            id(p): p
+            for layer in (architecture.final_norm(model), _head(model))
+            for p in layer.parameters()
+        }
         below = {id(p): p for p in embeddings}
-        outside = count(((below if stage.has_embedding else {}) | (above if stage.has_head else {})).values())
+        outside = count(
+            ((below if stage.has_embedding else {}) | (above if stage.has_head else {})).values()
+        )
         # the rest of the model, such as adapters outside the blocks, is with the last stage
         known = {id(p) for p in blocks.parameters()} | below.keys() | above.keys()
-        outside += count(p for p in model.parameters() if id(p) not in known) if stage.has_head else 0
+        outside += (
+            count(p for p in model.parameters() if id(p) not in known) if stage.has_head else 0
+        )
         whole, all_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
         total = outside + (in_blocks if stage.blocks == len(blocks) else block * stage.blocks)
         return cls(
@@ -90,7 +104,7 @@ class Counts:
         )
 
 
-CountsOf = Callable[[PreTrainedModel, int, Stage], Counts]
+CountsOf = Callable[[PreTrainedModel, int, StageShare], Counts]
 
 
 def _head(model: PreTrainedModel) -> Any:
@@ -98,10 +112,17 @@ def _head(model: PreTrainedModel) -> Any:
 
 
 def _split_parameters(model: PreTrainedModel) -> set[int]:
-    """The ids of the parameters that tensor parallelism splits; biases of layers that it sums over ranks stay whole."""
+    """The ids of the parameters that tensor parallelism splits; biases of layers that it sums
+    over ranks stay whole.
+    """
     architecture = architecture_of(model)
-    split = {id(p) for layer in (model.get_input_embeddings(), _head(model)) for p in layer.parameters()}
+    split = {
+        id(p) for layer in (model.get_input_embeddings(), _head(model)) for p in layer.parameters()
+    }
     for block in architecture.blocks(model):
-        for *columns, rows in (architecture.attention_layers(block), architecture.mlp_layers(block)):
+        for *columns, rows in (
+            architecture.attention_layers(block),
+            architecture.mlp_layers(block),
+        ):
             split |= {id(p) for layer in columns for p in layer.parameters()} | {id(rows.weight)}
     return split

@@ -1,4 +1,6 @@
-"""Estimate memory, time and disk of a run from its recipe and accelerate config, without running it."""
+"""Estimate memory, time and disk of a run from its recipe and accelerate config, without running
+it.
+"""
 
 import dataclasses
 from collections import Counter
@@ -8,17 +10,16 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps, divisors
+from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.data.manifest import Manifest
-from nanogpt_hf.data.mixed_manifest import MixedManifest, find_manifest
-from nanogpt_hf.data.source import local_files
-from nanogpt_hf.data.space import bytes_of_a_token
+from nanogpt_hf.data.formats import bytes_of_a_token, local_files
+from nanogpt_hf.data.manifest import Manifest, MixedManifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, meta_model
-from nanogpt_hf.optim.optimizer import kind_of
+from nanogpt_hf.optim.optimizer import check_combination, kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
@@ -50,15 +51,15 @@ class Estimate:
     block_size: int
     accumulation: int
     memory: Footprint
-    flops_per_token: float  # of the model, forward and backward
-    update_flops_per_step: float  # of the optimizer, if they are not negligible
+    flops_per_token: float  # the model's, forward and backward
+    update_flops_per_step: float  # the optimizer's, if they are not negligible
     flops: float
     mfu: float
     devices: list[Device]
     tokens: int
     chinchilla_tokens: int
-    epochs: dict[str, float]  # of the prepared data, or of each source of a mixture
-    data_bytes: int | None  # of the prepared data, or an upper bound; None if unknown
+    epochs: dict[str, float]  # for the prepared data, or for each source of a mixture
+    data_bytes: int | None  # on disk when prepared, or an upper bound; None if unknown
     data_is_prepared: bool
     run_bytes: int
 
@@ -73,18 +74,22 @@ def estimate(
 ) -> Estimate:
     """Estimate a run of `config`; `base` is the config of the model to fine-tune.
 
-    `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the steps do not divide by the
-    processes, if the size of the vocabulary is unknown, and for Muon or 8-bit state under ZeRO.
+    `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the
+    steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
+    does not combine with ZeRO.
     """
-    if place.zero and (reason := kind_of(config.optim).refuses.get("zero")):
-        raise UserError(reason)
+    if place.zero:
+        check_combination(recipe_settings(config) | {"DeepSpeed": "DeepSpeed"})
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     try:
         accumulation = accumulation_steps(config, place.dp)
     except ValueError as error:
         raise UserError(str(error)) from None
-    block_size, tokens = config.data.block_size, config.train.max_steps * config.train.tokens_per_step
+    block_size, tokens = (
+        config.data.block_size,
+        config.train.max_steps * config.train.tokens_per_step,
+    )
     micro = config.train.min_micro_batch_size
     sequences = micro * accumulation  # per process and step
     flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
@@ -108,7 +113,10 @@ def estimate(
     }
 
     def largest_micro_batch(memory: float, placement: Placement) -> int | None:
-        return max((size for size, peak in peaks[placement].items() if peak <= USABLE_MEMORY * memory), default=None)
+        return max(
+            (size for size, peak in peaks[placement].items() if peak <= USABLE_MEMORY * memory),
+            default=None,
+        )
 
     devices = []
     if memory:
@@ -117,7 +125,8 @@ def estimate(
         seconds = tokens * flops_per_token / (gpu.bf16_flops * mfu * place.processes)
         devices.append(Device(name, gpu.memory, largest_micro_batch(gpu.memory, on_gpu), seconds))
 
-    # Padding of the vocabulary takes memory and disk, but does not count as parameters of the model.
+    # Padding of the vocabulary takes memory and disk, but does not count as parameters of the
+    # model.
     padding = padding_rows(model.config) * model.config.hidden_size
     total, trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
     embedding_is_trainable = next(model.get_input_embeddings().parameters()).requires_grad
@@ -145,27 +154,35 @@ def estimate(
         epochs=_epochs(tokens, manifest),
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
-        run_bytes=run_bytes(total, kind_of(in_float32).state_bytes(model, 1), config.checkpoint.keep),
+        run_bytes=run_bytes(
+            total, kind_of(in_float32).state_bytes(model, 1), config.checkpoint.keep
+        ),
     )
 
 
 def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTrainedModel:
-    """The model of a run of `config`, on the meta device. Raises UserError if its vocabulary is unknown."""
+    """The model of a run of `config`, on the meta device.
+
+    Raises UserError if its vocabulary is unknown.
+    """
     return _meta_model(config, base, find_manifest(config.data))[0]
 
 
 def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:
     if isinstance(manifest, MixedManifest):
         period = sum(source.weight for source in manifest.sources)
-        return {s.name: tokens * s.weight / period / s.manifest.train.tokens for s in manifest.sources}
+        return {
+            s.name: tokens * s.weight / period / s.manifest.train.tokens for s in manifest.sources
+        }
     return {"the prepared data": tokens / manifest.train.tokens} if manifest else {}
 
 
 def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:
-    """An upper bound for the size of a run folder: `keep` checkpoints, one more during a save, best/ twice, final/.
+    """An upper bound for the size of a run folder: `keep` checkpoints, one more during a save,
+    best/ twice, final/.
 
-    `keep` 1 keeps 2: the newest, and the last one before it with finite gradients. A checkpoint has float32 weights and
-    `optimizer_state` bytes.
+    `keep` 1 keeps 2: the newest, and the last one before it with finite gradients. A checkpoint
+    has float32 weights and `optimizer_state` bytes.
     """
     return int((4 * parameters + optimizer_state) * (max(keep, 2) + 1) + 4 * parameters * 3)
 
@@ -173,14 +190,18 @@ def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:
 def _meta_model(
     config: Config, base: PreTrainedConfig | None, manifest: Manifest | None
 ) -> tuple[PreTrainedModel, str]:
-    """The model on the meta device, with the trainable parameters of the last step, the maximum; its vocabulary."""
+    """The model on the meta device, with the trainable parameters of the last step, the maximum;
+    its vocabulary.
+    """
     if base is not None:
         model = meta_model(config, base, step=config.train.max_steps - 1)
         return model, f"{base.vocab_size:,}, of {config.finetune.model}"
     try:
         size, source = known_vocab_size(config.data, manifest)
     except DataError as error:
-        raise UserError(f"data.tokenizer: its vocabulary size is unknown; run `prepare` first: {error}") from None
+        raise UserError(
+            f"data.tokenizer: its vocabulary size is unknown; run `prepare` first: {error}"
+        ) from None
     return meta_model(config, build_config(config.model, size)), f"{size:,}, {source}"
 
 
@@ -192,7 +213,10 @@ def _by_part(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> int | None:
-    sizes = [_source_bytes(source.data, manifest is not None, vocab_size) for source in sources_of(config.data)]
+    sizes = [
+        _source_bytes(source.data, manifest is not None, vocab_size)
+        for source in sources_of(config.data)
+    ]
     return None if None in sizes else sum(size or 0 for size in sizes)
 
 
@@ -200,7 +224,7 @@ def _source_bytes(data: DataSection, prepared: bool, vocab_size: int) -> int | N
     if prepared:
         return sum(path.stat().st_size for path in Path(data.dir).rglob("*") if path.is_file())
     each, limit = bytes_of_a_token(data, vocab_size), None
-    if data.max_tokens is not None:  # of each split
+    if data.max_tokens is not None:  # a limit for each split
         limit = data.max_tokens * (1 + bool(data.validation_split)) * each
     files = local_files(data)
     one_byte = data.tokenizer in ("char", "gpt2", "bpe")

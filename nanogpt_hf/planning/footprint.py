@@ -1,7 +1,9 @@
-"""Estimate the memory of a training step: bytes per tensor kind, in the four phases that can be the peak.
+"""Estimate the memory of a training step: bytes per tensor kind, in the four phases that can be the
+peak.
 
-The sums follow from the model, its loss and training/step.py: what autograd saves of a block and of the loss, and when
-gradients are allocated and freed. tests/planning/test_footprint.py compares them with torch's allocator.
+The sums follow from the model, its loss and training/step.py: what autograd saves of a block and
+of the loss, and when gradients are allocated and freed. tests/planning/test_footprint.py
+compares them with torch's allocator.
 """
 
 import dataclasses
@@ -15,15 +17,21 @@ from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.activations import narrower, saved_block_bytes
-from nanogpt_hf.planning.counts import Counts, CountsOf, Stage, stages_of
+from nanogpt_hf.planning.counts import Counts, CountsOf, StageShare, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
 PARTS = ("weights", "optimizer", "gradients", "copies", "activations", "logits", CHECKPOINT)
-LOSS, TOP, BOTTOM, EMBEDDING = "the loss", "the top block", "the bottom block", "the embedding's gradient"
+LOSS, TOP, BOTTOM, EMBEDDING = (
+    "the loss",
+    "the top block",
+    "the bottom block",
+    "the embedding's gradient",
+)
 UPDATE = "update"  # a phase of optimizers that need buffers for it
 
-_ZERO_3_LIVE = 1e9  # parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters
+# parameters that DeepSpeed keeps gathered: the default of stage3_max_live_parameters
+_ZERO_3_LIVE = 1e9
 _ZERO_BUCKET = 5e8  # gradients that DeepSpeed reduces at once: the default of reduce_bucket_size
 
 
@@ -57,13 +65,16 @@ def footprint(
 ) -> Footprint:
     """The footprint of a training step; `model` may be on the meta device.
 
-    `accumulates`: whether a step has several micro-batches, so that gradients stay allocated after the first one.
-    `optim`: that of the recipe; without it AdamW with float32 state. Of a pipeline it is the stage with the highest
-    peak, of other kinds of parallelism any device. `counts_of`: Counts.of, or a cache of it.
+    `accumulates`: whether a step has several micro-batches, so that gradients stay allocated
+    after the first one. `optim`: that of the recipe; without it AdamW with float32 state. Of a
+    pipeline it is the stage with the highest peak, of other kinds of parallelism any device.
+    `counts_of`: Counts.of, or a cache of it.
     """
     batch, counts_of = (micro_batch_size, block_size, accumulates), counts_of or Counts.of
     footprints = [
-        _footprint(model, place, stage, counts_of(model, place.tp, stage), *batch, optim or OptimSection())
+        _footprint(
+            model, place, stage, counts_of(model, place.tp, stage), *batch, optim or OptimSection()
+        )
         for stage in stages_of(model, place)
     ]
     return max(footprints, key=lambda estimated: estimated.peak)
@@ -72,7 +83,7 @@ def footprint(
 def _footprint(
     model: PreTrainedModel,
     place: Placement,
-    stage: Stage,
+    stage: StageShare,
     counts: Counts,
     micro_batch_size: int,
     block_size: int,
@@ -89,8 +100,11 @@ def _footprint(
     recomputed = full_block if place.checkpointing else 0
     state, offloaded = _state(counts, place, _optimizer_bytes(model, counts, place, optim))
     in_float32 = dataclasses.replace(optim, state="float32")
-    checkpoint = 4 * counts.total / place.shards + _optimizer_bytes(model, counts, place, in_float32)
-    savers = min(place.per_machine, place.processes // place.copies)  # processes of a machine: of copies one is saved
+    checkpoint = 4 * counts.total / place.shards + _optimizer_bytes(
+        model, counts, place, in_float32
+    )
+    # processes of a machine: of copies one is saved
+    savers = min(place.per_machine, place.processes // place.copies)
     host_copy = 0 if place.on_cpu else savers * checkpoint
     state[CHECKPOINT] = checkpoint if place.on_cpu else 0.0
     gradients = state.pop("gradients")
@@ -99,15 +113,21 @@ def _footprint(
     if counts.head_is_trainable:
         head = counts.head * (value if place.kind == "FSDP2" else 4)
     is_tied = config.tie_word_embeddings
-    logits, head_gradient, row_gradients = _loss(model, counts, place, rows) if stage.has_head else (0.0, 0.0, 0.0)
-    waiting = (stage.in_flight - 1) * counts.backward_blocks * saved_block  # activations of other micro-batches
+    logits, head_gradient, row_gradients = (
+        _loss(model, counts, place, rows) if stage.has_head else (0.0, 0.0, 0.0)
+    )
+    # activations of other micro-batches
+    waiting = (stage.in_flight - 1) * counts.backward_blocks * saved_block
 
     def in_block(done: int) -> dict[str, float]:
         """The backward pass of a block, after `done` blocks above it."""
         held_blocks = 1 if place.checkpointing else counts.backward_blocks - done
         return {
             "gradients": (accumulated or gradients * done * counts.block / counts.total) + head,
-            "activations": waiting + (counts.backward_blocks - done) * saved_block + recomputed + passing,
+            "activations": waiting
+            + (counts.backward_blocks - done) * saved_block
+            + recomputed
+            + passing,
             "copies": _copies(counts, place, blocks=held_blocks, backward=True),
         }
 
@@ -115,15 +135,22 @@ def _footprint(
         LOSS: {
             "gradients": accumulated + head_gradient,
             # with input and output of the last LayerNorm
-            "activations": waiting + counts.backward_blocks * saved_block + 2 * residual + row_gradients,
+            "activations": waiting
+            + counts.backward_blocks * saved_block
+            + 2 * residual
+            + row_gradients,
             "logits": logits,
             "copies": _copies(
-                counts, place, blocks=0 if place.checkpointing else counts.backward_blocks, backward=False
+                counts,
+                place,
+                blocks=0 if place.checkpointing else counts.backward_blocks,
+                backward=False,
             ),
         },
         TOP: in_block(0),
         BOTTOM: in_block(counts.backward_blocks - 1),
-        # of a tied head: its gradient, the embedding's, and their sum; and one more from earlier micro-batches
+        # a tied head has its gradient, the embedding's, and their sum; and one more from earlier
+        # micro-batches
         EMBEDDING: {
             "gradients": gradients + head * ((2 if is_tied else 0) + accumulates),
             "activations": waiting + 2 * residual,
@@ -134,11 +161,16 @@ def _footprint(
         copies = update_bytes(model, place.on_cpu, place.shards, place.processes)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
     zeros = dict.fromkeys(PARTS, 0.0)
-    return Footprint({name: zeros | state | parts for name, parts in phases.items()}, offloaded, host_copy)
+    return Footprint(
+        {name: zeros | state | parts for name, parts in phases.items()}, offloaded, host_copy
+    )
 
 
-def _loss(model: PreTrainedModel, counts: Counts, place: Placement, rows: int) -> tuple[float, float, float]:
-    """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of its input rows.
+def _loss(
+    model: PreTrainedModel, counts: Counts, place: Placement, rows: int
+) -> tuple[float, float, float]:
+    """Bytes of the logits and tensors of their size, and of the loss's gradients of the head and of
+    its input rows.
 
     If all logits are computed at once, both gradients are allocated when the activations are freed.
     """
@@ -150,18 +182,27 @@ def _loss(model: PreTrainedModel, counts: Counts, place: Placement, rows: int) -
     product = value * logits
     trainable_head = counts.head if counts.head_is_trainable else 0
     if value < 4:
-        bytes_per_logit += 4 if place.on_cpu else value  # a copy in the other type: before it, or of the gradient
+        # a copy in the other type: before it, or of the gradient
+        bytes_per_logit += 4 if place.on_cpu else value
         product += value * trainable_head  # a chunk's gradient of the head
-    return max(bytes_per_logit * logits, product), 4.0 * trainable_head, 4.0 * rows * model.config.hidden_size
+    return (
+        max(bytes_per_logit * logits, product),
+        4.0 * trainable_head,
+        4.0 * rows * model.config.hidden_size,
+    )
 
 
 def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placement) -> float:
     """Bytes that autograd saves of the top block for its backward pass, per token of a micro-batch.
 
-    Without dropout and adapters 64 per value of the residual stream in float32, 40 under autocast, and 4, the block's
-    input, with checkpointed activations.
+    Without dropout and adapters 64 per value of the residual stream in float32, 40 under
+    autocast, and 4, the block's input, with checkpointed activations.
     """
-    return 4 * model.config.hidden_size if place.checkpointing else _block_activation_bytes(model, block_size, place)
+    return (
+        4 * model.config.hidden_size
+        if place.checkpointing
+        else _block_activation_bytes(model, block_size, place)
+    )
 
 
 def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
@@ -169,7 +210,9 @@ def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Plac
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
     if architecture.block_activations is None:
         half = place.zero and value == 2
-        return saved_block_bytes(narrower(model, place.tp), block_size, autocast=place.autocast, half=half)
+        return saved_block_bytes(
+            narrower(model, place.tp), block_size, autocast=place.autocast, half=half
+        )
     block = architecture.blocks(model)[-1]
     eager_attention = config.dropout > 0 and place.on_cpu  # the CPU's fused kernels have no dropout
     values = architecture.block_activations(config)
@@ -183,7 +226,9 @@ def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Plac
     return saved + _linear_input_bytes(architecture, block, place)
 
 
-def _linear_input_bytes(architecture: Architecture, block: torch.nn.Module, place: Placement) -> float:
+def _linear_input_bytes(
+    architecture: Architecture, block: torch.nn.Module, place: Placement
+) -> float:
     """Bytes per token of the inputs of trainable linear layers that are not counted elsewhere."""
     value, saved = place.compute_bytes, 0.0
     query, key, values, output = architecture.attention_layers(block)
@@ -192,10 +237,13 @@ def _linear_input_bytes(architecture: Architecture, block: torch.nn.Module, plac
         adapter = getattr(layer, "lora_A", None)
         if adapter is None and not layer.weight.requires_grad:
             continue
-        has_dropout = adapter is not None and getattr(layer.get_submodule("lora_dropout.default"), "p", 0) > 0
+        has_dropout = (
+            adapter is not None and getattr(layer.get_submodule("lora_dropout.default"), "p", 0) > 0
+        )
         # Autocast makes a 16-bit copy per layer; in float32 q, k and v share one tensor.
         is_shared = not place.autocast and layer in (key, values)
-        is_shared |= layer is output and not (place.autocast and adapter is not None)  # the output of attention
+        # the output of attention
+        is_shared |= layer is output and not (place.autocast and adapter is not None)
         if has_dropout or not is_shared:
             saved += layer.in_features * value / (place.tp if layer in (output, last) else 1)
         if adapter is not None:
@@ -212,24 +260,35 @@ def _mlp_gradient_values(model: PreTrainedModel, tp: int) -> int:
     return projection.in_features // tp * (2 if hasattr(projection, "lora_A") else 1)
 
 
-def _optimizer_bytes(model: PreTrainedModel, counts: Counts, place: Placement, optim: OptimSection) -> float:
-    """Bytes of the optimizer state of the part of the model that `counts` counts, on one process."""
+def _optimizer_bytes(
+    model: PreTrainedModel, counts: Counts, place: Placement, optim: OptimSection
+) -> float:
+    """Bytes of the optimizer state of the part of the model that `counts` counts, on one
+    process.
+    """
     share = counts.trainable / model.num_parameters(only_trainable=True)
     return share * kind_of(optim).state_bytes(model, place.shards)
 
 
-def _state(counts: Counts, place: Placement, optimizer_bytes: float) -> tuple[dict[str, float], float]:
-    """Bytes of weights, gradients and optimizer state on a device, and how many of them are in host memory."""
+def _state(
+    counts: Counts, place: Placement, optimizer_bytes: float
+) -> tuple[dict[str, float], float]:
+    """Bytes of weights, gradients and optimizer state on a device, and how many of them are in
+    host memory.
+    """
     state = {
         "weights": 4 * counts.total / place.shards,
         "gradients": 4 * counts.trainable / place.shards,
         "optimizer": optimizer_bytes,
     }
     if place.zero:  # weights in the compute precision, and a float32 copy in the optimizer
-        state["weights"] = place.compute_bytes * counts.total / (place.shards if place.kind == "ZeRO-3" else 1)
+        state["weights"] = (
+            place.compute_bytes * counts.total / (place.shards if place.kind == "ZeRO-3" else 1)
+        )
         state["optimizer"] += 4 * counts.trainable / place.shards
     if place.pp > 1:
-        state["gradients"] *= place.shards  # torch's pipelines reduce them after the last backward pass of a step
+        # torch's pipelines reduce them after the last backward pass of a step
+        state["gradients"] *= place.shards
     offloaded_parts = []
     if place.offloads_optimizer or place.offloads_weights:
         offloaded_parts += ["gradients", "optimizer"]
@@ -246,7 +305,8 @@ def _copies(counts: Counts, place: Placement, *, blocks: int, backward: bool) ->
     """
     value = place.compute_bytes
     if place.kind == "FSDP2":  # this block and the next; gradients in 16 bits and float32
-        few = place.reshard and place.pp == 1  # torch's pipelines reshard after the last backward pass of a step
+        # torch's pipelines reshard after the last backward pass of a step
+        few = place.reshard and place.pp == 1
         gathered = 2 * counts.block if few else counts.total - counts.outside
         gradients = (value + 4) * counts.block if backward else 0
         return value * (counts.outside + gathered) + gradients

@@ -1,4 +1,6 @@
-"""GPUs by name: dense bf16 peak, memory and link; the network between machines; free host memory."""
+"""GPUs by name: dense bf16 peak, memory and link; the network between machines; free host
+memory.
+"""
 
 import math
 import re
@@ -9,11 +11,13 @@ from typing import NamedTuple
 import psutil
 import torch
 
-USABLE_MEMORY = 0.9  # of a device or machine; the rest is for fragmentation and for the network's buffers
+# share of a device's or machine's memory; the rest is for fragmentation and network buffers
+USABLE_MEMORY = 0.9
 
 
-LINK_SHARE = 0.8  # of a link's rate that collectives reach: an assumption
-NETWORK = 400  # Gb/s per GPU between machines, if the user names none: 8 adapters of 400 Gb/s, as in DGX H100
+LINK_SHARE = 0.8  # share of a link's rate that collectives reach: an assumption
+# Gb/s per GPU between machines, if the user names none: 8 adapters of 400 Gb/s, as in DGX H100
+NETWORK = 400
 
 
 class Gpu(NamedTuple):
@@ -22,10 +26,11 @@ class Gpu(NamedTuple):
     link: float  # bytes per second to the other GPUs of its machine, in one direction
 
 
-# By a part of the device's name; the first match counts. The peaks are from the vendors' data sheets (NVIDIA's A100,
-# H100, H200, L4, L40, L40S and HGX B200, an eighth of it; its Ada whitepaper for the 4090, with float32 sums; AMD's
-# MI300X); a figure "with sparsity" counts half, and so does a link's of both directions. Cards for PCIe are counted
-# without bridges. Apple publishes none for its chips.
+# By a part of the device's name; the first match counts. The peaks are from the vendors' data
+# sheets (NVIDIA's A100, H100, H200, L4, L40, L40S and HGX B200, an eighth of it; its Ada whitepaper
+# for the 4090, with float32 sums; AMD's MI300X); a figure "with sparsity" counts half, and so does
+# a link's of both directions. Cards for PCIe are counted without bridges. Apple publishes none for
+# its chips.
 GPUS = {
     "B200": Gpu(2250e12, 180e9, 900e9),
     "H200 NVL": Gpu(835e12, 141e9, 64e9),
@@ -48,10 +53,14 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def bf16_peak(name: str) -> float | None:
-    """The bf16 peak of a device by its name; None for a GPU that is not in the table, or its laptop version."""
+    """The bf16 peak of a device by its name; None for a GPU that is not in the table, or its
+    laptop version.
+    """
     if "Laptop" in name:
         return None
-    return next((gpu.bf16_flops for part, gpu in GPUS.items() if re.search(rf"\b{part}\b", name)), None)
+    return next(
+        (gpu.bf16_flops for part, gpu in GPUS.items() if re.search(rf"\b{part}\b", name)), None
+    )
 
 
 def free_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
@@ -66,7 +75,10 @@ def free_memory(root: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/sel
 
 
 def _below_limit(cgroup: Path) -> float:
-    """Bytes that a cgroup may still use; its file cache counts as free. Infinite without a limit."""
+    """Bytes that a cgroup may still use; its file cache counts as free.
+
+    Infinite without a limit.
+    """
     for limit, used, cache in (
         ("memory.max", "memory.current", ""),
         ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_"),
@@ -80,7 +92,8 @@ def _below_limit(cgroup: Path) -> float:
 
 
 def gpu_of(name: str | None, memory: float | None) -> tuple[str, Gpu]:
-    """A GPU of the table by name, or that with the memory nearest to `memory` bytes, the fastest of several.
+    """A GPU of the table by name, or that with the memory nearest to `memory` bytes, the fastest of
+    several.
 
     The memory is `memory` if it is given. Raises KeyError for an unknown name.
     """

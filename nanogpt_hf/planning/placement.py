@@ -1,29 +1,47 @@
-"""Read from an accelerate config how a model is sharded, cast and offloaded, for memory estimates."""
+"""How a launch distributes a model: read from an accelerate config, and written as one."""
 
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.distributed.environment import SCHEDULES
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import plural
 
 _EXAMPLE = "such as accelerate_configs/ddp.yaml"
+WRITTEN = "written by `estimate`"  # in the first line, so that no other file is replaced
+_SHIPPED = {
+    "one process": "single_gpu",
+    "DDP": "ddp",
+    "FSDP2": "fsdp2",
+    "HSDP": "hsdp",
+    "TP": "tp",
+    "TP × FSDP2": "tp_fsdp2",
+    "CP × FSDP2": "cp_fsdp2",
+    "PP": "pp",
+    "PP × DDP": "pp",
+    "PP × FSDP2": "pp_fsdp2",
+}
 
 
 @dataclass(frozen=True)
 class Placement:
-    """How a launch distributes a model, one process per device. The default is `python cli.py` without a config."""
+    """How a launch distributes a model, one process per device.
+
+    The default is `python cli.py` without a config.
+    """
 
     processes: int = 1
     kind: str = "one process"  # or DDP, FSDP2, ZeRO-2, ZeRO-3
-    shards: int = 1  # data- and context-parallel processes that share one copy of the optimizer state
+    # data- and context-parallel processes that share one copy of the optimizer state
+    shards: int = 1
     tp: int = 1  # tensor-parallel size
     cp: int = 1  # context-parallel size
     pp: int = 1  # pipeline stages
     per_machine: int = 8  # processes on one machine
     precision: str = "no"  # or bf16, fp16
-    checkpointing: bool = False  # of activations, per block
+    checkpointing: bool = False  # recompute activations, per block
     reshard: bool = True  # FSDP2: gathered weights are freed after the forward pass
     on_cpu: bool = False
     offloads_weights: bool = False  # to host memory, with gradients and optimizer state
@@ -46,7 +64,10 @@ class Placement:
 
     @property
     def autocast(self) -> bool:
-        """Whether float32 weights are cast when used. DeepSpeed stores the model in 16 bits instead."""
+        """Whether float32 weights are cast when used.
+
+        DeepSpeed stores the model in 16 bits instead.
+        """
         return self.precision != "no" and not self.zero
 
     @property
@@ -63,14 +84,48 @@ class Placement:
     def model_parallel(self) -> dict[str, int]:
         return {"tensor": self.tp, "context": self.cp, "pipeline": self.pp}
 
+    @property
+    def family(self) -> str:
+        """The kinds of parallelism without their sizes, such as `TP × FSDP2`."""
+        sizes = {"PP": self.pp, "CP": self.cp, "TP": self.tp}
+        names = [name for name, size in sizes.items() if size > 1]
+        if self.dp * self.cp > 1 or not names:
+            names.append("HSDP" if self.kind == "FSDP2" and self.copies > 1 else self.kind)
+        return " × ".join(names)
+
+    @property
+    def name(self) -> str:
+        """Such as `TP 2 × FSDP2 4`."""
+        if self.processes == 1:
+            return self.family
+        sizes = {
+            "PP": self.pp,
+            "CP": self.cp,
+            "TP": self.tp,
+            "HSDP": f"{self.copies}×{self.shards}",
+        }
+        return " × ".join(f"{name} {sizes.get(name, self.dp)}" for name in self.family.split(" × "))
+
+    @property
+    def complexity(self) -> tuple[int, bool]:
+        """A key that sorts the simplest placement first."""
+        kinds = ["one process", "DDP", "FSDP2"].index(self.kind) + ("HSDP" in self.family)
+        return 10 * sum(
+            size > 1 for size in self.model_parallel.values()
+        ) + kinds, self.checkpointing
+
     def __str__(self) -> str:
         parts = [plural(self.processes, "process")]
         if self.kind != "one process":
             parts.append(self.kind)
-        parts += [f"{size}-way {name}-parallel" for name, size in self.model_parallel.items() if size > 1]
+        parts += [
+            f"{size}-way {name}-parallel" for name, size in self.model_parallel.items() if size > 1
+        ]
         if self.shards > 1 and self.copies > 1:
             parts.append(f"{self.copies} copies over {self.shards} processes each")
-        parts.append("float32" if self.precision == "no" else f"{self.precision} with float32 weights")
+        parts.append(
+            "float32" if self.precision == "no" else (f"{self.precision} with float32 weights")
+        )
         if self.checkpointing:
             parts.append("activation checkpointing")
         if self.offloads_weights or self.offloads_optimizer:
@@ -95,28 +150,59 @@ def read_placement(path: str) -> Placement:
     except UserError:
         raise
     except Exception as error:  # bad YAML, unknown keys, bad values
-        raise UserError(f"--config_file {path}: not an accelerate config: {one_line(error)}") from None
-    raise UserError(f"--config_file {path}: its compute_environment is not supported; name one {_EXAMPLE}")
+        raise UserError(
+            f"--config_file {path}: not an accelerate config: {one_line(error)}"
+        ) from None
+    raise UserError(
+        f"--config_file {path}: its compute_environment is not supported; name one {_EXAMPLE}"
+    )
 
 
-def _placement(path: str, config) -> Placement:
-    kind, processes, precision = str(config.distributed_type), int(config.num_processes), str(config.mixed_precision)
+def _placement(path: str, config: Any) -> Placement:
+    kind, precision = str(config.distributed_type), str(config.mixed_precision)
+    processes = int(config.num_processes)
     fsdp, deepspeed = config.fsdp_config or {}, config.deepspeed_config or {}
-    mesh = {key.removeprefix("parallelism_config_"): value for key, value in (config.parallelism_config or {}).items()}
-    sizes = {name: int(mesh.get(f"{name}_size") or 1) for name in ("dp_replicate", "tp", "cp", "pp")}
-    shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1) or "dp_replicate_size 1"
-    if processes < 1 or min(sizes.values()) < 1:
-        raise UserError(f"--config_file {path}: num_processes {processes}, {shown}: must be at least 1")
-    if processes % math.prod(sizes.values()):
-        raise UserError(f"--config_file {path}: {processes} processes are not a multiple of {shown}")
-    if mesh.get("pp_schedule") not in (None, SCHEDULES[0]):
-        raise UserError(f"--config_file {path}: pp_schedule {mesh['pp_schedule']} is not estimated; set {SCHEDULES[0]}")
-    if int(mesh.get("sp_size") or 1) > 1:
-        raise UserError(f"--config_file {path}: sp_size {mesh['sp_size']} is not supported; set cp_size")
-    if precision not in ("no", "bf16", "fp16"):
-        raise UserError(f"--config_file {path}: mixed_precision {precision} is not estimated; use no, bf16 or fp16")
+    parallelism = config.parallelism_config or {}
+    mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
+    names = ("dp_replicate", "tp", "cp", "pp")
+    sizes = {name: int(mesh.get(f"{name}_size") or 1) for name in names}
+    shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
+    is_fsdp, stage = "FSDP" in kind, int(deepspeed.get("zero_stage", 2))
+    for is_wrong, problem in (
+        (
+            processes < 1 or min(sizes.values()) < 1,
+            f"num_processes {processes}, {shown}: must be at least 1",
+        ),
+        (
+            processes % max(1, math.prod(sizes.values())),
+            f"{processes} processes are not a multiple of {shown}",
+        ),
+        (
+            mesh.get("pp_schedule") not in (None, SCHEDULES[0]),
+            f"pp_schedule {mesh.get('pp_schedule')} is not estimated; set {SCHEDULES[0]}",
+        ),
+        (
+            int(mesh.get("sp_size") or 1) > 1,
+            f"sp_size {mesh.get('sp_size')} is not supported; set cp_size",
+        ),
+        (
+            precision not in ("no", "bf16", "fp16"),
+            f"mixed_precision {precision} is not estimated; use no, bf16 or fp16",
+        ),
+        (
+            is_fsdp and int(fsdp.get("fsdp_version") or 1) != 2,
+            "FSDP 1 is not supported; set fsdp_version: 2 in its fsdp_config",
+        ),
+        (
+            deepspeed.get("deepspeed_config_file"),
+            "deepspeed_config_file is not read; use the keys of deepspeed_config",
+        ),
+        (stage not in (2, 3), f"ZeRO stage {stage} is not supported; use 2 or 3"),
+    ):
+        if is_wrong:
+            raise UserError(f"--config_file {path}: {problem}")
     tp, cp, pp = sizes["tp"], sizes["cp"], sizes["pp"]
-    place = {
+    place: dict[str, Any] = {
         "processes": processes,
         "tp": tp,
         "cp": cp,
@@ -126,35 +212,85 @@ def _placement(path: str, config) -> Placement:
         "on_cpu": bool(config.use_cpu),
         "compiles": str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
     }
-    if "FSDP" in kind:
-        if int(fsdp.get("fsdp_version") or 1) != 2:
-            raise UserError(f"--config_file {path}: FSDP 1 is not supported; set fsdp_version: 2 in its fsdp_config")
-        return Placement(
-            kind="FSDP2",
-            shards=processes // (tp * pp * sizes["dp_replicate"]),
-            checkpointing=_true(fsdp.get("fsdp_activation_checkpointing")),
-            reshard=_true(fsdp.get("fsdp_reshard_after_forward", True)),
-            offloads_weights=_true(fsdp.get("fsdp_offload_params")),
-            **place,
-        )
-    if "DEEPSPEED" in kind:
-        if deepspeed.get("deepspeed_config_file"):
-            raise UserError(
-                f"--config_file {path}: deepspeed_config_file is not read; use the keys of deepspeed_config"
-            )
-        stage = int(deepspeed.get("zero_stage", 2))
-        if stage not in (2, 3):
-            raise UserError(f"--config_file {path}: ZeRO stage {stage} is not supported; use 2 or 3")
-        offloads = {key: deepspeed.get(f"offload_{key}_device") not in (None, "none") for key in ("param", "optimizer")}
-        return Placement(
-            kind=f"ZeRO-{stage}",
-            shards=processes,
-            offloads_weights=offloads["param"] and stage == 3,
-            offloads_optimizer=offloads["optimizer"],
-            **place,
-        )
-    return Placement(kind="DDP" if processes > tp * cp * pp else "one process", **place)
+    if is_fsdp:
+        place |= {
+            "kind": "FSDP2",
+            "shards": processes // (tp * pp * sizes["dp_replicate"]),
+            "checkpointing": _true(fsdp.get("fsdp_activation_checkpointing")),
+            "reshard": _true(fsdp.get("fsdp_reshard_after_forward", True)),
+            "offloads_weights": _true(fsdp.get("fsdp_offload_params")),
+        }
+    elif "DEEPSPEED" in kind:
+        offloads = {
+            name: deepspeed.get(f"offload_{name}_device") not in (None, "none")
+            for name in ("param", "optimizer")
+        }
+        place |= {
+            "kind": f"ZeRO-{stage}",
+            "shards": processes,
+            "offloads_weights": offloads["param"] and stage == 3,
+            "offloads_optimizer": offloads["optimizer"],
+        }
+    elif processes > tp * cp * pp:
+        place["kind"] = "DDP"
+    return Placement(**place)
 
 
 def _true(value: object) -> bool:
     return str(value).lower() == "true"
+
+
+def shipped_config(place: Placement) -> str | None:
+    """The path of the shipped config of this kind of placement, whose numbers may differ; None if
+    there is none.
+    """
+    name = _SHIPPED.get(place.family)
+    if name == "fsdp2" and place.checkpointing:
+        name = "fsdp2_checkpointing"
+    elif name in ("ddp", "fsdp2") and place.processes > place.per_machine:
+        name = f"multi_node_{name}"
+    return f"accelerate_configs/{name}.yaml" if name else None
+
+
+def config_text(place: Placement) -> str:
+    """The accelerate config of a placement, as YAML."""
+    machines = max(1, place.processes // place.per_machine)
+    kind = "FSDP" if place.kind == "FSDP2" else "MULTI_GPU" if place.processes > 1 else "'NO'"
+    lines = [
+        f"# {place.name}: {WRITTEN}",
+        "compute_environment: LOCAL_MACHINE",
+        f"distributed_type: {kind}",
+        f"num_machines: {machines}",
+        f"num_processes: {place.processes}",
+        "machine_rank: 0" + ("  # 1, 2, ... on the other machines" if machines > 1 else ""),
+    ]
+    if machines > 1:
+        lines += [
+            "main_process_ip: 10.0.0.1  # edit: the address of the first machine",
+            "main_process_port: 29500",
+        ]
+    lines += [f"mixed_precision: {place.precision}", "use_cpu: false"]
+    if kind == "FSDP":
+        lines += [
+            "fsdp_config:",
+            "  fsdp_version: 2",
+            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
+            "  fsdp_reshard_after_forward: true",
+            "  fsdp_cpu_ram_efficient_loading: false",
+            f"  fsdp_activation_checkpointing: {str(place.checkpointing).lower()}",
+            "  fsdp_offload_params: false",
+        ]
+    if place.compiles:
+        lines += ["dynamo_config:", "  dynamo_backend: INDUCTOR"]
+    copies = place.copies if kind == "FSDP" else place.dp
+    if place.tp * place.cp * place.pp > 1 or (kind == "FSDP" and copies > 1):
+        sizes = {
+            "dp_replicate": copies,
+            "dp_shard": place.shards // place.cp,
+            "tp": place.tp,
+            "cp": place.cp,
+        }
+        sizes |= {"pp": place.pp} if place.pp > 1 else {}
+        lines.append("parallelism_config:")
+        lines += [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
+    return "\n".join(lines) + "\n"

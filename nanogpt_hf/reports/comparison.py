@@ -1,67 +1,66 @@
-"""Compare runs as text: progress, speed, losses, and differences between their recipes."""
+"""Compare runs: progress, speed, losses, and differences between their recipes."""
+
+from typing import Any
 
 import numpy as np
 
 from nanogpt_hf.config.schema import KNOBS, Config
 from nanogpt_hf.config.sources import knob_text
-from nanogpt_hf.formatting import format_duration, format_number
+from nanogpt_hf.formatting import align, format_duration, format_number
 from nanogpt_hf.runs.metrics import Event, column, names
 
 
-def compare_runs(runs: dict[str, list[Event]], metric: str) -> str:
-    """A table with one row per run: steps, tokens, time, speed, best and last value of `metric`.
-
-    For mixtures tables of the last losses by source follow.
+def summarize(events: list[Event], metric: str) -> dict[str, Any]:
+    """Progress and speed of a run, best and last value of `metric`, and the last losses by source
+    of a mixture.
     """
-    rows = [["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]]
-    for name, events in runs.items():
-        steps, values = column(events, metric)
-        _, rates = column(events, "train/tokens_per_second")
-        last = events[-1]
-        row = [name, f"{last['step']:,}", f"{last.get('tokens', 0):,}", format_duration(last.get("seconds", 0))]
-        row.append(f"{np.median(rates):,.0f}" if len(rates) else "–")
-        if len(values):
-            best = values.argmin()
-            row += [format_number(values[best], 4), f"{int(steps[best]):,}", format_number(values[-1], 4)]
-        else:
-            row += ["–", "–", "–"]
-        rows.append(row)
-    tables = [_table(rows, right_aligned=True), *(_source_table(runs, kind) for kind in (metric, "train/loss"))]
-    return "\n\n".join(table for table in tables if table)
+    steps, values = column(events, metric)
+    rates = column(events, "train/tokens_per_second")[1]
+    last, best = events[-1], int(values.argmin()) if len(values) else None
+    sources = [n for n in names(events) if n.startswith((f"{metric}/", "train/loss/"))]
+    return {
+        "steps": last["step"],
+        "tokens": last.get("tokens", 0),
+        "seconds": last.get("seconds", 0),
+        "tokens_per_second": float(np.median(rates)) if len(rates) else None,
+        "best": None if best is None else float(values[best]),
+        "best_step": None if best is None else int(steps[best]),
+        "last": None if best is None else float(values[-1]),
+        "sources": {name: float(column(events, name)[1][-1]) for name in sources},
+    }
 
 
-def _source_table(runs: dict[str, list[Event]], metric: str) -> str:
-    """The last values of `metric` of each source of a mixture, one row per run; empty without a mixture."""
-    sources = {name: None for events in runs.values() for name in names(events) if name.startswith(f"{metric}/")}
-    if not sources:
-        return ""
-    rows = [[f"last {metric} of", *(name.removeprefix(f"{metric}/") for name in sources)]]
-    for run, events in runs.items():
-        values = (column(events, name)[1] for name in sources)
-        rows.append([run, *(format_number(value[-1], 4) if len(value) else "–" for value in values)])
-    return _table(rows, right_aligned=True)
+def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
+    """A table of summaries, one row per run; of mixtures, a table of losses by source follows."""
+    head = ["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]
+    rows = [head]
+    for name, run in runs.items():
+        time, speed, step = format_duration(run["seconds"]), run["tokens_per_second"], "best_step"
+        rows.append([name, f"{run['steps']:,}", f"{run['tokens']:,}", time])
+        rows[-1].append("–" if speed is None else f"{speed:,.0f}")
+        rows[-1] += [_loss(run["best"]), "–" if run[step] is None else f"{run[step]:,}"]
+        rows[-1].append(_loss(run["last"]))
+    tables = [rows]
+    for kind in dict.fromkeys((metric, "train/loss")):
+        prefix = f"{kind}/"
+        sources = {n: None for run in runs.values() for n in run["sources"] if n.startswith(prefix)}
+        if sources:
+            head = [f"last {kind} of", *(name.removeprefix(prefix) for name in sources)]
+            values = [
+                [name, *(_loss(run["sources"].get(source)) for source in sources)]
+                for name, run in runs.items()
+            ]
+            tables.append([head, *values])
+    return "\n\n".join(align(rows, range(1, len(rows[0]))) for rows in tables)
 
 
-def compare_recipes(configs: dict[str, Config]) -> str:
-    """A table of the knobs that differ between the recipes, with one column per run."""
-    rows = []
-    for key in KNOBS:
-        values = [knob_text(config, key) for config in configs.values()]
-        if any(value != values[0] for value in values):
-            rows.append([key, *values])
-    if not rows:
-        return "the recipes are equal"
-    return "the recipes differ in\n" + _table([["knob", *configs], *rows])
+def _loss(value: float | None) -> str:
+    return "–" if value is None else format_number(value, 4)
 
 
-def _table(rows: list[list[str]], right_aligned: bool = False) -> str:
-    """Align cells in columns; `right_aligned` is for all columns but the first."""
-    widths = [max(map(len, cells)) for cells in zip(*rows, strict=True)]
-    lines = []
-    for row in rows:
-        cells = [
-            cell.rjust(width) if right_aligned and i else cell.ljust(width)
-            for i, (cell, width) in enumerate(zip(row, widths, strict=True))
-        ]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
+def compare_recipes(configs: dict[str, Config]) -> dict[str, dict[str, str]]:
+    """The knobs that differ between the recipes: knob -> run -> value as text."""
+    knobs = {
+        key: {name: knob_text(config, key) for name, config in configs.items()} for key in KNOBS
+    }
+    return {key: values for key, values in knobs.items() if len(set(values.values())) > 1}

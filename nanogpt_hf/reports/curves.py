@@ -1,7 +1,7 @@
 """Draw loss and reward curves as PNG: loss.png of one run, and several runs in one plot."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -15,11 +15,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colours of Okabe and Ito, for colour-blind readers too (https://jfly.uni-koeln.de/color/).
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = "#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9"
-RUN_COLOURS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+# The colors of Okabe and Ito, for color-blind readers too (https://jfly.uni-koeln.de/color/).
+BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = (
+    "#0072B2",
+    "#D55E00",
+    "#009E73",
+    "#E69F00",
+    "#CC79A7",
+    "#56B4E9",
+)
+RUN_COLORS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
 _LINE_STYLES = ("-", "--", ":")
-_GREY = "#555555"
+_GRAY = "#555555"
 _MANY_POINTS = 40  # a curve of more points is smoothed, and its steep start may be cropped
 _NAME_LENGTH = 24  # characters of a label
 
@@ -29,7 +36,7 @@ def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
 
     Of reinforcement learning it shows rewards instead of losses.
     """
-    if config.rl.task:
+    if any("train/reward" in event for event in events):
         draw_rewards(events, run.path.resolve().name, run.loss_plot)
         return
     reference = find_reference(config)
@@ -38,15 +45,20 @@ def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
     draw_curves(events, run.path.resolve().name, run.loss_plot, reference)
 
 
-def draw_curves(events: list[Event], title: str, path: Path, reference: Reference | None = None) -> None:
-    """Draw training loss (raw and smoothed), validation loss and learning rate. No plot without a training loss."""
+def draw_curves(
+    events: list[Event], title: str, path: Path, reference: Reference | None = None
+) -> None:
+    """Draw training loss (raw and smoothed), validation loss and learning rate.
+
+    No plot without a training loss.
+    """
     steps, losses = column(events, "train/loss")
     if not len(steps):
         return
-    figure, (loss_axes, rate_axes) = _figure(2, height_ratios=[5, 1])
+    figure, (loss_axes, rate_axes) = new_figure(2, height_ratios=[5, 1])
     val_steps, val_losses = column(events, "val/loss")
-    if reference and "val/loss" in reference.curves:
-        _draw_band(loss_axes, reference.curves["val/loss"], steps[-1])
+    if reference and reference.curve:
+        _draw_band(loss_axes, reference.curve, steps[-1])
     smoothed = smooth(losses, len(steps) // 25)
     if len(steps) > _MANY_POINTS:
         loss_axes.plot(steps, losses, color=BLUE, linewidth=0.7, alpha=0.3)
@@ -63,77 +75,87 @@ def draw_curves(events: list[Event], title: str, path: Path, reference: Referenc
     loss_axes.set_ylabel("loss (nats per token)")
     _title(loss_axes, title, f"step {int(steps[-1]):,}")
     rates = column(events, "train/learning_rate")
-    rate_axes.fill_between(*rates, color=_GREY, alpha=0.15, linewidth=0)
-    rate_axes.plot(*rates, color=_GREY, linewidth=1.4)
+    rate_axes.fill_between(*rates, color=_GRAY, alpha=0.15, linewidth=0)
+    rate_axes.plot(*rates, color=_GRAY, linewidth=1.4)
     rate_axes.set_ylabel("learning\nrate")
     rate_axes.set_ylim(bottom=0)
     rate_axes.ticklabel_format(axis="y", scilimits=(-2, 2))
     rate_axes.set_xlabel("step")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_rewards(events: list[Event], title: str, path: Path) -> None:
-    """Draw the training reward (raw and smoothed), the pass rates on held-out questions, and the entropy."""
+    """Draw training reward (raw and smoothed), held-out pass rates, and the entropy."""
     steps, rewards = column(events, "train/reward")
     if not len(steps):
         return
-    figure, (axes, entropy_axes) = _figure(2, height_ratios=[5, 1])
+    figure, (axes, entropy_axes) = new_figure(2, height_ratios=[5, 1])
     smoothed = smooth(rewards, len(steps) // 25)
     axes.plot(steps, rewards, color=BLUE, linewidth=0.7, alpha=0.3)
     axes.plot(steps, smoothed, color=BLUE, linewidth=2)
     labels = {"train": (smoothed[-1], BLUE)}
     rates = [name for name in names(events) if name.startswith("val/pass@")]
-    for name, colour in zip(rates, (VERMILION, GREEN), strict=False):
+    for name, color in zip(rates, (VERMILION, GREEN), strict=False):
         val_steps, values = column(events, name)
-        _plot_evaluations(axes, val_steps, values, color=colour, linewidth=1.8)
-        labels[name.removeprefix("val/")] = (values[-1], colour)
+        _plot_evaluations(axes, val_steps, values, color=color, linewidth=1.8)
+        labels[name.removeprefix("val/")] = (values[-1], color)
     axes.set_ylabel("reward; share of questions")
     _label_ends(axes, labels)
     _title(axes, title, f"step {int(steps[-1]):,}; pass@k on held-out questions")
-    entropy_axes.plot(*column(events, "train/entropy"), color=_GREY, linewidth=1.4)
+    entropy_axes.plot(*column(events, "train/entropy"), color=_GRAY, linewidth=1.4)
     entropy_axes.set_ylabel("entropy\n(nats)")
     entropy_axes.set_ylim(bottom=0)
     entropy_axes.set_xlabel("step")
-    _save(figure, path)
+    save_figure(figure, path)
 
 
 def draw_comparison(
-    runs: dict[str, list[Event]], metric: str, by: str, path: Path, reference: Reference | None = None
+    runs: dict[str, list[Event]],
+    metric: str,
+    by: str,
+    path: Path,
+    reference: Reference | None = None,
 ) -> bool:
-    """Draw a validation metric of several runs (name -> events), with the smoothed training loss as a thin line.
+    """Draw a validation metric of several runs (name -> events), with the smoothed training loss as
+    a thin line.
 
-    `metric` is val/loss, or val/bits_per_byte if the tokenizers differ; `by`, the x axis, is step, tokens or seconds.
+    `metric` is val/loss, or val/bits_per_byte if the tokenizers differ; `by`, the x axis, is step,
+    tokens or seconds.
     Returns whether there was anything to draw.
     """
     curves = {name: column(events, metric, by) for name, events in runs.items()}
     if not any(len(x) for x, _ in curves.values()):
         return False
-    figure, (axes,) = _figure(1)
-    if reference and metric in reference.curves and by == "step":
-        _draw_band(axes, reference.curves[metric], max(x[-1] for x, _ in curves.values() if len(x)))
+    figure, (axes,) = new_figure(1)
+    if reference and reference.curve and (metric, by) == ("val/loss", "step"):
+        _draw_band(axes, reference.curve, max(x[-1] for x, _ in curves.values() if len(x)))
     labels, train_curves = {}, []
     for number, (name, (x, values)) in enumerate(curves.items()):
-        colour = RUN_COLOURS[number % len(RUN_COLOURS)]
-        style = _LINE_STYLES[number // len(RUN_COLOURS) % len(_LINE_STYLES)]
+        color = RUN_COLORS[number % len(RUN_COLORS)]
+        style = _LINE_STYLES[number // len(RUN_COLORS) % len(_LINE_STYLES)]
         if metric == "val/loss":
             train_x, losses = column(runs[name], "train/loss", by)
             smoothed = smooth(losses, len(losses) // 25)
-            axes.plot(train_x, smoothed, color=colour, linewidth=0.9, alpha=0.45, linestyle=style)
+            axes.plot(train_x, smoothed, color=color, linewidth=0.9, alpha=0.45, linestyle=style)
             train_curves.append((train_x, smoothed))
-        _plot_evaluations(axes, x, values, color=colour, linewidth=1.8, linestyle=style)
+        _plot_evaluations(axes, x, values, color=color, linewidth=1.8, linestyle=style)
         if len(values):
-            labels[name] = (values[-1], colour)
+            labels[name] = (values[-1], color)
     if train_curves:
         _crop_start(axes, *_concatenated(train_curves), *_concatenated(list(curves.values())))
     _label_ends(axes, labels)
-    axes.set_ylabel("validation loss (nats per token)" if metric == "val/loss" else "validation bits per byte")
-    axes.set_xlabel({"step": "step", "tokens": "training tokens", "seconds": "seconds of training"}[by])
+    axes.set_ylabel(
+        "validation loss (nats per token)" if metric == "val/loss" else "validation bits per byte"
+    )
+    axes.set_xlabel(
+        {"step": "step", "tokens": "training tokens", "seconds": "seconds of training"}[by]
+    )
     _title(
         axes,
         f"{len(runs)} runs" if len(runs) > 1 else next(iter(runs)),
         "thin: training loss, smoothed" if metric == "val/loss" else "",
     )
-    _save(figure, path)
+    save_figure(figure, path)
     return True
 
 
@@ -145,14 +167,16 @@ def _plot_evaluations(axes: "Axes", x: np.ndarray, values: np.ndarray, **style) 
     axes.plot(x, values, marker="o", markersize=4.5, markeredgecolor="white", **style)
 
 
-def _figure(rows: int, **options) -> tuple["Figure", list["Axes"]]:
-    """A figure with `rows` axes in our style, without pyplot's global state."""
+def new_figure(
+    rows: int, columns: int = 1, *, sharex: bool = True, **options: Any
+) -> tuple["Figure", list["Axes"]]:
+    """A figure in our style, without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(8, 5.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(5 + 3 * columns, 5.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, 1, sharex=True, squeeze=False, **options).flat)
+    axes = list(figure.subplots(rows, columns, sharex=sharex, squeeze=False, **options).flat)
     for ax in axes:
         ax.grid(alpha=0.2)
         ax.margins(x=0.015)
@@ -167,13 +191,27 @@ def _draw_band(axes: "Axes", curve: Curve, last_step: float) -> None:
     axes.fill_between(curve.step, curve.low, curve.high, color="#000000", alpha=0.1, linewidth=0)
     axes.plot(curve.step, curve.mean, color="#000000", alpha=0.25, linewidth=0.8)
     axes.set_xlim(right=last_step * 1.02)
-    axes.plot([], [], color="#000000", alpha=0.15, linewidth=8, label="band of the reference runs (validation)")
+    axes.plot(
+        [],
+        [],
+        color="#000000",
+        alpha=0.15,
+        linewidth=8,
+        label="band of the reference runs (validation)",
+    )
     axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
 def _mark_best(axes: "Axes", steps: np.ndarray, losses: np.ndarray, last_step: float) -> None:
     best = int(losses.argmin())
-    axes.plot(steps[best], losses[best], marker="o", markersize=11, markerfacecolor="none", markeredgecolor=VERMILION)
+    axes.plot(
+        steps[best],
+        losses[best],
+        marker="o",
+        markersize=11,
+        markerfacecolor="none",
+        markeredgecolor=VERMILION,
+    )
     axes.annotate(
         f"best {losses[best]:.4f} at step {int(steps[best]):,}",
         (steps[best], losses[best]),
@@ -186,8 +224,12 @@ def _mark_best(axes: "Axes", steps: np.ndarray, losses: np.ndarray, last_step: f
     )
 
 
-def _crop_start(axes: "Axes", x: np.ndarray, losses: np.ndarray, val_x: np.ndarray, val_losses: np.ndarray) -> None:
-    """Start the y axis below the first losses of a long run, which would flatten the rest; a note shows their value."""
+def _crop_start(
+    axes: "Axes", x: np.ndarray, losses: np.ndarray, val_x: np.ndarray, val_losses: np.ndarray
+) -> None:
+    """Start the y axis below the first losses of a long run, which would flatten the rest; a
+    note shows their value.
+    """
     if len(x) <= _MANY_POINTS:
         return
     start = max(x.max(), val_x.max(initial=0)) / 40
@@ -197,14 +239,23 @@ def _crop_start(axes: "Axes", x: np.ndarray, losses: np.ndarray, val_x: np.ndarr
     low, high = shown.min(), shown.max()
     if first > high + 0.2 * (high - low):
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-        axes.annotate(f"↑ from {first:.2f}", (0.16, 0.985), xycoords="axes fraction", va="top", color=_GREY, fontsize=9)
+        axes.annotate(
+            f"↑ from {first:.2f}",
+            (0.16, 0.985),
+            xycoords="axes fraction",
+            va="top",
+            color=_GRAY,
+            fontsize=9,
+        )
 
 
 def _label_ends(axes: "Axes", labels: dict[str, tuple[float, str]]) -> None:
-    """Write names (-> last value and colour) at the right end of the curves, moved apart if they would overlap."""
+    """Write names (-> last value and color) at the right end of the curves, moved apart if they
+    would overlap.
+    """
     low, high = axes.get_ylim()
     height = -np.inf
-    for name, (value, colour) in sorted(labels.items(), key=lambda item: item[1][0]):
+    for name, (value, color) in sorted(labels.items(), key=lambda item: item[1][0]):
         height = max((min(max(value, low), high) - low) / (high - low), height + 0.055)
         half = _NAME_LENGTH // 2
         text = name if len(name) <= _NAME_LENGTH else f"{name[: half - 1]}…{name[-half:]}"
@@ -213,16 +264,16 @@ def _label_ends(axes: "Axes", labels: dict[str, tuple[float, str]]) -> None:
             (1.012, height),
             xycoords="axes fraction",
             va="center",
-            color=colour,
+            color=color,
             weight="bold",
         )
 
 
 def _title(axes: "Axes", title: str, note: str) -> None:
     axes.set_title(title.replace("$", r"\$"), loc="left", fontweight="bold")
-    axes.set_title(note, loc="right", color=_GREY, fontsize=9)
+    axes.set_title(note, loc="right", color=_GRAY, fontsize=9)
 
 
-def _save(figure: "Figure", path: Path) -> None:
+def save_figure(figure: "Figure", path: Path) -> None:
     with written_whole(path) as partial:
         figure.savefig(partial, format="png")

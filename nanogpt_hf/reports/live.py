@@ -1,4 +1,7 @@
-"""The loss plot and report.html of a run that is training. A failure here is a warning and never ends the run."""
+"""The loss plot and report.html of a run that is training.
+
+A failure here is a warning and never ends the run.
+"""
 
 import logging
 import math
@@ -15,7 +18,10 @@ _SECONDS_BETWEEN_PLOTS = 30.0  # one takes about half a second
 
 
 class LiveReports:
-    """Draws loss.png now and then while a run trains, and both files at its end. Only the main process draws."""
+    """Draws loss.png now and then while a run trains, and both files at its end.
+
+    Only the main process draws.
+    """
 
     def __init__(self, folder: RunFolder, config: Config, *, is_main: bool):
         self.folder, self.config, self.is_main = folder, config, is_main
@@ -29,7 +35,8 @@ class LiveReports:
 
     def finish(self, events: list[Event]) -> None:
         """Draw the plot and write the report, as complete as the metrics."""
-        if not self.is_main or not self.folder.path.is_dir():  # a folder that is gone is why the run ended
+        # a folder that is gone is why the run ended
+        if not self.is_main or not self.folder.path.is_dir():
             return
         self._plot(events)
         try:

@@ -59,7 +59,7 @@ function add(parent, kind, attributes, text) {
   return parent.appendChild(element);
 }
 
-function colour(series, all) {
+function color(series, all) {
   const index = all.indexOf(series);
   return all.length <= 6 ? `var(--c${index})` : `hsl(205 75% ${75 - (50 * index) / (all.length - 1)}%)`; // deeper layers are darker
 }
@@ -120,7 +120,7 @@ function draw() {
       add(svg, "path", { class: "band", "clip-path": "url(#box)", d: `M${[...edge(inside, "low"), ...edge([...inside].reverse(), "high")].join("L")}Z` });
   }
   for (const { series, long, xs, ys } of lines) {
-    const stroke = colour(series, all);
+    const stroke = color(series, all);
     const attributes = { "clip-path": "url(#box)", "data-series": series.name };
     if (long) add(svg, "path", { ...attributes, class: "raw", d: path(xs, series.values) }).style.stroke = stroke;
     add(svg, "path", { ...attributes, d: path(xs, ys) }).style.stroke = stroke;
@@ -154,7 +154,7 @@ function legend() {
     const button = document.createElement("button"), dot = document.createElement("i");
     button.type = "button";
     button.setAttribute("aria-pressed", series.shown);
-    dot.style.background = colour(series, all);
+    dot.style.background = color(series, all);
     const { group, index } = nearest(cursor ?? Infinity, [series]) ?? {};
     const value = group && group.metrics[series.name][cursor === null ? group.step.length - 1 : index];
     const note = group && cursor !== null && group.step[index] !== cursor ? ` (at ${format.step(group.step[index])})` : "";
@@ -163,7 +163,7 @@ function legend() {
     return button;
   }));
   if (get("metric").value === "loss" && get("axis").value === "step" && data.band)
-    get("legend").append("grey: validation of the reference runs");
+    get("legend").append("gray: validation of the reference runs");
   if (cursor === null) return void (get("reading").textContent = "");
   const { group, index } = nearest(cursor, all);
   get("reading").textContent = `step ${format.step(group.step[index])} · ${format.tokens(group.tokens[index])} tokens · ${format.seconds(group.seconds[index])}`;

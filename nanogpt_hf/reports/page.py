@@ -1,4 +1,4 @@
-"""Write report.html: one self-contained page about a run, with a policy that blocks foreign scripts."""
+"""Write report.html: one self-contained page about a run; its policy blocks foreign scripts."""
 
 import base64
 import hashlib
@@ -14,8 +14,7 @@ import nanogpt_hf
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import sections
-from nanogpt_hf.reports.reference import Reference, find_reference
-from nanogpt_hf.reports.verdict import Verdict, judge
+from nanogpt_hf.reports.reference import Reference, Verdict, find_reference, judge
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, names, read_metrics
@@ -27,18 +26,22 @@ MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to
 def write_report(run: RunFolder, path: Path, events: list[Event] | None = None) -> None:
     """Write the report of `run` to `path`, atomically.
 
-    Works for a run that is still training, and for one with missing files, which the page names. Raises UserError if
-    there is no run, or `path` is not writable.
+    Works for a run that is still training, and for one with missing files, which the page names.
+    Raises UserError if there is no run, or `path` is not writable.
     """
     if not (run.recipe.is_file() or run.metrics.is_file()):
         raise UserError(f"{run.path}: holds no run: it has neither recipe.yaml nor metrics.jsonl")
     page = render(run, read_metrics(run) if events is None else events)
     with written_whole(path) as partial:
-        partial.write_text(page, encoding="utf-8", errors="backslashreplace")  # a path may hold any byte
+        # a path may hold any byte
+        partial.write_text(page, encoding="utf-8", errors="backslashreplace")
 
 
 def render(run: RunFolder, events: list[Event]) -> str:
-    """The report as HTML. Text from the run is escaped, and the content security policy allows only our script."""
+    """The report as HTML.
+
+    Text from the run is escaped, and the content security policy allows only our script.
+    """
     missing, config = [], None
     try:
         config = load_config(run.recipe)
@@ -46,10 +49,10 @@ def render(run: RunFolder, events: list[Event]) -> str:
         missing.append(str(error).partition("\n")[0])
     machine = read_starts(run)
     if not machine:
-        missing.append("machine.json: missing or unreadable (older versions did not write it)")
+        missing.append("machine.json")
     if not events:
         missing.append("metrics.jsonl: no event yet")
-    has_loss = config is not None and not config.rl.task  # rewards have no reference
+    has_loss = not any("train/reward" in event for event in events)  # rewards have no reference
     reference = find_reference(config) if config and has_loss else None
     verdict = judge(reference, config, events) if config and has_loss else None
     data, reports_per_point = _chart_data(events, verdict, reference)
@@ -63,9 +66,13 @@ def render(run: RunFolder, events: list[Event]) -> str:
         script=script,
         state=sections.escape(sections.state_line(run, config, events)),
         verdict=sections.verdict_section(verdict),
-        missing=f'<p class="note">Missing: {sections.escape("; ".join(missing))}.</p>' if missing else "",
+        missing=(f'<p class="note">Missing: {sections.escape("; ".join(missing))}.</p>')
+        if missing
+        else "",
         summary=sections.summary_section(events),
-        averaging=f"Each point is the mean of {reports_per_point} training reports." if reports_per_point > 1 else "",
+        averaging=(f"Each point is the mean of {reports_per_point} training reports.")
+        if reports_per_point > 1
+        else "",
         plot=_plot_image(run),
         samples=sections.samples_section(events),
         evaluations=sections.evaluations_section(events),
@@ -100,10 +107,13 @@ def _json_in_html(tree: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-def _chart_data(events: list[Event], verdict: Verdict | None, reference: Reference | None) -> tuple[dict, int]:
+def _chart_data(
+    events: list[Event], verdict: Verdict | None, reference: Reference | None
+) -> tuple[dict, int]:
     """The data for page.js, and the number of training reports per point.
 
-    Training events and evaluation events are a group each: {"step": [...], "metrics": {name: [...]}, ...}.
+    Training events and evaluation events are a group each: {"step": [...], "metrics": {name:
+    [...]}, ...}.
     """
     training = [event for event in events if "train/loss" in event]
     evaluation = [event for event in events if "train/loss" not in event and names([event])]
@@ -114,10 +124,14 @@ def _chart_data(events: list[Event], verdict: Verdict | None, reference: Referen
         if points:
             groups.append(
                 {axis: [point[-1].get(axis, 0) for point in points] for axis in AXES}
-                | {"metrics": {name: [_mean(point, name) for point in points] for name in names(group)}}
+                | {
+                    "metrics": {
+                        name: [_mean(point, name) for point in points] for name in names(group)
+                    }
+                }
             )
     comparable = verdict is not None and verdict.kind not in ("other", "none")
-    curve = reference.curves.get("val/loss") if reference and comparable else None
+    curve = reference.curve if reference and comparable else None
     return {"groups": groups, "band": curve and vars(curve)}, reports_per_point
 
 

@@ -1,6 +1,8 @@
-"""Reference curves: the loss band of a recipe over several seeds, or published losses, stored as JSON.
+"""References of a recipe's loss, stored as JSON: a band over several seeds, or published losses;
+the verdict on a run's validation loss.
 
-References of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE` writes a new one.
+References of our recipes ship in recipes/reference/; `compare RUN RUN RUN --make-reference FILE`
+writes a new one.
 """
 
 import dataclasses
@@ -10,7 +12,7 @@ from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -18,38 +20,29 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.shipped import shipped_folder
 from nanogpt_hf.config.sources import is_mixture
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import column, is_number, read_metrics
+from nanogpt_hf.runs.identity import is_fixed
+from nanogpt_hf.runs.metrics import Event, column, is_number, read_metrics
 
 SHIPPED = shipped_folder("recipes/reference")
-BAND = (
-    "99 % prediction interval of one more seed: mean ± t(0.995, n − 1) · s · sqrt(1 + 1/n), where n is the number of "
-    "seeds and s² the mean of their variances at a step and the steps before and after it"
+_WIDTH = 5  # standard deviations; of 5 seeds, 99 % of further ones are inside
+# Losses of runs that differ in these can be compared; they are the first suspects.
+_SHIFTING = ("optim.", "train.", "eval.", "data.order", "model.dropout", "model.init")
+_IRRELEVANT = ("train.seed", "data.sha256", "model.pad_vocab_to_multiple_of", "optim.state")
+# Prepared tokens, if there are any, decide about the text, not the other knobs of data.
+_NOT_TEXT = ("data.format", "data.block_size", "data.packing", "data.order")
+_CAUSES = (
+    "the precision: compare with a run in full precision (mixed_precision: no)",
+    "the code and the versions: `git diff`, and Machine in report.html",
+    "the machine: `python cli.py doctor`",
 )
-_T995 = {2: 9.925, 3: 5.841, 4: 4.604, 5: 4.032, 6: 3.707, 7: 3.499, 8: 3.355, 9: 3.250}  # Student's t by n - 1
-_WINDOWS = 40  # of the training losses; each is averaged
-
-# Runs that differ in one of these cannot be compared. Prepared tokens, if there are any, decide about the text.
-_TEXT = ("data.source", "data.config", "data.split", "data.validation_split", "data.revision", "data.text_column")
-_TEXT += ("data.validation_fraction", "data.validation_seed", "data.tokenizer", "data.vocab_size")
-_MODEL_KNOBS = ("architecture", "n_layer", "n_head", "n_kv_head", "n_embd", "n_inner", "n_positions", "extra")
-_MODEL_KNOBS += ("bias", "activation_function")
-_DEFINING = (*(f"model.{name}" for name in _MODEL_KNOBS), "data.format", "data.block_size", "data.packing")
-_DEFINING += tuple(key for key in KNOBS if key.startswith(("finetune.", "lora.")) and key != "lora.merge") + _TEXT
-# Runs that differ only in these can be compared, and these are the first suspects if the losses differ.
-_MOVING = ("optim.name", "optim.muon_learning_rate", "optim.muon_momentum", "optim.muon_scale", "model.init")
-_MOVING += ("optim.learning_rate", "optim.min_learning_rate", "optim.schedule", "optim.warmup_steps")
-_MOVING += ("optim.decay_fraction", "train.tokens_per_step", "train.max_steps", "data.order", "model.dropout")
-_MOVING += ("optim.weight_decay", "optim.beta1", "optim.beta2", "optim.max_grad_norm", "eval.tokens")
-_USUALLY_DEFAULT = ("data.vocab_size", "finetune.", "lora.", "optim.name", "optim.muon_", "model.init")
-_USUALLY_DEFAULT += ("model.architecture", "model.n_kv_head", "model.n_inner", "model.extra")
 
 
 @dataclass(frozen=True)
 class Curve:
-    """The mean of a loss by step, and the band around it (`BAND`)."""
+    """The mean of the validation loss by step, and the band around it."""
 
     step: list[int]
     mean: list[float]
@@ -70,40 +63,85 @@ class Point:
 
 @dataclass(frozen=True)
 class Reference:
-    name: str  # of the recipe
-    experiment: dict[str, Any]  # the knobs that affect the loss
+    name: str  # the recipe's
+    experiment: dict[str, Any]  # the knobs that affect the loss and differ from the defaults
     text: dict[str, Any] | None = None  # facts about the tokens; see `text_facts`
     seeds: list[int] = field(default_factory=list)
     made: dict[str, str] = field(default_factory=dict)  # date and versions
     band: str = ""
-    curves: dict[str, Curve] = field(default_factory=dict)  # val/loss, train/loss
+    curve: Curve | None = None
     points: list[Point] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """`sentence` starts with the verdict; `causes` are things to check, the likeliest first."""
+
+    kind: Literal["normal", "above", "below", "early", "other", "none"]
+    sentence: str
+    causes: tuple[str, ...] = ()
 
 
 def read_reference(path: Path) -> Reference:
     """Read a reference. Raises UserError if `path` is missing or no reference."""
     try:
         tree = json.loads(path.read_text(encoding="utf-8"))
-        tree["curves"] = {name: Curve(**curve) for name, curve in tree.get("curves", {}).items()}
-        tree["points"] = [Point(**point) for point in tree.get("points", [])]
-        reference = Reference(**tree)
-        rows = [dataclasses.astuple(curve) for curve in reference.curves.values()]
-        numbers = [number for row in rows for values in row for number in values]
-        numbers += [number for point in reference.points for number in (point.loss, point.step or 0, point.tolerance)]
-        if any(len(set(map(len, row))) > 1 for row in rows) or not all(map(is_number, numbers)):
-            raise ValueError("its curves must be lists of numbers of one length, and its points numbers")
-        if not (isinstance(reference.name, str) and isinstance(reference.experiment, dict)):
-            raise ValueError("its name must be a string, and its experiment a mapping of knobs")
-        return reference
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such reference") from None
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise UserError(f"{path}: not a reference curve: {error}") from None
+        curve = Curve(**tree["curve"]) if tree.get("curve") else None
+        points = [Point(**point) for point in tree.get("points", [])]
+        return Reference(**tree | {"curve": curve, "points": points})
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: is no reference: {one_line(error)}") from None
+
+
+def write_reference(reference: Reference, path: Path) -> None:
+    tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
+    text = json.dumps(tree, indent=2, ensure_ascii=False)
+    lists = re.compile(r"\[[^\[\]{}\"]*\]")  # one line per list of numbers
+    with written_whole(path) as partial:
+        text = lists.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
+        partial.write_text(text + "\n", encoding="utf-8")
+
+
+def make_reference(runs: list[RunFolder], name: str) -> Reference:
+    """Make a reference of finished runs that differ only in their seed.
+
+    Raises UserError if they are fewer than three, not finished, or differ in another knob.
+    """
+    configs, curves = [load_config(run.recipe) for run in runs], []
+    reference = Reference(name, experiment_of(configs[0]), text_facts(configs[0]))
+    for run, config in zip(runs, configs, strict=True):
+        if different := [*differences(reference, config)[0], *differences(reference, config)[1]]:
+            raise UserError(f"{run.path}: differs in {', '.join(different)}; only the seed may")
+        steps, losses = column(read_metrics(run), "val/loss")
+        curves.append(dict(zip(steps.astype(int).tolist(), losses, strict=True)))
+        if list(curves[-1]) != list(curves[0]) or config.train.max_steps not in curves[-1]:
+            raise UserError(
+                f"{run.path}: not finished, or not evaluated at the steps of {runs[0].path}: its "
+                f"last evaluation is of step {max(curves[-1], default=0):,}, of "
+                f"{config.train.max_steps:,}"
+            )
+    seeds = [config.train.seed for config in configs]
+    if len(set(seeds)) < max(3, len(seeds)):
+        raise UserError(f"a reference needs three runs with different seeds; these have {seeds}")
+    packages = ("nanogpt_hf", "torch", "transformers", "accelerate")
+    return dataclasses.replace(
+        reference,
+        seeds=seeds,
+        made={"date": date.today().isoformat()} | {name: version(name) for name in packages},
+        band=f"mean ± {_WIDTH} standard deviations over the seeds",
+        curve=band_of(list(curves[0]), np.array([list(curve.values()) for curve in curves])),
+    )
+
+
+def band_of(steps: list[int], losses: np.ndarray) -> Curve:
+    """The mean over seeds and the band around it, for `losses` of shape (seeds, steps)."""
+    mean, reach = losses.mean(axis=0), _WIDTH * losses.std(axis=0, ddof=1)
+    return Curve(steps, *(part.round(4).tolist() for part in (mean, mean - reach, mean + reach)))
 
 
 def text_facts(config: Config) -> dict[str, Any] | None:
     """Facts that identify the prepared tokens of a recipe; None if they are not on this machine."""
-    from nanogpt_hf.data.mixed_manifest import find_manifest  # imports datasets, which is slow
+    from nanogpt_hf.data.manifest import find_manifest  # imports datasets, which is slow
 
     manifest = find_manifest(config.data)
     return manifest and {
@@ -116,13 +154,17 @@ def text_facts(config: Config) -> dict[str, Any] | None:
 
 
 def experiment_of(config: Config) -> dict[str, Any]:
-    """The knobs that affect the loss. The path of a local text is omitted: it is private."""
-    keys = [key for key in KNOBS if key in _DEFINING + _MOVING]
-    experiment = {key: get_value(config, key) for key in keys}
-    for key in keys:
-        usual = "gpt2" if key == "model.init" else KNOBS[key].default  # GPT-2's own init is `gpt2`
-        if key.startswith(_USUALLY_DEFAULT) and experiment[key] == usual:
-            del experiment[key]  # the defaults mean pretraining with AdamW; older references lack these knobs
+    """The knobs that affect the loss and differ from the defaults.
+
+    The path of a local text is omitted: it is private.
+    """
+    experiment = {
+        key: get_value(config, key)
+        for key, knob in KNOBS.items()
+        if (is_fixed(key) or key.startswith("optim.") or key in ("train.max_steps", "eval.tokens"))
+        and key not in _IRRELEVANT
+        and get_value(config, key) != knob.default
+    }
     if not is_mixture(config.data):
         source = Path(config.data.one_source).expanduser()
         if source.is_absolute() or source.exists():
@@ -131,108 +173,112 @@ def experiment_of(config: Config) -> dict[str, Any]:
 
 
 def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
-    """Messages by knob (or `text`): differences that make losses incomparable, and those that only shift them."""
-    ours, theirs = _with_defaults(experiment_of(config)), _with_defaults(reference.experiment)
-    keys = [key for key in KNOBS if ours[key] != theirs[key]]
-    incomparable = {}
-    text, reference_text = text_facts(config), reference.text
-    if text and reference_text:
-        keys = [key for key in keys if key not in _TEXT]
-        if any(text[name] != reference_text[name] for name in reference_text if name != "revision"):
-            with_revision = text["revision"] != reference_text["revision"]
-            incomparable["text"] = (
-                f"the text is {_describe_text(text, with_revision)} here, "
-                f"{_describe_text(reference_text, with_revision)} in the reference"
-            )
-    elif None in (ours["data.source"], theirs["data.source"]):
-        keys = [key for key in keys if key != "data.source"]
-    messages = {key: f"{key} is {_plain(ours[key])} here, {_plain(theirs[key])} in the reference" for key in keys}
-    incomparable |= {key: message for key, message in messages.items() if key in _DEFINING}
-    return incomparable, {key: messages[key] for key in _MOVING if key in messages}
-
-
-def _with_defaults(experiment: dict[str, Any]) -> dict[str, Any]:
-    return {key: experiment.get(key, knob.default) for key, knob in KNOBS.items()}
-
-
-def _describe_text(facts: dict[str, Any], with_revision: bool) -> str:
-    size = f"{facts['train_tokens']:,} + {facts['validation_tokens']:,} tokens"
-    return f"{size} ({facts['revision']})" if with_revision else size
-
-
-def _plain(value: Any) -> str:
-    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+    """Messages by knob (or `text`): differences that forbid a comparison, and those that shift."""
+    ours, messages = experiment_of(config), {}
+    for key, knob in KNOBS.items():
+        here, there = (tree.get(key, knob.default) for tree in (ours, reference.experiment))
+        if here != there and not (key == "data.source" and None in (here, there)):
+            messages[key] = f"{key} is {here} here, {there} in the reference"
+    text = reference.text and text_facts(config)
+    if text and reference.text:
+        is_text = re.compile(rf"data\.(?!{'|'.join(k[5:] for k in _NOT_TEXT)})")
+        messages = {key: line for key, line in messages.items() if not is_text.match(key)}
+        differing = [
+            f"{name} {text[name]} here, {value} in the reference"
+            for name, value in reference.text.items()
+            if name != "revision" and text[name] != value
+        ]
+        if differing:
+            messages["text"] = f"the text is another: {'; '.join(differing)}"
+    shifting = {key: line for key, line in messages.items() if key.startswith(_SHIFTING)}
+    return {key: messages[key] for key in messages if key not in shifting}, shifting
 
 
 def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
-    """The reference in `folder` for this experiment, or the nearest with at most two incomparable knobs, or None."""
+    """The reference in `folder` for this experiment, or the nearest with at most two incomparable
+    knobs, or None.
+    """
     ranked = []
     for path in sorted(folder.glob("*.json")):
         reference = read_reference(path)
         incomparable, shifting = differences(reference, config)
-        ranked.append((len(incomparable), len(shifting), reference.name, reference))
-    nearest = min(ranked, key=lambda row: row[:3], default=None)
-    return nearest[3] if nearest and nearest[0] <= 2 else None
+        if len(incomparable) <= 2:
+            ranked.append((len(incomparable), len(shifting), reference.name, reference))
+    return min(ranked, key=lambda row: row[:3])[3] if ranked else None
 
 
-def make_reference(runs: list[RunFolder], name: str) -> Reference:
-    """Make a reference of finished runs that differ only in their seed.
-
-    Raises UserError if they are fewer than three, not finished, or differ in another knob.
-    """
-    configs = [load_config(run.recipe) for run in runs]
-    experiments = [experiment_of(config) for config in configs]
-    for run, config, experiment in zip(runs, configs, experiments, strict=True):
-        different = [key for key in KNOBS if experiment.get(key) != experiments[0].get(key)]
-        if different:
-            raise UserError(
-                f"{run.path}: differs from {runs[0].path} in {', '.join(different)}; only the seed may differ"
-            )
-        last = max((event["step"] for event in read_metrics(run) if "val/loss" in event), default=0)
-        if last != config.train.max_steps:
-            raise UserError(f"{run.path}: not finished: evaluated at step {last:,} of {config.train.max_steps:,}")
-    seeds = [config.train.seed for config in configs]
-    if len(set(seeds)) < max(3, len(seeds)):
-        raise UserError(f"a reference needs at least three runs with different seeds; these have {seeds}")
-    curves = {}
-    for metric, rows in (
-        ("val/loss", [column(read_metrics(run), "val/loss") for run in runs]),
-        ("train/loss", [window_means(run, configs[0].train.max_steps) for run in runs]),
-    ):
-        if any(not np.array_equal(steps, rows[0][0]) for steps, _ in rows):
-            raise UserError(f"{metric}: the runs report it at different steps, or a value is not finite")
-        curves[metric] = band_of(rows[0][0], np.array([values for _, values in rows]))
-    made = {"date": date.today().isoformat()}
-    made |= {package: version(package) for package in ("nanogpt_hf", "torch", "transformers", "accelerate")}
-    return Reference(name, experiments[0], text_facts(configs[0]), seeds, made, BAND, curves)
+def judge(reference: Reference | None, config: Config, events: list[Event]) -> Verdict:
+    """Judge the validation losses in a run's `events` against the reference, if there is one."""
+    if reference is None:
+        remedy = "`compare RUN RUN RUN --make-reference FILE` makes one of three or more seeds"
+        return Verdict("none", f"no reference: none ships for this recipe; {remedy}")
+    incomparable, shifting = differences(reference, config)
+    if incomparable:
+        reasons = "; ".join(incomparable.values())
+        return Verdict("other", f"not comparable with reference {reference.name}: {reasons}")
+    judged = _judge_curve if reference.curve else _judge_points
+    kind, sentence = judged(reference, events)
+    if kind == "above":
+        causes = list(shifting.values())
+        if skipped := sum(event.get("train/skipped_steps") or 0 for event in events):
+            causes.append(f"{skipped:,} steps had no finite gradient: lower optim.learning_rate")
+        return Verdict(kind, sentence, (*causes, *_CAUSES)[:3])
+    if shifting and kind in ("normal", "below"):
+        sentence += f"; this run has another {', '.join(shifting)} than the reference"
+    return Verdict(kind, sentence)
 
 
-def window_means(run: RunFolder, max_steps: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training losses averaged over `_WINDOWS` equal windows of the run, each at its last step."""
-    steps, losses = column(read_metrics(run), "train/loss")
-    ends = np.unique(np.linspace(0, max_steps, _WINDOWS + 1).round())[1:]
-    window = np.searchsorted(ends, steps)
-    filled = [i for i in range(len(ends)) if (window == i).any()]
-    return ends[filled], np.array([losses[window == i].mean() for i in filled])
+def _judge_curve(reference: Reference, events: list[Event]) -> tuple[Any, str]:
+    """Judge against the band over seeds, at the steps of evaluations that both have."""
+    curve = reference.curve
+    assert curve
+    runs = f"{len(reference.seeds)} reference runs of {reference.name}"
+    for event in events:
+        if "val/loss" in event and not is_number(event["val/loss"]):
+            return "above", f"diverged: the loss was not finite at step {event['step']:,}"
+    steps, losses = column(events, "val/loss")
+    common, ours, theirs = np.intersect1d(steps, curve.step, return_indices=True)
+    if not common.any():
+        first = next((step for step in curve.step if step), 0)
+        return "early", (
+            f"too early to judge: the reference was evaluated first at step {first:,} "
+            f"(`--eval.every {first}`)"
+        )
+    losses, low, high = losses[ours], np.array(curve.low)[theirs], np.array(curve.high)[theirs]
+    side = np.where(losses > high, 1, np.where(losses < low, -1, 0))
+    last = f"{losses[-1]:.3f} at step {int(common[-1]):,}"
+    band = f"{low[-1]:.3f} to {high[-1]:.3f}"
+    if side[-1] == 0:
+        outside = ", ".join(f"{int(step):,}" for step in common[side != 0])
+        end = f"; it was outside at step {outside}" if outside else ""
+        return "normal", f"normal: validation loss {last} is inside the band {band} of {runs}{end}"
+    others = np.flatnonzero(side != side[-1])
+    since = int(common[others[-1] + 1 if len(others) else 0])
+    kind, end = ("above", "") if side[-1] > 0 else ("below", "; is validation text in training?")
+    sentence = f"{kind} the band of {runs} from step {since:,} on: validation loss {last} against "
+    return kind, f"{sentence}{band}{end}"
 
 
-def band_of(steps: np.ndarray, losses: np.ndarray) -> Curve:
-    """The mean over seeds and the interval defined by `BAND`, for `losses` of shape (seeds, steps)."""
-    n = len(losses)
-    variances = np.pad(losses.var(axis=0, ddof=1), 1, mode="edge")
-    deviation = np.sqrt((variances[:-2] + variances[1:-1] + variances[2:]) / 3)
-    reach = _T995[min(n - 1, max(_T995))] * deviation * np.sqrt(1 + 1 / n)
-    mean = losses.mean(axis=0)
-    columns = ([round(float(value), 4) for value in values] for values in (mean, mean - reach, mean + reach))
-    return Curve([int(step) for step in steps], *columns)
-
-
-def write_reference(reference: Reference, path: Path) -> None:
-    """Write a reference atomically. Raises UserError if `path` is not writable."""
-    tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
-    text = json.dumps(tree, indent=2, ensure_ascii=False)
-    text = re.sub(
-        r"\[[^\[\]{}\"]*\]", lambda numbers: f"[{' '.join(numbers[0][1:-1].split())}]", text
-    )  # one line per list
-    with written_whole(path) as partial:
-        partial.write_text(text + "\n", encoding="utf-8")
+def _judge_points(reference: Reference, events: list[Event]) -> tuple[Any, str]:
+    """Judge the best loss against published losses, usually only those of finished runs."""
+    steps, losses = column(events, "val/loss")
+    published = "; published: " + "; ".join(
+        f"{point.loss:g}" + (f" at step {point.step:,}" if point.step else "") + f" ({point.what})"
+        for point in reference.points
+    )
+    if len(steps) == 0:
+        return "early", f"too early to judge: no evaluation yet{published}"
+    best = losses.argmin()
+    at = f"validation loss {losses[best]:.3f} at step {int(steps[best]):,} of {int(steps[-1]):,}"
+    passed = "".join(
+        f", below {point.loss:g} since step {int(steps[losses <= point.loss][0]):,}"
+        for point in reference.points
+        if (losses <= point.loss).any()
+    )
+    goals = [point for point in reference.points if point.step and steps[-1] >= point.step]
+    if not goals:
+        return "early", f"too early to judge: best {at}{passed}{published}"
+    goal = max(goals, key=lambda point: point.step or 0)
+    if losses[best] > goal.loss + goal.tolerance:
+        return "above", f"above the published loss: best {at}{published}"
+    return "normal", f"normal: best {at}{passed}{published}"

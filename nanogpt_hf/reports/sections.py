@@ -10,7 +10,7 @@ from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
 from nanogpt_hf.formatting import format_duration, format_number
-from nanogpt_hf.reports.verdict import Verdict
+from nanogpt_hf.reports.reference import Verdict
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event, column, is_number, names
 from nanogpt_hf.runs.redact import redact
@@ -26,17 +26,25 @@ def state_line(run: RunFolder, config: Config | None, events: list[Event]) -> st
     if run.final.is_dir():
         state = f"done: {step:,} steps"
     else:
-        state = f"step {step:,}" + (f" of {config.train.max_steps:,}" if config else "") + ", not finished"
+        state = (
+            f"step {step:,}"
+            + (f" of {config.train.max_steps:,}" if config else "")
+            + ", not finished"
+        )
         if run.metrics.is_file():
             written = datetime.fromtimestamp(run.metrics.stat().st_mtime).astimezone()
             state += f", last metrics at {written.isoformat(' ', 'minutes')}"
     if config is None:
         return state
     model, data = config.model, config.data
-    shape = f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, {data.block_size:,} tokens of context"
+    shape = (
+        f"{model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
+        f"{data.block_size:,} tokens of context"
+    )
     start = f"from {config.finetune.model}" if config.finetune.model else "from scratch"
     training = (
-        f"{start} on {source_text(data)}, tokenizer {data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
+        f"{start} on {source_text(data)}, tokenizer {data.tokenizer}, "
+        f"{config.train.tokens_per_step:,} tokens per step"
     )
     return f"{state}. {shape}; {training}"
 
@@ -56,24 +64,39 @@ def summary_section(events: list[Event]) -> str:
     if evaluated:
         best = min(evaluated, key=lambda event: event["val/loss"])
         tiles.append(
-            ("best validation loss", format_number(best["val/loss"], 4), f"nats per token, at step {best['step']:,}")
+            (
+                "best validation loss",
+                format_number(best["val/loss"], 4),
+                f"nats per token, at step {best['step']:,}",
+            )
         )
-        for metric, title, digits in (("val/perplexity", "perplexity", 2), ("val/bits_per_byte", "bits per byte", 3)):
+        for metric, title, digits in (
+            ("val/perplexity", "perplexity", 2),
+            ("val/bits_per_byte", "bits per byte", 3),
+        ):
             if is_number(best.get(metric)):
                 tiles.append((title, format_number(best[metric], digits), "at that step"))
     answered = [event for event in events if is_number(event.get("val/reward"))]
     if answered:
         best = min(answered, key=_score)
-        tiles.append(("best mean reward", format_number(best["val/reward"], 4), f"at step {best['step']:,}"))
+        tiles.append(
+            ("best mean reward", format_number(best["val/reward"], 4), f"at step {best['step']:,}")
+        )
         for name in names(answered):
             if name.startswith("val/pass@"):
-                tiles.append((name.removeprefix("val/"), format_number(best[name], 4), "at that step"))
+                tiles.append(
+                    (name.removeprefix("val/"), format_number(best[name], 4), "at that step")
+                )
     if events:
         tiles.append(("tokens seen", f"{events[-1].get('tokens', 0):,}", ""))
-        tiles.append(("time", format_duration(events[-1].get("seconds", 0)), "training and evaluation"))
+        tiles.append(
+            ("time", format_duration(events[-1].get("seconds", 0)), "training and evaluation")
+        )
     _, rates = column(events, "train/tokens_per_second")
     if len(rates):
-        tiles.append(("tokens per second", f"{sorted(rates)[len(rates) // 2]:,.0f}", "median of the reports"))
+        tiles.append(
+            ("tokens per second", f"{sorted(rates)[len(rates) // 2]:,.0f}", "median of the reports")
+        )
     return "".join(
         f"<div><dt>{title}</dt><dd>{escape(value)}<small>{escape(note)}</small></dd></div>"
         for title, value, note in tiles
@@ -84,21 +107,27 @@ def samples_section(events: list[Event]) -> str:
     sampled = [event for event in events if isinstance(event.get("samples"), list)]
     if not sampled:
         return ""
-    losses = {event["step"]: event["val/loss"] for event in events if is_number(event.get("val/loss"))}
+    losses = {
+        event["step"]: event["val/loss"] for event in events if is_number(event.get("val/loss"))
+    }
     articles = []
     for event in sampled:
         name = f"step {event['step']:,}"
         if event["step"] in losses:
             name += f", validation loss {losses[event['step']]:.3f}"
         texts = "".join(
-            f"<pre><b>{escape(str(sample.get('prompt')))}</b>{_answer(sample)}</pre>" for sample in event["samples"]
+            f"<pre><b>{escape(str(sample.get('prompt')))}</b>{_answer(sample)}</pre>"
+            for sample in event["samples"]
         )
-        articles.append(f'<article class="sample" data-name="{escape(name)}"><h3>{escape(name)}</h3>{texts}</article>')
+        articles.append(
+            '<article class="sample" '
+            f'data-name="{escape(name)}"><h3>{escape(name)}</h3>{texts}</article>'
+        )
     return (
         "<section><h2>Samples during training</h2>"
         '<p id="sample-control" hidden><label>evaluation, first to last '
         '<input id="step-of-sample" type="range" min="0" value="0"></label></p>'
-        f'{"".join(articles)}<p class="note">Prompts are coloured.</p></section>'
+        f'{"".join(articles)}<p class="note">Prompts are colored.</p></section>'
     )
 
 
@@ -108,8 +137,13 @@ def _answer(sample: dict[str, str]) -> str:
     return f"\n{text}\n<i>reward {escape(sample['reward'])}</i>" if "reward" in sample else text
 
 
-def table(head: list[str], rows: list[list[str]], classes: list[str] | None = None, first_number: int = 0) -> str:
-    """An HTML table; columns from `first_number` on are right-aligned numbers. Cells are escaped here."""
+def table(
+    head: list[str], rows: list[list[str]], classes: list[str] | None = None, first_number: int = 0
+) -> str:
+    """An HTML table; columns from `first_number` on are right-aligned numbers.
+
+    Cells are escaped here.
+    """
 
     def cells(kind: str, row: list[str]) -> str:
         return "".join(
@@ -139,7 +173,11 @@ def evaluations_section(events: list[Event]) -> str:
     metrics = [name for name in names(evaluated) if not name.endswith("_stderr")]
     best = min(map(_score, evaluated))
     rows = [
-        [f"{event['step']:,}", f"{event.get('tokens', 0):,}", format_duration(event.get("seconds", 0))]
+        [
+            f"{event['step']:,}",
+            f"{event.get('tokens', 0):,}",
+            format_duration(event.get("seconds", 0)),
+        ]
         + [f"{event[name]:.4f}" if is_number(event.get(name)) else "–" for name in metrics]
         for event in evaluated
     ]
@@ -170,9 +208,16 @@ def machine_section(starts: list[dict[str, Any]] | None) -> str:
     rows = []
     for start in starts:
         versions = start.get("versions")
-        versions = ", ".join(f"{k} {v}" for k, v in versions.items()) if isinstance(versions, dict) else str(versions)
+        versions = (
+            ", ".join(f"{k} {v}" for k, v in versions.items())
+            if isinstance(versions, dict)
+            else str(versions)
+        )
         facts = [(name, str(start.get(name))) for name in names_of if start.get(name) is not None]
-        rows += [["start", f"from step {start.get('step')}, {start.get('time')}"], *map(list, facts)]
+        rows += [
+            ["start", f"from step {start.get('step')}, {start.get('time')}"],
+            *map(list, facts),
+        ]
         rows.append(["versions", versions])
     return table([], rows, first_number=2)
 
@@ -182,9 +227,17 @@ def loading_section(run: RunFolder, config: Config | None) -> str:
     if not run.best.is_dir():
         return "<p>No model yet: the first is saved at the first evaluation after step 0.</p>"
     adapter = config is not None and config.lora.rank is not None and not config.lora.merge
-    package, loader = ("peft", "AutoPeftModelForCausalLM") if adapter else ("transformers", "AutoModelForCausalLM")
+    package, loader = (
+        ("peft", "AutoPeftModelForCausalLM")
+        if adapter
+        else ("transformers", "AutoModelForCausalLM")
+    )
     code = (
         f"from {package} import {loader}\nfrom transformers import AutoTokenizer\n\n"
-        f"model = {loader}.from_pretrained({best!r})\ntokenizer = AutoTokenizer.from_pretrained({best!r})"
+        f"model = {loader}.from_pretrained({best!r})\ntokenizer = "
+        f"AutoTokenizer.from_pretrained({best!r})"
     )
-    return f"<pre>{escape(code)}</pre><p>or <code>python cli.py sample {escape(shlex.quote(path))}</code></p>"
+    return (
+        f"<pre>{escape(code)}</pre><p>or <code>python cli.py sample "
+        f"{escape(shlex.quote(path))}</code></p>"
+    )

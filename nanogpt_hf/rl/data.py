@@ -1,4 +1,8 @@
-"""What reinforcement learning has in place of prepared data: the questions of a task, and the model's tokenizer."""
+"""What reinforcement learning has in place of prepared data: the questions of a task, and the
+model's tokenizer.
+"""
+
+import logging
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.chat_template import ChatFormat
@@ -10,15 +14,20 @@ from nanogpt_hf.rl.rollouts import Rollouts
 from nanogpt_hf.tasks.load import load_task
 from nanogpt_hf.tasks.reward import RewardFunction
 
+logger = logging.getLogger(__name__)
+
 
 def load_questions(config: Config) -> PreparedData:
-    """The data of a run of reinforcement learning: blocks that are sampled at each step, and a manifest of the task.
+    """The data of a run of reinforcement learning: blocks that are sampled at each step, and a
+    manifest of the task.
 
     Raises UserError if the task, its questions, the reward or the tokenizer cannot be used.
     """
     rl, name = config.rl, config.rl.task
     assert name is not None  # the `rl` command requires it
-    task = load_task(name, config.data, reward=rl.reward, options=rl.options, seed=config.train.seed)
+    task = load_task(
+        name, config.data, reward=rl.reward, options=rl.options, seed=config.train.seed
+    )
     tokenizer = build_tokenizer(config.data.tokenizer, ()).hf
     chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
     sampler = AnswerSampler(
@@ -44,14 +53,9 @@ def load_questions(config: Config) -> PreparedData:
         versions=tool_versions(),
     )
     rollouts = Rollouts(config, task, sampler)
+    prompt = tokenizer.decode(sampler.encode(chat, task.train[0]))
+    logger.info(
+        f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the "
+        f"first: {prompt!r:.200}"
+    )
     return PreparedData(rollouts, rollouts, tokenizer, manifest, chat and chat.end_of_turn_id())
-
-
-def questions_line(data: PreparedData) -> str:
-    """How many questions there are, and the first one as the model sees it."""
-    rollouts = data.train
-    assert isinstance(rollouts, Rollouts)
-    task, sampler = rollouts.task, rollouts.sampler
-    chat = ChatFormat(data.tokenizer, fixed_day=True) if data.tokenizer.chat_template else None
-    prompt = data.tokenizer.decode(sampler.encode(chat, task.train[0]))
-    return f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the first: {prompt!r:.200}"

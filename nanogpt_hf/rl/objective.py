@@ -1,4 +1,6 @@
-"""The objective of reinforcement learning: group-relative policy optimisation (GRPO) on sampled completions."""
+"""The objective of reinforcement learning: group-relative policy optimization (GRPO) on sampled
+completions.
+"""
 
 import torch
 
@@ -11,28 +13,35 @@ _EPSILON = 1e-4  # added to the deviation of a group, which may be 0; TRL's
 def advantages(rewards: torch.Tensor, *, scaled: bool) -> torch.Tensor:
     """The rewards of the completions of each prompt, (prompts, samples), minus their mean.
 
-    With `scaled`, divided by their standard deviation, as in the GRPO paper (Shao et al. 2024, arXiv:2402.03300);
-    without, harder and easier questions keep their weight (Liu et al. 2025, arXiv:2503.20783).
+    With `scaled`, divided by their standard deviation, as in the GRPO paper (Shao et al. 2024,
+    arXiv:2402.03300); without, harder and easier questions keep their weight (Liu et al. 2025,
+    arXiv:2503.20783).
     """
-    centred = rewards - rewards.mean(1, keepdim=True)
-    return centred / (rewards.std(1, keepdim=True) + _EPSILON) if scaled else centred
+    centered = rewards - rewards.mean(1, keepdim=True)
+    return centered / (rewards.std(1, keepdim=True) + _EPSILON) if scaled else centered
 
 
 def policy_objective(rl: RlSection) -> Objective:
-    """The summed loss of the completion tokens of a batch, which `train_step` divides by their number in the step.
+    """The summed loss of the completion tokens of a batch, which `train_step` divides by their
+    number in the step.
 
     For token t of completion i, with advantage A_i and ratio r = π(token) / π_old(token):
 
-        loss = -min(r · A_i, clip(r, 1 - ε, 1 + ε) · A_i) + β · r · (q - log q - 1),   q = π_ref(token) / π(token)
+        loss = -min(r · A_i, clip(r, 1 - ε, 1 + ε) · A_i) + β · r · (q - log q - 1),   q =
+        π_ref(token) / π(token)
 
-    Sources: the clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347), with the group's mean as baseline
-    and the estimator of the KL divergence as in GRPO (arXiv:2402.03300), whose factor r makes its gradient unbiased
-    (DeepSeek-V3.2, arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
-    arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch π_old is π itself: r is
-    1, and the gradient that of REINFORCE. ε is `rl.clip` (none: no clipping), β is `rl.kl`.
+    Sources: the clipped surrogate of PPO (Schulman et al. 2017, arXiv:1707.06347), with the
+    group's mean as baseline and the estimator of the KL divergence as in GRPO
+    (arXiv:2402.03300), whose factor r makes its gradient unbiased (DeepSeek-V3.2,
+    arXiv:2512.02556), and a mean over all tokens of the step as in DAPO (Yu et al. 2025,
+    arXiv:2503.14476). TRL's GRPOTrainer has the same loss. Without `old_log_probs` in the batch
+    π_old is π itself: r is 1, and the gradient that of REINFORCE. ε is `rl.clip` (none: no
+    clipping), β is `rl.kl`.
     """
 
-    def objective(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, Metrics]:
+    def objective(
+        model: torch.nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
         log_probs, entropy = completion_log_probs(model, batch, rl.temperature)
         counts = (batch["shift_labels"] != -100).float()
         ratio = torch.exp(log_probs - batch.get("old_log_probs", log_probs.detach()))
@@ -53,7 +62,8 @@ def policy_objective(rl: RlSection) -> Objective:
 
 
 def kl_estimate(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tensor:
-    """The KL divergence of a policy from `reference` at tokens that it sampled: unbiased and never negative.
+    """The KL divergence of a policy from `reference` at tokens that it sampled: unbiased and never
+    negative.
 
     q - log q - 1 with q = reference / policy (J. Schulman, "Approximating KL divergence", 2020).
     """
@@ -64,10 +74,11 @@ def kl_estimate(log_probs: torch.Tensor, reference: torch.Tensor) -> torch.Tenso
 def completion_log_probs(
     model: torch.nn.Module, batch: dict[str, torch.Tensor], temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probabilities of the targets at the sampling temperature, and entropies: (B, K) as `shift_labels`.
+    """Log-probabilities of the targets at the sampling temperature, and entropies: (B, K) as
+    `shift_labels`.
 
-    `shift_labels` are the targets of the last K positions of `input_ids`; where they are -100 the values mean nothing.
-    Sequences are padded at their end, which needs no mask.
+    `shift_labels` are the targets of the last K positions of `input_ids`; where they are -100
+    the values mean nothing. Sequences are padded at their end, which needs no mask.
     """
     labels = batch["shift_labels"]
     out = model(input_ids=batch["input_ids"], use_cache=False, logits_to_keep=labels.shape[1])

@@ -21,8 +21,8 @@ from nanogpt_hf.tasks.task import Question, Task
 class Rollouts:
     """The `Blocks` of a step: completions with their advantages, from `draw` until the next one.
 
-    Every process holds all of them, so which rank trains on which does not matter. Before the first `draw` they are
-    sequences of full length with advantage 0, for the dry-run step.
+    Every process holds all of them, so which rank trains on which does not matter. Before the
+    first `draw` they are sequences of full length with advantage 0, for the dry-run step.
     """
 
     def __init__(self, config: Config, task: Task, sampler: AnswerSampler):
@@ -34,7 +34,8 @@ class Rollouts:
         empty = Completions(ids, lengths, torch.ones(self._length, dtype=torch.bool))
         self._answers = Answers([[0]] * self._length, empty, torch.zeros(self._length), [], 1)
         self._advantages = torch.zeros(self._length)
-        self._log_probs: dict[str, torch.Tensor] = {}  # (rows, max_new_tokens), by their name in a batch
+        # (rows, max_new_tokens), by their name in a batch
+        self._log_probs: dict[str, torch.Tensor] = {}
         self._seconds = 0.0  # that the last draw took
         self._order: tuple[int, np.ndarray] | None = None  # epoch and order of the questions
 
@@ -46,7 +47,9 @@ class Rollouts:
         return int(self._answers.completions.lengths[indices].sum())
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
-        """The sequences at `indices`, with advantages and, if they were computed, log-probabilities."""
+        """The sequences at `indices`, with advantages and, if they were computed,
+        log-probabilities.
+        """
         batch = sequence_batch(self._answers, indices)
         counts = batch["shift_labels"] != -100
         for name, values in self._log_probs.items():
@@ -57,7 +60,9 @@ class Rollouts:
         return batch | {"advantages": self._advantages[indices]}
 
     def questions_at(self, step: int) -> list[Question]:
-        """The questions of a step; every question once per epoch, in an order that the seed decides."""
+        """The questions of a step; every question once per epoch, in an order that the seed
+        decides.
+        """
         count, length = self._length // self.config.rl.samples, len(self.task.train)
         questions = []
         for number in range(step * count, (step + 1) * count):
@@ -68,43 +73,73 @@ class Rollouts:
         return questions
 
     def draw(self, accelerator: Accelerator, mesh: Mesh, model: torch.nn.Module, step: int) -> None:
-        """Sample the completions of a step from the model as it is now, and compute rewards and advantages."""
+        """Sample the completions of a step from the model as it is now, and compute rewards and
+        advantages.
+        """
         started = time.perf_counter()
         samples, seed = self.config.rl.samples, self.config.train.seed
-        seeds = [derive_seed(seed, "rollouts", step, *divmod(row, samples)) for row in range(self._length)]
-        self._answers = self.sampler.sample(accelerator, mesh, model, self.questions_at(step), seeds)
+        seeds = [
+            derive_seed(seed, "rollouts", step, *divmod(row, samples))
+            for row in range(self._length)
+        ]
+        self._answers = self.sampler.sample(
+            accelerator, mesh, model, self.questions_at(step), seeds
+        )
         grouped = advantages(self._answers.grouped_rewards, scaled=self.config.rl.scale_advantages)
         self._advantages = grouped.reshape(-1)
         self._log_probs = {}
         self._seconds = time.perf_counter() - started
 
-    def score(self, name: str, model: torch.nn.Module, batches: Batches, step: int, accelerator: Accelerator) -> None:
-        """Compute the log-probabilities of this rank's sequences under `model`; they become part of its batches."""
+    def score(
+        self,
+        name: str,
+        model: torch.nn.Module,
+        batches: Batches,
+        step: int,
+        accelerator: Accelerator,
+    ) -> None:
+        """Compute the log-probabilities of this rank's sequences under `model`; they become part
+        of its batches.
+        """
         rows = batches.indices(step).reshape(-1, batches.micro_batch_size)
         own = [rows[batches.micro_batch_number(index)] for index in range(batches.accumulation)]
         values = [
-            answer_log_probs(model, self._answers, indices, accelerator, self.config.rl.temperature) for indices in own
+            answer_log_probs(model, self._answers, indices, accelerator, self.config.rl.temperature)
+            for indices in own
         ]
         scored = torch.zeros(self._answers.completions.ids.shape)
         scored[np.concatenate(own)] = torch.cat(values)
         self._log_probs[name] = scored
 
     def metrics(self) -> dict[str, float]:
-        """Figures of the drawn completions, the share of prompts whose rewards are all equal, and tokens per second."""
-        equal = (self._answers.grouped_rewards.amax(1) == self._answers.grouped_rewards.amin(1)).float().mean().item()
+        """Figures of the drawn completions, the share of prompts whose rewards are all equal,
+        and tokens per second.
+        """
+        equal = (
+            (self._answers.grouped_rewards.amax(1) == self._answers.grouped_rewards.amin(1))
+            .float()
+            .mean()
+            .item()
+        )
         tokens = int(self._answers.completions.lengths.sum())
         speed = {"generated_per_second": round(tokens / self._seconds, 1)} if self._seconds else {}
         return self._answers.metrics() | {"no_signal": equal, **speed}
 
 
-def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dict[str, torch.Tensor]:
+def sequence_batch(
+    answers: Answers, indices: np.ndarray | Sequence[int]
+) -> dict[str, torch.Tensor]:
     """Prompts with their completions, padded at the end: input_ids (n, T) and shift_labels (n, K).
 
-    T is the longest of all answers, so that it does not depend on which process has which. shift_labels are the
-    targets of the last K positions, -100 if they are not part of a completion; K reaches to the shortest prompt.
+    T is the longest of all answers, so that it does not depend on which process has which.
+    shift_labels are the targets of the last K positions, -100 if they are not part of a
+    completion; K reaches to the shortest prompt.
     """
     rows, lengths = list(map(int, indices)), answers.completions.lengths.tolist()
-    width = max(len(prompt) + length for prompt, length in zip(answers.prompts, lengths, strict=True)) - 1
+    width = (
+        max(len(prompt) + length for prompt, length in zip(answers.prompts, lengths, strict=True))
+        - 1
+    )
     start = min(len(answers.prompts[row]) for row in rows) - 1
     inputs = torch.zeros(len(rows), width + 1, dtype=torch.int64)
     labels = torch.full((len(rows), width - start), -100)
@@ -113,7 +148,9 @@ def sequence_batch(answers: Answers, indices: np.ndarray | Sequence[int]) -> dic
         end = len(prompt) + length
         inputs[number, : len(prompt)] = torch.tensor(prompt)
         inputs[number, len(prompt) : end] = answers.completions.ids[row, :length]
-        labels[number, len(prompt) - 1 - start : end - 1 - start] = inputs[number, len(prompt) : end]
+        labels[number, len(prompt) - 1 - start : end - 1 - start] = inputs[
+            number, len(prompt) : end
+        ]
     return {"input_ids": inputs[:, :-1].contiguous(), "shift_labels": labels}
 
 
@@ -125,7 +162,9 @@ def answer_log_probs(
     accelerator: Accelerator,
     temperature: float,
 ) -> torch.Tensor:
-    """Log-probabilities of the completions' tokens under `model`, (n, max_new_tokens), 0 after the end."""
+    """Log-probabilities of the completions' tokens under `model`, (n, max_new_tokens), 0 after
+    the end.
+    """
     batch = sequence_batch(answers, indices)
     counts = batch["shift_labels"] != -100
     on_device = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}

@@ -10,12 +10,17 @@ from nanogpt_hf.runs.folder import RunFolder
 
 
 def find_run(name: str) -> RunFolder:
-    """The run folder of that name. Raises RunFolderError, with the nearest run's folder, if there is none."""
+    """The run folder of that name.
+
+    Raises RunFolderError, with the nearest run's folder, if there is none.
+    """
     run = RunFolder(name)
     if run.recipe.is_file() or run.metrics.is_file():
         return run
     if run.path.is_dir():
-        raise RunFolderError(f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME")
+        raise RunFolderError(
+            f"{name}: holds no run; give a folder that `pretrain` or `finetune` wrote, as runs/NAME"
+        )
     recipes = (*run.path.parent.glob("*/recipe.yaml"), *Path("runs").glob("*/recipe.yaml"))
     folders = {recipe.parent.name: recipe.parent for recipe in recipes}
     nearest = difflib.get_close_matches(run.path.name, folders, n=1)
@@ -24,10 +29,12 @@ def find_run(name: str) -> RunFolder:
 
 
 def find_model(name: str, on_hub: bool = True) -> str:
-    """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or Hub id as it is.
+    """The model folder that MODEL means: a run folder's best/ (else final/), any other folder or
+    Hub id as it is.
 
-    Raises RunFolderError for a run folder without a model, and UserError for a path that does not exist. With `on_hub`
-    False a name always means a folder, and the caller checks whether it exists.
+    Raises RunFolderError for a run folder without a model, and UserError for a path that does
+    not exist. With `on_hub` False a name always means a folder, and the caller checks whether it
+    exists.
     """
     name = os.path.expanduser(name)
     run = RunFolder(name)

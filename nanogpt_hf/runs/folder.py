@@ -16,10 +16,12 @@ from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.identity import is_fixed
 from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folder
 
-_STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")  # the second: a kill came between two renames
+# the second: a kill came between two renames
+_STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")
 _LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
-_LEFTOVER_FILE = re.compile(r"\.[0-9a-f]{12}\.partial.*")  # of written_whole
-_NONE_YET = ".no_checkpoint_yet"  # a file in checkpoints/ until the first is written; else a volume may be missing
+_LEFTOVER_FILE = re.compile(r"\.[0-9a-f]{12}\.partial.*")  # written_whole leaves them
+# a file in checkpoints/ until the first is written; else a volume may be missing
+_NONE_YET = ".no_checkpoint_yet"
 _MODEL_FILES = ("config.json", "adapter_config.json")
 
 
@@ -36,20 +38,11 @@ def _clear(folder: Path) -> None:
         remove(path)
 
 
-def _holder_of(lock: Path) -> int | None:
-    """The process that holds a lock on the file, if the kernel lists it (Linux does)."""
-    with contextlib.suppress(OSError, ValueError):
-        facts = lock.stat()
-        file = f"{os.major(facts.st_dev):02x}:{os.minor(facts.st_dev):02x}:{facts.st_ino}"
-        for line in Path("/proc/locks").read_text(encoding="ascii").splitlines():
-            fields = line.split()  # such as 1: FLOCK ADVISORY WRITE 1234 08:01:5678 0 EOF
-            if fields[1] == "FLOCK" and fields[5] == file and int(fields[4]) > 0:
-                return int(fields[4])
-    return None
-
-
 class RunFolder:
-    """Paths in a run folder, and the checks and steps that start or resume a run. Only the main process writes."""
+    """Paths in a run folder, and the checks and steps that start or resume a run.
+
+    Only the main process writes.
+    """
 
     def __init__(self, path: Path | str):
         self.path = Path(path)
@@ -62,14 +55,16 @@ class RunFolder:
         self.best = self.path / "best"
         self.final = self.path / "final"
         self.trackers = self.path / "trackers"
-        self._recipe_yaml = ""  # of the run that this object started or resumed
+        self._recipe_yaml = ""  # recipe of the run that this object started or resumed
         self._lock_file = self.path / ".lock"
         self._lock = filelock.FileLock(self._lock_file)
 
     def check(self, *, resume: bool, overwrite: bool, auto_resume: bool = False) -> bool:
-        """Return whether to resume, without changing anything; with `auto_resume` that depends on the folder.
+        """Return whether to resume, without changing anything; with `auto_resume` that depends on
+        the folder.
 
-        Raises RunFolderError if a run must not write to the folder, or if it has no checkpoint to resume from.
+        Raises RunFolderError if a run must not write to the folder, or if it has no checkpoint
+        to resume from.
         """
         if resume and overwrite:
             raise RunFolderError("--resume and --overwrite exclude each other")
@@ -80,12 +75,14 @@ class RunFolder:
         if (resume or auto_resume) and not self.checkpoint_folders():
             if progress := self._progress():
                 raise RunFolderError(
-                    f"{self.path}: holds a run ({progress}), but {self.checkpoints} has no checkpoint; if it is on a "
-                    "volume that is not mounted, mount it; else start again with --overwrite, or choose another "
-                    "--run-dir"
+                    f"{self.path}: holds a run ({progress}), but {self.checkpoints} has no "
+                    "checkpoint; if it is on a volume that is not mounted, mount it; else start "
+                    "again with --overwrite, or choose another --run-dir"
                 )
             if resume:
-                raise RunFolderError(f"{self.path}: no checkpoint to resume from yet; start again with --overwrite")
+                raise RunFolderError(
+                    f"{self.path}: no checkpoint to resume from yet; start again with --overwrite"
+                )
         if auto_resume:
             resume = bool(self.checkpoint_folders())
             overwrite = not resume
@@ -94,21 +91,27 @@ class RunFolder:
         elif self.recipe.exists():
             if not overwrite:
                 raise RunFolderError(
-                    f"{self.path}: holds a run; add --resume to continue, --overwrite to start again, or choose "
-                    "another --run-dir"
+                    f"{self.path}: holds a run; add --resume to continue, --overwrite to start "
+                    "again, or choose another --run-dir"
                 )
         elif self.path.exists() and not all(map(self._may_precede_a_run, self.path.iterdir())):
-            raise RunFolderError(f"{self.path}: is not empty and holds no run; choose another --run-dir")
+            raise RunFolderError(
+                f"{self.path}: is not empty and holds no run; choose another --run-dir"
+            )
         return resume
 
     def _may_precede_a_run(self, path: Path) -> bool:
-        """Whether `path` may be in a folder without a recipe: a leftover of a kill in `start`, or empty."""
+        """Whether `path` may be in a folder without a recipe: a leftover of a kill in `start`,
+        or empty.
+        """
         if path in (self.checkpoints, self.best, self.final):
             return os.path.isdir(path) and set(os.listdir(path)) <= {_NONE_YET}
         return path.name in (".lock", "lost+found") or bool(_LEFTOVER_FILE.fullmatch(path.name))
 
     def _check_folders(self) -> None:
-        """Raises RunFolderError if a folder of the run is a link or a mount that cannot be written through."""
+        """Raises RunFolderError if a folder of the run is a link or a mount that cannot be
+        written through.
+        """
         for folder in (self.checkpoints, self.best, self.final, self.trackers):
             target = Path(os.path.realpath(folder))
             if os.path.lexists(folder) and not os.path.isdir(folder):
@@ -116,19 +119,25 @@ class RunFolder:
                     raise RunFolderError(f"{folder}: is a file; move it away")
                 if not os.path.lexists(old_of(target)):  # `lock` restores it
                     raise RunFolderError(
-                        f"{folder}: is a link to {target}, and there is no such folder; if it is on a volume that is "
-                        "not mounted, mount it; else remove the link"
+                        f"{folder}: is a link to {target}, and there is no such folder; if it is "
+                        "on a volume that is not mounted, mount it; else remove the link"
                     )
             if folder in (self.best, self.final) and os.path.isdir(folder):
                 names = os.listdir(folder)
-                if folder.is_symlink() and names and not any(name in names for name in _MODEL_FILES):
+                if (
+                    folder.is_symlink()
+                    and names
+                    and not any(name in names for name in _MODEL_FILES)
+                ):
                     raise RunFolderError(
-                        f"{folder}: is a link to {target}, which is not a model folder; link an empty folder"
+                        f"{folder}: is a link to {target}, which is not a model folder; link an "
+                        "empty folder"
                     )
                 if os.path.ismount(target) or not os.access(target.parent, os.W_OK):
                     raise RunFolderError(
-                        f"{folder}: models replace it in one rename, for which {target.parent} must be writable and "
-                        f"{target} not a mount point; link a folder inside the volume"
+                        f"{folder}: models replace it in one rename, for which {target.parent} "
+                        f"must be writable and {target} not a mount point; link a folder inside "
+                        "the volume"
                     )
 
     def _progress(self) -> str:
@@ -136,33 +145,46 @@ class RunFolder:
         if (self.checkpoints / _NONE_YET).exists():
             return ""
         found = [f"{folder.name}/" for folder in (self.best, self.final) if self._is_there(folder)]
-        if self.metrics.is_file() and (steps := re.findall(rb'"step": ([1-9]\d*)', self.metrics.read_bytes())):
+        if self.metrics.is_file() and (
+            steps := re.findall(rb'"step": ([1-9]\d*)', self.metrics.read_bytes())
+        ):
             found.append(f"metrics up to step {max(map(int, steps)):,}")
         return ", ".join(found)
 
     def _is_there(self, model_folder: Path) -> bool:
         target = Path(os.path.realpath(model_folder))
-        return os.path.lexists(old_of(target)) or (os.path.isdir(target) and bool(os.listdir(target)))
+        return os.path.lexists(old_of(target)) or (
+            os.path.isdir(target) and bool(os.listdir(target))
+        )
 
-    def changes(self, config: Config) -> list[str]:
-        """Differences of `config` from the run's recipe, as `key: before -> now`.
-
-        Raises RunFolderError if they make it another experiment: another model, text, order or step.
-        """
+    def differences(self, config: Config) -> list[str]:
+        """Differences of `config` from the run's recipe, as `key: before -> now`."""
         before = load_config(self.recipe)
         auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
         different = [
             key
             for key in KNOBS
-            if get_value(before, key) != get_value(config, key) and (key, get_value(config, key)) != auto
+            if get_value(before, key) != get_value(config, key)
+            and (key, get_value(config, key)) != auto
         ]
         lines = [
-            f"{key}: {get_value(before, key)} -> {get_value(config, key)}" for key in different if key != "data.source"
+            (f"{key}: {get_value(before, key)} -> {get_value(config, key)}")
+            for key in different
+            if key != "data.source"
         ]
-        lines += source_changes(before.data, config.data)
+        return lines + source_changes(before.data, config.data)
+
+    def changes(self, config: Config) -> list[str]:
+        """The same for a run that is resumed.
+
+        Raises RunFolderError if they make it another experiment: another model, text, order or
+        step.
+        """
+        lines = self.differences(config)
         if other := [line for line in lines if is_fixed(line)]:
             raise RunFolderError(
-                f"{self.path}: --resume continues the same experiment, but the recipe has changed: {'; '.join(other)}"
+                f"{self.path}: --resume continues the same experiment, but the recipe has "
+                f"changed: {'; '.join(other)}"
             )
         return lines
 
@@ -178,7 +200,8 @@ class RunFolder:
         self._recipe_yaml = recipe_yaml
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
-            with written_whole(self.recipe) as partial:  # replaced last: it would not fit the old checkpoints
+            # replaced last: it would not fit the old checkpoints
+            with written_whole(self.recipe) as partial:
                 partial.write_text(recipe_yaml, encoding="utf-8")
                 (self.checkpoints / _NONE_YET).touch()
                 self._remove_run()
@@ -190,20 +213,25 @@ class RunFolder:
         for folder in (*self.checkpoint_folders(), *folders):
             for inside, _, _ in os.walk(folder):
                 if not os.access(inside, os.W_OK | os.X_OK):
-                    raise RunFolderError(f"{inside}: cannot be written, so the run in {self.path} cannot be removed")
+                    raise RunFolderError(
+                        f"{inside}: cannot be written, so the run in {self.path} cannot be removed"
+                    )
         try:
             for checkpoint in reversed(self.checkpoint_folders()):
                 remove_folder(checkpoint)
             for folder in folders:
                 _clear(folder)
-            older = self.path / "samples.md"  # of versions before 0.2
-            for file in (self.metrics, self.loss_plot, self.report, self.machine, older):
+            for file in (self.metrics, self.loss_plot, self.report, self.machine):
                 file.unlink(missing_ok=True)
         except OSError as error:
-            raise RunFolderError(f"{error.filename or self.path}: cannot be removed: {error.strerror}") from None
+            raise RunFolderError(
+                f"{error.filename or self.path}: cannot be removed: {error.strerror}"
+            ) from None
 
     def undo_start(self) -> None:
-        """Undo `start`, for a run that did not come to its first step; `unlock` then removes the folder."""
+        """Undo `start`, for a run that did not come to its first step; `unlock` then removes the
+        folder.
+        """
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # a link, or a folder with files of others, stays
             self.checkpoints.rmdir()
@@ -250,14 +278,14 @@ class RunFolder:
         try:
             return self._lock.acquire(timeout=0)
         except filelock.Timeout:
-            pid = _holder_of(self._lock_file)
-            process = f" (pid {pid})" if pid else ""
             raise RunFolderError(
-                f"{self.path}: another process is training in it{process}; wait for it to end"
+                f"{self.path}: another process is training in it; wait for it to end"
             ) from None
 
     def unlock(self) -> None:
-        """Release the lock if this object holds it, and remove a folder in which no run was started."""
+        """Release the lock if this object holds it, and remove a folder in which no run was
+        started.
+        """
         if not self._lock.is_locked:
             return
         self._lock.release()
@@ -269,7 +297,8 @@ class RunFolder:
 
     def checkpoint_folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        paths = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()  # hidden names come first
+        # hidden names come first
+        paths = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()
         by_step = {step_of(path): path for path in paths if _STEP.fullmatch(path.name)}
         return [by_step[step] for step in sorted(by_step)]
 
@@ -279,9 +308,10 @@ class RunFolder:
     def checkpoint_written(self, step: int, last_finite_step: int, keep: int) -> None:
         """Remove old checkpoints after that of `step` was written.
 
-        Keeps the `keep` newest, and the newest one after which a gradient was finite: later ones may hold weights that
-        have just diverged. Checkpoints of later steps are removed: they were damaged, or the run was rolled back.
-        A recipe that was removed while the run trains is written again, since a resume needs it.
+        Keeps the `keep` newest, and the newest one after which a gradient was finite: later ones
+        may hold weights that have just diverged. Checkpoints of later steps are removed: they
+        were damaged, or the run was rolled back. A recipe that was removed while the run trains
+        is written again, since a resume needs it.
         """
         if not self.recipe.exists():
             self.update_recipe(self._recipe_yaml)

@@ -1,4 +1,7 @@
-"""Identity of a run: the knobs that a resume may not change, and its data. Checkpoints record it."""
+"""Identity of a run: the knobs that a resume may not change, and its data.
+
+Checkpoints record it.
+"""
 
 import re
 from typing import TYPE_CHECKING, Any
@@ -10,52 +13,63 @@ from nanogpt_hf.runs.redact import redact, redact_tree
 if TYPE_CHECKING:
     from nanogpt_hf.data.manifest import Manifest
 
-_FIXED = ("model.", "data.", "optim.name", "train.seed", "train.tokens_per_step", "finetune.", "lora.", "rl.")
-_FREE = ("data.dir", "data.num_proc", "data.max_epochs", "data.streaming", "lora.merge")
+_FIXED = (
+    "model.",
+    "data.",
+    "optim.name",
+    "train.seed",
+    "train.tokens_per_step",
+    "finetune.",
+    "lora.",
+    "rl.",
+)
+_FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "lora.merge")
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
-_FREE += ("model.depth", "model.aspect_ratio")  # sizes that the dial chose are in the knobs that it sets
+# sizes that the dial chose are in the knobs that it sets
+_FREE += ("model.depth", "model.aspect_ratio")
 
 
 def is_fixed(key: str) -> bool:
-    """Whether a resumed run must have the knob's first value: those of model, data, order, optimizer, step and seed."""
+    """Whether a resumed run must have the knob's first value: those of model, data, order,
+    optimizer, step and seed.
+    """
     return key.startswith(_FIXED) and not key.startswith(_FREE)
 
 
 def run_identity(config: Config, manifest: "Manifest") -> dict[str, Any]:
-    """The fixed knobs and the data of a run. The tokens count, not the path of the text or of the prepared data."""
+    """The fixed knobs and the data of a run.
+
+    The tokens count, not the path of the text or of the prepared data.
+    """
     knobs = {key: get_value(config, key) for key in KNOBS if is_fixed(key) and key != "data.source"}
     knobs = redact_tree(knobs)  # a checkpoint may be shared
-    return {"knobs": knobs, "data": {"source": redact(source_text(config.data)), **manifest.content()}}
+    return {
+        "knobs": knobs,
+        "data": {"source": redact(source_text(config.data)), **manifest.content()},
+    }
 
 
-def differences(before: Any, now: dict[str, Any]) -> list[str]:
-    """Differences between the identity in a checkpoint and this run's, as `key: before -> now`.
-
-    Compares only what both of them have: older versions recorded less.
-    """
-    try:
-        lines = [
-            f"{key}: {before['knobs'][key]} -> {value}"
-            for key, value in now["knobs"].items()
-            if key in before["knobs"] and before["knobs"][key] != value
-        ]
-        old, new = before["data"], now["data"]
-        known = [name for name in new if None not in (old.get(name), new[name])]
-        changed = {name for name in known if old[name] != new[name]} - {"source"}
-        if "weights" in changed:
-            lines.append(f"data.source: weights {old['weights']} -> {new['weights']}")
-            changed.remove("weights")
-        tokenizer = changed & {"tokenizer_hash", "vocab_size"}
-        if tokenizer:
-            lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")
-            changed &= {"revision"}  # another tokenizer alone changes the ids
-        elif {"train sha256", "validation sha256"} <= set(known):
-            changed.discard("revision")  # the same tokens, from files that are split or stored differently
-        if changed - tokenizer:
-            lines.append(f"text: {_text(old)} -> {_text(new)}")
-        return lines
-    except (TypeError, KeyError, AttributeError, ValueError):
-        return ["its record of the run cannot be read"]
+def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Differences between the identity in a checkpoint and this run's, as `key: before -> now`."""
+    lines = [
+        f"{key}: {old} -> {value}"
+        for key, value in now["knobs"].items()
+        if (old := before["knobs"].get(key, KNOBS[key].default)) != value
+    ]
+    old, new = before["data"], now["data"]
+    changed = {name for name in new if old.get(name) != new[name]} - {"source"}
+    if "weights" in changed:
+        lines.append(f"data.source: weights {old.get('weights')} -> {new['weights']}")
+        changed.remove("weights")
+    tokenizer = changed & {"tokenizer_hash", "vocab_size"}
+    if tokenizer:
+        lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")
+        changed &= {"revision"}  # another tokenizer alone changes the ids
+    elif new.get("train sha256"):  # the same tokens, from files that are split or stored otherwise
+        changed.discard("revision")
+    if changed:
+        lines.append(f"text: {_text(old)} -> {_text(new)}")
+    return lines
 
 
 def _tokenizer(data: dict[str, Any]) -> str:
@@ -63,7 +77,7 @@ def _tokenizer(data: dict[str, Any]) -> str:
 
 
 def _text(data: dict[str, Any]) -> str:
-    # of reinforcement learning it has a digest of the questions and one of the reward file
+    # reinforcement learning adds a digest of the questions and one of the reward file
     revision = re.sub(r"sha256:(\w{8})\w*", r"sha256 \1", data["revision"])
     tokens = f"{data['train tokens']:,} + {data['validation tokens']:,} tokens"
     return f"{data['source']} ({revision}, {tokens})"

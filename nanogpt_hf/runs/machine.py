@@ -33,7 +33,9 @@ def versions() -> dict[str, str]:
 
 @functools.cache
 def code_version() -> str:
-    """`0.1.0`; from a git checkout such as `0.1.0 (commit 1a2b3c4d5e6f, dirty)`: dirty means uncommitted code."""
+    """`0.1.0`; from a git checkout such as `0.1.0 (commit 1a2b3c4d5e6f, dirty)`: dirty means
+    uncommitted code.
+    """
     checkout = Path(nanogpt_hf.__file__).resolve().parents[1]
     if not (checkout / ".git").exists():  # a parent folder may be another project's checkout
         return __version__
@@ -47,7 +49,11 @@ def code_version() -> str:
 
 def _git(folder: Path, *arguments: str) -> str:
     done = subprocess.run(
-        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, timeout=10, check=True
+        ["git", "-C", str(folder), *arguments],
+        capture_output=True,
+        text=True,
+        timeout=10,
+        check=True,
     )
     return done.stdout.strip()
 

@@ -1,6 +1,5 @@
 """machine.json: one entry per start of a run, with host, device, versions and command."""
 
-import contextlib
 import json
 import logging
 import shlex
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.cpu import allowed_cores, stated_threads
+from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.redact import redact
@@ -42,11 +42,13 @@ def describe_start(*, step: int, processes: int, precision: str, device: str) ->
 
 
 def read_starts(run: RunFolder) -> list[dict[str, Any]]:
-    """The starts of a run, oldest first; none if machine.json is missing or invalid."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
-        starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
-        return [start for start in starts if isinstance(start, dict)]
-    return []
+    """The starts of a run, oldest first; none if machine.json is missing."""
+    if not run.machine.is_file():
+        return []
+    try:
+        return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+    except (ValueError, KeyError):
+        raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
 
 
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:
@@ -57,19 +59,22 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
 
 
 def restore_threads(run: RunFolder, local_world_size: int) -> None:
-    """Compute with as many CPU threads as the run did at its last start: their number decides the last bits of a sum.
+    """Compute with as many CPU threads as the run did at its last start: their number decides the
+    last bits of a sum.
 
-    A number that the user states wins, and so does the machine if it has fewer cores; a difference is logged.
+    A number that the user states wins, and so does the machine if it has fewer cores; a
+    difference is logged.
     """
     import torch
 
-    before = (read_starts(run) or [{}])[-1].get("threads")
-    if type(before) is not int or before < 1:  # older versions recorded none
+    if not (starts := read_starts(run)):
         return
+    before = starts[-1]["threads"]
     if stated_threads(local_world_size) is None and before <= allowed_cores():
         torch.set_num_threads(before)
     if before != (now := torch.get_num_threads()):
         logger.warning(
-            f"CPU threads: {before} until now, {now} from here on: the run continues, but its losses will agree to "
-            f"rounding only, not bit for bit (OMP_NUM_THREADS={before} OMP_DYNAMIC=false keeps the number)"
+            f"CPU threads: {before} until now, {now} from here on: the run continues, but its "
+            f"losses will agree to rounding only, not bit for bit (OMP_NUM_THREADS={before} "
+            "OMP_DYNAMIC=false keeps the number)"
         )

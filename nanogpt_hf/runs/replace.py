@@ -1,4 +1,6 @@
-"""Replace and remove folders atomically: after a kill or a power cut the old or the new folder is there, complete."""
+"""Replace and remove folders atomically: after a kill or a power cut the old or the new folder
+is there, complete.
+"""
 
 import contextlib
 import os
@@ -17,20 +19,24 @@ def flush(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def replaced_folder(folder: Path) -> Iterator[Path]:
-    """Atomic write: yield an empty hidden folder that replaces `folder` if the block ends without an error.
+def replaced_folder(folder: Path, *, filled: bool = False) -> Iterator[Path]:
+    """Atomic write: yield an empty hidden folder that replaces `folder` if the block ends without
+    an error.
 
-    The old folder is renamed first and removed last. After a kill between the two renames, `restore_folder` brings it
-    back. After an error nothing has changed.
+    With `filled` the hidden folder is there already, and may have files.
+    The old folder is renamed first and removed last. After a kill between the two renames,
+    `restore_folder` brings it back. After an error nothing has changed.
     """
-    restore_folder(folder)
     partial, old = partial_of(folder), old_of(folder)
     try:
-        partial.mkdir(parents=True)
+        if not filled:
+            restore_folder(folder)
+            partial.mkdir(parents=True)
         yield partial
         for path in (*partial.rglob("*"), partial):
             flush(path)
         if os.path.lexists(folder):
+            remove(old)
             folder.rename(old)
         partial.rename(folder)
         flush(folder.parent)
@@ -52,7 +58,10 @@ def restore_folder(folder: Path) -> None:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder atomically: it is renamed first, so that it is never seen incomplete. Removes a link only."""
+    """Remove a folder atomically: it is renamed first, so that it is never seen incomplete.
+
+    Removes a link only.
+    """
     partial = partial_of(folder)
     remove(partial)
     folder.rename(partial)

@@ -1,14 +1,15 @@
-"""Tensors in safetensors files: written in chunks, read by slices, whole or split over several files by ranks.
+"""Tensors in safetensors files: written in chunks, read by slices, whole or split over several
+files by ranks.
 
-A file that holds a part of a tensor states the tensor's shape and the part's offset in the file's metadata, as JSON
-under `slices`. All other tensors are whole, so files of one process are plain safetensors.
+A file that holds a part of a tensor states the tensor's shape and the part's offset in the
+file's metadata, as JSON under `slices`. All other tensors are whole, so files of one process are
+plain safetensors.
 """
 
 import hashlib
 import json
 import os
-from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -16,7 +17,8 @@ import torch
 from safetensors import safe_open
 
 _CHUNK = 2**22  # bytes written at a time
-_SERIAL = 2**15  # values per operation: torch starts no threads below that, which would compete with the training
+# values per operation: torch starts no threads below that, which would compete with the training
+_SERIAL = 2**15
 _SLICES = "slices"
 _DTYPES = {
     "F64": torch.float64,
@@ -33,6 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
+Layout = dict[str, tuple[tuple[int, ...], torch.dtype]]  # name -> shape, dtype
 
 
 class Box(NamedTuple):
@@ -58,46 +61,45 @@ class NotFiniteError(ValueError):
     """A tensor has an infinite or NaN value; the message is its name."""
 
 
-class WrittenFile(NamedTuple):
-    sha256: str
-    size: int
-
-
 def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether a tensor on the CPU has no infinite and no NaN value, computed in the calling thread only."""
+    """Whether a tensor on the CPU has no infinite and no NaN value, computed in the calling
+    thread only.
+    """
     if not tensor.is_floating_point() or tensor.element_size() == 1:
         return True
     return all(bool(chunk.isfinite().all()) for chunk in tensor.reshape(-1).split(_SERIAL))
 
 
-def write_tensors(path: Path, parts: Mapping[str, Part]) -> WrittenFile:
-    """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum and size.
+def write_tensors(path: Path, parts: Mapping[str, Part]) -> str:
+    """Write parts of tensors as a safetensors file and flush it to the disk; return its checksum.
 
-    Holds Python's global lock only briefly, so that it does not delay another thread. Raises NotFiniteError before it
-    writes a tensor with an infinite or NaN value.
+    Holds Python's global lock only briefly, so that it does not delay another thread. Raises
+    NotFiniteError before it writes a tensor with an infinite or NaN value.
     """
-    parts = dict(sorted(parts.items(), key=lambda item: (-item[1].values.element_size(), item[0])))  # keeps alignment
+    # the order keeps values aligned
+    parts = dict(sorted(parts.items(), key=lambda item: (-item[1].values.element_size(), item[0])))
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    slices = {
-        n: {"shape": part.shape, "offset": part.box.offset} for n, part in parts.items() if part.box.shape != part.shape
-    }
-    if slices:
+    cut = {name: part for name, part in parts.items() if part.box.shape != part.shape}
+    if cut:
+        slices = {name: {"shape": p.shape, "offset": p.box.offset} for name, p in cut.items()}
         header["__metadata__"][_SLICES] = json.dumps(slices)
     end = 0
     for name, part in parts.items():
         start, end = end, end + part.values.nbytes
-        header[name] = {"dtype": _CODES[part.values.dtype], "shape": part.box.shape, "data_offsets": [start, end]}
+        dtype = _CODES[part.values.dtype]
+        header[name] = {"dtype": dtype, "shape": part.box.shape, "data_offsets": [start, end]}
     head = json.dumps(header, separators=(",", ":")).encode()
     head += b" " * (-len(head) % 8)
-    digest, size = hashlib.sha256(), 0
+    digest = hashlib.sha256()
     with path.open("wb", buffering=0) as file:
         for data in _contents(len(head).to_bytes(8, "little") + head, parts):
             digest.update(data)
-            size += len(data)
             while data:
                 data = data[file.write(data) :]
         os.fsync(file.fileno())
-    return WrittenFile(digest.hexdigest(), size)
+    if path.stat().st_size != 8 + len(head) + end:
+        raise OSError(f"{path.name} is not complete")
+    return digest.hexdigest()
 
 
 def _contents(head: bytes, parts: Mapping[str, Part]) -> Iterator[memoryview]:
@@ -112,50 +114,22 @@ def _chunks(data: memoryview) -> Iterator[memoryview]:
     return (data[start : start + _CHUNK] for start in range(0, len(data), _CHUNK))
 
 
-def _cover(shape: tuple[int, ...], boxes: Iterable[Box]) -> bool:
-    """Whether boxes cover a tensor of `shape`, each of its values once."""
-    ranges = [[(at, at + n) for at, n in zip(*box, strict=True)] for box in boxes]
-    edges = [sorted({0, size, *(edge for box in ranges for edge in box[axis])}) for axis, size in enumerate(shape)]
-    times = torch.zeros([len(one) - 1 for one in edges], dtype=torch.int64)  # one value per cell between the edges
-    for box in ranges:
-        cells = ((bisect_left(one, edge) for edge in ends) for one, ends in zip(edges, box, strict=True))
-        times[tuple(slice(*ends) for ends in cells)] += 1
-    return bool((times == 1).all())
-
-
 class TensorFiles(Mapping[str, torch.Tensor]):
-    """The tensors of one or several files by name; each is read when it is asked for.
-
-    Raises ValueError, OSError or SafetensorError if a file is damaged or parts of a tensor are missing.
-    """
+    """The tensors of one or several files by name; each is read when it is asked for."""
 
     def __init__(self, paths: list[Path]):
-        self.layout: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        self._parts: dict[str, dict[Box, Any]] = {}
+        self.layout: Layout = {}
+        self._parts: dict[str, dict[Box, Any]] = {}  # the files that have them
         for path in paths:
             file: Any = safe_open(path, "pt")
             slices = json.loads((file.metadata() or {}).get(_SLICES, "{}"))
             for name in file.keys():  # noqa: SIM118  (not a mapping)
-                self._add(name, file, slices.get(name))
-        for name, (shape, _) in self.layout.items():
-            if not _cover(shape, self._parts[name]):
-                raise ValueError(f"parts of {name} are missing or overlap")
+                saved = file.get_slice(name)
+                size = tuple(saved.get_shape())
+                place = slices.get(name, {"shape": size, "offset": (0,) * len(size)})
+                self.layout[name] = tuple(place["shape"]), _DTYPES[saved.get_dtype()]
+                self._parts.setdefault(name, {})[Box(tuple(place["offset"]), size)] = file
         self.layout = dict(sorted(self.layout.items()))
-
-    def _add(self, name: str, file: Any, place: Any) -> None:
-        saved = file.get_slice(name)
-        size, dtype = tuple(saved.get_shape()), _DTYPES.get(saved.get_dtype())
-        if dtype is None:
-            raise ValueError(f"{name} has the dtype {saved.get_dtype()}")
-        shape, offset = (size, (0,) * len(size)) if place is None else (tuple(place["shape"]), tuple(place["offset"]))
-        if not (len(shape) == len(offset) == len(size)) or not all(
-            type(n) is int and type(at) is int and 0 <= at <= at + part <= n
-            for n, at, part in zip(shape, offset, size, strict=True)
-        ):
-            raise ValueError(f"{name} is no part of a tensor of its shape")
-        if self.layout.setdefault(name, (shape, dtype)) != (shape, dtype):
-            raise ValueError(f"parts of {name} differ in shape or dtype")
-        self._parts.setdefault(name, {})[Box(offset, size)] = file
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.layout)
@@ -168,19 +142,16 @@ class TensorFiles(Mapping[str, torch.Tensor]):
         return self.read(name, Box((0,) * len(shape), shape))
 
     def read(self, name: str, box: Box) -> torch.Tensor:
-        """A part of a tensor, from the files that hold it."""
+        """A part of a tensor, from the files that have it."""
         if file := self._parts[name].get(box):
             return file.get_tensor(name)
         values = torch.empty(box.shape, dtype=self.layout[name][1])
         for saved, file in self._parts[name].items():
-            starts = [max(a, b) for a, b in zip(saved.offset, box.offset, strict=True)]
-            ends = [
-                min(a + m, b + n) for a, m, b, n in zip(saved.offset, saved.shape, box.offset, box.shape, strict=True)
-            ]
-            if all(start < end for start, end in zip(starts, ends, strict=True)):
-                source, target = (
-                    tuple(slice(s - at, e - at) for s, e, at in zip(starts, ends, part.offset, strict=True))
-                    for part in (saved, box)
-                )
-                values[target] = file.get_slice(name)[source]
+            source, target = [], []
+            for a, m, b, n in zip(saved.offset, saved.shape, box.offset, box.shape, strict=True):
+                start, end = max(a, b), min(a + m, b + n)
+                source.append(slice(start - a, max(start, end) - a))
+                target.append(slice(start - b, max(start, end) - b))
+            if all(part.start < part.stop for part in source):
+                values[tuple(target)] = file.get_slice(name)[tuple(source)]
         return values

@@ -1,1 +1,3 @@
-"""An OpenAI-compatible server for one model: requests, the generation thread, routes, and a chat page."""
+"""An OpenAI-compatible server for one model: requests, the generation thread, routes, and a chat
+page.
+"""

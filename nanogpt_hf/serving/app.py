@@ -1,7 +1,7 @@
 """The routes of the server: OpenAI's models, completions and chat completions, and a chat page.
 
-The event loop parses, encodes and decodes, so that only one thread uses the tokenizer; the scheduler's thread runs the
-model. Of a request only its sizes are logged.
+The event loop parses, encodes and decodes, so that only one thread uses the tokenizer; the
+scheduler's thread runs the model. Of a request only its sizes are logged.
 """
 
 import asyncio
@@ -31,7 +31,8 @@ from nanogpt_hf.serving.scheduler import ShuttingDown
 
 MAX_BODY = 2**20  # bytes of a request
 _BODY_SECONDS = 30  # to send a body
-_DEFAULT_MAX_TOKENS = 16  # of completions, as in OpenAI's API; chat completions may fill the context
+# for completions, as in OpenAI's API; chat completions may fill the context
+_DEFAULT_MAX_TOKENS = 16
 _log = logging.getLogger(__name__)
 
 
@@ -39,7 +40,9 @@ class EventStream(StreamingResponse):
     """A response of server-sent events that cancels its generation however it ends."""
 
     def __init__(self, events: AsyncIterator[str], generation: Generation, headers: dict[str, str]):
-        super().__init__(events, headers={"Cache-Control": "no-store", **headers}, media_type="text/event-stream")
+        super().__init__(
+            events, headers={"Cache-Control": "no-store", **headers}, media_type="text/event-stream"
+        )
         self._generation = generation
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -50,7 +53,7 @@ class EventStream(StreamingResponse):
 
 
 def _error_of(error: Exception) -> ApiError:
-    """What the client gets for an error during generation; the reason of a bug is for the log only."""
+    """What the client gets for an error during generation; a bug's reason is only logged."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, ShuttingDown):
@@ -63,8 +66,12 @@ def _error_of(error: Exception) -> ApiError:
 
 async def _read_body(request: HTTPRequest) -> bytes:
     """The body of a POST. Raises ApiError if it is too large, too slow or not declared as JSON."""
-    # A page of another site can send a form or plain text to this server without asking, but not JSON.
-    if request.headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+    # A page of another site can send a form or plain text to this server without asking, but not
+    # JSON.
+    if (
+        request.headers.get("content-type", "").partition(";")[0].strip().lower()
+        != "application/json"
+    ):
         raise ApiError(415, "the header Content-Type must be application/json")
     body = bytearray()
     try:
@@ -72,7 +79,9 @@ async def _read_body(request: HTTPRequest) -> bytes:
             async for part in request.stream():
                 body += part
                 if len(body) > MAX_BODY:
-                    raise ApiError(413, f"the body is larger than this server's limit of {MAX_BODY:,} bytes")
+                    raise ApiError(
+                        413, f"the body is larger than this server's limit of {MAX_BODY:,} bytes"
+                    )
     except TimeoutError:
         raise ApiError(408, f"the body took more than {_BODY_SECONDS} seconds") from None
     return bytes(body)
@@ -109,7 +118,9 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
     """The response to a request for completions: JSON, or a stream of server-sent events."""
     request = parse_request(await _read_body(http), served.name, chat)
     prompts, dropped = served.encode(request)
-    generation = Generation(served, request, prompts, served.context if chat else _DEFAULT_MAX_TOKENS)
+    generation = Generation(
+        served, request, prompts, served.context if chat else _DEFAULT_MAX_TOKENS
+    )
     kind = "chat.completion" if chat else "text_completion"
     head = {
         "id": f"{'chatcmpl' if chat else 'cmpl'}-{uuid.uuid4().hex}",
@@ -119,20 +130,31 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
     }
     headers = {"X-Dropped-Messages": str(dropped)} if request.truncate else {}
     if request.stream:
-        return EventStream(_events(generation, head, chat, request.include_usage), generation, headers)
+        return EventStream(
+            _events(generation, head, chat, request.include_usage), generation, headers
+        )
     texts = await _unless_disconnected(http, generation)
     choices = []
     for index, (choice, text) in enumerate(zip(generation.choices, texts, strict=True)):
-        answer = {"message": {"role": "assistant", "content": text, "refusal": None}} if chat else {"text": text}
-        choices.append({"index": index, **answer, "logprobs": None, "finish_reason": choice.finish_reason})
+        answer = (
+            {"message": {"role": "assistant", "content": text, "refusal": None}}
+            if chat
+            else {"text": text}
+        )
+        choices.append(
+            {"index": index, **answer, "logprobs": None, "finish_reason": choice.finish_reason}
+        )
     return JSONResponse({**head, "choices": choices, "usage": generation.usage()}, headers=headers)
 
 
-async def _events(generation: Generation, head: dict[str, Any], chat: bool, include_usage: bool) -> AsyncIterator[str]:
+async def _events(
+    generation: Generation, head: dict[str, Any], chat: bool, include_usage: bool
+) -> AsyncIterator[str]:
     """The server-sent events of a stream."""
 
     def event(choices: list[dict[str, Any]], usage: dict[str, int] | None = None) -> str:
-        return f"data: {json.dumps({**head, 'choices': choices} | ({'usage': usage} if include_usage else {}))}\n\n"
+        fields = {**head, "choices": choices} | ({"usage": usage} if include_usage else {})
+        return f"data: {json.dumps(fields)}\n\n"
 
     def chunk(index: int, text: str | None, finish_reason: str | None = None, **delta: str) -> str:
         if text is not None:
@@ -169,7 +191,9 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
 
     async def model(http: HTTPRequest) -> Response:
         if http.path_params["name"] != served.name:
-            raise ApiError(404, f"this server has the model {served.name!r} only", "model", "model_not_found")
+            raise ApiError(
+                404, f"this server has the model {served.name!r} only", "model", "model_not_found"
+            )
         return JSONResponse(served.entry())
 
     async def answered(http: HTTPRequest, chat: bool) -> Response:
@@ -196,8 +220,13 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
 
     async def http_error(http: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = f"{http.method} {http.url.path:.100}: {error.detail}; the API is under /v1, the chat page at /"
-        return JSONResponse(ApiError(error.status_code, message).body(), error.status_code, error.headers)
+        message = (
+            f"{http.method} {http.url.path:.100}: {error.detail}; the API is under /v1, the "
+            "chat page at /"
+        )
+        return JSONResponse(
+            ApiError(error.status_code, message).body(), error.status_code, error.headers
+        )
 
     return Starlette(
         routes=[

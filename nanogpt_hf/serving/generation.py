@@ -1,4 +1,6 @@
-"""What the server generates: the model it serves, the sequences of a request, and their text as it arrives."""
+"""What the server generates: the model it serves, the sequences of a request, and their text as
+it arrives.
+"""
 
 import asyncio
 import logging
@@ -31,7 +33,13 @@ _log = logging.getLogger(__name__)
 class Served:
     """The model that is served, and the sequences of all requests."""
 
-    def __init__(self, name: str, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, scheduler: Scheduler):
+    def __init__(
+        self,
+        name: str,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        scheduler: Scheduler,
+    ):
         self.name, self.model, self.tokenizer, self.scheduler = name, model, tokenizer, scheduler
         self.chat = ChatFormat(tokenizer) if tokenizer.chat_template else None
         self.end_ids = end_ids_of(model)
@@ -43,10 +51,18 @@ class Served:
     def entry(self) -> dict[str, Any]:
         """The model in the list of models; `max_model_len` and `chat` are not in OpenAI's API."""
         about = {"max_model_len": self.context, "chat": self.chat is not None}
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "nanogpt_hf", **about}
+        return {
+            "id": self.name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "nanogpt_hf",
+            **about,
+        }
 
     def encode(self, request: Request) -> tuple[list[list[int]], int]:
-        """The prompt ids of each prompt, and the number of messages that were dropped to fit the context."""
+        """The prompt ids of each prompt, and the number of messages that were dropped to fit the
+        context.
+        """
         if request.messages:
             return self._encode_messages(request)
         try:
@@ -59,7 +75,10 @@ class Served:
 
     def _encode_messages(self, request: Request) -> tuple[list[list[int]], int]:
         if not self.chat:
-            reason = "its tokenizer has no chat template, so it was not trained to chat; use /v1/completions"
+            reason = (
+                "its tokenizer has no chat template, so it was not trained to chat; use "
+                "/v1/completions"
+            )
             raise ApiError(400, f"{self.name}: {reason}", "messages")
         kept = request.messages
         try:
@@ -70,7 +89,7 @@ class Served:
                 ids = encode_messages(self.chat, request.messages)
         except DataError as error:
             raise ApiError(400, f"messages: {error}", "messages") from None
-        except ValueError as error:  # of encode_chat
+        except ValueError as error:  # from encode_chat
             raise self._too_long(error, "messages") from None
         self._check_length(ids, "messages")
         return [ids], len(request.messages) - len(kept)
@@ -99,14 +118,18 @@ class Choice:
             text += self._stop.end()
         if stopped or token is None:
             self.finish_reason = "length" if self.length == self.limit and not stopped else "stop"
-            self.job.cancelled = True
+            self.job.canceled = True
         return text
 
 
 class Generation:
-    """The sequences of one request, generated from its creation until all have ended or `cancel`."""
+    """The sequences of one request, generated from its creation until all have ended or
+    `cancel`.
+    """
 
-    def __init__(self, served: Served, request: Request, prompts: list[list[int]], default_max_tokens: int):
+    def __init__(
+        self, served: Served, request: Request, prompts: list[list[int]], default_max_tokens: int
+    ):
         self._served, self._items = served, asyncio.Queue[tuple[int, Any]]()
         self.prompt_tokens, self.choices = sum(map(len, prompts)), list[Choice]()
         count = len(prompts) * request.n
@@ -135,7 +158,9 @@ class Generation:
             served.scheduler.submit(choice.job)
 
     async def pieces(self) -> AsyncIterator[tuple[int, str] | None]:
-        """(index of a choice, its next text), until all have a finish reason; None for a while without any."""
+        """(index of a choice, its next text), until all have a finish reason; None for a while
+        without any.
+        """
         while not all(choice.finish_reason for choice in self.choices):
             try:
                 index, item = await asyncio.wait_for(self._items.get(), ALIVE_SECONDS)
@@ -164,9 +189,13 @@ class Generation:
             "" if ended else "; not finished",
         )
         for choice in self.choices:
-            choice.job.cancelled = True
+            choice.job.canceled = True
 
     def usage(self) -> dict[str, int]:
         completion = sum(choice.length for choice in self.choices)
         total = self.prompt_tokens + completion
-        return {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion, "total_tokens": total}
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": completion,
+            "total_tokens": total,
+        }

@@ -1,6 +1,7 @@
 """Parse and check the requests of OpenAI's API, and its error objects."""
 
 import json
+import re
 import secrets
 from dataclasses import dataclass
 from typing import Any
@@ -10,7 +11,8 @@ from nanogpt_hf.errors import did_you_mean
 MAX_CHOICES = 16  # sequences per request
 _MAX_STOPS, _MAX_STOP_LENGTH = 4, 1000
 
-# Name -> type and inclusive bounds. `max_completion_tokens` is the newer name of `max_tokens` in chat completions.
+# Name -> type and inclusive bounds. `max_completion_tokens` is the newer name of `max_tokens` in
+# chat completions.
 _NUMBERS: dict[str, tuple[type, float, float]] = {
     "temperature": (float, 0, 2),
     "top_p": (float, 0, 1),
@@ -19,9 +21,10 @@ _NUMBERS: dict[str, tuple[type, float, float]] = {
     "n": (int, 1, MAX_CHOICES),
     "max_tokens": (int, 1, 2**31),
 }
-_FLAGS = ("stream",)
-_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")  # no effect on text
-# Parameters of the API that are not supported, and the values that are accepted because they change nothing.
+# no effect on text
+_IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
+# Parameters of the API that are not supported, and the values that are accepted because they change
+# nothing.
 _UNSUPPORTED: dict[str, tuple[object, ...]] = {
     "logprobs": (False,),
     "top_logprobs": (),
@@ -42,7 +45,9 @@ _UNSUPPORTED: dict[str, tuple[object, ...]] = {
 class ApiError(Exception):
     """An error that the client gets: an HTTP status, and the fields of OpenAI's error object."""
 
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None):
+    def __init__(
+        self, status: int, message: str, param: str | None = None, code: str | None = None
+    ):
         super().__init__(message)
         self.status, self.param, self.code = status, param, code
 
@@ -52,6 +57,11 @@ class ApiError(Exception):
         texts = (str(self), self.param)
         message, param = (text and text.encode(errors="replace").decode() for text in texts)
         return {"error": {"message": message, "type": kind, "param": param, "code": self.code}}
+
+
+def _wrong(name: str, problem: str) -> ApiError:
+    """The error for a parameter, or for a part of it such as messages[0].role."""
+    return ApiError(400, f"{name}: {problem}", re.split(r"[\[.]", name)[0])
 
 
 @dataclass(frozen=True)
@@ -73,9 +83,10 @@ class Request:
 
 
 def parse_request(body: bytes, model: str, chat: bool) -> Request:
-    """The request in a JSON body. Raises ApiError with the parameter's name for anything wrong in it.
+    """The request in a JSON body. Raises ApiError with the name of a wrong parameter.
 
-    `model` is the name of the model that is served; a request may leave it out. null means the default.
+    `model` is the name of the model that is served; a request may leave it out. null means the
+    default.
     """
     try:
         tree = json.loads(body)
@@ -86,25 +97,33 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
     given = {name: value for name, value in tree.items() if value is not None}
     text = "messages" if chat else "prompt"
     more = ("max_completion_tokens", "truncation") if chat else ()
-    known = {"model", text, "stop", "stream_options", *_NUMBERS, *_FLAGS, *_IGNORED, *_UNSUPPORTED, *more}
+    known = {"model", text, "stop", "stream", "stream_options", *more}
+    known |= {*_NUMBERS, *_IGNORED, *_UNSUPPORTED}
     for name in given.keys() - known:
-        raise ApiError(400, f"{name:.100}: unknown parameter{did_you_mean(name[:100], known)}", name[:100])
+        raise _wrong(name[:100], f"unknown parameter{did_you_mean(name[:100], known)}")
     if given.get("model", model) != model:
         message = f"model: {_short(given['model'])} does not exist; this server has {model!r} only"
         raise ApiError(404, message, "model", "model_not_found")
     for name, values in _UNSUPPORTED.items():
         value = given.get(name)
         if value is not None and not any(type(value) is type(v) and value == v for v in values):
-            raise ApiError(400, f"{name}: this server does not support it; leave it out", name, "unsupported_parameter")
+            raise ApiError(
+                400,
+                f"{name}: this server does not support it; leave it out",
+                name,
+                "unsupported_parameter",
+            )
     if text not in given:
-        raise ApiError(400, f"{text}: is missing", text)
+        raise _wrong(text, "is missing")
     if "max_completion_tokens" in given:
         given["max_tokens"] = _number(given, "max_completion_tokens")
     numbers = {name: _number(given, name) for name in _NUMBERS}
     seed = numbers["seed"]
     return Request(
         messages=_messages(given["messages"]) if chat else [],
-        prompts=[] if chat else _texts(given["prompt"], "prompt", MAX_CHOICES // (numbers["n"] or 1)),
+        prompts=[]
+        if chat
+        else _texts(given["prompt"], "prompt", MAX_CHOICES // (numbers["n"] or 1)),
         truncate=_one_of(given, "truncation", ("disabled", "auto")) == "auto",
         temperature=1.0 if numbers["temperature"] is None else numbers["temperature"],
         top_p=numbers["top_p"],
@@ -124,27 +143,26 @@ def _short(value: object) -> str:
 
 def _text(text: object, name: str) -> str:
     """`text` if it is text that a tokenizer can read; else raises ApiError."""
-    param = name.partition("[")[0]
     if not isinstance(text, str):
-        raise ApiError(400, f"{name}: expected text, got {_short(text)}", param)
+        raise _wrong(name, f"expected text, got {_short(text)}")
     if not text.isascii() and text != text.encode(errors="replace").decode():
-        raise ApiError(400, f"{name}: holds half of a surrogate pair, which is no character", param)
+        raise _wrong(name, "holds half of a surrogate pair, which is no character")
     return text
 
 
 def _texts(value: object, name: str, limit: int) -> list[str]:
     texts = value if isinstance(value, list) else [value]
     if not texts or (isinstance(texts[0], int | list)):
-        raise ApiError(400, f"{name}: expected text or a list of texts, got {_short(value)}", name)
+        raise _wrong(name, f"expected text or a list of texts, got {_short(value)}")
     if len(texts) > limit:
-        raise ApiError(400, f"{name}: {len(texts)} texts are more than this server's limit of {limit}", name)
+        raise _wrong(name, f"{len(texts)} texts are more than this server's limit of {limit}")
     return [_text(text, name) for text in texts]
 
 
 def _stops(value: object) -> list[str]:
     stops = _texts(value, "stop", _MAX_STOPS) if value != [] else []
     if any(not 0 < len(stop) <= _MAX_STOP_LENGTH for stop in stops):
-        raise ApiError(400, f"stop: expected texts of 1 to {_MAX_STOP_LENGTH} characters", "stop")
+        raise _wrong("stop", f"expected texts of 1 to {_MAX_STOP_LENGTH} characters")
     return stops
 
 
@@ -155,53 +173,54 @@ def _number(given: dict[str, Any], name: str) -> Any:
         return None
     is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ApiError(400, f"{name}: expected a number, got {_short(value)}", name)
+        raise _wrong(name, f"expected a number, got {_short(value)}")
     if kind is int and not is_whole:
-        raise ApiError(400, f"{name}: expected a whole number, got {_short(value)}", name)
+        raise _wrong(name, f"expected a whole number, got {_short(value)}")
     if not low <= value <= high:
-        raise ApiError(400, f"{name}: must be at least {low} and at most {high}, got {_short(value)}", name)
+        raise _wrong(name, f"must be at least {low} and at most {high}, got {_short(value)}")
     return kind(value)
 
 
 def _flag(given: dict[str, Any], name: str) -> bool:
     value = given.get(name, False)
     if not isinstance(value, bool):
-        raise ApiError(400, f"{name}: expected true or false, got {_short(value)}", name)
+        raise _wrong(name, f"expected true or false, got {_short(value)}")
     return value
 
 
 def _one_of(given: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
     value = given.get(name, values[0])
     if value not in values:
-        raise ApiError(400, f"{name}: expected {' or '.join(values)}, got {_short(value)}", name)
+        raise _wrong(name, f"expected {' or '.join(values)}, got {_short(value)}")
     return value
 
 
 def _include_usage(given: dict[str, Any]) -> bool:
     options = given.get("stream_options", {})
     if not isinstance(options, dict):
-        raise ApiError(400, f"stream_options: expected an object, got {_short(options)}", "stream_options")
+        raise _wrong("stream_options", f"expected an object, got {_short(options)}")
     return _flag(options, "include_usage")
 
 
 def _messages(value: object) -> list[dict[str, str]]:
     if not isinstance(value, list) or not value:
-        raise ApiError(
-            400, f"messages: expected a list of objects with role and content, got {_short(value)}", "messages"
-        )
+        expected = "expected a list of objects with role and content"
+        raise _wrong("messages", f"{expected}, got {_short(value)}")
     return [_message(message, f"messages[{number}]") for number, message in enumerate(value)]
 
 
 def _message(message: object, name: str) -> dict[str, str]:
     if not isinstance(message, dict):
-        raise ApiError(400, f"{name}: expected an object with role and content, got {_short(message)}", "messages")
+        raise _wrong(name, f"expected an object with role and content, got {_short(message)}")
     role = "system" if message.get("role") == "developer" else message.get("role")
     if role not in ("system", "user", "assistant"):
-        reason = f"expected system, user or assistant, got {_short(role)}"
-        raise ApiError(400, f"{name}.role: {reason}", "messages")
+        raise _wrong(f"{name}.role", f"expected system, user or assistant, got {_short(role)}")
     content = message.get("content")
     parts = content if isinstance(content, list) else [{"type": "text", "text": content}]
     for part in parts:
         if not isinstance(part, dict) or part.get("type") != "text":
-            raise ApiError(400, f"{name}.content: expected text, got {_short(part)}", "messages")
-    return {"role": role, "content": "".join(_text(part.get("text"), f"{name}.content") for part in parts)}
+            raise _wrong(f"{name}.content", f"expected text, got {_short(part)}")
+    return {
+        "role": role,
+        "content": "".join(_text(part.get("text"), f"{name}.content") for part in parts),
+    }

@@ -16,25 +16,31 @@ class ShuttingDown(Exception):  # noqa: N818  (the server was asked to end)
 
 
 class Job:
-    """A sequence: the steps of `generate_tokens`, and the queue in the event loop that receives its tokens.
+    """A sequence: the steps of `generate_tokens`, and the queue in the event loop that receives its
+    tokens.
 
     The queue gets (index, token), at the end (index, None), or (index, exception).
     """
 
-    def __init__(self, index: int, steps: Iterator[list[int | None]], receiver: "asyncio.Queue[tuple[int, object]]"):
-        self.cancelled = False
+    def __init__(
+        self,
+        index: int,
+        steps: Iterator[list[int | None]],
+        receiver: "asyncio.Queue[tuple[int, object]]",
+    ):
+        self.canceled = False
         self._index, self._steps, self._receiver = index, steps, receiver
         self._loop = asyncio.get_running_loop()
 
     def step(self) -> bool:
         """Generate one token and deliver it; returns whether there may be more."""
-        if self.cancelled:
+        if self.canceled:
             self._steps = iter(())  # frees the key-value cache
             return False
         item: object
         try:
             (item,) = next(self._steps, (None,))
-        except Exception as error:  # of this sequence; the others continue
+        except Exception as error:  # this sequence fails; the others continue
             item = error
         self.deliver(item)
         return isinstance(item, int)
@@ -47,20 +53,25 @@ class Job:
 class Scheduler(threading.Thread):
     """Generates the tokens of submitted jobs, one token of each active job in turn.
 
-    A sequence is computed alone, not in a batch with others: so its tokens are bit for bit those of `sample`.
+    A sequence is computed alone, not in a batch with others: so its tokens are bit for bit those
+    of `sample`.
     """
 
     def __init__(self, precision: Callable[[], AbstractContextManager]):
         super().__init__(name="generation", daemon=True)
         self._precision = precision  # autocast is a setting of a thread
-        self._submitted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()  # None only wakes the thread
+        # None only wakes the thread
+        self._submitted: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._closing = False
 
     def submit(self, job: Job) -> None:
         self._submitted.put(job)
 
     def close(self) -> None:
-        """End the thread; jobs that have not ended get ShuttingDown. May be called by a signal handler."""
+        """End the thread; jobs that have not ended get ShuttingDown.
+
+        May be called by a signal handler.
+        """
         self._closing = True
         self._submitted.put(None)
 

@@ -30,15 +30,22 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that accepts connections at once; port 0 is any free one. Raises UserError in one line."""
+    """A socket that accepts connections at once; port 0 is any free one.
+
+    Raises UserError in one line.
+    """
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         return socket.create_server(address[:2], family=family, backlog=_MAX_CONNECTIONS)
     except socket.gaierror as error:
-        raise UserError(f"--host: {host}: {error.strerror}; give an address of this machine") from None
+        raise UserError(
+            f"--host: {host}: {error.strerror}; give an address of this machine"
+        ) from None
     except (OSError, UnicodeError) as error:
         reason = os.strerror(error.errno) if isinstance(error, OSError) and error.errno else error
-        raise UserError(f"cannot listen on {host} port {port}: {reason}; choose another --port or --host") from None
+        raise UserError(
+            f"cannot listen on {host} port {port}: {reason}; choose another --port or --host"
+        ) from None
 
 
 class _Protocol(H11Protocol):
@@ -79,7 +86,10 @@ class _Protocol(H11Protocol):
 
 
 class Server(uvicorn.Server):
-    """A server for one model. `run(sockets=[...])` returns after a signal; a scheduler's thread runs meanwhile."""
+    """A server for one model.
+
+    `run(sockets=[...])` returns after a signal; a scheduler's thread runs meanwhile.
+    """
 
     def __init__(
         self,
@@ -90,7 +100,8 @@ class Server(uvicorn.Server):
         host: str,
     ):
         self.scheduler = Scheduler(precision)
-        # A page of another site whose name an attacker points to this machine must not read answers.
+        # A page of another site whose name an attacker points to this machine must not read
+        # answers.
         hosts = [*_LOOPBACK, host] if is_loopback(host) else ["*"]
         self.served = Served(name, model, tokenizer, self.scheduler)
         config = uvicorn.Config(
@@ -118,4 +129,5 @@ class Server(uvicorn.Server):
             super().run(sockets)
         finally:
             self.scheduler.close()
-            self.scheduler.join(10)  # a thread that runs torch while the process ends could crash it
+            # a thread that runs torch while the process ends could crash it
+            self.scheduler.join(10)

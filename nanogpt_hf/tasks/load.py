@@ -1,4 +1,6 @@
-"""Load a task by name: arithmetic, reasoning-gym's tasks, or the conversations of `data.source` as questions."""
+"""Load a task by name: arithmetic, reasoning-gym's tasks, or the conversations of `data.source`
+as questions.
+"""
 
 import dataclasses
 import hashlib
@@ -14,18 +16,18 @@ from typing import Any, overload
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture
-from nanogpt_hf.data.arithmetic import arithmetic_question, is_held_out
 from nanogpt_hf.data.conversations import Conversation
-from nanogpt_hf.data.hold_out import hold_out
-from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.data.prepare import split_documents
+from nanogpt_hf.data.source import arithmetic_question, is_held_out, load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
 from nanogpt_hf.tasks.names import ARITHMETIC, GYM, check_name
 from nanogpt_hf.tasks.reward import load_reward
 from nanogpt_hf.tasks.scores import SCORES, exact_match, reference_problem
 from nanogpt_hf.tasks.task import Question, Task
 
-GENERATED_QUESTIONS = 1_000_000  # of a generated task; each split has as many
-_WINDOW = 64  # items of reasoning-gym searched for one question of a split; more if none of them is in the split
+GENERATED_QUESTIONS = 1_000_000  # in a generated task; each split has as many
+# items of reasoning-gym searched for one question of a split; more if none of them is in the split
+_WINDOW = 64
 
 
 @dataclass(frozen=True)
@@ -59,11 +61,12 @@ def load_task(
     where: str = "rl.task",
     hold_out_all: bool = False,
 ) -> Task:
-    """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the rows of `data.source`.
+    """The task `name`: arithmetic, reasoning_gym:NAME with `options`, or one of `SCORES` on the
+    rows of `data.source`.
 
-    `reward`, such as my_reward.py:score, replaces the task's own score. With `hold_out_all` every row of a source is a
-    held-out question. Raises UserError for an unknown task, a package that is not installed, and questions or a reward
-    that cannot be used.
+    `reward`, such as my_reward.py:score, replaces the task's own score. With `hold_out_all`
+    every row of a source is a held-out question. Raises UserError for an unknown task, a package
+    that is not installed, and questions or a reward that cannot be used.
     """
     check_name(name, where)
     if name == ARITHMETIC:
@@ -73,7 +76,10 @@ def load_task(
     else:
         task = _from_source(name, data, compare=reward is None, hold_out_all=hold_out_all)
     if options and not name.startswith(GYM):
-        raise UserError(f"rl.options: only tasks of reasoning-gym have options, and this is {name}; leave it out")
+        raise UserError(
+            "rl.options: only tasks of reasoning-gym have options, and this is "
+            f"{name}; leave it out"
+        )
     if reward is None:
         return task
     score, digest = load_reward(reward)
@@ -96,16 +102,20 @@ def _arithmetic(seed: int) -> Task:
 
 
 def _from_source(name: str, data: DataSection, *, compare: bool, hold_out_all: bool) -> Task:
-    """Conversations as questions, split as for training; with `compare`, each must have an answer to compare with."""
+    """Conversations as questions, split as for training; with `compare`, each must have an
+    answer to compare with.
+    """
     if is_mixture(data):
         raise DataError("data.source: questions come from one source; a list is not supported")
     if not data.source:
-        raise DataError(f"data.source: {name} has no questions of its own; name a file or data set of them")
+        raise DataError(
+            f"data.source: {name} has no questions of its own; name a file or data set of them"
+        )
     chat = dataclasses.replace(data, format="chat")
     with tempfile.TemporaryDirectory() as scratch:
         documents = load_documents(chat, Path(scratch))
-        rows = (documents.train.select([]), documents.train) if hold_out_all else hold_out(documents, chat)
-        splits = [_questions(name, split["messages"], compare) for split in rows]
+        rows = [[], list(documents.train())] if hold_out_all else split_documents(documents, chat)
+        splits = [_questions(name, conversations, compare) for conversations in rows]
     return Task(name, splits[0], splits[1], SCORES[name], documents.revision)
 
 
@@ -113,18 +123,26 @@ def _questions(name: str, conversations: list[Conversation], compare: bool) -> l
     questions = [Question(messages[:-1], messages[-1]["content"]) for messages in conversations]
     for question in questions if compare else ():
         if problem := reference_problem(name, question.answer):
-            raise DataError(f"data.source: the answer {question.answer!r:.60} {problem}, which task {name} compares")
+            raise DataError(
+                f"data.source: the answer {question.answer!r:.60} {problem}, which "
+                f"task {name} compares"
+            )
     return questions
 
 
 def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) -> Task:
     if importlib.util.find_spec("reasoning_gym") is None:
-        raise UserError(f"{where}: {GYM}{name}: needs reasoning-gym; run `pip install 'nanogpt_hf[reasoning-gym]'`")
+        raise UserError(
+            f"{where}: {GYM}{name}: needs reasoning-gym; run `pip install "
+            "'nanogpt_hf[reasoning-gym]'`"
+        )
     import reasoning_gym  # pyright: ignore[reportMissingImports]
     from reasoning_gym.factory import DATASETS  # pyright: ignore[reportMissingImports]
 
     if name not in DATASETS:
-        raise UserError(f"{where}: {name}: reasoning-gym has no such task{did_you_mean(name, DATASETS)}")
+        raise UserError(
+            f"{where}: {name}: reasoning-gym has no such task{did_you_mean(name, DATASETS)}"
+        )
     size = GENERATED_QUESTIONS * _WINDOW
 
     def split(held_out: bool) -> tuple[Any, Callable[[int], Any]]:
@@ -133,7 +151,9 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
 
         def item(index: int) -> Any:
             candidates: Iterator[int] = itertools.count(index * _WINDOW)
-            found = (dataset[number % size] for number in itertools.islice(candidates, 100 * _WINDOW))
+            found = (
+                dataset[number % size] for number in itertools.islice(candidates, 100 * _WINDOW)
+            )
             for entry in found:
                 if is_held_out(entry["question"]) == held_out:
                     return entry
@@ -146,8 +166,10 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
         train_item(0)
     except UserError:
         raise
-    except Exception as error:  # of the task's own checks
-        raise UserError(f"rl.options: {GYM}{name}: {type(error).__name__}: {one_line(error)}") from None
+    except Exception as error:  # from the task's own checks
+        raise UserError(
+            f"rl.options: {GYM}{name}: {type(error).__name__}: {one_line(error)}"
+        ) from None
 
     def questions(item: Callable[[int], Any]) -> Generated:
         def generate(index: int) -> Question:

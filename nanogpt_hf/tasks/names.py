@@ -4,7 +4,8 @@ from nanogpt_hf.errors import UserError, did_you_mean
 
 ARITHMETIC = "arithmetic"
 GYM = "reasoning_gym:"
-OF_A_SOURCE = ("exact", "gsm8k", "multiple_choice", "regex")  # their questions are conversations of `data.source`
+# their questions are conversations of `data.source`
+OF_A_SOURCE = ("exact", "gsm8k", "multiple_choice", "regex")
 TASKS = (ARITHMETIC, *OF_A_SOURCE, f"{GYM}NAME")
 
 
@@ -16,4 +17,6 @@ def is_generated(task: str) -> bool:
 def check_name(task: str, where: str = "rl.task") -> None:
     """Raises UserError if there is no such task."""
     if task not in TASKS and not task.startswith(GYM):
-        raise UserError(f"{where}: {task}: no such task{did_you_mean(task, TASKS)}; known: {', '.join(TASKS)}")
+        raise UserError(
+            f"{where}: {task}: no such task{did_you_mean(task, TASKS)}; known: {', '.join(TASKS)}"
+        )

@@ -1,4 +1,6 @@
-"""Rewards of completions: a task's score or a user's Python function, with a time limit and errors counted."""
+"""Rewards of completions: a task's score or a user's Python function, with a time limit and
+errors counted.
+"""
 
 import hashlib
 import importlib.util
@@ -63,19 +65,25 @@ def _is_model_folder(folder: Path) -> bool:
 
 
 def load_reward(spec: str) -> tuple[Score, str]:
-    """The function of `FILE.py:NAME`, called as NAME(prompt, completion, answer), and the sha256 of the file.
+    """The function of `FILE.py:NAME`, called as NAME(prompt, completion, answer), and the sha256 of
+    the file.
 
-    The file is Python code of the user's own, so it is never read from a model folder or the Hub. Raises UserError if
-    there is no such file or function.
+    The file is Python code of the user's own, so it is never read from a model folder or the
+    Hub. Raises UserError if there is no such file or function.
     """
     file, _, name = spec.rpartition(":")
     path = Path(file).expanduser()
     if not file or path.suffix != ".py" or not name.isidentifier():
-        raise UserError(f"rl.reward: expected a Python file and a function, such as my_reward.py:score, got {spec!r}")
+        raise UserError(
+            "rl.reward: expected a Python file and a function, such as "
+            f"my_reward.py:score, got {spec!r}"
+        )
     if not path.is_file():
         raise UserError(f"rl.reward: {path}: no such file")
     if any(map(_is_model_folder, path.resolve().parents)):
-        raise UserError(f"rl.reward: {path}: is in a model folder, whose code is never run; copy it elsewhere")
+        raise UserError(
+            f"rl.reward: {path}: is in a model folder, whose code is never run; copy it elsewhere"
+        )
     module_spec = importlib.util.spec_from_file_location("user_reward", path)
     assert module_spec is not None
     assert module_spec.loader is not None
@@ -97,7 +105,9 @@ def load_reward(spec: str) -> tuple[Score, str]:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Rewards of completions in order, and the errors of those whose score failed: their reward is 0."""
+    """Rewards of completions in order, and the errors of those whose score failed: their reward
+    is 0.
+    """
 
     values: list[float]
     errors: list[str]
@@ -107,7 +117,8 @@ class Rewards:
 class RewardFunction:
     """A score that may raise, hang or return something else than a number.
 
-    `on_error` decides what happens then: `stop` ends the run with one line, `zero` counts the error and gives reward 0.
+    `on_error` decides what happens then: `stop` ends the run with one line, `zero` counts the
+    error and gives reward 0.
     """
 
     score: Score
@@ -121,15 +132,17 @@ class RewardFunction:
             value, error = self._reward(completion, question)
             values.append(value)
             if error:
-                errors.append(f"{error}, for the completion {completion!r:.60} of {question.prompt!r:.60}")
+                errors.append(
+                    f"{error}, for the completion {completion!r:.60} of {question.prompt!r:.60}"
+                )
         return Rewards(values, errors)
 
     def check(self, errors: Sequence[str]) -> None:
         """Raises UserError for the first of the errors, unless they count as zeros."""
         if errors and self.on_error == "stop":
             raise UserError(
-                f"the reward function {errors[0]}; correct it, or set --rl.reward_errors zero to count such errors as "
-                "reward 0"
+                f"the reward function {errors[0]}; correct it, or set --rl.reward_errors zero to "
+                "count such errors as reward 0"
             )
 
     def _reward(self, completion: str, question: Question) -> tuple[float, str | None]:

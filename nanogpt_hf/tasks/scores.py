@@ -21,7 +21,10 @@ def final_number(text: str) -> Decimal | None:
 
 
 def chosen_letter(text: str) -> str | None:
-    """The letter of a choice: at the start, as in `B`, `(B)` and `B. Paris`, or as in `the answer is B`."""
+    """The letter of a choice: at the start, as in `B`, `(B)` and `B.
+
+    Paris`, or as in `the answer is B`.
+    """
     if first := _LETTER_FIRST.match(text.strip()):
         return first[1]
     named = _LETTER_NAMED.findall(text)
@@ -47,7 +50,8 @@ def _regex(completion: str, question: Question) -> float:
     return float(re.search(question.answer, completion) is not None)
 
 
-# The tasks whose questions are the conversations of `data.source`; the last message of each is the reference answer.
+# The tasks whose questions are the conversations of `data.source`; the last message of each is the
+# reference answer.
 SCORES: dict[str, Score] = {
     "exact": exact_match,
     "gsm8k": _gsm8k,

@@ -1,4 +1,6 @@
-"""Tasks with verifiable answers: questions, their reference answers, and a score of a completion."""
+"""Tasks with verifiable answers: questions, their reference answers, and a score of a
+completion.
+"""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,7 +14,7 @@ PASSED = 1.0  # the reward of a right answer
 class Question:
     """A question and its reference answer; of `regex`, the pattern of right answers."""
 
-    messages: Conversation  # of system, user and assistant; the user's is last
+    messages: Conversation  # system, user and assistant; the user's is last
     answer: str
 
     @property
@@ -21,12 +23,13 @@ class Question:
         return self.messages[-1]["content"]
 
 
-Score = Callable[[str, Question], float]  # of a completion; 1 for a right answer
+Score = Callable[[str, Question], float]  # scores a completion; 1 for a right answer
 
 
 @dataclass(frozen=True)
 class Task:
-    """Questions to train on and held-out ones, which are pure functions of (seed, index), and the score of an answer.
+    """Questions to train on and held-out ones, which are pure functions of (seed, index), and the
+    score of an answer.
 
     `revision` identifies questions and score, so that a resumed run notices when they have changed.
     """

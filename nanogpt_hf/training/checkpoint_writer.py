@@ -1,22 +1,17 @@
-"""Save checkpoints in the background: each process copies its parts to CPU memory, and a thread writes them.
+"""Save checkpoints in the background: each process copies its parts to CPU memory, and a thread
+writes them.
 
-A checkpoint is whole or absent. The processes that hold parts write into a hidden folder and report the checksums. When
-all files are complete, the main process gives the folder its name.
+A checkpoint is whole or absent. The processes that have parts write them into a hidden folder.
+When all files are complete, the main process gives the folder its name: in its thread if no other
+process writes, else between two steps.
 """
 
-import contextlib
 import dataclasses
-import itertools
 import json
 import logging
-import secrets
 import socket
 import threading
-import time
 import traceback
-from collections.abc import Iterable
-from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -25,29 +20,24 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
-from nanogpt_hf.distributed.accelerator import is_sharded
-from nanogpt_hf.distributed.channel import Channel
-from nanogpt_hf.distributed.deepspeed import is_zero
-from nanogpt_hf.distributed.full_state import (
-    held_optimizer_state,
-    held_weights,
-    owned_boxes,
-    scaler_state,
-)
-from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
-from nanogpt_hf.distributed.signals import StopRequest
-from nanogpt_hf.errors import DivergedError, LostProcess, RunFolderError, Stopped
+from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
+from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.replace import partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
-from nanogpt_hf.training.checkpoint import CHECKSUMS, MODEL, OPTIMIZER, STATE, file_digest, recovery_advice, tensor_file
+from nanogpt_hf.training.checkpoint import (
+    CHECKSUMS,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    VERSION,
+    file_digest,
+    recovery_advice,
+)
 
 logger = logging.getLogger(__name__)
 _POLL = 0.05  # seconds between two polls of the thread
-_GRACE = 10.0  # seconds to wait for other processes after an error of this one
-_numbers = itertools.count()  # of the saves of this process, the same on all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,31 +48,6 @@ class _Save:
     facts: str  # the run state as JSON
     parts: dict[str, dict[str, Part]]
     writers: list[int]  # ranks that have parts
-    key: str  # of its messages to other processes
-
-
-def check_shared_folder(accelerator: Accelerator, run: RunFolder) -> None:
-    """Raises RunFolderError on all processes if a sharded model's run folder is not seen by all of them."""
-    if not is_sharded(accelerator):
-        return  # the main process writes alone
-    name: list[str] = [f".{secrets.token_hex(6)}.partial"]  # the name of leftovers that RunFolder.lock removes
-    broadcast_object_list(name, from_process=0)
-    probe, seen = run.path / name[0], False
-    with contextlib.suppress(OSError):  # a full disk, which the first write reports; another host's file system
-        if accelerator.is_main_process:
-            probe.touch()
-        accelerator.wait_for_everyone()
-        seen = probe.exists()
-    processes = gather_object([(socket.gethostname(), seen)])
-    if accelerator.is_main_process:
-        probe.unlink(missing_ok=True)
-    without = sorted({host for host, sees in processes if not sees})
-    if without and any(sees for _, sees in processes):  # none sees it on a full disk
-        raise RunFolderError(
-            f"{run.path}: {', '.join(without)} does not see this folder, into which all processes of a sharded model "
-            "write: name one in a file system that all machines mount (NFS, Lustre, ...) by --run-dir, or use "
-            "accelerate_configs/multi_node_ddp.yaml, which needs none"
-        )
 
 
 class CheckpointWriter:
@@ -93,38 +58,40 @@ class CheckpointWriter:
 
     def __init__(self, accelerator: Accelerator, run: RunFolder, keep: int):
         self.accelerator, self.run, self.keep = accelerator, run, keep
-        self.stop: StopRequest | None = None  # requested if a checkpoint cannot be written
-        self._rank, self._world_size = Mesh.from_environment().rank, Mesh.from_environment().world_size
-        self.buffers: dict[str, torch.Tensor] = {}  # CPU memory, kept from one checkpoint to the next
-        self._thread: threading.Thread | None = None
-        self._error: BaseException | None = None
-        self._channel = Channel()  # between the threads of the processes
+        self._rank, self._world_size = accelerator.process_index, accelerator.num_processes
+        # CPU memory, kept from one checkpoint to the next
+        self.buffers: dict[str, torch.Tensor] = {}
+        self._save: _Save | None = None  # the one that is not known to be complete
+        self._thread = threading.Thread()
+        self._files: dict[str, str] | Exception = {}  # this process's files and their checksums
+        self._error: Exception | None = None
 
-    def save(self, model: torch.nn.Module, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
-        """Copy the state to CPU memory, and start to write it as a checkpoint; waits for the one before.
+    def save(self, model: Any, optimizer: AcceleratedOptimizer, state: TrainState) -> None:
+        """Copy the state to CPU memory, and start to write it; waits for the checkpoint before.
 
-        The checkpoints before the `keep` newest are removed then. Raises RunFolderError if the one before could not be
-        written, and DivergedError if it had a value that is not finite; older checkpoints are not changed.
+        Those before the `keep` newest are removed then. Raises RunFolderError if the one before
+        could not be written, and DivergedError if it had a value that is not finite.
         """
         self.wait()
-        if self._world_size > 1:
-            self._channel.connect("checkpoints")
-        owned, writers = owned_boxes(self.accelerator, model, optimizer)
+        model_state = FullState(self.accelerator, model, optimizer)
+        owned, writers = model_state.owned_boxes()
         parts = {
-            MODEL: self._copy(MODEL, held_weights(self.accelerator, model), owned),
-            OPTIMIZER: self._copy(OPTIMIZER, held_optimizer_state(self.accelerator, model, optimizer), owned),
+            MODEL: self._copy(MODEL, own_weights(self.accelerator, model), owned),
+            OPTIMIZER: self._copy(OPTIMIZER, model_state.own_optimizer_state(), owned),
         }
-        if state.step > 0 and not (optimizer.state or is_zero(self.accelerator)) and optimizer.param_groups:
-            raise RuntimeError("there is no optimizer state to save")
         if self.accelerator.device.type != "cpu":
             torch.accelerator.synchronize(self.accelerator.device)
-        facts = dataclasses.asdict(state) | {"scaler": scaler_state(self.accelerator, optimizer)}
-        key = f"{next(_numbers)}"
-        save = _Save(dataclasses.replace(state), json.dumps(facts, indent=2) + "\n", parts, writers, key)
-        self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint", daemon=True)
-        self._thread.start()
+        facts = {"version": VERSION, **dataclasses.asdict(state)}
+        facts["scaler"] = scaler_state(self.accelerator, optimizer)
+        text = json.dumps(facts, indent=2) + "\n"
+        self._save = _Save(dataclasses.replace(state), text, parts, writers)
+        write = self._write_alone if writers == [0] else self._write
+        self._thread = threading.Thread(target=write, args=(self._save,), name="checkpoint")
+        self._thread.daemon = True
+        if self._rank in writers:
+            self._thread.start()
 
-    def _copy(self, kind: str, tensors: Iterable[tuple[str, torch.Tensor]], owned: dict[str, Box]) -> dict[str, Part]:
+    def _copy(self, kind: str, tensors: Tensors, owned: dict[str, Box]) -> dict[str, Part]:
         """Copy the parts that this process saves to CPU memory, without waiting for the device."""
         parts, pin = {}, self.accelerator.device.type == "cuda"
         for name, tensor in tensors:
@@ -139,139 +106,99 @@ class CheckpointWriter:
             parts[name] = Part(tuple(tensor.shape), box, buffer)
         return parts
 
+    def poll(self) -> None:
+        """Complete the last checkpoint if all its files are written; raises what `save` does."""
+        if self._save is not None and self._is_written():
+            self._finish(self._save)
+
     def wait(self) -> None:
-        """Wait until the last checkpoint is complete. Raises what `save` names if it could not be written.
+        """Wait until the last checkpoint is complete; raises as `poll`.
 
         With several processes it polls by a collective, which fails if one of them is lost.
         """
-        while self._thread is not None:
-            self._thread.join(None if self._world_size == 1 else _POLL)
+        while self._save is not None:
             if self._thread.is_alive():
-                self.accelerator.set_trigger()
-            if self._world_size == 1 or not self.accelerator.check_trigger():
-                self._thread = None
-        error, self._error = self._error, None
-        if error is not None:
-            raise error
+                self._thread.join(_POLL)
+            self.poll()
 
-    def _wait_after_error(self) -> None:
-        """Wait for the last checkpoint, but only briefly for other processes, which may be lost."""
-        failed_at = time.monotonic()
-        while self._thread is not None and self._thread.is_alive() and not self._channel.abandoned:
-            self._thread.join(_POLL)
-            since = self._channel.waiting_since
-            self._channel.abandoned = since is not None and time.monotonic() - max(since, failed_at) > _GRACE
+    def _is_written(self) -> bool:
+        """Whether the threads of all processes have ended; a collective."""
+        if self._world_size == 1:
+            return not self._thread.is_alive()
+        if self._thread.is_alive():
+            self.accelerator.set_trigger()
+        return not self.accelerator.check_trigger()
+
+    def _finish(self, save: _Save) -> None:
+        self._save = None
+        if save.writers != [0]:
+            reports = gather_object([self._files])
+            if self._rank == 0:
+                self._complete(save, [reports[writer] for writer in save.writers])
+        errors = [self._error]
+        self._error = None
+        if self._world_size > 1:
+            broadcast_object_list(errors, from_process=0)
+        if errors[0] is not None:
+            raise errors[0]
 
     def __enter__(self) -> "CheckpointWriter":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         if error is None or isinstance(error, Stopped):
             self.wait()
-        elif not isinstance(error, KeyboardInterrupt):  # the second Ctrl-C; the next start removes the hidden folder
-            self._wait_after_error()  # the error of the run came first
+        # KeyboardInterrupt: the second Ctrl-C; the next start removes the hidden folder
+        elif self._thread.is_alive() and not isinstance(error, KeyboardInterrupt):
+            self._thread.join()  # its own error is not raised: that of the run came first
+
+    def _write_alone(self, save: _Save) -> None:
+        """The thread if no other process writes."""
+        self._write(save)
+        self._complete(save, [self._files])
 
     def _write(self, save: _Save) -> None:
-        """The thread: write this process's files, and wait until the checkpoint is complete."""
+        """The thread: write this process's files into the hidden folder."""
+        folder = partial_of(self.run.checkpoint(save.state.step))
+        number, count = save.writers.index(self._rank) + 1, len(save.writers)
+        split = f"-{number:05d}-of-{count:05d}" if count > 1 else ""  # as the Hub names them
+        files = self._files = {}
         try:
-            with one_line_for_a_lost_process():
-                if self._rank == 0:
-                    self._write_and_commit(save)
-                else:
-                    self._write_own_and_report(save)
-        except BaseException as error:
-            self._error = error
-            if self.stop is not None:
-                self.stop.reason = self.stop.reason or "a checkpoint could not be written"
-        if not isinstance(self._error, LostProcess):
-            self._channel.finish(f"{save.key}/read", self._world_size)
-
-    def _write_and_commit(self, save: _Save) -> None:
-        target = self.run.checkpoint(save.state.step)
-        result: dict[str, str] = {}
-        try:
-            with replaced_folder(target) as partial:
-                (partial / STATE).write_text(save.facts, encoding="utf-8")
-                files = self._write_all(save, partial)
-                checksums = {STATE: file_digest(partial / STATE)}
-                for name, (digest, size) in sorted(files.items()):
-                    if (partial / name).stat().st_size != size:
-                        raise OSError(f"{name} is not complete")
-                    checksums[name] = digest
-                (partial / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", encoding="utf-8")
-            logger.debug(f"step {save.state.step:,}: saved {target}")
-            self.run.checkpoint_written(save.state.step, save.state.last_finite_step, self.keep)
-        except NotFiniteError as error:
-            result = {
-                "DivergedError": (
-                    f"step {save.state.step:,}: {error} is not finite, so no checkpoint was written; lower "
-                    f"optim.learning_rate and {recovery_advice(self.run, save.state)}"
-                )
-            }
-        except OSError as error:
-            result = {"RunFolderError": f"{target}: the checkpoint cannot be written, older ones are intact: {error}"}
-        except BaseException:
-            self._channel.post(f"{save.key}/result", {"RuntimeError": traceback.format_exc()})
-            raise
-        self._channel.post(f"{save.key}/result", result)
-        _raise_result(result)
-
-    def _write_all(self, save: _Save, folder: Path) -> dict[str, tuple[str, int]]:
-        """Write the files of all processes into `folder` of the main one; return their checksums and sizes."""
-        others = [rank for rank in save.writers if rank]
-        for rank in others:
-            self._channel.post(f"{save.key}/begin/{rank}", {})
-        reports = [self._write_own(save, folder)]
-        reports += [self._channel.wait_for(f"{save.key}/{rank}", last_reader=True) for rank in others]
-        files = [_reported_files(report) for report in reports]
-        return {name: written for part in files for name, written in part.items()}
-
-    def _files_of(self, rank: int, save: _Save) -> dict[str, str]:
-        number, count = save.writers.index(rank) + 1, len(save.writers)
-        return {kind: tensor_file(kind, number, count) for kind in save.parts}
-
-    def _write_own_and_report(self, save: _Save) -> None:
-        result = f"{save.key}/result"
-        if self._rank in save.writers:
-            begin = self._channel.wait_for(f"{save.key}/begin/{self._rank}", result)
-            if begin:  # the main process has failed
-                _raise_result(begin)
-            report = self._write_own(save, partial_of(self.run.checkpoint(save.state.step)))
-            self._channel.post(f"{save.key}/{self._rank}", report)
-        _raise_result(self._channel.wait_for(result))
-
-    def _write_own(self, save: _Save, folder: Path) -> dict[str, Any]:
-        """Write this process's files; return their checksums and sizes, or what the error is."""
-        files = {}
-        try:
-            for kind, name in self._files_of(self._rank, save).items():
-                files[name] = write_tensors(folder / name, save.parts[kind])
-        except NotFiniteError as error:
-            return {"not finite": str(error)}
+            folder.mkdir(parents=True, exist_ok=True)
+            for kind, parts in save.parts.items():
+                name = f"{kind}{split}.safetensors"
+                files[name] = write_tensors(folder / name, parts)
         except OSError as error:
             where = f"process {self._rank} on {socket.gethostname()}: " if self._rank else ""
-            return {"error": f"{where}{error}"}
-        except LostProcess:
-            raise
-        except Exception:  # a bug, which the main process raises with this traceback
-            return {"fault": traceback.format_exc()}
-        return {"files": files}
+            self._files = OSError(f"{where}{error}")
+        except NotFiniteError as error:
+            self._files = error
+        except Exception:  # a bug, which is raised with this traceback
+            self._files = RuntimeError(traceback.format_exc())
 
-
-def _reported_files(report: dict[str, Any]) -> dict[str, tuple[str, int]]:
-    """The files of a process's report; raises its error."""
-    if "not finite" in report:
-        raise NotFiniteError(report["not finite"])
-    if "error" in report:
-        raise OSError(report["error"])
-    if "fault" in report:
-        raise RuntimeError(report["fault"])
-    return report["files"]
-
-
-def _raise_result(result: dict[str, str]) -> None:
-    """Raise the error that the main process posted, as an error of that class."""
-    for kind, text in result.items():
-        raise {"DivergedError": DivergedError, "RunFolderError": RunFolderError}.get(kind, RuntimeError)(text)
+    def _complete(self, save: _Save, reports: list[dict[str, str] | Exception]) -> None:
+        """Give the hidden folder its name; only the main process calls it."""
+        target, step = self.run.checkpoint(save.state.step), save.state.step
+        try:
+            with replaced_folder(target, filled=True) as partial:
+                checksums = {}
+                for report in reports:
+                    if isinstance(report, Exception):
+                        raise report
+                    checksums |= report
+                (partial / STATE).write_text(save.facts, encoding="utf-8")
+                checksums = {STATE: file_digest(partial / STATE)} | dict(sorted(checksums.items()))
+                (partial / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n")
+            logger.debug(f"step {step:,}: saved {target}")
+            self.run.checkpoint_written(step, save.state.last_finite_step, self.keep)
+        except NotFiniteError as error:
+            self._error = DivergedError(
+                f"step {step:,}: {error} is not finite, so no checkpoint was written; lower "
+                f"optim.learning_rate and {recovery_advice(self.run, save.state)}"
+            )
+        except OSError as error:
+            self._error = RunFolderError(
+                f"{target}: the checkpoint cannot be written, older ones are intact: {error}"
+            )
+        except Exception as error:
+            self._error = error

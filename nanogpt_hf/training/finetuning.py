@@ -1,9 +1,12 @@
-"""Resolve a fine-tuning recipe: sizes and tokenizer of the model to start from, and fine-tuning's defaults."""
+"""Resolve a fine-tuning recipe: sizes and tokenizer of the model to start from, and
+fine-tuning's defaults.
+"""
 
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.config.compatibility import check_settings, recipe_settings
 from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
@@ -13,7 +16,8 @@ from nanogpt_hf.errors import ConfigError, DataError, UserError
 from nanogpt_hf.runs.find import find_model
 from nanogpt_hf.tasks.names import check_name, is_generated
 
-_LONGEST_DEFAULT = 1024  # tokens of a block; a model of 131,072 positions should not start with blocks of as many
+# tokens of a block; a model of 131,072 positions should not start with blocks of as many
+_LONGEST_DEFAULT = 1024
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -22,11 +26,12 @@ if TYPE_CHECKING:
 def finetune_config(
     recipe: str | None, overrides: list[tuple[str, str]], *, policy: bool = False
 ) -> tuple[Config, "PreTrainedConfig"]:
-    """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts from.
+    """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts
+    from.
 
-    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, with `policy` those of
-    reinforcement learning. Raises UserError if there is no such model, and ConfigError if recipe or command line are
-    wrong or contradict the model.
+    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, with
+    `policy` those of reinforcement learning. Raises UserError if there is no such model, and
+    ConfigError if recipe or command line are wrong or contradict the model.
     """
     stated = stated_knobs(recipe, overrides)
     _check_stated(stated, policy)
@@ -53,7 +58,9 @@ def finetune_config(
     defaults["lora.targets"] = list(architecture.lora_targets)
     source = task if generated else _stated_value(stated, "data.source") or ""
     sources = source if isinstance(source, list) else [source]
-    text = "-".join(_short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources)[:60]
+    text = "-".join(
+        _short(str(entry.get("source") if isinstance(entry, dict) else entry)) for entry in sources
+    )[:60]
     name = f"{_short(start)}-{text}"
     config = load_config(recipe, overrides, defaults, name)
     wrong = [
@@ -64,7 +71,9 @@ def finetune_config(
     if not set(config.lora.targets) <= set(architecture.lora_targets):
         wrong.append(f"lora.targets: expected some of {', '.join(architecture.lora_targets)}")
     if config.model.n_positions > positions and learned_positions:
-        wrong.append(f"model.n_positions: {start} has learned only {positions} positions; leave it out")
+        wrong.append(
+            f"model.n_positions: {start} has learned only {positions} positions; leave it out"
+        )
     if config.model.pad_vocab_to_multiple_of != 1:
         wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
@@ -72,7 +81,8 @@ def finetune_config(
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if generated:
         resolved["data.source"] = task
-    if "model.n_positions" not in stated and learned_positions:  # those beyond a block would not be trained
+    # those beyond a block would not be trained
+    if "model.n_positions" not in stated and learned_positions:
         resolved["model.n_positions"] = config.data.block_size
     if stated.get("data.dir") is None:
         resolved["data.dir"] = f"data/{text}-{_short(config.data.tokenizer)}"
@@ -80,22 +90,34 @@ def finetune_config(
 
 
 def _check_stated(stated: dict[str, Any], policy: bool) -> None:
-    """Raises UserError if recipe and command line state no model, no text, or no task for reinforcement learning."""
+    """Raises UserError if recipe and command line state no model, no text, or no task for
+    reinforcement learning.
+    """
     start, task = stated.get("finetune.model"), stated.get("rl.task")
     command = "cli.py rl" if policy else "cli.py finetune"
     if not start or str(start).lower() in ("null", "none"):
-        raise UserError(f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder")
+        raise UserError(
+            f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder"
+        )
     if bool(task) != policy:
-        reason = "no task: give --task arithmetic, or another rl.task" if policy else "rl.task is for `cli.py rl`"
+        reason = (
+            ("no task: give --task arithmetic, or another rl.task")
+            if policy
+            else "rl.task is for `cli.py rl`"
+        )
         raise UserError(f"{command}: {reason}")
     if policy:
         check_name(str(task))
     if not stated.get("data.source") and not (policy and is_generated(str(task))):
-        raise UserError(f"{command}: needs {'questions' if policy else 'text'} to train on: --data my.txt")
+        raise UserError(
+            f"{command}: needs {'questions' if policy else 'text'} to train on: --data my.txt"
+        )
 
 
 def _stated_value(stated: dict[str, Any], key: str) -> Any:
-    """The value that recipe or command line state; None without one, and for a wrong one, which load_config reports."""
+    """The value that recipe or command line state; None without one, and for a wrong one, which
+    load_config reports.
+    """
     try:
         return convert(KNOBS[key], stated[key])
     except (KeyError, ValueError):
@@ -107,15 +129,19 @@ def _short(name: str) -> str:
     path = Path(name)
     if path.name in ("best", "final"):
         path = path.resolve().parent
-    word = path.stem if path.suffix in (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv") else path.name
+    word = (
+        path.stem
+        if path.suffix in (".txt", ".md", ".json", ".jsonl", ".parquet", ".csv")
+        else path.name
+    )
     return re.sub(r"[^\w.-]+", "-", word).strip("-.") or "text"
 
 
 def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
     """The hash of the tokenizer's vocabulary.
 
-    It is that of the model to start from, whose configuration is `base`, or has more tokens after the same ones: then
-    `base` gets their number. Raises UserError for any other tokenizer.
+    It is that of the model to start from, whose configuration is `base`, or has more tokens
+    after the same ones: then `base` gets their number. Raises UserError for any other tokenizer.
     """
     from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 
@@ -127,13 +153,13 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
     except DataError:
         if name == start:
             raise UserError(
-                f"{start}: has no tokenizer beside it; give the one that it was trained with, as a folder or Hub id: "
-                "--data.tokenizer NAME"
+                f"{start}: has no tokenizer beside it; give the one that it was trained with, as a "
+                "folder or Hub id: --data.tokenizer NAME"
             ) from None
     if name in ("char", "bpe"):
         raise UserError(
-            f"data.tokenizer: {name} would build a vocabulary from the new text that does not match the model's; "
-            "leave it out to use the model's own"
+            f"data.tokenizer: {name} would build a vocabulary from the new text that does not "
+            "match the model's; leave it out to use the model's own"
         )
     given = own if name == start and own is not None else build_tokenizer(name, ()).hf
     new = 0
@@ -141,18 +167,16 @@ def check_tokenizer(config: Config, base: "PreTrainedConfig") -> str:
         new = len(given) - len(own)
         if new < 0 or not own.get_vocab().items() <= given.get_vocab().items():
             raise UserError(
-                f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model has learned; leave it "
-                "out, or add tokens to that one"
+                f"data.tokenizer: {name} is not the tokenizer of {start}, whose tokens the model "
+                "has learned; leave it out, or add tokens to that one"
             )
     if len(given) - new > base.vocab_size:
         raise UserError(
-            f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {base.vocab_size:,}; leave it out"
+            f"data.tokenizer: {name} has {len(given):,} tokens, {start} only {base.vocab_size:,}; "
+            "leave it out"
         )
-    frozen = config.finetune.freeze_layers is not None and config.finetune.unfreeze_every is None
-    if new and (config.lora.rank or frozen):
-        option = "lora.rank" if config.lora.rank else "finetune.freeze_layers"
-        raise UserError(
-            f"{option}: freezes the embeddings, so the {new} new tokens of {name} would not be learned; leave it out"
-        )
+    if new:
+        settings = {"new tokens": f"data.tokenizer {name}, with {new} new tokens"}
+        check_settings(recipe_settings(config) | settings)
     base.vocab_size = max(base.vocab_size, len(given))
     return vocabulary_hash(given)

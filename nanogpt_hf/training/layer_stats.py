@@ -1,7 +1,9 @@
-"""Per-layer statistics (`tracking.layers`): norms, update ratios, attention logits, activations. Changes no number.
+"""Per-layer statistics (`tracking.layers`): norms, update ratios, attention logits, activations.
+Changes no number.
 
-Layers are the blocks by index, `embedding` (tokens and learned positions; a tied head is the same matrix) and `head`
-(the last norm, and an untied head). Norms cover trainable parameters; a frozen layer has none.
+Layers are the blocks by index, `embedding` (tokens and learned positions; a tied head is the
+same matrix) and `head` (the last norm, and an untied head). Norms cover trainable parameters; a
+frozen layer has none.
 """
 
 import sys
@@ -22,8 +24,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
+from nanogpt_hf.distributed.accelerator import mesh_of
 from nanogpt_hf.distributed.full_state import named_parameters
-from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import Pipeline, merged_over_stages, pipeline_of
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
@@ -33,28 +35,41 @@ LOGITS_AT_ONCE = 2**24  # attention logits in memory: 64 MiB in float32
 
 
 class LayerStats:
-    """Statistics of logged steps and of each evaluation. All processes call it and get the same numbers."""
+    """Statistics of logged steps and of each evaluation.
 
-    def __init__(self, accelerator: Accelerator, config: Config, validation: Blocks, micro_batch_size: int):
+    All processes call it and get the same numbers.
+    """
+
+    def __init__(
+        self, accelerator: Accelerator, config: Config, validation: Blocks, micro_batch_size: int
+    ):
         self.accelerator, self.on = accelerator, config.tracking.layers
         self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
         self._norms: dict[str, dict[str, torch.Tensor]] = {}
         self._pipeline: Pipeline | None = None
         if self.on:  # the same micro-batch at every evaluation, spread over the split
-            if isinstance(validation, TokenBlocks):  # leave out the last, shorter block if there is another
+            # leave out the last, shorter block if there is another
+            if isinstance(validation, TokenBlocks):
                 validation = TokenBlocks(validation.stream, validation.block_size)
             indices = evaluation_indices(validation, micro_batch_size * validation.block_size)
             batch = validation.batch(indices if len(indices) else np.array([0]))
             self._batch = {name: tensor.to(accelerator.device) for name, tensor in batch.items()}
 
     @contextmanager
-    def measured_step(self, model: nn.Module, optimizer: AcceleratedOptimizer, step: int) -> Iterator[None]:
-        """Context that measures the norms of a step that will be logged. Copies the weights meanwhile."""
+    def measured_step(
+        self, model: nn.Module, optimizer: AcceleratedOptimizer, step: int
+    ) -> Iterator[None]:
+        """Context that measures the norms of a step that will be logged.
+
+        Copies the weights meanwhile.
+        """
         if not self.on or step % self.every:
             yield
             return
         self._pipeline, layers = pipeline_of(model), self._trainable(model)
-        before = {name: [p.detach().clone() for p in parameters] for name, parameters in layers.items()}
+        before = {
+            name: [p.detach().clone() for p in parameters] for name, parameters in layers.items()
+        }
         gradients: dict[str, torch.Tensor] = {}
 
         def measure_gradients(*_) -> None:
@@ -71,18 +86,26 @@ class LayerStats:
         with torch.no_grad():
             weights = {name: _norm(old) for name, old in before.items()}
             updates = {
-                name: _norm([p.detach() - old for p, old in zip(parameters, before[name], strict=True)])
+                name: _norm(
+                    [p.detach() - old for p, old in zip(parameters, before[name], strict=True)]
+                )
                 for name, parameters in layers.items()
             }
         self._norms = {"grad": gradients, "weight": weights, "update": updates}
 
     def step_report(self, grad_norm: float) -> dict[str, float]:
-        """The norms of the last `measured_step`. `grad_norm` is the whole gradient's before clipping."""
+        """The norms of the last `measured_step`.
+
+        `grad_norm` is the whole gradient's before clipping.
+        """
         if not self.on:
             return {}
         # undo the scaling of nn.utils.clip_grad_norm_
         scale = min(1.0, self.max_grad_norm / (grad_norm + 1e-6)) if self.max_grad_norm else 1.0
-        norms = {kind: dict(zip(of, _numbers(of.values()), strict=True)) for kind, of in self._norms.items()}
+        norms = {
+            kind: dict(zip(of, _numbers(of.values()), strict=True))
+            for kind, of in self._norms.items()
+        }
         values = {f"layers/{name}/grad_norm": norm / scale for name, norm in norms["grad"].items()}
         for name, norm in norms["weight"].items():
             values[f"layers/{name}/weight_norm"] = norm
@@ -99,10 +122,13 @@ class LayerStats:
         # a compiled block runs no new hooks
         with eval_mode(model), torch.compiler.set_stance("force_eager"), self._hooks(model, values):
             model(**self._batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
-        if Mesh.from_environment().tp_size > 1:  # each process has seen its own heads; the batch is the same on all
+        # each process has seen its own heads; the batch is the same on all
+        if mesh_of(self.accelerator).tp_size > 1:
             for name in (name for name in values if name.endswith("attention_logit_max")):
                 dist.all_reduce(values[name], dist.ReduceOp.MAX)
-        return merged_over_stages(pipeline_of(model), dict(zip(values, _numbers(values.values()), strict=True)))
+        return merged_over_stages(
+            pipeline_of(model), dict(zip(values, _numbers(values.values()), strict=True))
+        )
 
     @contextmanager
     def _hooks(self, model: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
@@ -120,23 +146,35 @@ class LayerStats:
         def embedding_std(first_block: nn.Module, inputs: Any) -> None:
             output_std("embedding", first_block, None, inputs[0])
 
-        def attend(module: Any, query: torch.Tensor, key: torch.Tensor, value: Any, mask: Any, **options: Any) -> Any:
+        def attend(
+            module: Any,
+            query: torch.Tensor,
+            key: torch.Tensor,
+            value: Any,
+            mask: Any,
+            **options: Any,
+        ) -> Any:
             name = f"layers/{names[id(module)]}/attention_logit_max"
             values[name] = attention_logit_max(query, key, mask, options.get("scaling"))
             # eager attention is in no table: each model's module has its own
-            compute: Any = replaced or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+            compute: Any = (
+                replaced or vars(sys.modules[type(module).__module__])["eager_attention_forward"]
+            )
             return compute(module, query, key, value, mask, **options)
 
         with ExitStack() as handles:
             if 0 in blocks:
                 handles.callback(blocks[0].register_forward_pre_hook(embedding_std).remove)
-            # the function that all models call for attention, after rotation and normalization of queries and keys
+            # the function that all models call for attention, after rotation and normalization of
+            # queries and keys
             ALL_ATTENTION_FUNCTIONS[implementation] = attend
             handles.callback(ALL_ATTENTION_FUNCTIONS.pop, implementation)
             for name, block in blocks.items():
                 handles.callback(block.register_forward_hook(partial(output_std, str(name))).remove)
             if pipeline is None or pipeline.stage.is_last:
-                last = architecture.final_norm(whole).register_forward_hook(partial(output_std, "head"))
+                last = architecture.final_norm(whole).register_forward_hook(
+                    partial(output_std, "head")
+                )
                 handles.callback(last.remove)
             yield
 
@@ -151,7 +189,10 @@ class LayerStats:
         architecture = architecture_of(whole)
         modules = {"embedding": architecture.embeddings(whole)}
         modules |= {str(i): [block] for i, block in enumerate(architecture.blocks(whole))}
-        layers = {name: [p for m in of for p in m.parameters() if p.requires_grad] for name, of in modules.items()}
+        layers = {
+            name: [p for m in of for p in m.parameters() if p.requires_grad]
+            for name, of in modules.items()
+        }
         inside = {id(parameter) for parameters in layers.values() for parameter in parameters}
         layers["head"] = [p for p in trained if id(p) not in inside]
         return {name: parameters for name, parameters in layers.items() if parameters}
@@ -159,19 +200,27 @@ class LayerStats:
 
 @torch.no_grad()
 def attention_logit_max(
-    query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None = None, scaling: float | None = None
+    query: torch.Tensor,
+    key: torch.Tensor,
+    mask: torch.Tensor | None = None,
+    scaling: float | None = None,
 ) -> torch.Tensor:
-    """The largest attention logit of a layer, scaling * q·k, over heads and visible pairs of positions.
+    """The largest attention logit of a layer, scaling * q·k, over heads and visible pairs of
+    positions.
 
-    query (B, H, T, D), key (B, K, T, D) for K heads that each serve H / K queries. Without a mask (B or 1, 1, T, T),
-    boolean or added to the logits, attention is causal. Computed in float32, in chunks of rows.
+    query (B, H, T, D), key (B, K, T, D) for K heads that each serve H / K queries. Without a
+    mask (B or 1, 1, T, T), boolean or added to the logits, attention is causal. Computed in
+    float32, in chunks of rows.
     """
     heads, length, width = query.shape[1:]
     positions = torch.arange(length, device=query.device)
     rows = max(1, LOGITS_AT_ONCE // (query[..., 0].numel()))
     largest = torch.full((), -torch.inf, device=query.device)
     with torch.autocast(query.device.type, enabled=False):
-        query, key = query.float(), key.float().repeat_interleave(heads // key.shape[1], dim=1).transpose(-1, -2)
+        query, key = (
+            query.float(),
+            key.float().repeat_interleave(heads // key.shape[1], dim=1).transpose(-1, -2),
+        )
         for first in range(0, length, rows):
             chunk = slice(first, first + rows)
             visible = positions[chunk, None] >= positions
@@ -183,10 +232,14 @@ def attention_logit_max(
 
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all tensors as one vector, a scalar on the device; of shards, the norm of the whole tensors."""
+    """The norm of all tensors as one vector, a scalar on the device; of shards, the norm of the
+    whole tensors.
+    """
     by_mesh: dict[Any, list[torch.Tensor]] = {}  # tensor parallelism leaves some tensors whole
     for tensor in tensors:
-        by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+        by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(
+            tensor
+        )
     norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
     norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

@@ -1,4 +1,6 @@
-"""Memory of a step: a check before it, a dry-run step, the largest micro-batch that fits, and advice."""
+"""Memory of a step: a check before it, a dry-run step, the largest micro-batch that fits, and
+advice.
+"""
 
 import dataclasses
 import gc
@@ -17,17 +19,17 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.accelerator import is_sharded, micro_batches_not_counted
+from nanogpt_hf.distributed.accelerate_config import requested_precision
+from nanogpt_hf.distributed.accelerator import is_sharded, mesh_of, micro_batches_not_counted
 from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
 from nanogpt_hf.distributed.full_state import (
-    check_optimizer_state,
+    FullState,
     reset_optimizer_state,
-    saved_bytes,
     scaler_state,
     set_scaler_state,
 )
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.errors import UserError, is_out_of_memory
+from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import build_config, meta_model
 from nanogpt_hf.optim.optimizer import OPTIMIZERS, kind_of
@@ -57,16 +59,19 @@ def build_batches(
 
 @contextmanager
 def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Context for a dry-run step of one micro-batch per pipeline stage; optimizer state and counters are restored.
+    """Context for a dry-run step of one micro-batch per pipeline stage; optimizer state and
+    counters are restored.
 
     After an error, such as too little memory, counters are restored and gradients cleared.
     """
     scaler = scaler_state(accelerator, optimizer)
     try:
-        with micro_batches_not_counted(accelerator, Mesh.from_environment().pp_size):
+        with micro_batches_not_counted(accelerator, mesh_of(accelerator).pp_size):
             yield
     except BaseException:
-        for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        for parameter in (
+            parameter for group in optimizer.param_groups for parameter in group["params"]
+        ):
             parameter.grad = None
         raise
     reset_optimizer_state(accelerator, optimizer)
@@ -75,25 +80,28 @@ def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) ->
 
 
 def dry_run_step(run: Run, micro_batch_size: int) -> None:
-    """Take one step at learning rate 0, which changes nothing in the run, of one micro-batch per pipeline stage.
+    """Take one step at learning rate 0, which changes nothing in the run, of one micro-batch per
+    pipeline stage.
 
-    It shows that a step fits in memory before anything is written. It also makes DDP rebuild its buckets, which happens
-    after the first backward pass and changes how sums over three or more processes are rounded: without it the first
-    step after a resume would differ from the same step of an uninterrupted run. Raises UserError if the optimizer has
-    no state for some of the trainable parameters, since no checkpoint could be written.
+    It shows that a step fits in memory before anything is written. It also makes DDP rebuild its
+    buckets, which happens after the first backward pass and changes how sums over three or more
+    processes are rounded: without it the first step after a resume would differ from the same
+    step of an uninterrupted run. Raises UserError if the optimizer has no state for some of the
+    trainable parameters, since no checkpoint could be written.
     """
     accelerator = run.accelerator
     with state_restored(accelerator, run.optimizer):
         batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
         train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
-        check_optimizer_state(accelerator, run.model, run.optimizer)
+        FullState(accelerator, run.model, run.optimizer).check()
 
 
-def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
-    """Take a dry-run step; turn `auto` into the largest micro-batch size that fits, with the accumulation it implies.
+def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
+    """Take a dry-run step; turn `auto` into the largest micro-batch size that fits, with the
+    accumulation it implies.
 
-    A resumed run keeps the size that was found before if that divides the step, so that it continues bit for bit even
-    if more memory is free now.
+    A resumed run keeps the size that was found before if that divides the step, so that it
+    continues bit for bit even if more memory is free now.
     """
     config, accelerator = run.config, run.accelerator
     size = config.train.micro_batch_size
@@ -108,23 +116,37 @@ def settle_micro_batch(run: Run, *, resume: bool = False) -> None:
         dry_run_step(run, size)
     else:
         # a checkpoint's copy is in host memory, and is allocated after the search
-        reserved = saved_bytes(accelerator, run.model, run.optimizer) if accelerator.device.type == "cpu" else 0
-        size = largest_micro_batch(accelerator, sizes, lambda size: dry_run_step(run, size), reserved)
+        reserved = (
+            FullState(accelerator, run.model, run.optimizer).saved_bytes()
+            if accelerator.device.type == "cpu"
+            else 0
+        )
+        size = largest_micro_batch(
+            accelerator, sizes, lambda size: dry_run_step(run, size), reserved
+        )
     accelerator.gradient_accumulation_steps = sequences // size
     if is_zero(accelerator):
-        set_batch_sizes(run.model, size, sequences * run.mesh.dp_size)
-    run.config = dataclasses.replace(config, train=dataclasses.replace(config.train, micro_batch_size=size))
+        set_batch_sizes(accelerator, run.model, size, sequences * run.mesh.dp_size)
+    run.config = dataclasses.replace(
+        config, train=dataclasses.replace(config.train, micro_batch_size=size)
+    )
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 
 
 def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_size: int) -> None:
-    """Raises UserError if a step needs more memory than this machine has free; a collective before a model is built.
+    """Raises UserError if a step needs more memory than this machine has free; a collective before
+    a model is built.
 
-    Only with the model on CPUs: a process that takes more than there is would be killed without a line.
+    Only with the model on CPUs: a process that takes more than there is would be killed without
+    a line.
     """
-    if accelerator.device.type != "cpu" or config.lora.quantize:  # whose frozen weights are not counted in 8 bits
+    # whose frozen weights are not counted in 8 bits
+    if accelerator.device.type != "cpu" or config.lora.quantize:
         return
-    model, precision = meta_model(config, build_config(config.model, vocab_size)), str(accelerator.mixed_precision)
+    model, precision = (
+        meta_model(config, build_config(config.model, vocab_size)),
+        str(accelerator.mixed_precision),
+    )
     needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
     if not is_sharded(accelerator):
         needed = footprint(
@@ -137,10 +159,13 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
         ).peak
     free = (free_memory() + psutil.swap_memory().free) / mesh.local_world_size
     if needed > (free := min(_gather(accelerator, int(free)))):
-        each = f" for each of {mesh.local_world_size} processes" if mesh.local_world_size > 1 else ""
+        each = (
+            (f" for each of {mesh.local_world_size} processes") if mesh.local_world_size > 1 else ""
+        )
         raise UserError(
-            f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are free{each}; train a "
-            f"smaller model, or on a machine with more memory: {memory_advice(config, vocab_size, precision)}"
+            f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are "
+            f"free{each}; train a smaller model, or on a machine with more memory: "
+            f"{memory_advice(config, vocab_size, precision)}"
         )
 
 
@@ -149,10 +174,11 @@ def largest_micro_batch(
 ) -> int:
     """The largest of `sizes`, smallest first, for which `dry_run` fits in memory.
 
-    All processes call it and get the same answer: the one with the least memory decides. Memory is linear in the
-    micro-batch size, so a few dry runs are enough. With one process an out-of-memory error is caught and a smaller size
-    tried; with several it is fatal, since other ranks could hang. `reserved`: bytes of this process that must stay
-    free. Raises UserError on machines without a memory counter.
+    All processes call it and get the same answer: the one with the least memory decides. Memory
+    is linear in the micro-batch size, so a few dry runs are enough. With one process an
+    out-of-memory error is caught and a smaller size tried; with several it is fatal, since other
+    ranks could hang. `reserved`: bytes of this process that must stay free. Raises UserError on
+    machines without a memory counter.
     """
     needed: dict[int, int] = {}
     size: int | None = sizes[0]
@@ -163,7 +189,7 @@ def largest_micro_batch(
             dry_run(size)
             needed[size] = max(_gather(accelerator, peak_memory(accelerator)))
         except Exception as error:
-            if Mesh.from_environment().world_size > 1 or not needed or not is_out_of_memory(error):
+            if accelerator.num_processes > 1 or not needed or not is_out_of_memory(error):
                 raise
             sizes = [smaller for smaller in sizes if smaller < size]
         gc.collect()
@@ -175,24 +201,31 @@ def largest_micro_batch(
 
 
 def next_size(sizes: list[int], needed: dict[int, int], available: int) -> int | None:
-    """The next micro-batch size to try, given the bytes `needed` by others; None if no larger one would fit."""
+    """The next micro-batch size to try, given the bytes `needed` by others; None if no larger
+    one would fit.
+    """
     larger = [size for size in sizes if size > max(needed)]
     if len(needed) > 1:
         (low, low_bytes), (high, high_bytes) = sorted(needed.items())[-2:]
         per_sequence = max(0, high_bytes - low_bytes) / (high - low)
-        return max((size for size in larger if high_bytes + per_sequence * (size - high) <= available), default=None)
+        return max(
+            (size for size in larger if high_bytes + per_sequence * (size - high) <= available),
+            default=None,
+        )
     return larger[0] if larger and max(needed.values()) < available else None
 
 
 def _gather(accelerator: Accelerator, count: int) -> list[int]:
-    return cast(torch.Tensor, accelerator.gather(torch.tensor([count], device=accelerator.device))).tolist()
+    return cast(
+        torch.Tensor, accelerator.gather(torch.tensor([count], device=accelerator.device))
+    ).tolist()
 
 
 def available_memory(accelerator: Accelerator) -> int:
     """Bytes that this process may use in total, including those it uses now."""
     if accelerator.device.type == "cuda":
         return int(USABLE_MEMORY * (torch.cuda.mem_get_info()[0] + torch.cuda.memory_reserved()))
-    processes = Mesh.from_environment().local_world_size
+    processes = mesh_of(accelerator).local_world_size
     return int(USABLE_MEMORY * (free_memory() / processes + psutil.Process().memory_info().rss))
 
 
@@ -205,7 +238,8 @@ def reset_peak_memory(accelerator: Accelerator) -> None:
     except OSError:
         device = accelerator.device.type
         raise UserError(
-            f"train.micro_batch_size: auto cannot measure memory on this machine's {device}; set a number"
+            f"train.micro_batch_size: auto cannot measure memory on this machine's {device}; set "
+            "a number"
         ) from None
 
 
@@ -215,6 +249,20 @@ def peak_memory(accelerator: Accelerator) -> int:
         return torch.cuda.max_memory_allocated()
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+
+
+@contextmanager
+def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[None]:
+    """Context that turns an out-of-memory error into one line: what needs the memory, and knobs
+    that reduce it.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        advice = memory_advice(config, vocab_size, requested_precision())
+        raise NotEnoughMemoryError(f"out of memory: {advice}") from error
 
 
 def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
@@ -227,23 +275,34 @@ def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
 
     def activations(sequences: int, checkpointing: bool = False) -> float:
         place = Placement(precision=precision, checkpointing=checkpointing)
-        return sequences * block_size * counts.backward_blocks * saved_bytes_per_token(model, block_size, place) / 1e9
+        return (
+            sequences
+            * block_size
+            * counts.backward_blocks
+            * saved_bytes_per_token(model, block_size, place)
+            / 1e9
+        )
 
     remedies = []
     if micro > 1:
         saved = activations(micro - micro // 2)
         remedies.append(
-            f"train.micro_batch_size {micro // 2} saves {saved:.1f} GB (same tokens per step, by more accumulation)"
+            f"train.micro_batch_size {micro // 2} saves {saved:.1f} GB (same tokens per step, by "
+            "more accumulation)"
         )
     if optimizer is OPTIMIZERS["adamw"]:
-        saved = (optimizer.state_bytes(model, 1) - OPTIMIZERS["adamw_8bit"].state_bytes(model, 1)) / 1e9
-        remedies.append(f"optim.state 8bit saves {saved:.1f} GB (needs torchao; not under DeepSpeed)")
+        saved = (
+            optimizer.state_bytes(model, 1) - OPTIMIZERS["adamw_8bit"].state_bytes(model, 1)
+        ) / 1e9
+        remedies.append(
+            f"optim.state 8bit saves {saved:.1f} GB (needs torchao; not under DeepSpeed)"
+        )
     saved = activations(micro) - activations(micro, checkpointing=True)
     remedies.append(
-        f"an accelerate config that checkpoints activations saves about {saved:.1f} GB, one that shards over N devices "
-        f"{state:.1f} × (1 - 1/N) GB"
+        f"an accelerate config that checkpoints activations saves about {saved:.1f} GB, one that "
+        f"shards over N devices {state:.1f} × (1 - 1/N) GB"
     )
     return (
-        f"weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} sequences "
-        f"about {activations(micro):.1f} GB. {'; '.join(remedies)}"
+        f"weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} "
+        f"sequences about {activations(micro):.1f} GB. {'; '.join(remedies)}"
     )

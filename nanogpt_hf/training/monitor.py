@@ -1,27 +1,43 @@
-"""Step monitoring: clipped gradients, peak memory, non-finite gradients, loss spikes."""
+"""What observes a run: clipped gradients, peak memory, non-finite gradients, loss spikes; and all
+that the loop calls beside the training step: logging, statistics, checkpoints, reports, push.
+"""
 
+import contextlib
 import logging
 import math
 import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 from accelerate import Accelerator
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import DivergedError, UserError
+from nanogpt_hf.evaluation.base import Measure, Subject
+from nanogpt_hf.export.background_push import BackgroundPush
+from nanogpt_hf.reports.live import LiveReports
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import recovery_advice
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
+from nanogpt_hf.training.layer_stats import LayerStats
+from nanogpt_hf.training.run import Evaluated, Run
+from nanogpt_hf.training.source_losses import SourceLosses
+from nanogpt_hf.training.tracking import Tracking
 
-BAD_STEPS_IN_A_ROW = 10  # abort after this many non-finite steps; fp16 skips a few while its loss scale settles
+# abort after this many non-finite steps; fp16 skips a few while its loss scale settles
+BAD_STEPS_IN_A_ROW = 10
 ROLLBACKS_IN_A_ROW = 3  # abort after this many to the same checkpoint
-_DECAY = 0.9  # of the running average of the loss, per report
+_DECAY = 0.9  # weight of the past in the running average of the loss, per report
 
 logger = logging.getLogger(__name__)
 
 
 def memory_peak(device: torch.device) -> int | None:
-    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now. None if unknown."""
+    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now.
+
+    None if unknown.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
@@ -30,26 +46,39 @@ def memory_peak(device: torch.device) -> int | None:
         import resource
     except ImportError:  # Windows
         return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
+        1 if sys.platform == "darwin" else 1024
+    )
 
 
 class Monitor:
-    """Reads gradient norms only at steps that are logged, so that the host waits for the device no more often."""
+    """Reads gradient norms only at steps that are logged, so that the host waits for the device
+    no more often.
+    """
 
     def __init__(self, accelerator: Accelerator, config: Config, checkpoints: CheckpointWriter):
-        self.checkpoints, self.device, self.main = checkpoints, accelerator.device, accelerator.is_main_process
+        self.checkpoints, self.device, self.main = (
+            checkpoints,
+            accelerator.device,
+            accelerator.is_main_process,
+        )
         self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG
         self.ratio = config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
-        self._norms: list[torch.Tensor] = []  # on the device, of the steps that the state does not count yet
-        self._rolled_back: list[int] = []  # steps of the checkpoints loaded by rollbacks of this process
+        # on the device, of the steps that the state does not count yet
+        self._norms: list[torch.Tensor] = []
+        # steps of the checkpoints loaded by rollbacks of this process
+        self._rolled_back: list[int] = []
 
     def add(self, grad_norm: torch.Tensor) -> None:
         """Keep the gradient norm of a step, a scalar on the device."""
         self._norms.append(grad_norm)
 
-    def settle(self, state: TrainState) -> None:
-        """Count the steps since the last call in `state`, which is then saved or reported. Waits for the device."""
+    def count_steps(self, state: TrainState) -> None:
+        """Count the steps since the last call in `state`, which is then saved or reported.
+
+        Waits for the device.
+        """
         norms = torch.stack(self._norms).tolist() if self._norms else []
         self._norms.clear()
         for step, norm in enumerate(norms, state.step - len(norms) + 1):
@@ -66,27 +95,33 @@ class Monitor:
         Raises DivergedError if none of the last BAD_STEPS_IN_A_ROW steps had a finite gradient.
         """
         grad_norm = self._norms[-1].item()
-        self.settle(state)
+        self.count_steps(state)
         if state.step - state.last_finite_step >= BAD_STEPS_IN_A_ROW:
             self.checkpoints.wait()  # it may hold diverged weights
             advice = f" and {recovery_advice(self.checkpoints.run, state)}" if self.main else ""
             raise DivergedError(
-                f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; lower "
-                f"optim.learning_rate{advice}"
+                f"no finite gradient in the last {BAD_STEPS_IN_A_ROW} steps, which were skipped; "
+                f"lower optim.learning_rate{advice}"
             )
         values: dict[str, float] = {"train/grad_norm": grad_norm}
         if self.max_grad_norm:
-            values["train/clipped_share"] = round(state.clipped_steps / (state.step - state.reported_step), 4)
+            values["train/clipped_share"] = round(
+                state.clipped_steps / (state.step - state.reported_step), 4
+            )
         if skipped := state.not_finite_steps:
             values["train/skipped_steps"] = skipped
-            logger.log(self._warning, f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped")
+            logger.log(
+                self._warning,
+                f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped",
+            )
         if (peak := memory_peak(self.device)) is not None:
             values["train/memory_peak_bytes"] = peak
         state.reported_step, state.clipped_steps, state.not_finite_steps = state.step, 0, 0
         return values
 
     def spiked(self, state: TrainState, loss: float, saved: TrainState | None) -> bool:
-        """Whether the loss is above `rollback_ratio` times its running average; if not, it updates the average.
+        """Whether the loss is above `rollback_ratio` times its running average; if not, it updates
+        the average.
 
         False if no checkpoint is `saved` to return to.
         The average is part of the state, so a resumed run decides the same.
@@ -100,21 +135,96 @@ class Monitor:
         return False
 
     def rolled_back(self, before: TrainState, state: TrainState) -> None:
-        """Make `state`, which was just loaded, skip the data between its step and that of `before`.
+        """Log that the run went back from `before` to `state`.
 
         Raises UserError after ROLLBACKS_IN_A_ROW rollbacks to the same step.
         """
-        steps = before.step - state.step
-        state.skipped_steps = before.skipped_steps + steps
-        state.seconds = before.seconds
         self._rolled_back.append(state.step)
         if self._rolled_back[-ROLLBACKS_IN_A_ROW - 1 :] == [state.step] * (ROLLBACKS_IN_A_ROW + 1):
             raise UserError(
-                f"the loss rose above {self.ratio:g} times its average again after {ROLLBACKS_IN_A_ROW} rollbacks to "
-                f"step {state.step:,}; lower optim.learning_rate and continue with --resume"
+                f"the loss rose above {self.ratio:g} times its average again after "
+                f"{ROLLBACKS_IN_A_ROW} rollbacks to step {state.step:,}; lower optim.learning_rate "
+                "and continue with --resume"
             )
         logger.log(
             self._warning,
-            f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; rolling back to step "
-            f"{state.step:,} and skipping the data of {steps:,} steps",
+            f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; "
+            f"rolling back to step {state.step:,} and skipping the data of "
+            f"{before.step - state.step:,} steps",
         )
+
+
+@dataclass
+class Observers:
+    """The observers of one run, which the loop calls by name."""
+
+    tracking: Tracking
+    monitor: Monitor
+    layers: LayerStats
+    sources: SourceLosses
+    evaluations: list[Measure]
+    reports: LiveReports
+    checkpoints: CheckpointWriter
+    push: BackgroundPush
+
+    def follow(self, run: Run, before: TrainState) -> None:
+        """Observe `run`, which has started again from a checkpoint after `before`."""
+        if run.state.skipped_steps > before.skipped_steps:
+            self.monitor.rolled_back(before, run.state)
+        self.tracking.follow(run)
+        self.sources = SourceLosses(run)
+
+    def evaluate(self, run: Run, evaluated: Evaluated) -> Evaluated:
+        """The method's evaluation of a step with those of the recipe's others. All processes call
+        it.
+        """
+        subject = Subject(
+            name=run.config.name,
+            model=run.model,
+            tokenizer=run.data.tokenizer,
+            accelerator=run.accelerator,
+            mesh=run.mesh,
+            batch_size=run.config.train.min_micro_batch_size,
+            step=run.state.step,
+        )
+        metrics, lines = dict(evaluated.metrics), list(evaluated.lines)
+        samples = list(evaluated.samples)
+        for result in (result for measure in self.evaluations for result in measure(subject)):
+            metrics |= result.figures
+            lines += result.lines
+            samples += result.samples
+        return evaluated._replace(metrics=metrics, lines=lines, samples=samples)
+
+
+@contextlib.contextmanager
+def observing(run: Run, evaluations: list[Measure]) -> Iterator[Observers]:
+    """Context with the observers of a run that has started or resumed.
+
+    At its end, also if the run fails, the last checkpoint is complete, the plot is drawn, the
+    report written, and trackers and push have ended.
+    """
+    is_main = run.mesh.is_main
+    checkpoints = CheckpointWriter(run.accelerator, run.folder, run.config.checkpoint.keep)
+    observers = Observers(
+        tracking=Tracking(run),
+        monitor=Monitor(run.accelerator, run.config, checkpoints),
+        layers=LayerStats(
+            run.accelerator, run.config, run.data.validation, run.batches.micro_batch_size
+        ),
+        sources=SourceLosses(run),
+        evaluations=evaluations,
+        reports=LiveReports(run.folder, run.config, is_main=is_main),
+        checkpoints=checkpoints,
+        push=BackgroundPush(run.config.hub, run.folder, is_main=is_main),
+    )
+    done = False
+    try:
+        with observers.tracking:
+            try:
+                with checkpoints:
+                    yield observers
+            finally:
+                observers.reports.finish(observers.tracking.events)
+        done = True
+    finally:
+        observers.push.finish(done=done)

@@ -1,6 +1,7 @@
-"""Run: what a training run is made of, as one object for the loop, bench and doctor."""
+"""Run: what a training run is made of, as one object; results of its steps and evaluations."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -12,14 +13,14 @@ from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.architecture import Architecture, architecture_of
-from nanogpt_hf.model.objective import Objective
+from nanogpt_hf.model.objective import Metrics, Objective
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 
 
 @dataclass
 class Run:
-    """Built by setup.build_run. `model` and `optimizer` are prepared by Accelerate."""
+    """Built by start.build_run. `model` and `optimizer` are prepared by Accelerate."""
 
     config: Config
     accelerator: Accelerator
@@ -32,7 +33,7 @@ class Run:
     objective: Objective
     state: TrainState
     saved: TrainState | None = None  # the state in the newest checkpoint
-    start_model: PreTrainedModel | None = None  # of reinforcement learning (policy.py)
+    start_model: PreTrainedModel | None = None  # for reinforcement learning (methods.py)
     run_folder: RunFolder | None = None  # bench and doctor have none
 
     @property
@@ -43,3 +44,22 @@ class Run:
     @property
     def architecture(self) -> Architecture:
         return architecture_of(self.model_config)
+
+
+class StepResult(NamedTuple):
+    """Results of a step, scalars on the device: reading them makes the host wait."""
+
+    loss: torch.Tensor  # this rank's share; its sum over ranks is the mean over the step's targets
+    grad_norm: torch.Tensor  # norm of the whole gradient, before clipping
+    metrics: Metrics  # from the objective; shares, like the loss
+    figures: dict[str, float]  # from the method's own step, the same on all processes
+
+
+class Evaluated(NamedTuple):
+    """What a method's evaluation found."""
+
+    score: float  # the model with the lowest is the best: validation loss, or minus the mean reward
+    evaluation: MeasuredLoss | None  # on validation data
+    metrics: dict[str, float]
+    lines: list[str]  # for the console
+    samples: list[dict[str, str]]  # prompt and text, for the report

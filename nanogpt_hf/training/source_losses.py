@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.data.mixture import MixedBlocks
+from nanogpt_hf.data.blocks import MixedBlocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.model.loss_gpt import Head
@@ -17,10 +17,12 @@ from nanogpt_hf.training.run import Run
 
 
 class SourceLosses:
-    """Computes the loss of each source's rows from the head's input, a second time, at the steps that are logged.
+    """Computes the loss of each source's rows from the head's input, a second time, at the steps
+    that are logged.
 
-    The step's numbers stay as they are, and the host does not wait: the sums stay on the device until the step's loss
-    is read. The last stage of a pipeline measures. Not measured with a head that is not ours, such as an adapter's.
+    The step's numbers stay as they are, and the host does not wait: the sums stay on the device
+    until the step's loss is read. The last stage of a pipeline measures. Not measured with a
+    head that is not ours, such as an adapter's.
     """
 
     def __init__(self, run: Run):
@@ -29,22 +31,28 @@ class SourceLosses:
         blocks = run.batches.blocks
         self._mixture = blocks if isinstance(blocks, MixedBlocks) else None
         self._sums: torch.Tensor | None = None
-        self._step = 0  # of the batches
+        self._step = 0  # the step of the batches
 
     @contextmanager
-    def measured_step(self, step: int, number: int) -> Iterator[None]:
-        """Context for the step that ends at `step`, on the batches of step `number`."""
+    def measured_step(self, step: int, data_step: int) -> Iterator[None]:
+        """Context for the step that ends at `step`, on the batches of `data_step`."""
         run, self._sums = self.run, None
         if self._mixture is None or step % self.every:
             yield
             return
         model: Any = run.accelerator.unwrap_model(run.model)
         head, pipeline = model.get_output_embeddings(), pipeline_of(model)
-        if not (isinstance(head, Head) if pipeline is None else pipeline.stage.computes_loss_in_head):
+        if not (
+            isinstance(head, Head) if pipeline is None else pipeline.stage.computes_loss_in_head
+        ):
             yield
             return
-        owners = self._mixture.owners(run.batches.indices(number)).reshape(-1, run.batches.micro_batch_size)
-        sums = torch.zeros(run.batches.accumulation, len(self._mixture.parts), device=run.accelerator.device)
+        owners = self._mixture.owners(run.batches.indices(data_step)).reshape(
+            -1, run.batches.micro_batch_size
+        )
+        sums = torch.zeros(
+            run.batches.accumulation, len(self._mixture.parts), device=run.accelerator.device
+        )
         indices = count()
 
         @torch.no_grad()
@@ -52,20 +60,29 @@ class SourceLosses:
             hidden, targets, vocab_size = inputs
             index = next(indices) if pipeline is None else pipeline.micro_batch
             sources, own_sums = owners[run.batches.micro_batch_number(index)], sums[index].zero_()
-            hidden, targets = (tensor.unflatten(0, (len(sources), -1)) for tensor in (hidden, targets))
+            hidden, targets = (
+                tensor.unflatten(0, (len(sources), -1)) for tensor in (hidden, targets)
+            )
             for source in np.unique(sources):
-                own = torch.from_numpy(np.flatnonzero(sources == source)).to(hidden.device, non_blocking=True)
-                own_sums[source] += head.forward(hidden[own].flatten(0, 1), targets[own].flatten(), vocab_size)
+                own = torch.from_numpy(np.flatnonzero(sources == source)).to(
+                    hidden.device, non_blocking=True
+                )
+                own_sums[source] += head.forward(
+                    hidden[own].flatten(0, 1), targets[own].flatten(), vocab_size
+                )
 
         handle = head.register_forward_pre_hook(add)
         try:
             yield
         finally:
             handle.remove()
-        self._sums, self._step = cast(torch.Tensor, sum(sums)), number  # one after the other
+        self._sums, self._step = cast(torch.Tensor, sum(sums)), data_step  # one after the other
 
     def report(self) -> dict[str, float]:
-        """The mean losses of the last `measured_step`, of the sources that it drew from. All processes call it."""
+        """The mean losses of the last `measured_step`, of the sources that it drew from.
+
+        All processes call it.
+        """
         if self._mixture is None or self._sums is None:
             return {}
         sums = sum_over_ranks(self.run.accelerator, self.run.mesh, self._sums).tolist()

@@ -1,4 +1,6 @@
-"""Start accelerate's trackers (wandb, tensorboard, ...), or continue their runs when a run is resumed."""
+"""Start accelerate's trackers (wandb, tensorboard, ...), or continue their runs when a run is
+resumed.
+"""
 
 import json
 import logging
@@ -19,8 +21,9 @@ from nanogpt_hf.runs.redact import redact, redact_tree
 
 logger = logging.getLogger(__name__)
 
-# To continue a tracker's own run: the option that names it, and how to read its value from a started run. tensorboard's
-# run is its folder. Trackers that are not here start a new run at a resume.
+# To continue a tracker's own run: the option that names it, and how to read its value from a
+# started run. tensorboard's run is its folder. Trackers that are not here start a new run at a
+# resume.
 _RUN_ID: dict[str, tuple[str, Callable[[Any], str]]] = {
     "wandb": ("id", lambda run: run.id),
     "trackio": ("name", lambda run: run.name),
@@ -29,32 +32,41 @@ _RUN_ID: dict[str, tuple[str, Callable[[Any], str]]] = {
 }
 
 
-def start_trackers(accelerator: Accelerator, config: Config, run: RunFolder, start: dict[str, Any]) -> None:
-    """Start the recipe's trackers, with the resolved recipe and `start` (see provenance.py) as their configuration.
+def start_trackers(
+    accelerator: Accelerator, config: Config, run: RunFolder, start: dict[str, Any]
+) -> None:
+    """Start the recipe's trackers, with the resolved recipe and `start` (see provenance.py) as
+    their configuration.
 
-    The ids of their runs are stored in the run folder, so that a resumed run continues them; steps after
-    `start["step"]` are logged again. Only the main process calls it. Raises UserError if a tracker does not start; a
-    new run folder is then removed.
+    The ids of their runs are stored in the run folder, so that a resumed run continues them;
+    steps after `start["step"]` are logged again. Only the main process calls it. Raises
+    UserError if a tracker does not start; a new run folder is then removed.
     """
     ids_file = run.trackers / "runs.json"
     ids = json.loads(ids_file.read_text(encoding="utf-8")) if ids_file.exists() else {}
     try:
-        options = {name: _options(name, config, run, start["step"]) for name in config.tracking.trackers}
+        options = {
+            name: _options(name, config, run, start["step"]) for name in config.tracking.trackers
+        }
         for name, value in ids.items():
             options.setdefault(name, {})[_RUN_ID[name][0]] = value
         accelerator.init_trackers(config.tracking.project, init_kwargs=options)
         for tracker in accelerator.trackers:
-            if not (tracker.name == "mlflow" and tracker.name in ids):  # it refuses to change a value
+            # it refuses to change a value
+            if not (tracker.name == "mlflow" and tracker.name in ids):
                 tracker.store_init_configuration(_configuration(config, start))
     except Exception as error:  # trackers raise errors of any kind
+        names = [str(getattr(t, "name", t)).lower() for t in accelerator.log_with]
         if not run.checkpoint_folders():
             run.undo_start()
         reason = " ".join(str(error).split())
         raise UserError(
-            f"tracking.trackers: {', '.join(config.tracking.trackers)} did not start ({type(error).__name__}: "
-            f"{reason}); repair that, or leave it out"
+            f"tracking.trackers: {', '.join(names)} did not start "
+            f"({type(error).__name__}: {reason}); repair that, or leave it out"
         ) from error
-    ids |= {t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID}
+    ids |= {
+        t.name: _RUN_ID[t.name][1](t.tracker) for t in accelerator.trackers if t.name in _RUN_ID
+    }
     run.trackers.mkdir(exist_ok=True)
     with written_whole(ids_file) as partial:
         partial.write_text(json.dumps(ids) + "\n", encoding="utf-8")
@@ -73,9 +85,18 @@ def _options(name: str, config: Config, run: RunFolder, step: int) -> dict[str, 
 
 def _configuration(config: Config, start: dict[str, Any]) -> dict[str, Any]:
     """The knobs by dotted name, and the values of `start` as `start.<name>`; secrets redacted."""
-    sections = {**config_to_dict(config), "start": {k: v for k, v in start.items() if k != "versions"}}
-    sections["start"] |= {f"versions.{name}": version for name, version in start["versions"].items()}
-    flat = {f"{section}.{name}": value for section, values in sections.items() for name, value in values.items()}
+    sections = {
+        **config_to_dict(config),
+        "start": {k: v for k, v in start.items() if k != "versions"},
+    }
+    sections["start"] |= {
+        f"versions.{name}": version for name, version in start["versions"].items()
+    }
+    flat = {
+        f"{section}.{name}": value
+        for section, values in sections.items()
+        for name, value in values.items()
+    }
     shown = {name: redact_tree(value) for name, value in flat.items() if value is not None}
     return {name: _as_scalar(value) for name, value in shown.items()}
 
@@ -96,5 +117,7 @@ def _wandb_options(config: Config, run: RunFolder) -> dict[str, Any]:
         options["settings"] = wandb.Settings(x_disable_meta=True)
     if "WANDB_MODE" not in os.environ and not wandb.login(prompt=False):
         options["mode"] = "offline"
-        logger.warning("wandb: no login found, so the run is stored offline; `wandb sync` uploads it later")
+        logger.warning(
+            "wandb: no login found, so the run is stored offline; `wandb sync` uploads it later"
+        )
     return options

@@ -3,6 +3,7 @@
 import json
 import logging
 import math
+import shlex
 import sys
 import time
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.data.mixture import MixedBlocks
+from nanogpt_hf.data.blocks import MixedBlocks
 from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number
@@ -19,26 +20,31 @@ from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, describe_start
-from nanogpt_hf.training.evaluate import Evaluated, describe_best
-from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.methods import method_of
+from nanogpt_hf.training.run import Evaluated, Run
 from nanogpt_hf.training.trackers import start_trackers
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_LINES = 10.0  # of the plain log; a terminal has a progress bar instead
+_SECONDS_BETWEEN_LINES = 10.0  # in the plain log; a terminal has a progress bar instead
 
 
 class Tracking:
-    """Writes metrics.jsonl, console lines and trackers. Only the main process writes; all processes may call."""
+    """Writes metrics.jsonl, console lines and trackers.
+
+    Only the main process writes; all processes may call.
+    """
 
     def __init__(self, run: Run):
-        self.run, self.accelerator, self.config, self.folder = run, run.accelerator, run.config, run.folder
+        self.accelerator, self.config, self.folder = run.accelerator, run.config, run.folder
         self.main = run.mesh.is_main
-        self.flops_per_token = run.architecture.flops_per_token(run.model_config, run.config.data.block_size)
+        self.flops_per_token = run.architecture.flops_per_token(
+            run.model_config, run.config.data.block_size
+        )
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
         self.bar = None
-        self.rewind()
+        self.follow(run)
         if self.main:
             start = describe_start(
                 step=run.state.step,
@@ -48,16 +54,28 @@ class Tracking:
             )
             if run.accelerator.log_with:
                 start_trackers(run.accelerator, run.config, run.folder, start)
-            add_start(run.folder, start | {"data": run.state.identity and run.state.identity["data"]})
+            add_start(
+                run.folder, start | {"data": run.state.identity and run.state.identity["data"]}
+            )
         if self.main and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty():
-            self.bar = tqdm(total=run.config.train.max_steps, initial=run.state.step, unit="step", dynamic_ncols=True)
+            self.bar = tqdm(
+                total=run.config.train.max_steps,
+                initial=run.state.step,
+                unit="step",
+                dynamic_ncols=True,
+            )
         self._last_line = 0.0
 
-    def rewind(self) -> None:
-        """Drop the events after the run's state, since their steps run again. Trackers keep those they received."""
+    def follow(self, run: Run) -> None:
+        """Log `run` from now on; drop the events after its state, since their steps run again.
+
+        Trackers keep those they received.
+        """
+        self.run = run
         if self.main:
-            state = self.run.state
-            # The training event of the state's own step is kept; its evaluation only if the state contains it.
+            state = run.state
+            # The training event of the state's own step is kept; its evaluation only if the state
+            # contains it.
             trained = state.step + 1
             evaluated = trained if state.evaluated_step == state.step else state.step
             self.events = [
@@ -66,29 +84,42 @@ class Tracking:
                 if event["step"] < (trained if "train/loss" in event else evaluated)
             ]
             with written_whole(self.folder.metrics) as partial:
-                partial.write_text("".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8")
+                partial.write_text(
+                    "".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8"
+                )
         self.restart_clock()
 
     def restart_clock(self) -> None:
-        """Leave the time since the last report (an evaluation, a checkpoint) out of the training speed."""
+        """Leave the time since the last report (an evaluation, a checkpoint) out of the training
+        speed.
+        """
         self._clock, self._clock_tokens = time.perf_counter(), self.run.state.tokens
         self._clock_waited = self.run.batches.seconds_waited
 
     def _write(self, values: dict[str, float]) -> None:
         # JSON has no NaN: values that are not finite become null
-        self._append({name: value if math.isfinite(value) else None for name, value in values.items()})
+        self._append(
+            {name: value if math.isfinite(value) else None for name, value in values.items()}
+        )
         self.accelerator.log(values, step=self.run.state.step)
 
     def _append(self, values: dict[str, Any]) -> None:
         state = self.run.state
-        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3), **values}
+        event = {
+            "step": state.step,
+            "tokens": state.tokens,
+            "seconds": round(state.seconds, 3),
+            **values,
+        }
         self.events.append(event)
         if self.main:
             try:
                 with self.folder.metrics.open("a", encoding="utf-8") as file:
                     file.write(json.dumps(event) + "\n")
             except OSError as error:  # a resume removes an incomplete line
-                raise RunFolderError(f"{self.folder.metrics}: cannot be written: {error.strerror}") from None
+                raise RunFolderError(
+                    f"{self.folder.metrics}: cannot be written: {error.strerror}"
+                ) from None
 
     def samples(self, samples: list[dict[str, str]]) -> None:
         """Write the samples of `eval.samples` to metrics.jsonl."""
@@ -102,11 +133,15 @@ class Tracking:
     def train(self, loss: float, learning_rate: float, metrics: dict[str, float]) -> None:
         """Log the last step, with further metrics by name.
 
-        Call it after the loss was read from the device, so that the speed is that of finished steps.
+        Call it after the loss was read from the device, so that the speed is that of finished
+        steps.
         """
         now, tokens = time.perf_counter(), self.run.state.tokens
         elapsed = max(now - self._clock, 1e-9)
-        rate, waited = (tokens - self._clock_tokens) / elapsed, self.run.batches.seconds_waited - self._clock_waited
+        rate, waited = (
+            (tokens - self._clock_tokens) / elapsed,
+            self.run.batches.seconds_waited - self._clock_waited,
+        )
         self.restart_clock()
         values = {
             "train/loss": loss,
@@ -117,7 +152,9 @@ class Tracking:
             **metrics,
         }
         if self.peak:
-            values["train/mfu"] = round(rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4)
+            values["train/mfu"] = round(
+                rate * self.flops_per_token / self.peak / self.run.mesh.world_size, 4
+            )
         self._write(values)
         headline = f"loss {format_number(loss, 4)}"
         if "train/reward" in metrics:
@@ -128,7 +165,9 @@ class Tracking:
         elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
             left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
-            self._log(f"{self._progress()}: train {headline}, {speed}, {format_duration(left)} left")
+            self._log(
+                f"{self._progress()}: train {headline}, {speed}, {format_duration(left)} left"
+            )
 
     def _epochs(self) -> dict[str, float]:
         """How often each source of a mixture has been read."""
@@ -142,7 +181,7 @@ class Tracking:
     def _show(self, metrics: str) -> None:
         """Show metrics next to the progress bar, if there is one."""
         score = self.run.state.best_loss
-        best = "" if score is None else f", {describe_best(self.config, score)}"
+        best = "" if score is None else f", {method_of(self.config).describe_best(score)}"
         if self.bar:
             self.bar.set_postfix_str(f"{metrics}{best}")
 
@@ -162,17 +201,15 @@ class Tracking:
             self._log(line)
         if self.bar:
             self._show(evaluated.lines[0].partition(" (")[0])
-        tasks = {name.removeprefix("task/"): value for name, value in metrics.items() if name.startswith("task/")}
-        if shown := [f"{name} {value:.4g}" for name, value in tasks.items() if not name.endswith("_stderr")]:
-            self._log(f"  {', '.join(shown)}")
 
     def __enter__(self) -> "Tracking":
         train = self.config.train
         self._log(
-            f"{self.config.name}: {count_parameters(self.run.model_config):,} parameters; {train.max_steps:,} steps of "
-            f"{train.tokens_per_step:,} tokens = {train.micro_batch_size} sequences × {self.config.data.block_size} × "
-            f"{self.run.mesh.data_parallel} × {self.accelerator.gradient_accumulation_steps} accumulated; "
-            f"{describe_machine(self.accelerator)}"
+            f"{self.config.name}: {count_parameters(self.run.model_config):,} parameters; "
+            f"{train.max_steps:,} steps of {train.tokens_per_step:,} tokens = "
+            f"{train.micro_batch_size} sequences × {self.config.data.block_size} × "
+            f"{self.run.mesh.data_parallel} × {self.accelerator.gradient_accumulation_steps} "
+            f"accumulated; {describe_machine(self.accelerator)}"
         )
         return self
 
@@ -182,3 +219,38 @@ class Tracking:
             self.bar.close()
         if self.accelerator.log_with:
             self.accelerator.end_training()
+
+
+def log_summary(run: Run) -> None:
+    """Log the last lines of a finished run: steps and time, best loss, files, the next command."""
+    if not run.mesh.is_main:
+        return
+    config, folder, state = run.config, run.folder, run.state
+    best = "no evaluation was the best"
+    if state.best_loss is not None:
+        best = f"{method_of(config).describe_best(state.best_loss)} at step {state.best_step:,}"
+    duration = format_duration(state.seconds)
+    if state.seconds:
+        rate = state.tokens / state.seconds
+        duration += f" ({rate:,.0f} tokens/s, evaluations included)"
+    lines = [
+        f"\ndone: {state.step:,} steps, {state.tokens:,} tokens in {duration}",
+        f"  {best}",
+    ]
+    if state.step < config.train.max_steps:
+        lines.append(
+            f"  stopped early: no better in {config.eval.patience} evaluations (eval.patience)"
+        )
+    opens_as = f"as plain {run.architecture.title}"
+    if config.lora.rank is not None and not config.lora.merge:
+        opens_as = "with peft's AutoPeftModelForCausalLM"
+    models = {"best": folder.best, "last": folder.final}
+    named = [f"{path} (the {which})" for which, path in models.items() if path.is_dir()]
+    lines.append(f"  model    {', '.join(named)}; each opens {opens_as}")
+    files = {"curve": folder.loss_plot, "report": folder.report, "metrics": folder.metrics}
+    # a short run has no curve
+    lines += [f"  {name:<8} {file}" for name, file in files.items() if file.is_file()]
+    answers = run.data.end_of_turn_id is not None
+    command = "chat {}" if answers else "sample {} --prompt 'The '"
+    lines.append(f"next: python cli.py {command.format(shlex.quote(str(folder.path)))}")
+    logger.info("\n".join(lines))

@@ -10,6 +10,7 @@ def work(forget_accelerate, monkeypatch, tmp_path):
     """A tiny model on synthetic tokens with two micro-batches per step, as `bench` builds it."""
     from nanogpt_hf.bench.workload import build_workload
     from nanogpt_hf.distributed.accelerator import build_accelerator
+    from nanogpt_hf.distributed.mesh import Mesh
     from nanogpt_hf.runs.folder import RunFolder
 
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
@@ -20,5 +21,6 @@ def work(forget_accelerate, monkeypatch, tmp_path):
         optim=OptimSection(warmup_steps=0),
         train=TrainSection(micro_batch_size=2, tokens_per_step=32),
     )
-    yield build_workload(build_accelerator(config, RunFolder(tmp_path)), config, use_prepared=True)
+    accelerator = build_accelerator(config, RunFolder(tmp_path), Mesh())
+    yield build_workload(accelerator, config, use_prepared=True)
     forget_accelerate()

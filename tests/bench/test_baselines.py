@@ -1,10 +1,17 @@
-"""Baselines do the same work: bare PyTorch reaches our weights, and the Trainer alternates with our steps."""
+"""Baselines do the same work: bare PyTorch reaches our weights, and the Trainer alternates with
+our steps.
+"""
 
 import pytest
 import torch
 
 from nanogpt_hf.bench import baselines
-from nanogpt_hf.bench.baselines import bare_step, check_comparable, pairs_with_bare, pairs_with_trainer
+from nanogpt_hf.bench.baselines import (
+    bare_step,
+    check_comparable,
+    pairs_with_bare,
+    pairs_with_trainer,
+)
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.optimizer import build_optimizer
@@ -18,7 +25,9 @@ def test_bare_step_reaches_our_weights(work, monkeypatch):
         return build_optimizer(model, optim)
 
     monkeypatch.setattr(baselines, "build_optimizer", build)
-    monkeypatch.setattr("nanogpt_hf.bench.workload.learning_rate_at", lambda *_: work.run.config.optim.learning_rate)
+    monkeypatch.setattr(
+        "nanogpt_hf.bench.workload.learning_rate_at", lambda *_: work.run.config.optim.learning_rate
+    )
     bare = bare_step(work)
     for _ in range(3):
         work.step()
@@ -33,7 +42,20 @@ def test_pairs_with_bare_alternates_the_order(work, monkeypatch):
     monkeypatch.setattr(type(work), "step", lambda _: calls.append("ours"))
     pairs = pairs_with_bare(work, windows=3, steps=2)
     assert len(pairs) == 3
-    assert calls[6:] == ["bare", "bare", "ours", "ours", "ours", "ours", "bare", "bare", "bare", "bare", "ours", "ours"]
+    assert calls[6:] == [
+        "bare",
+        "bare",
+        "ours",
+        "ours",
+        "ours",
+        "ours",
+        "bare",
+        "bare",
+        "bare",
+        "bare",
+        "ours",
+        "ours",
+    ]
 
 
 def test_pairs_with_trainer_keeps_our_accumulation(work):

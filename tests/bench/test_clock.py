@@ -3,7 +3,15 @@
 import torch
 from accelerate import Accelerator
 
-from nanogpt_hf.bench.clock import PHASES, Spread, collectives, phases_of_step, profiler, spread, time_of
+from nanogpt_hf.bench.clock import (
+    PHASES,
+    Spread,
+    collectives,
+    phases_of_step,
+    profiler,
+    spread,
+    time_of,
+)
 from nanogpt_hf.training.step import seed_dropout
 
 
@@ -34,9 +42,13 @@ def test_phases_of_step_add_up(work, monkeypatch):
 
     monkeypatch.setattr(work.run.batches.blocks, "batch", slowed(1, work.run.batches.blocks.batch))
     monkeypatch.setattr("nanogpt_hf.training.step.seed_dropout", slowed(3, seed_dropout))
-    monkeypatch.setattr(work.run.model.transformer, "forward", slowed(10, work.run.model.transformer.forward))
+    monkeypatch.setattr(
+        work.run.model.transformer, "forward", slowed(10, work.run.model.transformer.forward)
+    )
     monkeypatch.setattr(torch.Tensor, "backward", slowed(100, torch.Tensor.backward))
-    monkeypatch.setattr(work.run.optimizer.optimizer, "step", slowed(1000, work.run.optimizer.optimizer.step))
+    monkeypatch.setattr(
+        work.run.optimizer.optimizer, "step", slowed(1000, work.run.optimizer.optimizer.step)
+    )
     phases = phases_of_step(work, steps=3)
     assert work.run.batches.accumulation == 2
     assert tuple(phases) == PHASES

@@ -53,18 +53,25 @@ def test_measure_reports_a_failed_launch_in_one_line(monkeypatch):
 
 def test_machine_config_starts_several_processes():
     assert yaml.safe_load(machine_config(1))["distributed_type"] == "NO"
-    assert yaml.safe_load(machine_config(3))["distributed_type"] == "MULTI_GPU"  # MULTI_CPU would start one
+    # MULTI_CPU would start one
+    assert yaml.safe_load(machine_config(3))["distributed_type"] == "MULTI_GPU"
 
 
 def test_machine_config_splits_the_model():
     pipeline = yaml.safe_load(machine_config(2, "pp"))
     assert pipeline["parallelism_config"] == {"parallelism_config_pp_size": 2}
-    assert yaml.safe_load(machine_config(4, "tp"))["parallelism_config"] == {"parallelism_config_tp_size": 4}
+    assert yaml.safe_load(machine_config(4, "tp"))["parallelism_config"] == {
+        "parallelism_config_tp_size": 4
+    }
     sharded = yaml.safe_load(machine_config(2, "fsdp2"))
     assert (sharded["distributed_type"], sharded["fsdp_config"]["fsdp_version"]) == ("FSDP", 2)
     assert yaml.safe_load(machine_config(1, "tp")) == yaml.safe_load(machine_config(1))
 
 
 def test_draw_writes_a_png(tmp_path):
-    draw([Point(1, 100.0, 0.1, 1.0), Point(2, 150.0, 0.07, 0.75)], "a $recipe$", tmp_path / "scaling.png")
+    draw(
+        [Point(1, 100.0, 0.1, 1.0), Point(2, 150.0, 0.07, 0.75)],
+        "a $recipe$",
+        tmp_path / "scaling.png",
+    )
     assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")

@@ -9,13 +9,15 @@ from nanogpt_hf.bench.workload import strong_scaling, weak_scaling
 from nanogpt_hf.config.schema import Config, DataSection, TrainSection
 from nanogpt_hf.config.vocabulary import vocab_size_by_name
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.training import loop
+from nanogpt_hf.training import methods
 
 
 def test_workload_step_is_the_loops_step(work, monkeypatch):
-    assert workload.train_step is loop.train_step
+    assert workload.train_step is methods.TEXT.step
     taken = []
-    monkeypatch.setattr(workload, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate)))
+    monkeypatch.setattr(
+        workload, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))
+    )
     work.step()
     work.step()
     optim = work.run.config.optim
@@ -29,7 +31,10 @@ def test_workload_names_synthetic_tokens(work, tmp_path):
 
 
 def config(tokens: int, micro: int | str) -> Config:
-    return Config(data=DataSection(block_size=8), train=TrainSection(tokens_per_step=tokens, micro_batch_size=micro))
+    return Config(
+        data=DataSection(block_size=8),
+        train=TrainSection(tokens_per_step=tokens, micro_batch_size=micro),
+    )
 
 
 def sizes(config: Config) -> tuple:
@@ -38,10 +43,17 @@ def sizes(config: Config) -> tuple:
 
 def test_strong_scaling():
     recipe = config(tokens=12 * 8, micro=12)
-    assert [sizes(strong_scaling(recipe, n)) for n in (1, 2, 3, 4)] == [(96, 12), (96, 6), (96, 4), (96, 3)]
+    assert [sizes(strong_scaling(recipe, n)) for n in (1, 2, 3, 4)] == [
+        (96, 12),
+        (96, 6),
+        (96, 4),
+        (96, 3),
+    ]
     assert sizes(strong_scaling(config(96, 4), 2)) == (96, 3)  # 4 · 2 does not divide 12
     assert sizes(strong_scaling(config(96, "auto"), 1)) == (96, 12)
-    with pytest.raises(UserError, match="5 does not divide a step of 12 sequences; try --scaling weak"):
+    with pytest.raises(
+        UserError, match="5 does not divide a step of 12 sequences; try --scaling weak"
+    ):
         strong_scaling(recipe, 5)
 
 

@@ -5,12 +5,15 @@ from pathlib import Path
 
 import pytest
 
+from arguments import argv
 from nanogpt_hf.commands import main
 
 
 @pytest.fixture(scope="module")
 def bench(tmp_path_factory, make_recipe):
-    """Exit status, printed lines and folder (JSON, trace) of a bench of a recipe without prepared data."""
+    """Exit status, printed lines and folder (JSON, trace) of a bench of a recipe without
+    prepared data.
+    """
     from accelerate.state import AcceleratorState, GradientState, PartialState
 
     folder = tmp_path_factory.mktemp("bench")
@@ -20,7 +23,17 @@ def bench(tmp_path_factory, make_recipe):
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.chdir(folder)
         patch.setattr("nanogpt_hf.commands.bench.show", lines.append)
-        arguments = [recipe, "--windows", 3, "--against", "bare", "--json", "figures.json", "--profile", "trace.json"]
+        arguments = [
+            recipe,
+            "--windows",
+            3,
+            "--against",
+            "bare",
+            "--json",
+            "figures.json",
+            "--profile",
+            "trace.json",
+        ]
         status = main(["bench", *map(str, arguments)])
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
@@ -31,8 +44,27 @@ def test_bench_prints_each_measurement(bench):
     status, lines, _ = bench
     assert status == 0
     assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
-    topics = ["tokens", "machine", "step", "  data", "  set-up", "  forward", "  backward", "  optimizer"]
-    topics += ["throughput", "MFU", "memory", "checkpoint", "generation", "loader", "tokenizer", "against", "trace"]
+    topics = [
+        "tokens",
+        "machine",
+        "step",
+        "  data",
+        "  set-up",
+        "  forward",
+        "  backward",
+        "  optimizer",
+    ]
+    topics += [
+        "throughput",
+        "MFU",
+        "memory",
+        "checkpoint",
+        "generation",
+        "loader",
+        "tokenizer",
+        "against",
+        "trace",
+    ]
     assert [line[: len(topic)] for line, topic in zip(lines[1:], topics, strict=True)] == topics
     assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
 
@@ -43,16 +75,34 @@ def test_bench_json_has_the_measurements(bench):
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
-    assert set(figures["phases_seconds"]) == {"data wait", "set-up", "forward", "backward", "optimizer"}
-    assert set(figures["generation"]) == {"with cache", "without", "16 at once", "by transformers' generate"}
+    assert set(figures["phases_seconds"]) == {
+        "data wait",
+        "set-up",
+        "forward",
+        "backward",
+        "optimizer",
+    }
+    assert set(figures["generation"]) == {
+        "with cache",
+        "without",
+        "16 at once",
+        "by transformers' generate",
+    }
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 
 def test_bench_trace_is_of_our_step_and_no_other_file_is_written(bench):
     _, _, folder = bench
-    names = {event.get("name") for event in json.loads((folder / "trace.json").read_text())["traceEvents"]}
+    names = {
+        event.get("name")
+        for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
+    }
     assert "aten::_fused_adamw_" in names
-    assert sorted(path.name for path in folder.iterdir()) == ["figures.json", "tiny.yaml", "trace.json"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "figures.json",
+        "tiny.yaml",
+        "trace.json",
+    ]
 
 
 @pytest.mark.long
@@ -80,14 +130,14 @@ def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_pa
     monkeypatch.setattr(scaling, "measure", measure)
     monkeypatch.chdir(tmp_path)
     recipe = str(make_recipe(tmp_path / "tiny.yaml"))
-    assert main(["bench", recipe, "--scaling", "strong", "--processes", "2", "--optim.beta1", "0.8"]) == 0
-    knobs = ["--optim.beta1", "0.8", "--train.tokens_per_step", "128", "--train.micro_batch_size", "4"]
+    assert main(argv("bench {} --scaling strong --processes 2 --optim.beta1 0.8", recipe)) == 0
+    knobs = argv("--optim.beta1 0.8 --train.tokens_per_step 128 --train.micro_batch_size 4")
     assert arguments_by_count[2] == [recipe, *knobs, "--windows", "10"]
     assert sorted(arguments_by_count) == [1, 2]
     assert Path("scaling_strong.png").is_file()
     assert "plot: scaling_strong.png" in capsys.readouterr().out
     # tensor-parallel processes share a step without sharing its sequences
-    odd = ["--train.tokens_per_step", "48", "--train.micro_batch_size", "3"]
-    assert main(["bench", recipe, "--scaling", "strong", "--split", "tp", "--processes", "2", *odd]) == 0
+    odd = argv("--train.tokens_per_step 48 --train.micro_batch_size 3")
+    assert main([*argv("bench {} --scaling strong --split tp --processes 2", recipe), *odd]) == 0
     assert arguments_by_count[2][1:5] == odd
     assert splits == ["ddp", "tp"]

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -20,22 +21,25 @@ def run(tmp_path_factory, make_recipe, forget_accelerate):
     recipe["data"] |= {"tokenizer": "bpe", "vocab_size": SIZE, "dir": str(folder / "data")}
     path.write_text(yaml.safe_dump(recipe))
     forget_accelerate()
-    assert main(["pretrain", str(path), "--run-dir", str(folder / "run")]) == 0
+    assert main(argv("pretrain {} --run-dir {}", path, folder / "run")) == 0
     return RunFolder(folder / "run")
 
 
 def test_bpe_model_is_sampled_and_evaluated(run, text_file, capsys):
     capsys.readouterr()
-    assert main(["sample", str(run.path), "--prompt", "the cat 日本", "--max-new-tokens", "5"]) == 0
+    assert main(argv("sample {} --prompt 'the cat 日本' --max-new-tokens 5", run.path)) == 0
     assert "the cat 日本" in capsys.readouterr().out
-    assert main(["evaluate", str(run.path), "--data", str(text_file)]) == 0
+    assert main(argv("evaluate {} --data {}", run.path, text_file)) == 0
     assert "bits per byte" in capsys.readouterr().out
 
 
 def test_bpe_model_is_exported_to_gguf(run, tmp_path, capsys):
     gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
-    assert main(["export", str(run.path), str(tmp_path / "out"), "--format", "gguf"]) == 0
-    facts = {name: field.contents() for name, field in gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields.items()}
+    assert main(argv("export {} {} --format gguf", run.path, tmp_path / "out")) == 0
+    facts = {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields.items()
+    }
     assert (facts["tokenizer.ggml.model"], facts["tokenizer.ggml.pre"]) == ("gpt2", "gpt-2")
     assert len(facts["tokenizer.ggml.tokens"]) == SIZE
     assert len(facts["tokenizer.ggml.merges"]) >= SIZE - 257
@@ -45,38 +49,40 @@ def test_bpe_model_is_exported_to_gguf(run, tmp_path, capsys):
 def test_bpe_model_is_fine_tuned_with_its_own_tokenizer(run, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     Path("my.txt").write_text("Zebras graze at night. " * 100)
-    options = ["--train.max_steps", "2", "--eval.every", "1", "--run-dir", "tuned"]
-    command = ["finetune", "--from", str(run.path), "--data", "my.txt", *options]
+    options = argv("--train.max_steps 2 --eval.every 1 --run-dir tuned")
+    command = [*argv("finetune --from {} --data my.txt", run.path), *options]
     assert main([*command, "--data.tokenizer", "bpe", "--data.vocab_size", "280"]) == 2
-    assert "bpe would build a vocabulary from the new text that does not match the model's" in capsys.readouterr().err
+    assert (
+        "bpe would build a vocabulary from the new text that does not match the model's"
+    ) in capsys.readouterr().err
     assert main(command) == 0
-    assert (Path("tuned/final/tokenizer.json")).read_bytes() == (run.final / "tokenizer.json").read_bytes()
+    assert (Path("tuned/final/tokenizer.json")).read_bytes() == (
+        run.final / "tokenizer.json"
+    ).read_bytes()
 
 
 def test_resume_with_another_vocab_size_is_refused(run, tmp_path, capsys):
     recipe, other = str(run.path.parent / "tiny.yaml"), str(tmp_path / "data")
-    resumed = ["pretrain", recipe, "--run-dir", str(run.path), "--resume"]
+    resumed = argv("pretrain {} --run-dir {} --resume", recipe, run.path)
     assert main([*resumed, "--data.vocab_size", str(SIZE + 1), "--data.dir", other]) == 2
     assert f"data.vocab_size: {SIZE} -> {SIZE + 1}" in capsys.readouterr().err
 
 
-def test_compare_of_bpe_and_characters_is_by_bits_per_byte(run, tmp_path, make_recipe, capsys, forget_accelerate):
-    forget_accelerate()
-    recipe = make_recipe(tmp_path / "char.yaml")
-    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "char")]) == 0
-    capsys.readouterr()
-    assert main(["compare", str(run.path), str(tmp_path / "char"), "--output", str(tmp_path / "plot.png")]) == 0
-    printed = capsys.readouterr().out
-    assert "best val/bits_per_byte" in printed
-    assert "compared by bits per byte" in printed
-    assert "data.tokenizer" in printed
-
-
 def test_the_dry_run_counts_a_bpe_vocabulary_before_prepare(write_recipe, tmp_path, capsys):
-    knobs = ["--data.tokenizer", "bpe", "--data.vocab_size", "4096", "--data.dir", str(tmp_path / "none")]
+    knobs = argv("--data.tokenizer bpe --data.vocab_size 4096 --data.dir {}", tmp_path / "none")
     assert main(["pretrain", str(write_recipe()), "--dry-run", *knobs]) == 0
     larger = parameters_in(capsys.readouterr().out)
-    assert main(["pretrain", str(write_recipe()), "--dry-run", *[k.replace("4096", "4095") for k in knobs]]) == 0
+    assert (
+        main(
+            [
+                "pretrain",
+                str(write_recipe()),
+                "--dry-run",
+                *[k.replace("4096", "4095") for k in knobs],
+            ]
+        )
+        == 0
+    )
     width = yaml.safe_load(write_recipe().read_text())["model"]["n_embd"]
     assert larger - parameters_in(capsys.readouterr().out) == width
 

@@ -25,7 +25,13 @@ def folder(tmp_path_factory, byte_tokenizer):
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
     config = GPTConfig(
-        vocab_size=257, n_positions=256, n_embd=16, n_layer=1, n_head=2, bos_token_id=256, eos_token_id=256
+        vocab_size=257,
+        n_positions=256,
+        n_embd=16,
+        n_layer=1,
+        n_head=2,
+        bos_token_id=256,
+        eos_token_id=256,
     )
     GPTForCausalLM(config).save_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
@@ -48,7 +54,9 @@ def talk(capsys, monkeypatch, folder):
 
 @pytest.fixture
 def scripted(monkeypatch):
-    """Replace the model's answers; return the list of (prompt ids, max_new_tokens) that it was called with."""
+    """Replace the model's answers; return the list of (prompt ids, max_new_tokens) that it was
+    called with.
+    """
     calls = []
 
     def script(*answers):
@@ -82,12 +90,16 @@ def test_answers_go_to_stdout_and_depend_on_the_seed(talk):
     assert talk("hello", "again", arguments=options).out == first.out
     assert talk("hello", "again", arguments=[*options, "--seed", 1]).out != first.out
     greedy = [*options, "--temperature", 0]
-    assert talk("hello", arguments=greedy).out == talk("hello", arguments=[*greedy, "--seed", 1]).out
+    assert (
+        talk("hello", arguments=greedy).out == talk("hello", arguments=[*greedy, "--seed", 1]).out
+    )
 
 
 def test_conversation_is_kept_until_reset(talk, scripted, ids_of):
     calls = scripted(ids_of("Yes."), ids_of("No."), ids_of("Well."))
-    out, err = talk("One?", "Two?", "/reset", "Three?", "/quit", "never", arguments=["--system", "Be brief."])
+    out, err = talk(
+        "One?", "Two?", "/reset", "Three?", "/quit", "never", arguments=["--system", "Be brief."]
+    )
     assert out == "Yes.\nNo.\nWell.\n"
     assert err == "(the conversation was cleared)\n"
     system = "### System:\nBe brief.\n\n"
@@ -109,7 +121,9 @@ def test_full_context_drops_oldest_messages(talk, scripted, ids_of):
     out, err = talk("One?", "Two?", "Tri?", "For?", "Fiv?")
     assert out == "Yes.\n" * 5
     assert err == "(the context is full: the oldest 2 messages were dropped)\n" * 2
-    assert [ids[10:14] for ids, _ in calls] == [ids_of(text) for text in ("One?", "One?", "One?", "Two?", "Tri?")]
+    assert [ids[10:14] for ids, _ in calls] == [
+        ids_of(text) for text in ("One?", "One?", "One?", "Two?", "Tri?")
+    ]
     assert all(len(ids) + limit <= 256 for ids, limit in calls)
 
 
@@ -125,7 +139,10 @@ def test_encode_chat_drops_oldest_exchange_and_keeps_system_message(folder):
     tokenizer = ChatFormat(AutoTokenizer.from_pretrained(folder))
     messages = [{"role": "system", "content": "s"}]
     for number in range(4):
-        messages += [{"role": "user", "content": f"q{number}"}, {"role": "assistant", "content": f"a{number}"}]
+        messages += [
+            {"role": "user", "content": f"q{number}"},
+            {"role": "assistant", "content": f"a{number}"},
+        ]
     messages.append({"role": "user", "content": "q4"})
     ids, messages_left = encode_chat(tokenizer, messages, 120)
     assert len(ids) <= 120
@@ -140,7 +157,9 @@ def test_encode_chat_drops_oldest_exchange_and_keeps_system_message(folder):
 def test_encode_chat_drops_as_few_messages_as_possible_in_few_encodings(folder, monkeypatch):
     chat, encodings = ChatFormat(AutoTokenizer.from_pretrained(folder)), []
     encode = chat.prompt_ids
-    monkeypatch.setattr(chat, "prompt_ids", lambda messages: encodings.append(messages) or encode(messages))
+    monkeypatch.setattr(
+        chat, "prompt_ids", lambda messages: encodings.append(messages) or encode(messages)
+    )
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i:04}"} for i in range(401)]
     for length in (40, 100, 1000, 6000):
         encodings.clear()
@@ -154,11 +173,14 @@ def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):
     calls = scripted([*ids_of("Ye"), KeyboardInterrupt], ids_of("No."))
     out, err = talk("A?", "B?")
     assert (out, err) == ("Ye\nNo.\n", "(interrupted)\n")
-    assert calls[1][0] == ids_of("### User:\nA?\n\n### Assistant:\nYe<|endoftext|>### User:\nB?\n\n### Assistant:\n")
+    assert calls[1][0] == ids_of(
+        "### User:\nA?\n\n### Assistant:\nYe<|endoftext|>### User:\nB?\n\n### Assistant:\n"
+    )
 
 
 @pytest.mark.parametrize(
-    ("lines", "note"), [(["/help"], "/help: no such command; /reset clears"), (["/reset"], "was cleared")]
+    ("lines", "note"),
+    [(["/help"], "/help: no such command; /reset clears"), (["/reset"], "was cleared")],
 )
 def test_slash_commands_are_not_sent_to_the_model(talk, scripted, lines, note):
     assert scripted() == []

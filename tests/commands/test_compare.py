@@ -28,9 +28,18 @@ def write_run(tmp_path, make_recipe):
                 loss = level + 3 / (1 + step / 10) + 0.01 * draw.normal()
                 position = {"step": step, "tokens": 128 * step, "seconds": 2 * step}
                 if step % 20 == 0:
-                    file.write(json.dumps(position | {"val/loss": loss, "val/bits_per_byte": loss / 0.6931}) + "\n")
+                    file.write(
+                        json.dumps(
+                            position | {"val/loss": loss, "val/bits_per_byte": loss / 0.6931}
+                        )
+                        + "\n"
+                    )
                 if step:
-                    rate = {"train/tokens_per_second": 64.0, "train/loss": loss, "train/learning_rate": 1e-3}
+                    rate = {
+                        "train/tokens_per_second": 64.0,
+                        "train/loss": loss,
+                        "train/learning_rate": 1e-3,
+                    }
                     file.write(json.dumps(position | rate) + "\n")
         return str(run.path)
 
@@ -41,16 +50,30 @@ def write_run(tmp_path, make_recipe):
 def compare(capsys, tmp_path):
     def compare(*arguments: str) -> str:
         capsys.readouterr()
-        assert main(["compare", *arguments, "--output", str(tmp_path / "compare.png")]) == 0, capsys.readouterr().err
+        assert main(["compare", *arguments, "--output", str(tmp_path / "compare.png")]) == 0, (
+            capsys.readouterr().err
+        )
         return capsys.readouterr().out
 
     return compare
 
 
 def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_path):
-    out = compare(write_run("one"), write_run("other", level=1.2, steps=40, optim__learning_rate=5e-3))
+    runs = write_run("one"), write_run("other", level=1.2, steps=40, optim__learning_rate=5e-3)
+    out = compare(*runs, "--json", str(tmp_path / "compare.json"))
     head, one, other = (line.split() for line in out.splitlines()[:3])
-    assert head == ["run", "steps", "tokens", "time", "tokens/s", "best", "val/loss", "at", "step", "last"]
+    assert head == [
+        "run",
+        "steps",
+        "tokens",
+        "time",
+        "tokens/s",
+        "best",
+        "val/loss",
+        "at",
+        "step",
+        "last",
+    ]
     assert one[:6] == ["one", "60", "7,680", "2", "min", "0"]
     assert other[:3] == ["other", "40", "5,120"]
     assert one[-2] == "60"
@@ -61,6 +84,12 @@ def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_
         ["optim.learning_rate", "0.01", "0.005"],
     ]
     assert out.count("no reference: ") == 2
+    tree = json.loads((tmp_path / "compare.json").read_text())
+    assert [(run["steps"], run["verdict"]) for run in tree["runs"].values()] == [
+        (60, "none"),
+        (40, "none"),
+    ]
+    assert tree["knobs"] == {"optim.learning_rate": {"one": "0.01", "other": "0.005"}}
     assert f"plot: {tmp_path / 'compare.png'}" in out
     assert image.imread(tmp_path / "compare.png")[..., :3].std() > 0.05
 
@@ -81,7 +110,10 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
     assert "best val/bits_per_byte" in out
     assert "the tokenizers differ, so the runs are compared by bits per byte" in out
     assert "the validation texts differ, so the losses are of different texts" in out
-    bpe = [write_run(f"bpe-{size}", data__tokenizer="bpe", data__vocab_size=size) for size in (270, 300)]
+    bpe = [
+        write_run(f"bpe-{size}", data__tokenizer="bpe", data__vocab_size=size)
+        for size in (270, 300)
+    ]
     out = compare(*bpe)
     assert "best val/bits_per_byte" in out
     assert "validation texts" not in out
@@ -89,7 +121,11 @@ def test_other_tokenizers_are_compared_by_bits_per_byte(write_run, compare, text
 
 def test_mixtures_are_compared(write_run, compare, byte_tokenizer):
     runs = [
-        write_run(name, data__source=[{"source": "a.txt", "weight": weight}], data__tokenizer=str(byte_tokenizer))
+        write_run(
+            name,
+            data__source=[{"source": "a.txt", "weight": weight}],
+            data__tokenizer=str(byte_tokenizer),
+        )
         for name, weight in (("one", 1), ("same", 1), ("other", 2))
     ]
     assert "validation texts" not in compare(*runs[:2])
@@ -110,7 +146,9 @@ def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
     assert "check 1: optim.learning_rate is 0.5 here, 0.01 in the reference" in out
     assert out.count("check ") == 3
     out = compare(write_run("deeper", model__n_layer=3), "--reference", str(path))
-    assert "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 in the reference" in out
+    assert (
+        "deeper: not comparable with reference tiny: model.n_layer is 3 here, 2 in the reference"
+    ) in out
 
 
 def test_unfinished_run_is_compared(write_run, compare):

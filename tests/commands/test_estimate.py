@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
@@ -19,13 +20,13 @@ ROOT = Path(__file__).parents[2]
 def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     file = tmp_path / "figures.json"
     recipe, machine = ROOT / "recipes" / "gpt2_124m.yaml", ROOT / "accelerate_configs" / "ddp.yaml"
-    options = ["--data.dir", str(tmp_path / "none"), "--config_file", str(machine), "--memory", "16GiB"]
+    options = argv("--data.dir {} --config_file {} --memory 16GiB", tmp_path / "none", machine)
     assert main(["estimate", str(recipe), *options, "--mfu", "0.5", "--json", str(file)]) == 0
     captured, figures = capsys.readouterr().out, json.loads(file.read_text())
     assert (
-        "8 processes, DDP, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 tokens, 5 per step"
-        in captured
-    )
+        "8 processes, DDP, bf16 with float32 weights, on GPUs; micro-batches of 12 × 1,024 "
+        "tokens, 5 per step"
+    ) in captured
     assert "vocabulary 50,257, GPT-2's" in captured
     assert "time at 0.5 of the peak" in captured
     # as for train/mfu of metrics.jsonl: 6 · (N - positions) + 12 · layers · width · tokens
@@ -50,8 +51,10 @@ def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
 
 def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
     written, file = tmp_path / "machine.yaml", tmp_path / "figures.json"
-    recipe = ["estimate", str(ROOT / "recipes" / "gpt2_1558m.yaml"), "--data.dir", str(tmp_path / "none")]
-    options = ["--gpus", "8", "--memory", "24GB", "--write-config", str(written), "--json", str(file)]
+    recipe = argv(
+        "estimate {} --data.dir {}", ROOT / "recipes" / "gpt2_1558m.yaml", tmp_path / "none"
+    )
+    options = argv("--gpus 8 --memory 24GB --write-config {} --json {}", written, file)
     assert main([*recipe, *options]) == 0
     captured, figures = capsys.readouterr().out, json.loads(file.read_text())
     assert "layout over 8 × RTX 4090: 24.0 GB, 165 TFLOP/s, 32 GB/s to the others" in captured
@@ -60,13 +63,30 @@ def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
     assert "accelerate_configs/fsdp2.yaml with these numbers" in captured
     layout = figures["layout"]
     assert (layout["name"], layout["micro_batch_size"]) == ("FSDP2 8", figures["micro_batch_size"])
-    assert layout["step_seconds"] == pytest.approx(491_520 * figures["flops_per_token"] / (8 * 0.4 * 165e12))
+    assert layout["step_seconds"] == pytest.approx(
+        491_520 * figures["flops_per_token"] / (8 * 0.4 * 165e12)
+    )
     # the same as for the config that it wrote
-    assert main([*recipe, "--train.micro_batch_size", "5", "--config_file", str(written), "--json", str(file)]) == 0
+    assert (
+        main(
+            [
+                *recipe,
+                "--train.micro_batch_size",
+                "5",
+                "--config_file",
+                str(written),
+                "--json",
+                str(file),
+            ]
+        )
+        == 0
+    )
     assert json.loads(file.read_text())["memory"] == figures["memory"]
     written.write_text("mixed_precision: bf16\n")
     assert main([*recipe, *options]) == 2
-    assert "machine.yaml: exists, and `estimate` did not write it; name another file" in capsys.readouterr().err
+    assert (
+        "machine.yaml: exists, and `estimate` did not write it; name another file"
+    ) in capsys.readouterr().err
     assert written.read_text() == "mixed_precision: bf16\n"
 
 
@@ -87,7 +107,8 @@ def test_estimate_finds_largest_micro_batch_that_fits(tmp_path, write_recipe):
 
 
 def test_8bit_optimizer_state_is_a_quarter(write_recipe):
-    # per process of two under FSDP2: matrices of 64 rows of 256 are quantized in blocks, those of 16 positions are not
+    # per process of two under FSDP2: matrices of 64 rows of 256 are quantized in blocks, those of
+    # 16 positions are not
     sizes = {"model__n_layer": 1, "model__n_embd": 256, "model__pad_vocab_to_multiple_of": 64}
     place = Placement(kind="FSDP2", processes=2, shards=2)
 
@@ -95,8 +116,11 @@ def test_8bit_optimizer_state_is_a_quarter(write_recipe):
         config = load_config(write_recipe(**sizes, optim__state=kind))
         return estimate(config, place).memory.phases["the loss"]["optimizer"]
 
-    halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [64 * 256]  # attention, MLP, 128 characters' embedding
-    assert optimizer_bytes("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (8 * 256 + 3 * 128)
+    # attention, MLP, 128 characters' embedding
+    halves = [256 * 256 // 2] * 4 + [1024 * 256 // 2] * 2 + [64 * 256]
+    assert optimizer_bytes("8bit") == sum(2 * (n + n // 64 + 1024) for n in halves) + 8 * (
+        8 * 256 + 3 * 128
+    )
     assert optimizer_bytes("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
 
 
@@ -108,16 +132,20 @@ def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     assert before.vocabulary.startswith("128, assumed")
     text = Path(config.data.source)
     assert (before.data_is_prepared, before.data_bytes) == (False, 2 * text.stat().st_size)
-    assert main(["pretrain", str(recipe), "--run-dir", str(run.path)]) == 0
+    assert main(argv("pretrain {} --run-dir {}", recipe, run.path)) == 0
     figures = estimate(config, Placement())
     weights = run_bytes(figures.parameters, 8 * figures.trainable, keep=1)
     on_disk = sum(path.stat().st_size for path in run.path.rglob("*.safetensors"))
     # one of three checkpoints, best/ and final/: 12 + 4 + 4 of 48 bytes per parameter
     assert on_disk == pytest.approx(weights * 20 / 48, rel=0.05)
-    prepared = sum(path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file())
+    prepared = sum(
+        path.stat().st_size for path in Path(config.data.dir).rglob("*") if path.is_file()
+    )
     assert (figures.data_is_prepared, figures.data_bytes) == (True, prepared)
     assert figures.data_bytes < before.data_bytes + 20_000  # tokenizer and manifest
-    assert figures.epochs["the prepared data"] == pytest.approx(2 * 128 / 0.9 / text.stat().st_size, rel=0.01)
+    assert figures.epochs["the prepared data"] == pytest.approx(
+        2 * 128 / 0.9 / text.stat().st_size, rel=0.01
+    )
     assert "of the prepared data" in figures.vocabulary
 
 
@@ -129,14 +157,18 @@ def test_estimate_of_muon_state_and_flops(write_recipe, capsys):
     assert figures.run_bytes == (4 * 3 + 4 * 3 + 8 * 3) * figures.parameters - 4 * 3 * matrices
     assert figures.update_flops_per_step == 2 * 5 * (4 * 6 * 128**3 + 2 * (4 * 4 + 2) * 128**3)
     assert main(["estimate", str(recipe)]) == 0
-    share = figures.update_flops_per_step / (figures.update_flops_per_step + 128 * figures.flops_per_token)
+    share = figures.update_flops_per_step / (
+        figures.update_flops_per_step + 128 * figures.flops_per_token
+    )
     assert f"{share:.2%} of them" in capsys.readouterr().out
 
 
 def test_estimate_of_lora_counts_only_adapters_as_trainable(capsys, tiny_base, text_file, tmp_path):
     recipe, file = tmp_path / "lora.yaml", tmp_path / "figures.json"
-    recipe.write_text(f"finetune: {{model: {tiny_base}}}\ndata: {{source: {text_file}}}\nlora: {{rank: 2}}\n")
-    assert main(["estimate", str(recipe), "--json", str(file)]) == 0
+    recipe.write_text(
+        f"finetune: {{model: {tiny_base}}}\ndata: {{source: {text_file}}}\nlora: {{rank: 2}}\n"
+    )
+    assert main(argv("estimate {} --json {}", recipe, file)) == 0
     figures = json.loads(file.read_text())
     adapters = 4 * 2 * (4 * (16 + 16) + 2 * (16 + 64))  # blocks, rank, (in + out) of each target
     assert figures["trainable"] == figures["by_part"]["adapters"] == adapters
@@ -149,14 +181,15 @@ def test_estimate_of_lora_counts_only_adapters_as_trainable(capsys, tiny_base, t
 def test_estimate_counts_unfrozen_parameters(tiny_base, text_file, tmp_path):
     def trainable(*options):
         file = tmp_path / "figures.json"
-        knobs = ["--finetune.model", str(tiny_base), "--data.source", str(text_file), *options]
+        knobs = [*argv("--finetune.model {} --data.source {}", tiny_base, text_file), *options]
         recipe = tmp_path / "empty.yaml"
         recipe.write_text("")
         assert main(["estimate", str(recipe), *knobs, "--json", str(file)]) == 0
         return json.loads(file.read_text())["trainable"]
 
     frozen = trainable("--finetune.freeze_layers", "3")
-    half = trainable("--finetune.freeze_layers", "3", "--finetune.unfreeze_every", "300")  # of 500 steps
+    # of 500 steps
+    half = trainable("--finetune.freeze_layers", "3", "--finetune.unfreeze_every", "300")
     assert frozen < half < trainable()
 
 

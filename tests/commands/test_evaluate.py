@@ -6,12 +6,12 @@ import json
 import pytest
 
 import core_bundle
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
+from nanogpt_hf.training.start import prepare_run
 
 
 @pytest.fixture(scope="module")
@@ -33,24 +33,36 @@ def test_evaluate_text_prints_and_writes_figures(capsys, letter_model, text, tmp
     out = measure(capsys, letter_model, "--data", text, "--stride", 8, "--output", output)
     results = json.loads(output.read_text())
     figures = results["text"]
-    assert f"loss           {figures['loss']:.4f} ± {figures['loss_standard_error']:.4f} nats per token" in out
+    assert (
+        f"loss           {figures['loss']:.4f} ± {figures['loss_standard_error']:.4f} nats "
+        "per token"
+    ) in out
     assert f"perplexity     {figures['perplexity']:.2f} ± " in out
     assert f"bits per byte  {figures['bits_per_byte']:.4f} ± " in out
     assert "1 document, 1,480 tokens, 1,480 bytes" in out
     assert f"written: {output}" in out
-    assert results["model"]["sha256"] == hashlib.sha256((letter_model / "model.safetensors").read_bytes()).hexdigest()
+    assert (
+        results["model"]["sha256"]
+        == hashlib.sha256((letter_model / "model.safetensors").read_bytes()).hexdigest()
+    )
     assert figures["data_revision"] == f"sha256:{hashlib.sha256(text.read_bytes()).hexdigest()}"
     assert (figures["block_size"], figures["stride"]) == (32, 8)
     assert {"torch", "transformers", "nanogpt_hf"} <= results["versions"].keys()
     assert [path.name for path in tmp_path.iterdir()] == ["results.json"]
 
 
-def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp_path, forget_accelerate):
+def test_evaluate_run_on_prepared_data_equals_training(
+    capsys, write_recipe, tmp_path, forget_accelerate
+):
     config = load_config(write_recipe(eval__tokens="all"))
     prepare(config)
-    state = loop.train(config, RunFolder(tmp_path / "run"), load_prepared(config))
+    run = prepare_run(config, tmp_path / "run")
+    loop.train(run)
+    state = run.state
     forget_accelerate()
-    measure(capsys, tmp_path / "run", "--data", config.data.dir, "--output", tmp_path / "results.json")
+    measure(
+        capsys, tmp_path / "run", "--data", config.data.dir, "--output", tmp_path / "results.json"
+    )
     figures = json.loads((tmp_path / "results.json").read_text())["text"]
     assert figures["loss"] == pytest.approx(state.best_loss, abs=1e-6)
     assert figures["bits_per_byte"] == pytest.approx(state.evaluation.bits_per_byte, rel=1e-6)
@@ -58,12 +70,21 @@ def test_evaluate_run_on_prepared_data_equals_training(capsys, write_recipe, tmp
 
 
 @pytest.mark.long
-def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks, text, tmp_path, launch_warm):
+def test_evaluate_on_two_processes_equals_one(
+    capsys, letter_model, letter_tasks, text, tmp_path, launch_warm
+):
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [letter_model, "--data", text, "--stride", 5, "--batch-size", 3]
-    arguments += ["--tasks", ",".join([*letter_tasks, "rl:regex"]), "--questions", questions, "--samples", 4]
+    arguments += [
+        "--tasks",
+        ",".join([*letter_tasks, "rl:regex"]),
+        "--questions",
+        questions,
+        "--samples",
+        4,
+    ]
     arguments += ["--core", core_bundle.write(tmp_path / "bundle"), "--max-new-tokens", 2]
     out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
@@ -92,12 +113,29 @@ def test_evaluate_on_two_processes_equals_one(capsys, letter_model, letter_tasks
 def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
     checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
     assert (
-        main(["import-nanogpt", str(checkpoint / "ckpt.pt"), str(model), "--meta", str(checkpoint / "meta.pkl")]) == 0
+        main(
+            argv(
+                "import-nanogpt {} {} --meta {}",
+                checkpoint / "ckpt.pt",
+                model,
+                checkpoint / "meta.pkl",
+            )
+        )
+        == 0
     )
     text = (shared / "data" / "tinyshakespeare.txt").read_text()
     (tmp_path / "validation.txt").write_text(text[int(len(text) * 0.9) :])
     capsys.readouterr()
-    measure(capsys, model, "--data", tmp_path / "validation.txt", "--batch-size", 64, "--output", tmp_path / "out.json")
+    measure(
+        capsys,
+        model,
+        "--data",
+        tmp_path / "validation.txt",
+        "--batch-size",
+        64,
+        "--output",
+        tmp_path / "out.json",
+    )
     figures = json.loads((tmp_path / "out.json").read_text())["text"]
     assert figures["loss"] == pytest.approx(1.8983, abs=1e-4)
     assert figures["tokens_predicted"] == 111_539

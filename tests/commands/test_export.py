@@ -7,9 +7,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from arguments import argv
 from assertions import run_without_this_package
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import char_tokenizer, encode_ordinary, gpt2_tokenizer, load_tokenizer
+from nanogpt_hf.data.tokenizer import (
+    char_tokenizer,
+    encode_ordinary,
+    gpt2_tokenizer,
+    load_tokenizer,
+)
 from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
@@ -39,7 +45,8 @@ def save(folder, tokenizer="\nabcd", config=CONFIG) -> GPTForCausalLM:
 def export(capsys, *arguments: object) -> list[str]:
     assert main(["export", *map(str, arguments)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    return [line for line in lines if not line.startswith("[")]  # printed by DeepSpeed if it is installed
+    # printed by DeepSpeed if it is installed
+    return [line for line in lines if not line.startswith("[")]
 
 
 def test_export_prints_difference_of_logits(capsys, tmp_path):
@@ -57,18 +64,23 @@ def test_export_prints_difference_of_logits(capsys, tmp_path):
 @pytest.mark.parametrize(("option", "dtype"), [("bf16", torch.bfloat16), ("fp16", torch.float16)])
 def test_export_half_precision_in_shards(capsys, tmp_path, option, dtype):
     save(tmp_path / "model")
-    lines = export(capsys, tmp_path / "model", tmp_path / "out", "--dtype", option, "--max-shard-size", "5KB")
+    lines = export(
+        capsys, tmp_path / "model", tmp_path / "out", "--dtype", option, "--max-shard-size", "5KB"
+    )
     assert 0 < float(lines[2].rpartition(" ")[2]) < 0.5
     index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
     assert len(set(index["weight_map"].values())) > 1
-    assert {weight.dtype for weight in AutoModelForCausalLM.from_pretrained(tmp_path / "out").parameters()} == {dtype}
+    assert {
+        weight.dtype
+        for weight in AutoModelForCausalLM.from_pretrained(tmp_path / "out").parameters()
+    } == {dtype}
 
 
 def test_export_refuses_weight_too_large_for_fp16(capsys, tmp_path):
     model = save(tmp_path / "model")
     model.transformer.wpe.weight.data[0, 0] = 1e6
     write_model_folder(tmp_path / "model", CONFIG, model.state_dict(), None, None)
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--dtype", "fp16"]) == 2
+    assert main(argv("export {} {} --dtype fp16", tmp_path / "model", tmp_path / "out")) == 2
     assert "transformer.wpe.weight is too large for float16; use bf16" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
@@ -105,13 +117,18 @@ for folder, (ids, logits, text_ids) in expected.items():
 def test_model_folders_open_without_this_package(capsys, tmp_path, write_recipe):
     run = tmp_path / "run"
     recipe = write_recipe(data__tokenizer="bpe", data__vocab_size=280)
-    assert main(["pretrain", str(recipe), "--run-dir", str(run)]) == 0
+    assert main(argv("pretrain {} --run-dir {}", recipe, run)) == 0
     save(tmp_path / "char", tokenizer=list("\n act"))
     folders = [run / "best", run / "final", tmp_path / "exported"]
     export(capsys, tmp_path / "char", folders[-1], "--dtype", "bf16", "--max-shard-size", "5KB")
-    gpt2 = GPTConfig(**CONFIG.to_diff_dict() | {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256})
+    gpt2 = GPTConfig(
+        **CONFIG.to_diff_dict()
+        | {"vocab_size": 50257, "bos_token_id": 50256, "eos_token_id": 50256}
+    )
     folders.append(tmp_path / "gpt2")  # as written by import-nanogpt with GPT-2's vocabulary
-    write_model_folder(folders[-1], gpt2, GPTForCausalLM(gpt2).state_dict(), gpt2_tokenizer().hf, "")
+    write_model_folder(
+        folders[-1], gpt2, GPTForCausalLM(gpt2).state_dict(), gpt2_tokenizer().hf, ""
+    )
     expected = {}
     for folder in folders:
         model = GPTForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -127,11 +144,17 @@ def test_model_folders_open_without_this_package(capsys, tmp_path, write_recipe)
 
 
 @pytest.mark.parametrize(("kind", "package"), [("gguf", "gguf"), ("onnx", "onnxscript")])
-def test_export_format_without_package_names_the_extra(capsys, tmp_path, monkeypatch, kind, package):
+def test_export_format_without_package_names_the_extra(
+    capsys, tmp_path, monkeypatch, kind, package
+):
     find_spec = importlib.util.find_spec
     missing = ("gguf", "onnx", "onnxscript", "onnxruntime")
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *a: None if name in missing else find_spec(name, *a))
-    assert main(["export", str(tmp_path), str(tmp_path / "out"), "--format", kind]) == 2
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *a: None if name in missing else find_spec(name, *a),
+    )
+    assert main(argv("export {} {} --format {}", tmp_path, tmp_path / "out", kind)) == 2
     err = capsys.readouterr().err
     assert package in err
     assert f"run `pip install 'nanogpt_hf[{kind}]'`" in err
@@ -143,9 +166,12 @@ def test_export_gguf(capsys, tmp_path):
     lines = export(capsys, tmp_path / "model", tmp_path / "out", "--format", "gguf")
     assert lines[1].startswith("  model.gguf, ")
     assert float(lines[2].rpartition(" ")[2]) < 1e-5
-    assert lines[3].startswith("  readers of GGUF compute the tanh form of GELU, this model has the exact one")
+    assert lines[3].startswith(
+        "  readers of GGUF compute the tanh form of GELU, this model has the exact one"
+    )
     assert 0 < float(lines[3].rpartition(" ")[2]) < 0.1
-    assert main(["sample", str(tmp_path / "out")]) == 2  # a folder for other programs: one line, no traceback
+    # a folder for other programs: one line, no traceback
+    assert main(["sample", str(tmp_path / "out")]) == 2
     assert "cannot be loaded as a language model" in capsys.readouterr().err
 
 
@@ -154,7 +180,10 @@ def test_export_onnx(capsys, tmp_path):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason=f"the package {package} is not installed")
     save(tmp_path / "model")
-    assert main(["export", str(tmp_path / "model"), str(tmp_path / "out"), "--format", "onnx", "--dtype", "bf16"]) == 2
+    assert (
+        main(argv("export {} {} --format onnx --dtype bf16", tmp_path / "model", tmp_path / "out"))
+        == 2
+    )
     assert "--dtype: an ONNX graph is written in float32 only" in capsys.readouterr().err
     lines = export(capsys, tmp_path / "model", tmp_path / "out", "--format", "onnx")
     assert lines[1].startswith("  model.onnx, ")

@@ -11,6 +11,7 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
@@ -51,7 +52,11 @@ def run(tiny_base, tmp_path, forget_accelerate):
         options = [option for key, value in knobs.items() for option in (f"--{key}", str(value))]
         forget_accelerate()
         status = main(
-            ["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", name, *options, *arguments]
+            [
+                *argv("finetune --from {} --data my.txt --run-dir {}", tiny_base, name),
+                *options,
+                *arguments,
+            ]
         )
         assert status == 0
         return RunFolder(tmp_path / name)
@@ -60,23 +65,18 @@ def run(tiny_base, tmp_path, forget_accelerate):
 
 
 def losses(run: RunFolder) -> dict[int, float]:
-    losses_by_step = {event["step"]: event["val/loss"] for event in read_metrics(run) if "val/loss" in event}
+    losses_by_step = {
+        event["step"]: event["val/loss"] for event in read_metrics(run) if "val/loss" in event
+    }
     assert len(losses_by_step) > 1
     return losses_by_step
 
 
 def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
-    arguments = ["--from", str(tiny_base), "--data", "my.txt", "--freeze-layers", "2"]
-    options = [
-        "--train.max_steps",
-        "10",
-        "--eval.every",
-        "5",
-        "--eval.samples",
-        "[The cat]",
-        "--eval.sample_tokens",
-        "12",
-    ]
+    arguments = argv("--from {} --data my.txt --freeze-layers 2", tiny_base)
+    options = argv(
+        "--train.max_steps 10 --eval.every 5 --eval.samples '[The cat]' --eval.sample_tokens 12"
+    )
     assert main(["finetune", *arguments, *options]) == 0
     run = RunFolder(tmp_path / "runs" / "tiny-gpt2-my")
     config = load_config(run.recipe)
@@ -86,7 +86,9 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     assert config.train.tokens_per_step == 32 * 32
     assert config.data.dir == "data/my-tiny-gpt2"
     printed = capsys.readouterr().out
-    trained = sum(p.numel() for p in load_model(str(run.best)).transformer.h[2:].parameters()) + 2 * 16
+    trained = (
+        sum(p.numel() for p in load_model(str(run.best)).transformer.h[2:].parameters()) + 2 * 16
+    )
     assert f"trains {trained:,} of " in printed
     assert "frozen: the embeddings and blocks 1 to 2" in printed
     samples = {event["step"]: event["samples"] for event in read_metrics(run) if "samples" in event}
@@ -95,20 +97,28 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     assert losses(run)[10] < losses(run)[0]
 
     # the run folder's recipe gives the same run
-    assert main(["finetune", str(run.recipe), "--run-dir", "repeated"]) == 0
+    assert main(argv("finetune {} --run-dir repeated", run.recipe)) == 0
     repeated = RunFolder(tmp_path / "repeated")
-    assert (repeated.final / "model.safetensors").read_bytes() == (run.final / "model.safetensors").read_bytes()
-    assert samples == {event["step"]: event["samples"] for event in read_metrics(repeated) if "samples" in event}
+    assert (repeated.final / "model.safetensors").read_bytes() == (
+        run.final / "model.safetensors"
+    ).read_bytes()
+    assert samples == {
+        event["step"]: event["samples"] for event in read_metrics(repeated) if "samples" in event
+    }
 
 
-@pytest.mark.parametrize("extra", [("--lora", "2"), ("--freeze-layers", "4")], ids=["lora", "frozen"])
+@pytest.mark.parametrize(
+    "extra", [("--lora", "2"), ("--freeze-layers", "4")], ids=["lora", "frozen"]
+)
 def test_finetune_lowers_validation_loss(run, extra):
     result = losses(run(*extra))
     assert result[12] < result[0] - 0.005
 
 
 def test_shorter_block_crops_positions(run):
-    model = GPT2LMHeadModel.from_pretrained(run(data__block_size=8, train__tokens_per_step=256).final)
+    model = GPT2LMHeadModel.from_pretrained(
+        run(data__block_size=8, train__tokens_per_step=256).final
+    )
     assert model.config.n_positions == model.transformer.wpe.weight.shape[0] == 8
 
 
@@ -116,8 +126,12 @@ def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe,
     recipe = make_recipe(tmp_path / "first.yaml", model__dropout=0.0)
     assert main(["pretrain", str(recipe)]) == 0
     forget_accelerate()
-    options = [option for key, value in (SHORT | {"train.max_steps": 2}).items() for option in (f"--{key}", str(value))]
-    assert main(["finetune", "--from", "runs/first", "--data", "my.txt", *options]) == 0
+    options = [
+        option
+        for key, value in (SHORT | {"train.max_steps": 2}).items()
+        for option in (f"--{key}", str(value))
+    ]
+    assert main([*argv("finetune --from runs/first --data my.txt"), *options]) == 0
     second = RunFolder(tmp_path / "runs" / "first-my")
     config = load_config(second.recipe)
     assert config.finetune.model == "runs/first/best"
@@ -128,7 +142,9 @@ def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe,
 
 
 def test_patience_stops_the_run(run, capsys):
-    early = run(optim__learning_rate=3.0, optim__min_learning_rate=3.0, eval__every=1, eval__patience=3)
+    early = run(
+        optim__learning_rate=3.0, optim__min_learning_rate=3.0, eval__every=1, eval__patience=3
+    )
     losses_by_step = losses(early)
     best = min((loss, step) for step, loss in losses_by_step.items() if step)[1]
     assert max(losses_by_step) == best + 3 < 12
@@ -153,24 +169,26 @@ def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_
     assert main(["finetune", "r.yaml"]) == 0
     base, tuned = weights_of(tiny_base), weights_of(tmp_path / "runs" / "r" / "final")
     assert torch.equal(base["transformer.wte.weight"], tuned["transformer.wte.weight"])
-    assert not torch.equal(base["transformer.h.0.mlp.c_fc.weight"], tuned["transformer.h.0.mlp.c_fc.weight"])
+    assert not torch.equal(
+        base["transformer.h.0.mlp.c_fc.weight"], tuned["transformer.h.0.mlp.c_fc.weight"]
+    )
 
 
 def test_text_with_unknown_characters_is_refused(tiny_base, working_folder, capsys):
     Path("my.txt").write_text("The cat says: ¿qué?\n" * 200)
-    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt"]) == 2
+    assert main(argv("finetune --from {} --data my.txt", tiny_base)) == 2
     assert "the tokenizer knows no" in capsys.readouterr().err
     assert not (working_folder / "runs").exists()
 
 
 def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
     shutil.copytree(tiny_base, "bare", ignore=shutil.ignore_patterns("tokenizer*"))
-    assert main(["finetune", "--from", "bare", "--data", "my.txt"]) == 2
+    assert main(argv("finetune --from bare --data my.txt")) == 2
     assert "has no tokenizer beside it" in capsys.readouterr().err
-    assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "char"]) == 2
+    assert main(argv("finetune --from bare --data my.txt --data.tokenizer char")) == 2
     assert "would build a vocabulary" in capsys.readouterr().err
     char_tokenizer([chr(c) for c in range(32, 127)]).hf.save_pretrained("large")
-    assert main(["finetune", "--from", "bare", "--data", "my.txt", "--data.tokenizer", "large"]) == 2
+    assert main(argv("finetune --from bare --data my.txt --data.tokenizer large")) == 2
     assert "large has 95 tokens, bare only" in capsys.readouterr().err
     config, base = finetune_config(None, [("finetune.model", "bare"), ("data.source", "my.txt")])
     assert check_tokenizer(replace_knobs(config, {"data.tokenizer": str(tiny_base)}), base)
@@ -179,23 +197,27 @@ def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
 def test_changed_text_is_refused(run, tiny_base, capsys):
     run(train__max_steps=1)
     Path("my.txt").write_text("Two rats sat on a mat.\n" * 300)
-    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--run-dir", "other"]) == 2
+    assert main(argv("finetune --from {} --data my.txt --run-dir other", tiny_base)) == 2
     assert "my.txt has changed since it was prepared" in capsys.readouterr().err
 
 
 def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
     find_spec = accelerate_config.find_spec
     monkeypatch.setattr(
-        accelerate_config, "find_spec", lambda name: None if name == "bitsandbytes" else find_spec(name)
+        accelerate_config,
+        "find_spec",
+        lambda name: None if name == "bitsandbytes" else find_spec(name),
     )
-    arguments = ["--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--lora.quantize", "4bit"]
+    arguments = argv("--from {} --data my.txt --lora 2 --lora.quantize 8bit", tiny_base)
     assert main(["finetune", *arguments]) == 2
-    assert "bitsandbytes is not installed; run `pip install bitsandbytes`" in capsys.readouterr().err
+    assert (
+        "bitsandbytes is not installed; run `pip install bitsandbytes`"
+    ) in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
 def test_finetune_dry_run_prints_trainable_parameters(tiny_base, working_folder, capsys):
-    assert main(["finetune", "--from", str(tiny_base), "--data", "my.txt", "--lora", "2", "--dry-run"]) == 0
+    assert main(argv("finetune --from {} --data my.txt --lora 2 --dry-run", tiny_base)) == 0
     printed = capsys.readouterr().out
     adapters = 4 * (4 * 2 * (16 + 16) + 2 * 2 * (16 + 64))
     assert f"trains {adapters:,} of " in printed
@@ -210,18 +232,12 @@ def test_hub_model_is_recorded_with_its_commit(tiny_base, tmp_path, monkeypatch)
     (cache_folder / "refs").mkdir()
     (cache_folder / "refs" / "main").write_text(commit)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
-    config, _ = finetune_config(None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")])
+    config, _ = finetune_config(
+        None, [("finetune.model", "someone/tiny"), ("data.source", "my.txt")]
+    )
     assert (config.finetune.model, config.finetune.revision) == ("someone/tiny", commit)
     assert (config.data.dir, config.name) == ("data/my-tiny", "tiny-my")
     assert start_model(config, 7, None).config.n_layer == 4
-
-
-def test_shipped_finetune_recipes_follow_nanogpt(tiny_base):
-    config = load_config(ROOT / "recipes" / "finetune_shakespeare.yaml")
-    assert config.finetune.model == "gpt2-xl"
-    assert config.train.tokens_per_step == 32 * 1024
-    assert (config.train.max_steps, config.optim.learning_rate, config.optim.schedule) == (20, 3e-5, "constant")
-    assert load_config(ROOT / "recipes" / "finetune_lora.yaml").lora.rank
 
 
 @pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora"])
@@ -244,7 +260,8 @@ def test_shipped_finetune_recipes_train(name, tiny_base, tmp_path):
 
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
@@ -252,11 +269,20 @@ CHATML = (
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_path, chat_file):
     tokenizer = train_bpe_tokenizer(["red green blue"], 258).hf
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained("smol")
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    config = LlamaConfig(vocab_size=len(tokenizer), num_key_value_heads=1, tie_word_embeddings=True, **sizes)
+    sizes = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 2,
+    }
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), num_key_value_heads=1, tie_word_embeddings=True, **sizes
+    )
     LlamaForCausalLM(config).save_pretrained("smol")
     small = {
         "finetune.model": "smol",
@@ -279,5 +305,11 @@ def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_pa
 
 def test_finetune_from_adapter_is_refused(run, tiny_base, capsys):
     run("--lora", "2", train__max_steps=1, name="adapter")
-    with pytest.raises(UserError, match=r"is an adapter; merge it into a whole model first: python cli.py export"):
+    with pytest.raises(
+        UserError,
+        match=(
+            r"is an adapter; merge it into a whole model first: "
+            r"python cli.py export"
+        ),
+    ):
         finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])

@@ -14,28 +14,41 @@ SIZE, SCHEDULE = "PARALLELISM_CONFIG_PP_SIZE", "PARALLELISM_CONFIG_PP_SCHEDULE"
 
 @pytest.fixture
 def passed_on(monkeypatch, tmp_path):
-    """A function that launches with these options, and a config with this parallelism_config: size and schedule."""
+    """A function that launches with these options, and a config with this parallelism_config:
+    size and schedule.
+    """
     monkeypatch.setattr(accelerate_launch, "launch_command", lambda arguments: None)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
 
     def launch(*options: str, layout: str = "") -> tuple[str | None, str | None]:
         config = tmp_path / "machine.yaml"
         config.write_text(
-            f"compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: 4\n{layout}"
+            "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_processes: "
+            f"4\n{layout}"
         )
-        monkeypatch.setattr(os, "environ", {k: v for k, v in os.environ.items() if k not in (SIZE, SCHEDULE)})
-        assert run(["--config_file", str(config), *options, "pretrain", "recipe.yaml"], ["pretrain"]) == 0
+        monkeypatch.setattr(
+            os, "environ", {k: v for k, v in os.environ.items() if k not in (SIZE, SCHEDULE)}
+        )
+        assert (
+            run(["--config_file", str(config), *options, "pretrain", "recipe.yaml"], ["pretrain"])
+            == 0
+        )
         return os.environ.get(SIZE), os.environ.get(SCHEDULE)
 
     return launch
 
 
 def test_pipeline_of_the_config_and_of_options_is_passed_on(passed_on):
-    layout = "parallelism_config:\n  parallelism_config_pp_size: 2\n  parallelism_config_pp_schedule: zero_bubble\n"
+    layout = (
+        "parallelism_config:\n  parallelism_config_pp_size: 2\n  "
+        "parallelism_config_pp_schedule: zero_bubble\n"
+    )
     assert passed_on() == (None, None)
     assert passed_on(layout=layout) == ("2", "zero_bubble")
     assert passed_on("--parallelism_config_pp_size=4", layout=layout) == ("4", "zero_bubble")
-    assert passed_on("--parallelism_config_pp_size", "4", "--parallelism_config_pp_schedule", "1f1b") == ("4", "1f1b")
+    assert passed_on(
+        "--parallelism_config_pp_size", "4", "--parallelism_config_pp_schedule", "1f1b"
+    ) == ("4", "1f1b")
 
 
 @pytest.mark.parametrize("size", ["two", "0"])

@@ -1,7 +1,6 @@
 """The push command, over real HTTP against a Hub on this machine."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -12,12 +11,18 @@ import torch
 from huggingface_hub import ModelCard, constants
 from safetensors.torch import load, save
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.export import hub as hub_module
-from nanogpt_hf.export import staging
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
-MODEL_FILES = {"README.md", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+MODEL_FILES = {
+    "README.md",
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "tokenizer.json",
+}
 RUN_FILES = {"recipe.yaml", "metrics.jsonl", "loss.png"}
 
 
@@ -25,7 +30,12 @@ RUN_FILES = {"recipe.yaml", "metrics.jsonl", "loss.png"}
 def trained(tmp_path_factory, make_recipe, loss_plots):
     folder = tmp_path_factory.mktemp("trained")
     with loss_plots():
-        assert main(["pretrain", str(make_recipe(folder / "tiny.yaml")), "--run-dir", str(folder / "run")]) == 0
+        assert (
+            main(
+                argv("pretrain {} --run-dir {}", make_recipe(folder / "tiny.yaml"), folder / "run")
+            )
+            == 0
+        )
     return folder / "run"
 
 
@@ -50,7 +60,6 @@ def test_push_sends_a_run_in_one_commit(capsys, hub, run, lfs):
     (commit,) = hub.commits("tester/tiny")
     assert commit["title"] == "the first"
     assert f"{hub.url}/tester/tiny/commit/{commit['oid']}" in line
-    assert "a new repository" in line
     files = hub.repositories["tester/tiny"].files()
     assert set(files) >= MODEL_FILES | RUN_FILES
     assert not hub.repositories["tester/tiny"].private
@@ -86,7 +95,8 @@ again = GPTForCausalLM.from_pretrained("tester/direct")
 assert torch.equal(again.transformer.wte.weight, ours.transformer.wte.weight)
 assert main(["sample", "tester/tiny", "--prompt", "The ", "--max-new-tokens", "5"]) == 0
 short = ["--train.max_steps", "2", "--eval.every", "2"]
-sys.exit(main(["finetune", "--from", "tester/tiny", "--data", sys.argv[2], "--run-dir", "tuned", *short]))
+tune = ["finetune", "--from", "tester/tiny", "--data", sys.argv[2], "--run-dir", "tuned"]
+sys.exit(main([*tune, *short]))
 """
 
 
@@ -106,7 +116,9 @@ def test_a_pushed_model_loads_by_its_repo_id(capsys, hub, trained, text_file, tm
     assert "The " in done.stdout
     assert done.stderr.count("loading tester/tiny from the Hub\n") == 1
     assert hub.repositories["tester/tiny"].private
-    assert json.loads(hub.repositories["tester/direct"].files()["config.json"])["model_type"] == "gpt2"
+    assert (
+        json.loads(hub.repositories["tester/direct"].files()["config.json"])["model_type"] == "gpt2"
+    )
 
 
 def test_push_final_to_a_branch_lists_skipped_files(capsys, hub, run):
@@ -120,7 +132,10 @@ def test_push_final_to_a_branch_lists_skipped_files(capsys, hub, run):
     assert set(files) >= MODEL_FILES | RUN_FILES | {"model-00001-of-00002.safetensors"}
     assert 'from_pretrained("tester/tiny", revision="trial")' in files["README.md"].decode()
     assert hub.commits("tester/tiny") == []
-    assert "nothing had changed" in push(capsys, run / "final", "tester/tiny", "--revision", "trial")[-1]
+    assert (
+        "nothing had changed"
+        in push(capsys, run / "final", "tester/tiny", "--revision", "trial")[-1]
+    )
     assert len(hub.commits("tester/tiny", "trial")) == 1
 
 
@@ -154,7 +169,9 @@ def test_push_refuses_a_missing_wrong_or_read_only_token(refused, hub, trained, 
     assert "hf_wrong" not in err
     monkeypatch.setenv("HF_TOKEN", "")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
-    assert "not logged in to the Hub; run `hf auth login`" in refused("push", trained, "tester/tiny")
+    assert "not logged in to the Hub; run `hf auth login`" in refused(
+        "push", trained, "tester/tiny"
+    )
     monkeypatch.setenv("HF_TOKEN", hub.token)
     hub.role = "read"
     assert "is read-only" in refused("push", trained, "tester/tiny")
@@ -166,7 +183,8 @@ def test_push_refuses_other_accounts_and_public_repositories(refused, hub, train
     for repo_id, reason in (
         (
             "other/tiny",
-            "other is not your account; you are logged in as tester and may push to tester/..., club/...",
+            "other is not your account; you are logged in as tester and may push to tester/..., "
+            "club/...",
         ),
         ("club/theirs", "your token has no write permission: you don't have the right to do that"),
         ("club/new", "your token has no write permission"),
@@ -175,7 +193,7 @@ def test_push_refuses_other_accounts_and_public_repositories(refused, hub, train
         assert err.startswith(f"{repo_id}: {reason}")
         assert err.endswith("nothing was pushed")
     hub.add("tester/open")
-    assert "exists and is public" in refused("push", trained, "tester/open", "--private")
+    assert "is public" in refused("push", trained, "tester/open", "--private")
     assert all(not hub.commits(repo_id) for repo_id in hub.repositories)
 
 
@@ -197,11 +215,11 @@ def test_push_without_network_or_in_offline_mode(refused, hub, trained, monkeypa
         ("/objects/", 400, "the Hub answered 400: as set by the test"),
     ],
 )
-def test_a_failed_push_leaves_only_an_empty_repository(capsys, refused, hub, run, fault, status, reason):
+def test_a_failed_push_commits_nothing(capsys, refused, hub, run, fault, status, reason):
     hub.lfs, hub.faults = True, {fault: status}
     err = refused("push", run, "tester/tiny")
     assert reason in err
-    assert err.endswith("nothing was pushed; the repository tester/tiny was created and is empty")
+    assert err.endswith("nothing was pushed")
     assert hub.commits("tester/tiny") == []
     assert not list(run.glob(".push*"))
     hub.faults = {}
@@ -211,7 +229,9 @@ def test_a_failed_push_leaves_only_an_empty_repository(capsys, refused, hub, run
 
 def test_push_reports_invalid_card_metadata(refused, hub, run):
     (run / "best" / "README.md").write_text("---\nlicense: nonsense\n---\n")
-    assert 'Invalid metadata in README.md. - "license" must be one of' in refused("push", run, "tester/tiny")
+    assert ('Invalid metadata in README.md. - "license" must be one of') in refused(
+        "push", run, "tester/tiny"
+    )
 
 
 def test_push_times_out_if_the_hub_never_answers(refused, hub, trained, monkeypatch):
@@ -226,7 +246,10 @@ def test_push_refuses_files_with_a_token(refused, hub, run):
     recipe = run / "recipe.yaml"
     recipe.write_text(recipe.read_text() + f"# {hub.token}\n")
     err = refused("push", run, "tester/tiny")
-    assert "recipe.yaml: contains a token of the Hub or a private key; remove it first; nothing was pushed" in err
+    assert (
+        "recipe.yaml: contains a token of the Hub or a private key; remove it first; nothing "
+        "was pushed"
+    ) in err
     assert hub.token not in err
     assert hub.repositories == {}
     assert hub.token not in refused("push", run / "final", "tester/tiny", "--message", hub.token)
@@ -241,7 +264,7 @@ def test_push_of_a_model_replaced_meanwhile_is_consistent(capsys, hub, run, monk
     torch.nn.init.ones_(model.transformer.ln_f.weight.data.mul_(3))
     model.save_pretrained(newer)
     (newer / "README.md").write_text("---\ntags: [newer]\n---\n")
-    copy, copied = staging.link_or_copy, []
+    copy, copied = hub_module.link_or_copy, []
 
     def replacing(path, target):
         copy(path, target)
@@ -250,19 +273,12 @@ def test_push_of_a_model_replaced_meanwhile_is_consistent(capsys, hub, run, monk
             (run / "best").rename(run / ".best.old")
             newer.rename(run / "best")
 
-    monkeypatch.setattr(staging, "link_or_copy", replacing)
+    monkeypatch.setattr(hub_module, "link_or_copy", replacing)
     push(capsys, run, "tester/tiny")
     files = hub.repositories["tester/tiny"].files()
     assert b"newer" in files["README.md"]
     assert files["model.safetensors"] == (run / "best" / "model.safetensors").read_bytes()
     assert torch.equal(load(files["model.safetensors"])["transformer.ln_f.weight"], torch.ones(16))
-
-
-@pytest.mark.skipif(os.name == "nt" or not hasattr(os, "geteuid"), reason="needs POSIX permissions")
-def test_push_from_a_read_only_folder(capsys, hub, run, monkeypatch):
-    monkeypatch.setattr(staging, "staging_folder", lambda folder, process: run / "nowhere" / "stage")
-    push(capsys, run, "tester/tiny")
-    assert len(hub.commits("tester/tiny")) == 1
 
 
 def test_push_refuses_a_folder_without_weights_and_a_name_without_owner(refused, hub, tmp_path):

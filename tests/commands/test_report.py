@@ -4,6 +4,7 @@ import shutil
 
 import pytest
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.reports import live
 
@@ -13,13 +14,13 @@ def trained(tmp_path_factory, make_recipe, loss_plots):
     folder = tmp_path_factory.mktemp("trained")
     recipe = make_recipe(folder / "tiny.yaml", eval__samples=["A cat "], eval__sample_tokens=5)
     with loss_plots():
-        assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run")]) == 0
+        assert main(argv("pretrain {} --run-dir {}", recipe, folder / "run")) == 0
     return folder / "run"
 
 
 def test_training_writes_and_names_the_report(loss_plots, write_recipe, tmp_path, capsys):
     with loss_plots():
-        assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
+        assert main(argv("pretrain {} --run-dir {}", write_recipe(), tmp_path / "run")) == 0
     assert f"  report   {tmp_path / 'run' / 'report.html'}\n" in capsys.readouterr().out
     text = (tmp_path / "run" / "report.html").read_text()
     assert "done: 6 steps" in text
@@ -32,7 +33,7 @@ def test_report_command_writes_it_again_or_elsewhere(trained, tmp_path, capsys):
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"{run / 'report.html'}\n"
     assert "Samples during training" in (run / "report.html").read_text()
-    assert main(["report", str(run), "--output", str(tmp_path / "other.html")]) == 0
+    assert main(argv("report {} --output {}", run, tmp_path / "other.html")) == 0
     assert (tmp_path / "other.html").stat().st_size > 10_000
 
 
@@ -55,6 +56,6 @@ def test_report_error_does_not_end_the_run(write_recipe, tmp_path, capsys, monke
         raise OSError("the disk is full")
 
     monkeypatch.setattr(live, "write_report", fail)
-    assert main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run")]) == 0
+    assert main(argv("pretrain {} --run-dir {}", write_recipe(), tmp_path / "run")) == 0
     assert "report.html: cannot be written: the disk is full" in capsys.readouterr().err
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

@@ -15,7 +15,13 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 def model():
     torch.manual_seed(0)
     config = GPTConfig(
-        vocab_size=31, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+        vocab_size=31,
+        n_positions=24,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = GPTForCausalLM(config)
     for parameter in model.parameters():
@@ -26,14 +32,18 @@ def model():
 
 def generate(model, prompt=(1, 2, 3), **options) -> list[list[int]]:
     """The new tokens of each sample."""
-    steps = list(generate_tokens(model, list(prompt), **{"max_new_tokens": 15, "seed": 5} | options))
+    steps = list(
+        generate_tokens(model, list(prompt), **{"max_new_tokens": 15, "seed": 5} | options)
+    )
     assert steps
     return [[t for t in sample if t is not None] for sample in zip(*steps, strict=True)]
 
 
 def test_greedy_tokens_equal_transformers(model):
     (ours,) = generate(model, temperature=0)
-    theirs = model.generate(torch.tensor([[1, 2, 3]]), max_new_tokens=15, do_sample=False, pad_token_id=0)
+    theirs = model.generate(
+        torch.tensor([[1, 2, 3]]), max_new_tokens=15, do_sample=False, pad_token_id=0
+    )
     assert ours == theirs[0, 3:].tolist()
 
 
@@ -95,10 +105,14 @@ def test_stop_text_does_not_depend_on_the_pieces():
     draw = random.Random(0)
     endings = 0
     for _ in range(2000):
-        stops = ["".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))]
+        stops = [
+            "".join(draw.choices("ab", k=draw.randint(1, 4))) for _ in range(draw.randint(0, 3))
+        ]
         text, shown, stopped = "".join(draw.choices("abc", k=12)), "", False
         ends = [end for end in range(13) if any(text[:end].endswith(stop) for stop in stops)]
-        longest = max((len(stop) for stop in stops if ends and text[: ends[0]].endswith(stop)), default=0)
+        longest = max(
+            (len(stop) for stop in stops if ends and text[: ends[0]].endswith(stop)), default=0
+        )
         stream, rest = StopText(stops), text
         while rest and not stopped:
             size = draw.randint(1, 4)
@@ -120,7 +134,10 @@ def test_text_stream_decodes_a_few_tokens_at_a_time(monkeypatch):
         return decode(ids, **options)
 
     monkeypatch.setattr(tokenizer.hf, "decode", counting)
-    stream, ids = TextStream(tokenizer.hf), tokenizer.encode_batch(["A cat sat. " * 100])[0].tolist()
+    stream, ids = (
+        TextStream(tokenizer.hf),
+        tokenizer.encode_batch(["A cat sat. " * 100])[0].tolist(),
+    )
     assert "".join(map(stream.add, ids)) + stream.end() == "A cat sat. " * 100
     assert max(decoded) <= 3
 
@@ -132,7 +149,15 @@ def folder(tmp_path_factory):
     tokenizer = char_tokenizer(sorted("abcdefg \n"))
     torch.manual_seed(0)
     GPTForCausalLM(
-        GPTConfig(vocab_size=9, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=None, eos_token_id=None)
+        GPTConfig(
+            vocab_size=9,
+            n_positions=16,
+            n_embd=8,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=None,
+            eos_token_id=None,
+        )
     ).save_pretrained(path)
     tokenizer.hf.save_pretrained(path)
     return path
@@ -151,7 +176,9 @@ def test_sample_continues_the_prompt(capsys, folder, tmp_path):
     assert out != sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30, "--seed", 1)
     for prefix in (b"", b"\xef\xbb\xbf"):  # a byte order mark is dropped, as in data
         (tmp_path / "prompt.txt").write_bytes(prefix + b"abc")
-        assert out == sample(capsys, folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 30)
+        assert out == sample(
+            capsys, folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 30
+        )
 
 
 def test_several_samples_are_numbered(capsys, folder):

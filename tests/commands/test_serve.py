@@ -10,11 +10,14 @@ import sys
 
 import pytest
 
+from arguments import argv
 from forked import Forked
 from nanogpt_hf.commands import main
-from nanogpt_hf.commands.serve import served_name
+from nanogpt_hf.commands.generate import served_name
 
-needs_server = pytest.mark.skipif(importlib.util.find_spec("uvicorn") is None, reason="the extra `serve` is missing")
+needs_server = pytest.mark.skipif(
+    importlib.util.find_spec("uvicorn") is None, reason="the extra `serve` is missing"
+)
 
 
 @needs_server
@@ -32,7 +35,9 @@ def test_a_port_that_is_taken_and_an_unknown_host_are_refused(refused, letter_mo
 
 def test_a_missing_extra_is_one_line(refused, letter_model, monkeypatch):
     find = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "uvicorn" else find(name)
+    )
     assert "pip install 'nanogpt_hf[serve]'" in refused("serve", letter_model)
 
 
@@ -41,8 +46,13 @@ def test_only_a_host_other_than_this_machine_is_warned_about(capsys, letter_mode
     from nanogpt_hf.serving.server import Server
 
     monkeypatch.setattr(Server, "run", lambda server, sockets: None)
-    for host, warned in (("localhost", False), ("127.0.0.2", False), ("::1", False), ("0.0.0.0", True)):
-        assert main(["serve", str(letter_model), "--host", host, "--port", "0"]) == 0
+    for host, warned in (
+        ("localhost", False),
+        ("127.0.0.2", False),
+        ("::1", False),
+        ("0.0.0.0", True),
+    ):
+        assert main(argv("serve {} --host {} --port 0", letter_model, host)) == 0
         out, err = capsys.readouterr()
         assert ("there is no password" in err) == warned
         assert re.search(r": the API is at http://\S+:\d+/v1, the chat page at http://", out)
@@ -62,14 +72,18 @@ def test_the_name_of_a_model_has_no_path(tmp_path):
 def test_ctrl_c_ends_a_busy_server_with_status_130(letter_model, tmp_path):
     reading, writing = os.pipe()
     with (tmp_path / "errors").open("w") as errors:
-        process = Forked(["serve", letter_model, "--port", 0], streams={1: writing, 2: errors.fileno()})
+        process = Forked(
+            ["serve", letter_model, "--port", 0], streams={1: writing, 2: errors.fileno()}
+        )
     os.close(writing)
     try:
         with os.fdopen(reading) as out:
             port = re.search(r"http://127\.0\.0\.1:(\d+)/v1", out.readline())[1]
             connection = http.client.HTTPConnection("127.0.0.1", int(port), timeout=60)
             body = json.dumps({"prompt": ["abc"] * 16, "max_tokens": 29, "stream": True})
-            connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            connection.request(
+                "POST", "/v1/completions", body, {"Content-Type": "application/json"}
+            )
             response = connection.getresponse()
             assert response.readline().startswith(b"data: {")
             os.kill(process.pid, signal.SIGINT)

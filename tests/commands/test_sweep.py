@@ -1,6 +1,8 @@
-"""The `sweep` command: runs that it starts, skips and resumes, its table, interruption, several processes."""
+"""The `sweep` command: its grid, runs that it starts, skips and resumes, its table and plot,
+interruption, several processes.
+"""
 
-import csv
+import dataclasses
 import json
 import os
 import signal
@@ -11,7 +13,13 @@ from pathlib import Path
 
 import pytest
 
+from arguments import argv
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import KNOBS
+from nanogpt_hf.data.manifest import DECIDING_KNOBS
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import sweep
 
@@ -35,16 +43,17 @@ def in_process(monkeypatch, forget_accelerate):
 
 
 def read_table(folder):
-    with (folder / "sweep.csv").open(newline="") as file:
-        return {row["run"]: row for row in csv.DictReader(file)}
+    return {row["run"]: row for row in json.loads((folder / "sweep.json").read_text())["runs"]}
 
 
 def test_sweep_over_a_mixture(in_process, make_recipe, text_file, byte_tokenizer, tmp_path):
-    source = [{"source": str(text_file), "weight": weight, "name": f"part{weight}"} for weight in (3, 1)]
+    source = [
+        {"source": str(text_file), "weight": weight, "name": f"part{weight}"} for weight in (3, 1)
+    ]
     values = {"data__source": source, "data__tokenizer": str(byte_tokenizer), "train__max_steps": 2}
     recipe = make_recipe(tmp_path / "mixture.yaml", **values, eval__every=2)
     folder = tmp_path / "sweep"
-    assert main(["sweep", str(recipe), "--sweep-dir", str(folder), "--train.seed", "1,2"]) == 0
+    assert main(argv("sweep {} --sweep-dir {} --train.seed 1,2", recipe, folder)) == 0
     assert in_process == ["seed=1", "seed=2"]
     assert {row["status"] for row in read_table(folder).values()} == {"done"}
 
@@ -54,17 +63,23 @@ def test_sweep_trains_runs_and_skips_finished_ones(write_recipe, tmp_path, in_pr
     arguments = ["sweep", recipe, *RATES, "--train.seed", "1", "--sweep-dir", str(folder)]
     assert main(arguments) == 0
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02"]
-    assert f"plot: {folder / 'sweep.png'}" in capsys.readouterr().out
+    assert "0.01" in capsys.readouterr().out
+    assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     rows = read_table(folder)
     assert [row["status"] for row in rows.values()] == ["done", "done"]
-    assert [float(row["optim.learning_rate"]) for row in rows.values()] == [0.01, 0.02]
-    assert {row["steps"] for row in rows.values()} == {"2"}
+    assert [row["optim.learning_rate"] for row in rows.values()] == [0.01, 0.02]
+    assert {row["steps"] for row in rows.values()} == {2}
     assert len({row["val_loss"] for row in rows.values()}) == 2
     # each run equals that of pretrain
     single = tmp_path / "single"
-    pretrain = ["pretrain", recipe, "--optim.learning_rate", "2e-2", "--train.seed", "1", "--run-dir", str(single)]
+    pretrain = argv(
+        "pretrain {} --optim.learning_rate 2e-2 --train.seed 1 --run-dir {}", recipe, single
+    )
     assert main(pretrain) == 0
-    weights = [(run / "final" / "model.safetensors").read_bytes() for run in (single, folder / "learning_rate=0.02")]
+    weights = [
+        (run / "final" / "model.safetensors").read_bytes()
+        for run in (single, folder / "learning_rate=0.02")
+    ]
     assert weights[0] == weights[1]
     # again: nothing to do; with another value: only its run
     assert main(arguments) == 0
@@ -88,21 +103,18 @@ def test_failed_run_does_not_stop_the_sweep(write_recipe, tmp_path, in_process, 
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02", "learning_rate=0.01"]
 
 
-def test_sweep_folder_of_another_recipe_is_refused(write_recipe, tmp_path, in_process, capsys):
+def test_run_of_another_recipe_is_not_overwritten(write_recipe, tmp_path, in_process, capsys):
     recipe, folder = str(write_recipe(train__max_steps=2)), tmp_path / "sweep"
     arguments = ["sweep", recipe, *RATES, "--sweep-dir", str(folder)]
     assert main(arguments) == 0
-    for knob, change in (("--train.max_steps", "train.max_steps: 2 -> 3"), ("--train.seed", "train.seed: 1337 -> 3")):
-        assert main([*arguments, knob, "3"]) == 2
-        message = capsys.readouterr().err
-        assert change in message
-        assert message.count("\n") == 1
-        assert "--overwrite" in message
-    assert len(in_process) == 2
+    assert main([*arguments, "--train.seed", "3"]) == 2
+    assert "train.seed: 1337 -> 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("locked", [".", "learning_rate=0.02"])
-def test_folder_in_which_another_process_trains_is_refused(write_recipe, tmp_path, in_process, capsys, locked):
+def test_folder_in_which_another_process_trains_is_refused(
+    write_recipe, tmp_path, in_process, capsys, locked
+):
     folder = RunFolder(tmp_path / "sweep" / locked)
     folder.lock()
     arguments = ["sweep", str(write_recipe()), *RATES, "--sweep-dir", str(tmp_path / "sweep")]
@@ -112,24 +124,6 @@ def test_folder_in_which_another_process_trains_is_refused(write_recipe, tmp_pat
     assert in_process == []
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux's prctl")
-def test_run_of_a_killed_sweep_gets_sigterm(tmp_path):
-    if not (child := os.fork()):
-        script = f"echo $$ > {tmp_path}/new; mv {tmp_path}/new {tmp_path}/pid; sleep 60"
-        sweep._CurrentRun().run(["sh", "-c", script], dict(os.environ))
-        os._exit(0)
-    deadline = time.monotonic() + 30
-    while not (tmp_path / "pid").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    run = Path("/proc") / (tmp_path / "pid").read_text().strip()
-    while run.exists() and ") Z " not in (run / "stat").read_text():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def test_signal_between_two_runs_starts_no_other(tmp_path):
     current = sweep._CurrentRun()
     current.stop(signal.SIGTERM, None)
@@ -137,25 +131,154 @@ def test_signal_between_two_runs_starts_no_other(tmp_path):
     assert not (tmp_path / "started").exists()
 
 
-def test_sweep_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
+def test_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["sweep", str(write_recipe()), "--depth", "1,2", "--model.aspect_ratio", "8", "--dry-run"]) == 0
+    arguments = argv("--depth 1,2 --model.aspect_ratio 8 --dry-run --json x.json")
+    assert main(["sweep", str(write_recipe()), *arguments]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"2 runs below {Path('runs') / 'tiny-depth'}"
-    first, second = (line.split() for line in lines if line.startswith("depth="))
-    assert [first[0], second[0]] == ["depth=1", "depth=2"]
-    assert all(
-        int(a.replace(",", "")) < int(b.replace(",", "")) for a, b in zip(first[1:4:2], second[1:4:2], strict=True)
-    )
+    first, second = json.loads(Path("x.json").read_text())["runs"]
+    assert [row["run"] for row in (first, second)] == ["depth=1", "depth=2"]
+    assert first["parameters"] < second["parameters"]
+    assert f"{second['tokens']:,}" in next(line for line in lines if line.startswith("depth=2"))
     assert lines[-1] == "nothing was started"
     assert in_process == []
     assert not (tmp_path / "runs").exists()
 
 
+# --- the grid
+
+
+@pytest.fixture
+def grid(write_recipe):
+    recipe = str(write_recipe())
+    return lambda *overrides: sweep.build_grid(recipe, overrides)
+
+
+def test_grid_has_every_combination_in_order(grid):
+    rates = ("optim.learning_rate", "1e-2,2e-2,0.03")
+    runs = grid(("train.seed", "1, 2"), ("optim.beta1", "0.5"), rates)
+    values = [(run.config.train.seed, run.config.optim.learning_rate) for run in runs]
+    assert values == [(seed, rate) for seed in (1, 2) for rate in (0.01, 0.02, 0.03)]
+    assert {run.config.optim.beta1 for run in runs} == {0.5}
+    assert runs[0].values == {"train.seed": 1, "optim.learning_rate": 0.01}
+    assert runs[0].name == "seed=1_learning_rate=0.01"
+
+
+def test_overrides_of_a_run_are_its_arguments(grid, write_recipe):
+    for run in grid(("eval.samples", '["Once upon", The], [], ["A"]'), ("lora.rank", "null")):
+        assert load_config(str(write_recipe()), run.overrides) == run.config
+        assert list(run.config.eval.samples) == run.values["eval.samples"]
+    runs = grid(("data.text_column", '"a,b", c'), ("data.split", "x: y #1"))
+    assert [run.config.data.text_column for run in runs] == ["a,b", "c"]
+    assert (runs[0].config.data.split, runs[0].name) == ("x: y #1", "text_column=a-b")
+
+
+def test_depth_is_swept_by_the_size_dial(grid):
+    small, large = grid(("model.depth", "1,3"), ("model.aspect_ratio", "8"))
+    assert (small.config.model.n_embd, large.config.model.n_embd) == (8, 24)
+    assert (small.name, large.name) == ("depth=1", "depth=3")
+
+
+def test_runs_share_prepared_data_of_equal_tokens(grid):
+    same = grid(("train.seed", "1,2"), ("data.block_size", "8,16"))
+    (shared,) = {run.config.data.dir for run in same}
+    differ = grid(("train.seed", "1,2"), ("data.validation_fraction", "0.1,0.2"))
+    folders = {f"{shared}-validation_fraction={fraction}" for fraction in (0.1, 0.2)}
+    assert {run.config.data.dir for run in differ} == folders
+    stated = grid(("data.split", "a,b"), ("data.dir", "d,e"))
+    assert {run.config.data.dir for run in stated} == {"d", "e"}
+
+
+def test_knobs_that_share_data_are_not_in_the_manifest():
+    data_knobs = {key.removeprefix("data.") for key in KNOBS if key.startswith("data.")}
+    assert data_knobs - set(sweep._SAME_TOKENS) - {"sha256"} == set(DECIDING_KNOBS)
+
+
+def test_problems_of_all_runs_are_reported_once(grid):
+    with pytest.raises(ConfigError) as raised:
+        grid(("train.seed", "1,x"), ("optim.beta3", "1,2"))
+    keys = sorted(line.partition(":")[0].lstrip("-") for line in raised.value.problems)
+    assert keys == ["optim.beta3", "train.seed"]
+
+
+# --- the table and the plot
+
+
+@pytest.fixture
+def sizes(tmp_path, grid):
+    """A sweep over three depths of which the last is half done; the losses follow the law
+    9 · FLOPs^-0.1.
+    """
+    runs = grid(("model.depth", "1,2,4"), ("model.aspect_ratio", "8"), ("train.seed", "1"))
+    sizes = sweep.Sweep("tiny", runs, tmp_path / "si$zes", Mesh.from_environment())
+    for row, share in zip(sweep.planned_rows(sizes), (1, 1, 0.5), strict=True):
+        folder = sizes.folder / row["run"]
+        folder.mkdir(parents=True)
+        with (folder / "metrics.jsonl").open("w") as file:
+            for step in range(round(row["steps"] * share) + 1):
+                tokens = row["tokens"] * step // row["steps"]
+                loss = 9 * row["flops"] ** -0.1 + 0.1 * (row["steps"] - step)
+                event = {"step": step, "tokens": tokens, "seconds": 1.5 * step}
+                file.write(json.dumps(event | {"val/loss": loss, "val/bits_per_byte": loss}) + "\n")
+    return sizes
+
+
+def test_table_json_and_law_have_the_results(sizes):
+    done = {run.name: "done" for run in sizes.runs}
+    tree = sweep.write_results(sizes, done)
+    assert (sizes.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert json.loads((sizes.folder / "sweep.json").read_text()) == tree
+    planned, rows = sweep.planned_rows(sizes), tree["runs"]
+    assert rows[2]["flops"] == pytest.approx(planned[2]["flops"] / 2, rel=0.1)
+    assert rows[1]["steps"] == planned[1]["steps"]
+    text = sweep.table(rows)
+    for row in rows:
+        line = next(line for line in text.splitlines() if line.startswith(row["run"]))
+        assert all(f"{row[name]:.4f}" in line for name in ("val_loss", "best_val_loss"))
+    finished = [
+        row | {"flops": p["flops"], "val_loss": 9 * p["flops"] ** -0.1}
+        for row, p in zip(rows, planned, strict=True)
+    ]
+    law = sweep.fit_scaling(finished)
+    assert (law["coefficient"], law["exponent"]) == (pytest.approx(9), pytest.approx(-0.1))
+    worse = finished[1] | {"val_loss": 99.0}
+    assert sweep.fit_scaling([worse, *finished]) == pytest.approx(law)
+    assert sweep.fit_scaling([*finished[:2], finished[2] | {"status": "interrupted"}]) is None
+
+
+def test_results_without_losses(sizes):
+    empty = dataclasses.replace(sizes, folder=sizes.folder / "empty")
+    tree = sweep.write_results(empty, {})
+    assert {row["status"] for row in tree["runs"]} == {"not started"}
+    assert "–" in sweep.table(tree["runs"])
+    assert not (empty.folder / "sweep.png").exists()
+
+
+def test_seed_means_average_finished_runs_of_equal_knobs():
+    rows = [
+        {"optim.beta1": beta, "train.seed": seed, "val_loss": loss, "status": status}
+        for beta, seed, loss, status in (
+            (0.5, 1, 2.0, "done"),
+            (0.5, 2, 3.0, "done"),
+            (0.6, 1, 5.0, "done"),
+            (0.6, 2, 9.0, "interrupted"),
+        )
+    ]
+    (mean,) = sweep.seed_means(rows, ["optim.beta1", "train.seed"])
+    assert mean == "optim.beta1 0.5: 2.5000 ± 0.7071 over 2 seeds"
+    assert sweep.seed_means(rows, ["optim.beta1"]) == []
+
+
+# --- processes
+
+
 def start(arguments, **options):
     environment = os.environ | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
-    return subprocess.Popen([sys.executable, str(ROOT / "cli.py"), *arguments], env=environment, **pipes, **options)
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "cli.py"), *arguments], env=environment, **pipes, **options
+    )
 
 
 @pytest.mark.slow
@@ -163,7 +286,10 @@ def start(arguments, **options):
     "launcher", [[], ["launch", "--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]]
 )
 def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launcher):
-    recipe, folder = str(write_recipe(train__max_steps=60, checkpoint__every=1000)), tmp_path / "sweep"
+    recipe, folder = (
+        str(write_recipe(train__max_steps=60, checkpoint__every=1000)),
+        tmp_path / "sweep",
+    )
     arguments = [*launcher, "sweep", recipe, *RATES, "--sweep-dir", str(folder)]
     first, second = (RunFolder(folder / f"learning_rate={rate}") for rate in (0.01, 0.02))
     process = start([*arguments, "--train.max_steps", "100000"], start_new_session=True)
@@ -182,7 +308,9 @@ def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launcher)
     steps = int(first.newest_checkpoint().name.removeprefix("step_"))
     # both runs to their ends: the first from its checkpoint
     for run in (first,):
-        run.recipe.write_text(run.recipe.read_text().replace("max_steps: 100000", f"max_steps: {steps + 4}"))
+        run.recipe.write_text(
+            run.recipe.read_text().replace("max_steps: 100000", f"max_steps: {steps + 4}")
+        )
     process = start([*arguments, "--train.max_steps", str(steps + 4)])
     output, _ = process.communicate(timeout=400)
     assert process.returncode == 0, output

@@ -5,6 +5,7 @@ import itertools
 import pytest
 import yaml
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
 from nanogpt_hf.config.schema import get_value
@@ -29,7 +30,9 @@ def recipe(tmp_path):
 
 def parameters(config):
     return count_parameters(
-        build_config(config.model, vocab_size_by_name(config.data.tokenizer, config.data.vocab_size)[0])
+        build_config(
+            config.model, vocab_size_by_name(config.data.tokenizer, config.data.vocab_size)[0]
+        )
     )
 
 
@@ -37,7 +40,9 @@ def parameters(config):
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("depth", "ratio"), [(1, 20), (2, 0.5), (5, 20), (12, 3)])
 def test_dial_tokens_are_ratio_times_parameters(recipe, depth, ratio, tokenizer, bias):
-    path = recipe({"tokenizer": tokenizer}, model={"bias": bias}, train={"tokens_per_parameter": ratio})
+    path = recipe(
+        {"tokenizer": tokenizer}, model={"bias": bias}, train={"tokens_per_parameter": ratio}
+    )
     config = load_config(path, [("model.depth", str(depth))])
     trained = config.train.max_steps * config.train.tokens_per_step
     assert abs(trained - ratio * parameters(config)) <= config.train.tokens_per_step / 2
@@ -50,7 +55,10 @@ def test_larger_depth_is_larger_in_all_but_learning_rate(recipe):
         for key in ("model.n_layer", "model.n_embd", "model.n_head"):
             assert get_value(small, key) < get_value(large, key)
         assert small.train.tokens_per_step <= large.train.tokens_per_step
-        assert small.train.max_steps * small.train.tokens_per_step < large.train.max_steps * large.train.tokens_per_step
+        assert (
+            small.train.max_steps * small.train.tokens_per_step
+            < large.train.max_steps * large.train.tokens_per_step
+        )
         assert small.optim.learning_rate >= large.optim.learning_rate
     assert runs[0].optim.learning_rate == 0.004  # the largest
     assert runs[0].optim.learning_rate > 3 * runs[-1].optim.learning_rate
@@ -62,7 +70,9 @@ def test_larger_depth_is_larger_in_all_but_learning_rate(recipe):
 def test_dial_choices_are_divisible(recipe, block_size, width):
     stated = [("model.n_embd", str(width))] if width else []
     for depth in (1, 3, 8, 13):
-        config = load_config(recipe({"block_size": block_size}), [("model.depth", str(depth)), *stated])
+        config = load_config(
+            recipe({"block_size": block_size}), [("model.depth", str(depth)), *stated]
+        )
         assert config.model.n_embd % config.model.n_head == 0
         micro_batch = config.train.micro_batch_size * block_size
         assert config.train.tokens_per_step % micro_batch == 0
@@ -73,7 +83,8 @@ def test_depth_12_is_gpt2_small_with_compute_optimal_tokens(recipe):
     config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}), [("model.depth", "12")])
     assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == (12, 12, 768)
     assert config.train.max_steps * config.train.tokens_per_step == pytest.approx(2.5e9, rel=0.01)
-    # by hand: 72 · 12 · 768² + 12 · 12 · 768 · 1024 FLOPs per token, times 20 · 124,337,664 tokens: 1.549e18
+    # by hand: 72 · 12 · 768² + 12 · 12 · 768 · 1024 FLOPs per token, times 20 · 124,337,664 tokens:
+    # 1.549e18
     assert config.optim.learning_rate == pytest.approx(0.3118 * 1.549e18**-0.125, rel=0.003)
     assert config.train.tokens_per_step == 2**17  # 0.2920 · 1.549e18^0.3271 = 260,218, rounded down
 
@@ -109,7 +120,9 @@ def test_stated_knob_overrides_the_dial(recipe, key, source):
 
 
 def test_depth_option_replaces_sizes_of_a_recipe(recipe):
-    path = recipe(model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3})
+    path = recipe(
+        model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3}
+    )
     config = load_config(path, [("model.depth", "2")])
     assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (2, 128, 2)
     assert config.train.max_steps > 3
@@ -146,7 +159,9 @@ def test_resolved_recipe_has_plain_numbers_and_keeps_the_dial(recipe, tmp_path):
 @pytest.mark.parametrize(("scale", "rate"), [("original", 0.02), ("match_rms_adamw", 0.00311)])
 def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
     optim = {"name": "muon", "muon_scale": scale, "muon_learning_rate": 0.5}
-    config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}, optim=optim), [("model.depth", "4")])
+    config = load_config(
+        recipe({"tokenizer": "gpt2", "block_size": 1024}, optim=optim), [("model.depth", "4")]
+    )
     assert config.optim.muon_learning_rate == rate
     assert config.optim.learning_rate == 0.00311
     unchanged = load_config(recipe(optim=optim | {"name": "adamw"}), [("model.depth", "4")])
@@ -155,22 +170,29 @@ def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
 
 def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_file):
     path = recipe({"source": str(text_file), "dir": str(tmp_path / "data")})
-    assert main(["pretrain", str(path), "--depth", "2", "--dry-run"]) == 0
+    assert main(argv("pretrain {} --depth 2 --dry-run", path)) == 0
     printed_choices = capsys.readouterr().out
-    assert main(["estimate", str(path), "--depth", "2"]) == 0
+    assert main(argv("estimate {} --depth 2", path)) == 0
     estimated = capsys.readouterr().out
     for key in CHOICES:
         row = next(line for line in printed_choices.splitlines() if line.startswith(f"  {key} "))
         assert row in estimated.splitlines()
     assert "\n  depth: null\n" in printed_choices
     config = load_config(path, [("model.depth", "2")])
-    assert f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
-    assert "size dial" not in (main(["pretrain", str(path), "--dry-run"]), capsys.readouterr().out)[1]
+    assert (
+        f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
+    )
+    assert (
+        "size dial" not in (main(["pretrain", str(path), "--dry-run"]), capsys.readouterr().out)[1]
+    )
     assert not (tmp_path / "runs").exists()
 
 
 def test_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
-    path, run = write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.2), tmp_path / "run"
+    path, run = (
+        write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.2),
+        tmp_path / "run",
+    )
     depth, run_dir = ["--depth", "2"], ["--run-dir", str(run)]
     assert main(["pretrain", str(path), *depth, *run_dir]) == 0
     printed = capsys.readouterr().out
@@ -178,7 +200,12 @@ def test_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, caps
     assert "done: 27 steps, 1,728 tokens" in printed
     longer = ["--train.max_steps", "29", "--resume"]
     assert main(["pretrain", str(path), *depth, *run_dir, *longer]) == 0
-    assert main(["pretrain", str(run / "recipe.yaml"), *run_dir, "--train.max_steps", "31", "--resume"]) == 0
+    assert (
+        main(
+            ["pretrain", str(run / "recipe.yaml"), *run_dir, "--train.max_steps", "31", "--resume"]
+        )
+        == 0
+    )
     assert load_config(run / "recipe.yaml").train.max_steps == 31
     assert main(["pretrain", str(path), "--depth", "3", *run_dir, "--resume"]) == 2
     assert "model.n_layer: 2 -> 3" in capsys.readouterr().err

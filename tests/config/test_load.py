@@ -30,19 +30,11 @@ def problems(path, overrides=()):
     lines = raised.value.problems
     assert lines
     count = len(lines)
-    assert str(raised.value) == "\n".join([*lines, f"{count} problem{'s' if count > 1 else ''}; nothing was started."])
+    assert str(raised.value) == "\n".join(
+        [*lines, f"{count} problem{'s' if count > 1 else ''}; nothing was started."]
+    )
     assert not any("\n" in line for line in lines), "a problem is one line"
     return [line.removeprefix(f"{path}: ") for line in lines]
-
-
-def test_removed_knobs_of_older_recipes_are_ignored(recipe, caplog):
-    path = recipe(MINIMAL + "finetune: {prompts: [], sample_tokens: 100}\n")
-    assert load_config(path).finetune == Config().finetune
-    assert not caplog.records
-    load_config(recipe(MINIMAL + "finetune: {prompts: [The]}\n"))
-    assert caplog.messages == [f"{path}: finetune.prompts: no longer exists and is ignored; use eval.samples"]
-    removed = [("finetune.prompts", "[]")]
-    assert problems(path, removed) == ["--finetune.prompts: no longer exists; use eval.samples"]
 
 
 def test_command_line_beats_recipe_beats_defaults(recipe):
@@ -99,7 +91,9 @@ def test_integer_notations(recipe, text, value):
 @pytest.mark.parametrize("text", ["1.10", "0123456", "2024-01-01", "on", "1e5"])
 def test_text_is_not_interpreted_by_yaml(recipe, text):
     # A revision 1.10 must not become 1.1, nor a project `on` true.
-    config = load_config(recipe(f"data: {{source: x, revision: {text}}}\ntracking: {{project: {text}}}\n"))
+    config = load_config(
+        recipe(f"data: {{source: x, revision: {text}}}\ntracking: {{project: {text}}}\n")
+    )
     assert config.data.revision == text
     assert config.tracking.project == text
 
@@ -115,7 +109,9 @@ def test_null_on_the_command_line_unsets_a_knob(recipe):
     assert load_config(path, [("data.sha256", "null")]).data.sha256 is None
 
 
-@pytest.mark.parametrize("text", ["[wandb, tensorboard]", "wandb,tensorboard", '["wandb", "tensorboard"]'])
+@pytest.mark.parametrize(
+    "text", ["[wandb, tensorboard]", "wandb,tensorboard", '["wandb", "tensorboard"]']
+)
 def test_list_of_names(recipe, text):
     assert load_config(recipe(MINIMAL + f"tracking:\n  trackers: {text}\n")).tracking.trackers == [
         "wandb",
@@ -135,7 +131,9 @@ def test_tokens_all_or_a_number(recipe):
     assert load_config(recipe(MINIMAL), [("eval.tokens", "1e6")]).eval.tokens == 1_000_000
 
 
-@pytest.mark.parametrize(("text", "value"), [("true", True), ("True", True), ("false", False), ("FALSE", False)])
+@pytest.mark.parametrize(
+    ("text", "value"), [("true", True), ("True", True), ("false", False), ("FALSE", False)]
+)
 def test_boolean_notations(recipe, text, value):
     assert load_config(recipe(MINIMAL + f"model: {{bias: {text}}}\n")).model.bias is value
     assert load_config(recipe(MINIMAL), [("model.bias", text)]).model.bias is value
@@ -147,7 +145,9 @@ def test_very_long_value_is_shortened(recipe):
 
 
 def test_all_mistakes_are_reported_at_once(recipe):
-    path = recipe("modle: {n_layer: 1}\noptim: {learnig_rate: 1, beta1: fast}\ntrain: {max_steps: 0}\n")
+    path = recipe(
+        "modle: {n_layer: 1}\noptim: {learnig_rate: 1, beta1: fast}\ntrain: {max_steps: 0}\n"
+    )
     message = problems(path, [("train.seed", "x"), ("eval.evry", "3")])
     assert message == [
         "modle: unknown section; did you mean model?",
@@ -188,7 +188,9 @@ def test_empty_recipe_lacks_only_its_source(recipe, text):
 
 
 def test_crlf_and_byte_order_mark_are_accepted(recipe):
-    path = recipe(b"\xef\xbb\xbf" + MINIMAL.encode().replace(b"\n", b"\r\n") + b"train:\r\n  seed: 3\r\n")
+    path = recipe(
+        b"\xef\xbb\xbf" + MINIMAL.encode().replace(b"\n", b"\r\n") + b"train:\r\n  seed: 3\r\n"
+    )
     assert load_config(path).train.seed == 3
 
 
@@ -230,7 +232,9 @@ def test_name_and_data_folder_follow_the_recipe(recipe):
 
 def test_tilde_in_data_dir_is_home(recipe, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert load_config(recipe("data: {source: x, dir: ~/tokens}\n")).data.dir == str(tmp_path / "tokens")
+    assert load_config(recipe("data: {source: x, dir: ~/tokens}\n")).data.dir == str(
+        tmp_path / "tokens"
+    )
 
 
 @pytest.mark.parametrize(
@@ -239,8 +243,15 @@ def test_tilde_in_data_dir_is_home(recipe, monkeypatch, tmp_path):
         MINIMAL,
         "data: {source: 'a: b # c', text_column: 'null', revision: '1.10', dir: 'über/x y'}\n",
         MINIMAL + "tracking: {trackers: [a, b]}\n",
-        MINIMAL + "optim: {learning_rate: 1e-5, min_learning_rate: 0.1e-5}\neval: {tokens: all}\nmodel: {bias: true}\n",
-        "data: {source: 'true', config: '3', split: 'null', sha256: '00e1'}\ntracking: {project: '[x]'}\n",
+        MINIMAL
+        + (
+            "optim: {learning_rate: 1e-5, min_learning_rate: 0.1e-5}\neval: {tokens: "
+            "all}\nmodel: {bias: true}\n"
+        ),
+        (
+            "data: {source: 'true', config: '3', split: 'null', sha256: '00e1'}\ntracking: "
+            "{project: '[x]'}\n"
+        ),
     ],
 )
 def test_resolved_recipe_loads_as_the_same_config(recipe, tmp_path, text):
@@ -276,7 +287,8 @@ def test_sizes_out_of_bounds_are_refused(recipe):
         (message,) = problems(recipe(MINIMAL), [(key, value)])
         assert message.startswith(f"--{key}: must be at most ")
         assert len(message) < 120
-    (message,) = problems(recipe(MINIMAL), [("eval.every", "9" * 4000)])  # an integer without a bound in the schema
+    # an integer without a bound in the schema
+    (message,) = problems(recipe(MINIMAL), [("eval.every", "9" * 4000)])
     assert message == f"--eval.every: must be at most 1,000,000,000,000,000, got {'9' * 40}"
 
 
@@ -289,7 +301,9 @@ def test_recipe_without_a_name_is_refused(tmp_path, name):
 
 def test_only_100_problems_are_shown(recipe):
     with pytest.raises(ConfigError) as error:
-        load_config(recipe(MINIMAL + "model: {" + ", ".join(f"k{i}: 1" for i in range(150)) + "}\n"))
+        load_config(
+            recipe(MINIMAL + "model: {" + ", ".join(f"k{i}: 1" for i in range(150)) + "}\n")
+        )
     lines = str(error.value).splitlines()
     assert lines[-2:] == ["... and 50 more", "150 problems; nothing was started."]
 
@@ -306,9 +320,17 @@ def test_divisors_of_large_numbers_are_fast():
 
 def test_extra_fields_of_an_architecture(recipe):
     path = recipe(
-        MINIMAL + "model: {architecture: llama, extra: {rms_norm_eps: 1e-5, rope_parameters: {rope_theta: 5e5}}}"
+        MINIMAL
+        + (
+            "model: {architecture: llama, extra: {rms_norm_eps: 1e-5, rope_parameters: "
+            "{rope_theta: 5e5}}}"
+        )
     )
-    overrides = [("model.extra.attention_bias", "true"), ("model.extra.hidden_act", "relu"), ("model.n_kv_head", "4")]
+    overrides = [
+        ("model.extra.attention_bias", "true"),
+        ("model.extra.hidden_act", "relu"),
+        ("model.n_kv_head", "4"),
+    ]
     config = load_config(path, overrides)
     fields = {
         "rms_norm_eps": 1e-5,
@@ -333,15 +355,23 @@ def test_knobs_of_another_architecture_are_refused(recipe):
     llama = recipe(MINIMAL + "model: {architecture: llama, bias: true, dropout: 0.1, n_kv_head: 5}")
     assert problems(llama) == [
         "model.n_kv_head: 5 does not divide model.n_head 12",
-        "model.bias: llama has no such knob; leave it out; its config may have a field such as attention_bias, for "
-        "model.extra",
-        "model.dropout: llama has no such knob; leave it out; its config may have a field such as attention_dropout, "
-        "for model.extra",
+        "model.bias: llama has no such knob; leave it out; its config may have a field such as "
+        "attention_bias, for model.extra",
+        "model.dropout: llama has no such knob; leave it out; its config may have a field such as "
+        "attention_dropout, for model.extra",
     ]
     [problem] = problems(recipe(MINIMAL + "model: {n_inner: 64}", "gpt2.yaml"))
-    assert problem == "model.n_inner: gpt2 has no such knob; leave it out, or set model.architecture"
+    assert problem == (
+        "model.n_inner: gpt2 has no such knob; leave it out, or set model.architecture"
+    )
     [problem] = problems(
-        llama, [("model.bias", "false"), ("model.dropout", "0"), ("model.n_kv_head", "6"), ("model.depth", "4")]
+        llama,
+        [
+            ("model.bias", "false"),
+            ("model.dropout", "0"),
+            ("model.n_kv_head", "6"),
+            ("model.depth", "4"),
+        ],
     )
     assert "counts the parameters of gpt2, not of llama" in problem
 

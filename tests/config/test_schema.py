@@ -1,8 +1,10 @@
+import json
 import typing
 from typing import Literal
 
 import pytest
 
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
 from nanogpt_hf.config.schema import (
     KNOBS,
@@ -21,11 +23,15 @@ def test_knobs_have_a_meaning_and_a_default_of_their_type():
         assert "\n" not in knob.meaning
         options = kind_options(knob.kind)
         kinds = tuple(
-            typing.get_origin(option) or option for option in options if isinstance(option, type | type(list[str]))
+            typing.get_origin(option) or option
+            for option in options
+            if isinstance(option, type | type(list[str]))
         )
         assert knob.default in options or isinstance(knob.default, kinds), key
         if not isinstance(knob.default, list | dict):
-            assert convert(knob, None if knob.default is None else str(knob.default)) == knob.default, key
+            assert (
+                convert(knob, None if knob.default is None else str(knob.default)) == knob.default
+            ), key
 
 
 def test_sections_match_the_config():
@@ -59,7 +65,8 @@ def test_annotation_gives_allowed_types(kind, options):
 @pytest.fixture
 def config():
     return replace_knobs(
-        Config(), {"train.tokens_per_step": 491_520, "train.micro_batch_size": 12, "data.block_size": 1024}
+        Config(),
+        {"train.tokens_per_step": 491_520, "train.micro_batch_size": 12, "data.block_size": 1024},
     )
 
 
@@ -73,12 +80,16 @@ def test_fractional_accumulation_shows_sum_and_nearest_values(config):
     with pytest.raises(ValueError, match="nearest") as raised:
         accumulation_steps(config, 3)
     assert str(raised.value) == (
-        "train.tokens_per_step: 491,520 is not a multiple of train.micro_batch_size 12 × data.block_size 1024 × "
-        "3 processes = 36,864; nearest: 479,232 or 516,096, or train.micro_batch_size 10"
+        "train.tokens_per_step: 491,520 is not a multiple of train.micro_batch_size 12 × "
+        "data.block_size 1024 × 3 processes = 36,864; nearest: 479,232 or 516,096, or "
+        "train.micro_batch_size 10"
     )
     assert accumulation_steps(replace_knobs(config, {"train.micro_batch_size": 10}), 3) == 16
     for nearest in (479_232, 516_096):
-        assert accumulation_steps(replace_knobs(config, {"train.tokens_per_step": nearest}), 3) == nearest // 36_864
+        assert (
+            accumulation_steps(replace_knobs(config, {"train.tokens_per_step": nearest}), 3)
+            == nearest // 36_864
+        )
 
 
 def test_too_many_processes_for_tokens_per_step_are_refused(config):
@@ -94,3 +105,22 @@ def test_huge_micro_batch_size_is_refused_quickly(config):
 def test_no_micro_batch_size_is_suggested_if_none_divides(config):
     with pytest.raises(ValueError, match=r"nearest: 491,520 or 503,808$"):
         accumulation_steps(replace_knobs(config, {"train.tokens_per_step": 491_521}), 1)
+
+
+def test_knobs_command_writes_the_schema(tmp_path, capsys):
+    path = tmp_path / "knobs.json"
+    assert main(["knobs", "--json", str(path)]) == 0
+    schema = json.loads(path.read_text())
+    assert schema.keys() == KNOBS.keys()
+    assert schema["eval.tokens"] == {
+        "types": ["int"],
+        "choices": ["all"],
+        "default": 2_457_600,
+        "low": 1,
+        "high": None,
+        "meaning": KNOBS["eval.tokens"].meaning,
+    }
+    assert schema["finetune.model"]["types"] == ["str", "null"]
+    out = capsys.readouterr().out
+    assert all(f"--{key} " in out and knob.meaning in out for key, knob in KNOBS.items())
+    assert "[gelu|gelu_new] (default gelu)" in out

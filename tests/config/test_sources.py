@@ -2,15 +2,25 @@ import pytest
 import yaml
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
-from nanogpt_hf.config.sources import read_sources, short_name, source_changes, source_text, sources_of
+from nanogpt_hf.config.sources import (
+    read_sources,
+    short_name,
+    source_changes,
+    source_text,
+    sources_of,
+)
 
 
 def sources(*weights, **more):
-    return read_sources([{"source": f"{number}.txt", "weight": w} | more for number, w in enumerate(weights)])
+    return read_sources(
+        [{"source": f"{number}.txt", "weight": w} | more for number, w in enumerate(weights)]
+    )
 
 
 def load(entries, **overrides):
-    return load_config(None, {"data.source": entries, "data.dir": "data/mix"} | overrides, name="mix")
+    return load_config(
+        None, {"data.source": entries, "data.dir": "data/mix"} | overrides, name="mix"
+    )
 
 
 @pytest.mark.parametrize(
@@ -27,7 +37,13 @@ def load(entries, **overrides):
 )
 def test_weights_become_integers_exactly(weights, integers):
     if integers is None:
-        with pytest.raises(ValueError, match=r"are met exactly only after more than 1,000,000 samples; round them"):
+        with pytest.raises(
+            ValueError,
+            match=(
+                r"are met exactly only after more than 1,000,000 "
+                r"samples; round them"
+            ),
+        ):
             sources(*weights)
     else:
         assert [source.weight for source in sources_of(load(sources(*weights)).data)] == integers
@@ -36,7 +52,13 @@ def test_weights_become_integers_exactly(weights, integers):
 def test_an_entry_overrides_the_knobs_of_its_source_alone():
     entries = [
         {"source": "web.txt", "weight": "3", "validation_fraction": "0.01"},
-        {"source": "user/set", "weight": "1", "split": "all", "text_column": "content", "dir": "shared/set"},
+        {
+            "source": "user/set",
+            "weight": "1",
+            "split": "all",
+            "text_column": "content",
+            "dir": "shared/set",
+        },
     ]
     web, hub = sources_of(load(entries, **{"data.validation_fraction": 0.1}).data)
     assert (web.name, web.data.source, web.data.dir, web.data.validation_fraction) == (
@@ -45,7 +67,12 @@ def test_an_entry_overrides_the_knobs_of_its_source_alone():
         "data/mix/web",
         0.01,
     )
-    assert (hub.name, hub.data.split, hub.data.text_column, hub.data.dir) == ("set", "all", "content", "shared/set")
+    assert (hub.name, hub.data.split, hub.data.text_column, hub.data.dir) == (
+        "set",
+        "all",
+        "content",
+        "shared/set",
+    )
     assert (web.data.split, hub.data.validation_fraction) == ("train", 0.1)
 
 
@@ -59,20 +86,32 @@ def test_a_mixture_on_the_command_line():
     text = "[{source: a.txt, weight: 2}, {source: 'b,c.txt', weight: 1}]"
     config = load_config(None, [("data.source", text)], name="mix")
     assert [source.data.source for source in sources_of(config.data)] == ["a.txt", "b,c.txt"]
-    assert load_config(None, [("data.source", "[ab].txt")], name="glob").data.source == "[ab].txt", "a glob"
+    assert (
+        load_config(None, [("data.source", "[ab].txt")], name="glob").data.source == "[ab].txt"
+    ), "a glob"
 
 
 def test_names_of_sources():
-    names = {"texts/my.txt": "my", "user/set": "set", "https://x.org/a.jsonl.gz?key=1": "a.jsonl", "./x/*.txt": "text"}
+    names = {
+        "texts/my.txt": "my",
+        "user/set": "set",
+        "https://x.org/a.jsonl.gz?key=1": "a.jsonl",
+        "./x/*.txt": "text",
+    }
     assert {source: short_name(source) for source in names} == names
 
 
 def test_changed_weights_are_named_alone():
     before, now, other = (load(sources(*weights)).data for weights in ((2, 1), (3, 1), (2, 1, 1)))
     assert source_changes(before, now) == ["data.source: weight of 0: 2 -> 3"]
-    assert source_changes(before, other) == ["data.source: 2 0.txt + 1 1.txt -> 2 0.txt + 1 1.txt + 1 2.txt"]
+    assert source_changes(before, other) == [
+        "data.source: 2 0.txt + 1 1.txt -> 2 0.txt + 1 1.txt + 1 2.txt"
+    ]
     assert source_changes(before, before) == []
     changed = load([{**before.source[0], "split": "all", "dir": "a"}, before.source[1]]).data
-    assert source_changes(before, changed) == ["data.dir of 0: None -> a", "data.split of 0: None -> all"]
+    assert source_changes(before, changed) == [
+        "data.dir of 0: None -> a",
+        "data.split of 0: None -> all",
+    ]
     assert source_text(before) == "2 0.txt + 1 1.txt"
     assert yaml.safe_load(config_to_yaml(load(sources(2, 1))))["data"]["source"] == before.source

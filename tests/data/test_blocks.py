@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 
 
 def stream(length: int) -> TokenStream:
@@ -20,7 +19,11 @@ def test_partial_blocks_predict_every_token_but_the_first(length, block_size, st
         batch = blocks.batch(np.array([index]))
         targets = batch["shift_labels"][0]
         targets = targets[targets != -100].tolist()
-        assert len(targets) == blocks.num_targets(np.array([index])) == blocks.targets_of(np.array([index]))[0]
+        assert (
+            len(targets)
+            == blocks.num_targets(np.array([index]))
+            == blocks.targets_of(np.array([index]))[0]
+        )
         new = [target for target in targets if target not in predicted]
         assert new  # each block predicts new tokens
         for target in new:
@@ -45,4 +48,7 @@ def test_stride_1_starts_at_every_token(length):
 def test_beyond_the_end_input_is_0_without_target():
     batch = TokenBlocks(stream(11), 8, partial=True).batch(np.array([0, 1]))
     assert batch["input_ids"].tolist() == [list(range(8)), [8, 9, 0, 0, 0, 0, 0, 0]]
-    assert batch["shift_labels"].tolist() == [list(range(1, 9)), [9, 10, -100, -100, -100, -100, -100, -100]]
+    assert batch["shift_labels"].tolist() == [
+        list(range(1, 9)),
+        [9, 10, -100, -100, -100, -100, -100, -100],
+    ]

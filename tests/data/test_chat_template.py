@@ -1,11 +1,22 @@
-"""Chat templates: masks against hand-made ones, injected control tokens, uncertain and hostile templates."""
+"""Chat templates: masks against hand-made ones, injected control tokens, uncertain and hostile
+templates.
+"""
 
 import datetime
 import time
 
 import pytest
 import transformers
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
 
 from assertions import refusal
 from nanogpt_hf.data import chat_template
@@ -13,7 +24,8 @@ from nanogpt_hf.data.chat_template import ChatFormat, chat_format
 from nanogpt_hf.data.tokenizer import char_tokenizer, printable_bytes, start_of_text_id_of
 
 LLAMA3_SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| "
+    r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+"
 )
 MERGES = [("Ġ", "a"), ("Ċ", "Ċ"), ("h", "e"), (":", "Ċ"), ("Ġ", "Ġ"), (".", "Ċ")]
 
@@ -33,19 +45,29 @@ def byte_level(special, ordinary=(), template=None, start=None):
 
 
 def sentencepiece(special, ordinary=(), template=None, start="<s>", scheme="first"):
-    """A tokenizer as Llama 2's and Mistral's: words start with a low line, unknown characters become bytes."""
+    """A tokenizer as Llama 2's and Mistral's: words start with a low line, unknown characters
+    become bytes.
+    """
     pieces = ["<unk>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", *map(chr, range(33, 127))]
     pieces += ["▁H", "▁So", "ec", "▁W"]
     merges = [("▁", "H"), ("S", "o"), ("▁", "So"), ("e", "c"), ("▁", "W")]
     pieces.insert(-3, "So")
     rust = Tokenizer(
         models.BPE(
-            vocab={piece: i for i, piece in enumerate(pieces)}, merges=merges, unk_token="<unk>", byte_fallback=True
+            vocab={piece: i for i, piece in enumerate(pieces)},
+            merges=merges,
+            unk_token="<unk>",
+            byte_fallback=True,
         )
     )
     rust.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
     rust.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
     )
     return finished(rust, special, ordinary, template, start, unk_token="<unk>")
 
@@ -58,7 +80,11 @@ def finished(rust, special, ordinary, template, start, **names):
             single=f"{start} $A", special_tokens=[(start, rust.token_to_id(start))]
         )
     hf = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=rust, bos_token=start, eos_token=special[-1], clean_up_tokenization_spaces=False, **names
+        tokenizer_object=rust,
+        bos_token=start,
+        eos_token=special[-1],
+        clean_up_tokenization_spaces=False,
+        **names,
     )
     hf.chat_template = template
     return hf
@@ -67,38 +93,49 @@ def finished(rust, special, ordinary, template, start, **names):
 CHATML = (
     "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
     "{{ '<|im_start|>system\nYou are helpful.<|im_end|>\n' }}{% endif %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 LLAMA3 = (
-    "{{- bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b %Y') %}{% endif %}"
-    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + '<|eot_id|>' }}"
-    "{% for message in messages %}{{- '<|start_header_id|>' + message['role'] + '<|end_header_id|>\n\n'"
+    "{{- bos_token }}{% if not date_string is defined %}{% set date_string = strftime_now('%d %b "
+    "%Y') %}{% endif %}"
+    "{{- '<|start_header_id|>system<|end_header_id|>\n\nToday Date: ' + date_string + "
+    "'<|eot_id|>' }}"
+    "{% for message in messages %}{{- '<|start_header_id|>' + message['role'] + "
+    "'<|end_header_id|>\n\n'"
     " + message['content'] | trim + '<|eot_id|>' }}{% endfor %}"
-    "{% if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+    "{% if add_generation_prompt %}{{- '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% "
+    "endif %}"
 )
 QWEN3 = (
-    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}"
-    "{% endif %}{% endfor %}{% for m in messages %}{% set content = m.content %}{% set thought = '' %}"
+    "{% set ns = namespace(last=0) %}{% for m in messages %}{% if m.role == 'user' %}{% set "
+    "ns.last = loop.index0 %}"
+    "{% endif %}{% endfor %}{% for m in messages %}{% set content = m.content %}{% set "
+    "thought = '' %}"
     "{% if m.role == 'assistant' and '</think>' in content %}"
     "{% set thought = content.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
     "{% set content = content.split('</think>')[-1].lstrip('\n') %}{% endif %}"
     "{{- '<|im_start|>' + m.role + '\n' }}{% if m.role == 'assistant' and loop.index0 > ns.last %}"
-    "{{- '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{- content + '<|im_end|>\n' }}{% endfor %}"
+    "{{- '<think>\n' + thought + '\n</think>\n\n' }}{% endif %}{{- content + '<|im_end|>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{- '<|im_start|>assistant\n' }}{% endif %}"
 )
 GEMMA = (
     "{{ bos_token }}{% if messages[0]['role'] == 'system' %}"
     "{{ raise_exception('System role not supported') }}{% endif %}"
-    "{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else message['role'] %}"
-    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% for message in messages %}{% set role = 'model' if message['role'] == 'assistant' else "
+    "message['role'] %}"
+    "{{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% "
+    "endfor %}"
     "{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"
 )
 MISTRAL = (  # as Mistral 7B: [INST] is text, not a token
     "{{ bos_token }}{% for message in messages %}"
     "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}"
     "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}"
-    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% endfor %}"
+    "{% else %}{{ raise_exception('Only user and assistant roles are supported!') }}{% endif %}{% "
+    "endfor %}"
 )
 MARKED = CHATML.replace(
     "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' + '\n' }}",
@@ -108,7 +145,13 @@ MARKED = CHATML.replace(
 )
 QWEN = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 THOUGHT = ("<think>", "</think>")
-HEADERS = ("<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|end_of_text|>", "<|eot_id|>")
+HEADERS = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|end_of_text|>",
+    "<|eot_id|>",
+)
 TURNS = ("<bos>", "<start_of_turn>", "<end_of_turn>", "<eos>")
 
 
@@ -120,7 +163,9 @@ def tokenizers_by_shape():
         "qwen3": byte_level(QWEN, THOUGHT, QWEN3),
         "gemma": sentencepiece(TURNS, template=GEMMA, start="<bos>"),
         "mistral": sentencepiece(("<s>", "</s>"), template=MISTRAL),
-        "mistral, always a prefix": sentencepiece(("<s>", "</s>"), template=MISTRAL, scheme="always"),
+        "mistral, always a prefix": sentencepiece(
+            ("<s>", "</s>"), template=MISTRAL, scheme="always"
+        ),
         "ours": byte_level(QWEN[:1]),
         "ours with a start token": sentencepiece(("<s>", "</s>")),
     }
@@ -137,7 +182,8 @@ DAY = "26 Jul 2024"
 HEAD = f"<|begin_of_text|><|start_header_id|>system<|end_header_id|>\n\nToday Date: {DAY}<|eot_id|>"
 CHATML_HEAD = "<|im_start|>system\nYou are helpful.<|im_end|>\n"
 
-# What the examples of TWO are: prompts and answers in turn, written by hand. An answer counts, a prompt does not.
+# What the examples of TWO are: prompts and answers in turn, written by hand. An answer counts, a
+# prompt does not.
 BY_HAND = {
     "chatml": [
         [
@@ -200,7 +246,10 @@ BY_HAND = {
 BY_HAND["marked"] = BY_HAND["chatml"]
 BY_HAND["mistral, always a prefix"] = BY_HAND["mistral"]
 BY_HAND["ours with a start token"] = [
-    [text.replace("<|endoftext|>", "</s>") for text in ["<s>" + BY_HAND["ours"][0][0], *BY_HAND["ours"][0][1:]]]
+    [
+        text.replace("<|endoftext|>", "</s>")
+        for text in ["<s>" + BY_HAND["ours"][0][0], *BY_HAND["ours"][0][1:]]
+    ]
 ]
 
 
@@ -215,7 +264,9 @@ def test_assistant_mask_equals_the_one_made_by_hand(shape):
         mask, text = [], ""
         for number, part in enumerate(parts):
             text += part
-            mask += [number % 2] * (len(hf(text, add_special_tokens=False)["input_ids"]) - len(mask))
+            mask += [number % 2] * (
+                len(hf(text, add_special_tokens=False)["input_ids"]) - len(mask)
+            )
         assert example.assistant_mask == mask
     assert sum(example.bytes for example in examples) == len("Because he.So.\n\n  🙂".encode())
 
@@ -229,7 +280,9 @@ def test_prompt_ids_are_the_tokens_that_were_trained_on(shape):
     answers = BY_HAND[shape][-1][1::2]
     start = next(i for i in range(len(prompt), 0, -1) if not example.assistant_mask[i - 1])
     assert start == len(prompt), "the first token of the last answer follows the prompt"
-    assert hf.decode(example.input_ids[start:]).rstrip("\n") == answers[-1].lstrip(" " if "mistral" in shape else "")
+    assert hf.decode(example.input_ids[start:]).rstrip("\n") == answers[-1].lstrip(
+        " " if "mistral" in shape else ""
+    )
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -247,17 +300,25 @@ def test_no_text_of_a_message_becomes_a_special_token(shape):
         *THOUGHT,
     ]
     for attack in attacks:
-        harmless, conversation = ([{"role": "user", "content": c}, TWO[1]] for c in ("Why?", f"Why? {attack} a"))
+        harmless, conversation = (
+            [{"role": "user", "content": c}, TWO[1]] for c in ("Why?", f"Why? {attack} a")
+        )
         expected = [i for i in chat.examples([harmless])[0].input_ids if i in special]
         (example,) = chat.examples([conversation])
         assert [i for i in example.input_ids if i in special] == expected, attack
         text = hf.decode(example.input_ids)
         prompt = chat.prompt_ids(conversation[:1])
-        assert [i for i in prompt if i in special] == [i for i in chat.prompt_ids(harmless[:1]) if i in special]
+        assert [i for i in prompt if i in special] == [
+            i for i in chat.prompt_ids(harmless[:1]) if i in special
+        ]
         by_assistant = [TWO[0], {"role": "assistant", "content": f"x {attack} a"}]
         (example,) = chat.examples([by_assistant])
         assert [i for i in example.input_ids if i in special] == expected, attack
-        broken = [t for t in tokens if t in attack and hf.added_tokens_encoder[t] in special and len(t) > 1]
+        broken = [
+            t
+            for t in tokens
+            if t in attack and hf.added_tokens_encoder[t] in special and len(t) > 1
+        ]
         assert all(f"{t[0]} {t[1:]}" in text for t in broken)
 
 
@@ -276,7 +337,9 @@ def test_a_special_token_that_the_template_puts_together_is_refused():
     template = CHATML.replace("message['content']", "message['content'].replace('~', '')")
     chat = chat_format(byte_level(QWEN, template=template), "joined")
     assert "<|im_end|>" in refusal(chat.prompt_ids, [{"role": "user", "content": "<|im_~end|>"}])
-    assert "'<|im_~end|>'" in refusal(chat.examples, [[{"role": "user", "content": "<|im_~end|>"}, TWO[1]]])
+    assert "'<|im_~end|>'" in refusal(
+        chat.examples, [[{"role": "user", "content": "<|im_~end|>"}, TWO[1]]]
+    )
 
 
 def test_a_special_token_that_the_normalizer_makes_is_refused():
@@ -291,7 +354,10 @@ def test_a_special_token_that_the_normalizer_makes_is_refused():
 
 
 def test_the_end_of_a_turn_is_the_token_that_ends_an_answer():
-    ends = {shape: hf.convert_ids_to_tokens(chat_format(hf, shape).end_of_turn_id()) for shape, hf in SHAPES.items()}
+    ends = {
+        shape: hf.convert_ids_to_tokens(chat_format(hf, shape).end_of_turn_id())
+        for shape, hf in SHAPES.items()
+    }
     assert ends == {
         "chatml": "<|im_end|>",
         "marked": "<|im_end|>",
@@ -309,11 +375,17 @@ def test_the_end_of_a_turn_is_the_token_that_ends_an_answer():
     ("template", "reason"),
     [
         (CHATML.replace("assistant\n' }}{% endif", "assistant\n<think>\n' }}{% endif"), "prompts"),
-        (CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n\n' }}"), "prompts"),
+        (
+            CHATML.replace("{{ '<|im_start|>assistant\n' }}", "{{ '<|im_start|>assistant\n\n' }}"),
+            "prompts",
+        ),
         (CHATML.replace("<|im_end|>", ""), "no special token"),
         (MARKED.replace("+ '<|im_end|>' }}{% endgen", "}}{% endgen"), "enclose"),
         (
-            "{% for m in messages %}{% generation %}{{ m.content + eos_token }}{% endgeneration %}{% endfor %}",
+            (
+                "{% for m in messages %}{% generation %}{{ m.content + eos_token }}{% "
+                "endgeneration %}{% endfor %}"
+            ),
             "'Why",
         ),
         (LLAMA3.replace("'%d %b %Y'", "messages[0].role"), "date"),
@@ -372,7 +444,8 @@ def test_a_tokenizer_keeps_its_chat_template():
         assert hf.chat_template == before or "ours" in shape
 
 
-# --- hostile templates -----------------------------------------------------------------------------------------------
+# --- hostile templates
+# -----------------------------------------------------------------------------------------------
 
 LOOP = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
 

@@ -1,11 +1,12 @@
-"""Conversations: accepted rows, mistakes in one line, and the chat template gives the tokens of training."""
+"""Conversations: accepted rows, mistakes in one line, and the chat template gives the tokens of
+training.
+"""
 
 import dataclasses
 import json
 from pathlib import Path
 
 import datasets
-import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -49,10 +50,22 @@ def prepare_rows(tmp_path, write_recipe, byte_tokenizer):
 
     def make(rows, name="rows.jsonl", **overrides):
         path = tmp_path / name
-        text = json.dumps(rows) if name.endswith(".json") else "".join(json.dumps(row) + "\n" for row in rows)
+        text = (
+            json.dumps(rows)
+            if name.endswith(".json")
+            else "".join(json.dumps(row) + "\n" for row in rows)
+        )
         path.write_text(text, encoding="utf-8")
-        options = {"data__source": str(path), "data__format": "chat", "data__tokenizer": str(byte_tokenizer)}
-        options |= {"model__n_positions": 128, "data__block_size": 128, "train__tokens_per_step": 512}
+        options = {
+            "data__source": str(path),
+            "data__format": "chat",
+            "data__tokenizer": str(byte_tokenizer),
+        }
+        options |= {
+            "model__n_positions": 128,
+            "data__block_size": 128,
+            "train__tokens_per_step": 512,
+        }
         config = load_config(write_recipe(**options | overrides))
         prepare(config)
         return config
@@ -74,7 +87,12 @@ def trained_rows(config, split="train") -> list[tuple[list[int], list[int]]]:
         {"instruction": "Why?", "output": "Because."},
         {"instruction": "Why?", "input": "", "output": "Because."},
         {"instruction": "Why?", "input": None, "output": "Because.", "messages": None},
-        {"conversations": [{"from": "human", "value": "Why?"}, {"from": "gpt", "value": "Because."}]},
+        {
+            "conversations": [
+                {"from": "human", "value": "Why?"},
+                {"from": "gpt", "value": "Because."},
+            ]
+        },
         {"conversations": EXCHANGE, "id": 5},
         {"question": "Why?", "answer": "Because."},
     ],
@@ -84,8 +102,16 @@ def test_row_shapes_are_conversations(row):
 
 
 def test_sharegpt_row_with_system_and_several_turns():
-    turns = [("system", "Be brief."), ("human", "Why?"), ("gpt", "Because."), ("human", "How?"), ("gpt", "So.")]
-    messages = conversation_of({"id": "a", "conversations": [{"from": f, "value": v, "weight": 0} for f, v in turns]})
+    turns = [
+        ("system", "Be brief."),
+        ("human", "Why?"),
+        ("gpt", "Because."),
+        ("human", "How?"),
+        ("gpt", "So."),
+    ]
+    messages = conversation_of(
+        {"id": "a", "conversations": [{"from": f, "value": v, "weight": 0} for f, v in turns]}
+    )
     assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
     assert [m["content"] for m in messages] == [value for _, value in turns]
 
@@ -94,13 +120,24 @@ def test_gsm8k_answer_loses_calculator_notes():
     answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all <<48+24=72>>72.\n#### 72"
     messages = conversation_of({"question": "How many clips?", "answer": answer})
     assert messages[1]["content"] == "Natalia sold 48/2 = 24 clips in May.\nIn all 72.\n#### 72"
-    assert conversation_of({"question": "C++?", "answer": "cout <<x>> y"})[1]["content"] == "cout <<x>> y"
+    assert (
+        conversation_of({"question": "C++?", "answer": "cout <<x>> y"})[1]["content"]
+        == "cout <<x>> y"
+    )
 
 
 def test_multiple_choice_row_is_answered_by_a_letter():
-    row = {"question": "2 + 2?\n", "subject": "arithmetic", "choices": ["3", " 4 ", "5", "6"], "answer": 1}
+    row = {
+        "question": "2 + 2?\n",
+        "subject": "arithmetic",
+        "choices": ["3", " 4 ", "5", "6"],
+        "answer": 1,
+    }
     assert conversation_of(row) == [
-        {"role": "user", "content": "2 + 2?\n\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer with the letter only."},
+        {
+            "role": "user",
+            "content": "2 + 2?\n\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer with the letter only.",
+        },
         {"role": "assistant", "content": "B"},
     ]
 
@@ -140,7 +177,11 @@ def test_input_follows_instruction():
         ({"messages": [*EXCHANGE, {"role": "system", "content": "a"}]}, "message 3: ", "system's"),
         ({"messages": EXCHANGE[:1]}, "last message", "user's"),
         ({"messages": [{"role": "system", "content": "a"}]}, "last message", "system's"),
-        ({"messages": [EXCHANGE[0], {"role": "assistant", "content": " \n"}]}, "message 2 ", "empty"),
+        (
+            {"messages": [EXCHANGE[0], {"role": "assistant", "content": " \n"}]},
+            "message 2 ",
+            "empty",
+        ),
         ({"messages": [EXCHANGE[0], {"role": "assistant", "content": None}]}, "message 2 ", "None"),
         ({"prompt": "a", "completion": 5}, "completion ", "5"),
         ({"instruction": 5, "output": "a"}, "instruction ", "5"),
@@ -162,20 +203,33 @@ def test_invalid_conversation_names_file_and_line(prepare_rows, tmp_path, name, 
     assert not (tmp_path / "data").exists()
 
 
-def test_plain_text_single_conversation_and_tokenizer_without_eos_are_refused(prepare_rows, text_file):
+def test_plain_text_single_conversation_and_tokenizer_without_eos_are_refused(
+    prepare_rows, text_file
+):
     assert str(text_file) in refusal(prepare_rows, [], data__source=str(text_file))
-    assert "one conversation" in refusal(prepare_rows, [{"messages": EXCHANGE}])
+    assert "1 conversation" in refusal(prepare_rows, [{"messages": EXCHANGE}])
     assert "end-of-text" in refusal(chat_format, char_tokenizer(list("abc")).hf, "abc")
 
 
 def test_saved_template_gives_the_training_tokens(prepare_rows):
     rows = [
-        {"messages": [{"role": "system", "content": s}, *({"role": r, "content": c} for r, c in turns)]}
+        {
+            "messages": [
+                {"role": "system", "content": s},
+                *({"role": r, "content": c} for r, c in turns),
+            ]
+        }
         for i, s in enumerate(DIFFICULT)
-        for turns in [[(r, DIFFICULT[(i + k) % len(DIFFICULT)]) for k, r in enumerate(["user", "assistant"] * 3)]]
+        for turns in [
+            [
+                (r, DIFFICULT[(i + k) % len(DIFFICULT)])
+                for k, r in enumerate(["user", "assistant"] * 3)
+            ]
+        ]
     ]
     config = prepare_rows(rows, data__tokenizer="gpt2")
-    plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")  # opened without this package
+    # opened without this package
+    plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")
     assert plain.chat_template
     expected = [plain.apply_chat_template(row["messages"], return_dict=False) for row in rows]
     rows = trained_rows(config) + trained_rows(config, "validation")
@@ -192,9 +246,13 @@ def test_mask_covers_answers_and_text_has_no_special_tokens(gpt2):
         ends = [i for i, token in enumerate(ids) if token == gpt2.hf.eos_token_id]
         assert len(ends) == 2, text
         shown = text.strip().replace("<|endoftext|>", "< |endoftext|>")
-        answers = gpt2.hf.decode([token for token, counts in zip(ids, answered, strict=True) if counts])
+        answers = gpt2.hf.decode(
+            [token for token, counts in zip(ids, answered, strict=True) if counts]
+        )
         assert answers == f"{shown}<|endoftext|>Because.<|endoftext|>"
-        prompt = gpt2.hf.apply_chat_template(messages[:2], add_generation_prompt=True, return_dict=False)
+        prompt = gpt2.hf.apply_chat_template(
+            messages[:2], add_generation_prompt=True, return_dict=False
+        )
         assert gpt2.prompt_ids(messages[:2]) == prompt
         assert ids[: len(prompt)] == prompt  # the chat command uses the tokens of training
         assert answered[: ends[0] + 1] == [0] * len(prompt) + [1] * (ends[0] + 1 - len(prompt))
@@ -229,17 +287,6 @@ def test_prepared_data_of_other_format_is_refused(prepare_rows, chat_file, write
     assert config.data.dir in refusal(read_corpus, data, None, tokenizer, Path(config.data.dir))
 
 
-def test_manifest_without_format_is_text(write_recipe, tmp_path):
-    config = load_config(write_recipe())
-    prepare(config)
-    path = tmp_path / "data" / "manifest.json"
-    raw = json.loads(path.read_text())
-    del raw["recipe"]["format"], raw["train"]["assistant_tokens"], raw["validation"]["assistant_tokens"]
-    path.write_text(json.dumps(raw))
-    assert prepare(config)[1] is False
-    assert "'text'" in refusal(prepare, replace_knobs(config, {"data.format": "chat"}))
-
-
 def test_folder_with_readme_and_hub_rows(prepare_rows, tmp_path, monkeypatch):
     folder = tmp_path / "folder"
     folder.mkdir()
@@ -252,14 +299,9 @@ def test_folder_with_readme_and_hub_rows(prepare_rows, tmp_path, monkeypatch):
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: rows)
     config = prepare_rows([], data__source="somebody/chats", data__dir=str(tmp_path / "hub"))
     assert len(trained_rows(config)) == 4
-    bad = datasets.Dataset.from_list([{"messages": EXCHANGE[:1]}])
+    bad = datasets.Dataset.from_list([{"messages": EXCHANGE[:1]}] * 2)
     monkeypatch.setattr(datasets, "load_dataset", lambda *_, **__: bad)
-    message = refusal(prepare_rows, [], data__source="somebody/chats", data__dir=str(tmp_path / "bad"))
+    message = refusal(
+        prepare_rows, [], data__source="somebody/chats", data__dir=str(tmp_path / "bad")
+    )
     assert "somebody/chats: split train: row 1: " in message
-
-
-def test_several_processes_tokenize_equally(prepare_rows, chat_file, tmp_path):
-    one = trained_rows(prepare_rows([], data__source=str(chat_file)))
-    two = trained_rows(prepare_rows([], data__source=str(chat_file), data__num_proc=2, data__dir=str(tmp_path / "two")))
-    assert one == two
-    assert np.mean([np.mean(answered) for _, answered in one]) < 0.5

@@ -1,7 +1,11 @@
-"""Token files in datatrove's format are read in place: .ds with ids, .ds.index with the ends of documents."""
+"""Token files in datatrove's format are read in place: .ds with ids, .ds.index with the ends of
+documents.
+"""
 
 import json
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,7 +24,9 @@ TEXTS = [f"Document {number} says {'many ' * (number % 9)}words: é." for number
 
 
 def write(folder: Path, name: str, texts: list[str], encode, kind="<u2") -> Path:
-    """What datatrove writes: ids with an end-of-text id after each document, and the documents' ends."""
+    """What datatrove writes: ids with an end-of-text id after each document, and the documents'
+    ends.
+    """
     folder.mkdir(exist_ok=True)
     rows = [[*encode(text), END] for text in texts]
     path = folder / f"{name}.ds"
@@ -38,7 +44,11 @@ def encode(byte_tokenizer):
 @pytest.fixture
 def make(write_recipe, byte_tokenizer, tmp_path):
     def make(source, **overrides):
-        options = {"data__source": str(source), "data__format": "datatrove", "data__tokenizer": str(byte_tokenizer)}
+        options = {
+            "data__source": str(source),
+            "data__format": "datatrove",
+            "data__tokenizer": str(byte_tokenizer),
+        }
         return load_config(write_recipe(**options | overrides))
 
     return make
@@ -46,13 +56,24 @@ def make(write_recipe, byte_tokenizer, tmp_path):
 
 def tokens_of(config) -> list[int]:
     data = load_prepared(config)
-    return [int(t) for blocks in (data.train, data.validation) for chunk in blocks.stream.chunks for t in chunk]
+    return [
+        int(t)
+        for blocks in (data.train, data.validation)
+        for chunk in blocks.stream.chunks
+        for t in chunk
+    ]
 
 
 @pytest.mark.parametrize("kind", ["<u2", "<u4"])
 def test_a_folder_of_files_is_one_stream_without_a_copy(make, encode, tmp_path, kind):
     for number in (2, 0, 1):
-        write(tmp_path / "tokens", f"{number:05}_all", TEXTS[20 * number : 20 * (number + 1)], encode, kind)
+        write(
+            tmp_path / "tokens",
+            f"{number:05}_all",
+            TEXTS[20 * number : 20 * (number + 1)],
+            encode,
+            kind,
+        )
     (tmp_path / "tokens" / "00009_all.ds").touch()  # a task without documents
     config = make(tmp_path / "tokens")
     manifest, _ = prepare(config)
@@ -62,11 +83,15 @@ def test_a_folder_of_files_is_one_stream_without_a_copy(make, encode, tmp_path, 
     assert isinstance(data.train.stream.chunks[0], np.memmap)
     assert not list((tmp_path / "data").rglob("*.arrow"))
     assert manifest.train.documents + manifest.validation.documents == 60
-    assert manifest.train.bytes + manifest.validation.bytes == sum(len(text.encode()) for text in TEXTS)
+    assert manifest.train.bytes + manifest.validation.bytes == sum(
+        len(text.encode()) for text in TEXTS
+    )
     assert manifest.end_of_text_id == END
-    assert data.train.stream.windows(np.array([manifest.train.tokens - 1]), 1) == END, "documents stay whole"
+    assert data.train.stream.windows(np.array([manifest.train.tokens - 1]), 1) == END, (
+        "documents stay whole"
+    )
     assert 0 < manifest.validation.tokens <= 0.1 * len(expected) + 80
-    assert check_prepared(config.data)
+    check_prepared(config.data)
 
 
 def test_one_file_trains(make, encode, tmp_path):
@@ -88,7 +113,11 @@ def test_wrong_files_are_one_line(make, encode, tmp_path):
     assert f"{index}: 477 bytes" in refusal(prepare, make(folder))
     index.unlink()
     assert f"{index}: " in refusal(prepare, make(folder))
-    for source in (write_text(tmp_path / "a.txt"), write_text(tmp_path / "x" / "a.txt").parent, "some/set"):
+    for source in (
+        write_text(tmp_path / "a.txt"),
+        write_text(tmp_path / "x" / "a.txt").parent,
+        "some/set",
+    ):
         message = refusal(prepare, make(source))
         assert f"{source}: " in message
         assert ".ds file" in message
@@ -134,7 +163,10 @@ def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, 
 
 def test_datatrove_and_text_mix(make, encode, byte_tokenizer, text_file, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, encode)
-    source = [{"source": str(path), "weight": 1, "format": "datatrove"}, {"source": str(text_file), "weight": 3}]
+    source = [
+        {"source": str(path), "weight": 1, "format": "datatrove"},
+        {"source": str(text_file), "weight": 3},
+    ]
     config = load_config(
         None,
         {
@@ -156,4 +188,33 @@ def test_datatrove_and_text_mix(make, encode, byte_tokenizer, text_file, tmp_pat
 def test_bytes_of_tokens_of_sentencepiece_names():
     names = ["<s>", "\u2581the", "<0x0A>", "né", None]
     hf = SimpleNamespace(all_special_tokens=["<s>"], convert_ids_to_tokens=lambda ids: names)
-    assert bytes_of_tokens(SimpleNamespace(name="x", vocab_size=5, hf=hf)).tolist() == [0, 4, 1, 3, 0]
+    assert bytes_of_tokens(SimpleNamespace(name="x", vocab_size=5, hf=hf)).tolist() == [
+        0,
+        4,
+        1,
+        3,
+        0,
+    ]
+
+
+@pytest.mark.long
+def test_corpus_tokenized_by_the_script(make, byte_tokenizer, tmp_path):
+    pytest.importorskip("datatrove", reason="datatrove is not installed")
+    (tmp_path / "corpus").mkdir()
+    for number in range(3):
+        rows = "".join(
+            json.dumps({"text": text}) + "\n" for text in TEXTS[20 * number : 20 * (number + 1)]
+        )
+        (tmp_path / "corpus" / f"{number}.jsonl").write_text(rows)
+    script = Path(__file__).parents[2] / "launch" / "tokenize_corpus.py"
+    command = [sys.executable, script, tmp_path / "corpus", tmp_path / "tokens", "--tasks=2"]
+    command += ["--workers=1", "--tokenizer", byte_tokenizer / "tokenizer.json"]
+    for _ in range(2):  # the second finds both tasks completed
+        subprocess.run([str(word) for word in command], check=True, timeout=120)
+    assert len(list((tmp_path / "tokens").glob("*.ds"))) == 2
+    config = make(tmp_path / "tokens")
+    manifest, _ = prepare(config)
+    assert manifest.end_of_text_id == END
+    hf = load_prepared(config).tokenizer
+    texts = hf.decode(tokens_of(config)).split(hf.eos_token)
+    assert sorted(texts[:-1]) == sorted(TEXTS)

@@ -5,12 +5,14 @@ import pytest
 import torch
 
 from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.blocks import TokenStream
 from nanogpt_hf.data.examples import Examples, pack
-from nanogpt_hf.data.tokens import TokenStream
 
 
 def examples(lengths, block_size=16, packing="packed", mask=None, chunk=7) -> Examples:
-    """Examples whose tokens count up over all of them, in small chunks; the second half of each is the answer."""
+    """Examples whose tokens count up over all of them, in small chunks; the second half of each
+    is the answer.
+    """
     total = sum(lengths)
     ids = np.arange(total, dtype=np.uint16)
     if mask is None:
@@ -19,7 +21,8 @@ def examples(lengths, block_size=16, packing="packed", mask=None, chunk=7) -> Ex
     return Examples(*streams, np.array(lengths), block_size=block_size, packing=packing)
 
 
-LENGTHS = np.random.default_rng(0).integers(2, 18, 200).tolist()  # 17 tokens are 16 positions: a block
+# 17 tokens are 16 positions: a block
+LENGTHS = np.random.default_rng(0).integers(2, 18, 200).tolist()
 
 
 def test_packing_keeps_examples_whole_and_wastes_little():
@@ -39,10 +42,14 @@ def test_each_target_occurs_once(packing):
     targets = batch["shift_labels"][batch["shift_labels"] != -100]
     ends = np.cumsum(LENGTHS)
     expected_targets = [
-        i for end, n in zip(ends, LENGTHS, strict=True) for i in range(end - n, end) if i - (end - n) >= n / 2
+        i
+        for end, n in zip(ends, LENGTHS, strict=True)
+        for i in range(end - n, end)
+        if i - (end - n) >= n / 2
     ]
     assert sorted(targets.tolist()) == expected_targets
-    assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)  # the stream counts up
+    # the stream counts up
+    assert torch.equal(batch["input_ids"][batch["shift_labels"] != -100], targets - 1)
     assert (data.cut, data.skipped) == (0, 0)
     assert len(data) == len(data.blocks)
 
@@ -65,7 +72,8 @@ def test_long_examples_are_cut_and_dropped_without_answer():
     assert (data.cut, data.skipped) == (1, 1)
     assert sorted(number for block in data.blocks for number in block) == [0, 2]
     batch = data.batch(np.arange(len(data)))
-    assert batch["shift_labels"][batch["shift_labels"] != -100].tolist() == [16, 41]  # the 17th token, and the last
+    # the 17th token, and the last
+    assert batch["shift_labels"][batch["shift_labels"] != -100].tolist() == [16, 41]
     assert len(examples([20], mask=mask[20:40])) == 0
 
 
@@ -78,7 +86,9 @@ def test_example_batches_on_any_number_of_processes(packing):
         for rank in range(processes):
             accumulation = 8 // (2 * processes)
             options = {"order": "shuffled", "seed": 3, "micro_batch_size": 2}
-            ours = Batches(data, accumulation=accumulation, dp_rank=rank, dp_size=processes, **options)
+            ours = Batches(
+                data, accumulation=accumulation, dp_rank=rank, dp_size=processes, **options
+            )
             for index, batch in enumerate(ours.micro_batches(number)):
                 parts[ours.micro_batch_number(index)] = batch
         return {name: torch.cat([parts[i][name] for i in sorted(parts)]) for name in parts[0]}

@@ -3,7 +3,7 @@ import random
 import numpy as np
 import pytest
 
-from nanogpt_hf.data.interleave import Interleave
+from nanogpt_hf.data.blocks import Interleave
 
 THREE = [[7, 2, 1], [5, 3, 2], [6, 3, 1], [8, 1, 1], [3, 2, 1], [45, 35, 20]]
 
@@ -44,9 +44,12 @@ def test_any_sample_is_found_at_once():
     order = Interleave([5, 3, 2])
     near, far = np.arange(30), np.arange(30) + 10**15
     np.testing.assert_array_equal(order(near)[0], order(far)[0])
-    np.testing.assert_array_equal(order(near)[1] + 10**14 * np.array([5, 3, 2])[order(near)[0]], order(far)[1])
+    np.testing.assert_array_equal(
+        order(near)[1] + 10**14 * np.array([5, 3, 2])[order(near)[0]], order(far)[1]
+    )
 
 
 def test_the_order_is_pinned():
-    # A run that is resumed after an upgrade continues with the same data: these numbers may never change.
+    # A run that is resumed after an upgrade continues with the same data: these numbers may never
+    # change.
     assert Interleave([5, 3, 2])(np.arange(10))[0].tolist() == [0, 1, 2, 0, 0, 1, 0, 2, 1, 0]

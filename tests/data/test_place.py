@@ -5,12 +5,12 @@ import os
 import pytest
 
 from assertions import refusal
+from nanogpt_hf import place
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.data import place
-from nanogpt_hf.data.place import is_vacant, lock_of, partial_of, put_in_place
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
+from nanogpt_hf.place import is_vacant, lock_of, partial_of, put_in_place
 
 
 @pytest.fixture
@@ -59,7 +59,9 @@ def test_mount_point_is_filled_without_rename(tmp_path, write_recipe, monkeypatc
         rename(source, target, **options)
 
     monkeypatch.setattr(os, "rename", rename_or_fail)
-    monkeypatch.setattr(os, "rmdir", lambda path, **options: 1 / 0 if str(path) == str(folder) else None)
+    monkeypatch.setattr(
+        os, "rmdir", lambda path, **options: 1 / 0 if str(path) == str(folder) else None
+    )
     config = load_config(write_recipe(data__dir=str(folder)))
     assert prepare(config)[1]
     assert load_prepared(config)
@@ -72,7 +74,9 @@ def test_manifest_is_moved_last(tmp_path, monkeypatch):
         (partial / name).touch()
     moved = []
     rename = place.Path.rename
-    monkeypatch.setattr(place.Path, "rename", lambda path, to: moved.append(path.name) or rename(path, to))
+    monkeypatch.setattr(
+        place.Path, "rename", lambda path, to: moved.append(path.name) or rename(path, to)
+    )
     put_in_place(partial, tmp_path, last="manifest.json")
     assert (set(moved), moved[-1]) == ({"a", "z", "manifest.json"}, "manifest.json")
     assert names(tmp_path) == set(moved)

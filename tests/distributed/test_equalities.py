@@ -1,7 +1,8 @@
-"""Layouts × features: a run that moves from layout to layout equals one process, and resumes bit for bit on each.
+"""Layouts × features: a run that moves from layout to layout equals one process, and resumes bit
+for bit on each.
 
-Each feature is trained once on one process, and once through its layouts in turn, each of which resumes the run of the
-one before and trains STEPS steps.
+Each feature is trained once on one process, and once through its layouts in turn, each of which
+resumes the run of the one before and trains STEPS steps.
 """
 
 import functools
@@ -41,7 +42,8 @@ LAYOUTS = {
     "TP": ("tp", 2),
     "PP": ("pp", 2),
 }
-REAL_LAUNCHER = "FSDP2, recomputed"  # all others are forks of a process that has imported torch: warm.py
+# all others are forks of a process that has imported torch: warm.py
+REAL_LAUNCHER = "FSDP2, recomputed"
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
@@ -60,7 +62,8 @@ COMMON = {
 }
 DROPOUT = {"model.dropout": 0.1}
 LAYERS = {"tracking.layers": True}
-SAMPLES = {"eval.samples": '["A cat "]', "eval.sample_tokens": 18}  # more than the 16 positions of the model
+# more than the 16 positions of the model
+SAMPLES = {"eval.samples": '["A cat "]', "eval.sample_tokens": 18}
 DECODER = {"model.n_kv_head": 1}
 FINETUNED = DROPOUT | {"train.tokens_per_step": 256, "data.block_size": 16, "data.order": "random"}
 UNFREEZING = FINETUNED | {"finetune.freeze_layers": 2, "finetune.unfreeze_every": 2}
@@ -74,7 +77,8 @@ class Feature(NamedTuple):
 
 
 FEATURES = {
-    # With three processes the order of a sum matters. No size is a multiple of three, so shards are padded.
+    # With three processes the order of a sum matters. No size is a multiple of three, so shards are
+    # padded.
     "AdamW": Feature(
         DROPOUT | LAYERS | SAMPLES | {"model.n_embd": 20, "train.tokens_per_step": 192},
         ("DDP on 3", "FSDP2", "FSDP2, recomputed", "ZeRO-2", "ZeRO-3 on 3"),
@@ -83,37 +87,63 @@ FEATURES = {
     "Muon": Feature(
         DROPOUT
         | LAYERS
-        | {"optim.name": "muon", "model.init": "zero_residual", "model.n_embd": 20, "train.tokens_per_step": 384},
+        | {
+            "optim.name": "muon",
+            "model.init": "zero_residual",
+            "model.n_embd": 20,
+            "train.tokens_per_step": 384,
+        },
         ("DDP", "FSDP2 on 3", "HSDP"),
     ),
     "mixture": Feature(LAYERS | SAMPLES | {"model.n_head": 4}, ("DDP", "FSDP2", "TP", "PP")),
     "conversations": Feature(
         DROPOUT
-        | {"data.format": "chat", "data.block_size": 128, "model.n_positions": 128, "train.tokens_per_step": 1024},
+        | {
+            "data.format": "chat",
+            "data.block_size": 128,
+            "model.n_positions": 128,
+            "train.tokens_per_step": 1024,
+        },
         ("DDP", "FSDP2"),
     ),
     "unfreezing": Feature(UNFREEZING, ("DDP", "FSDP2")),
+    # a spike in the steps of each layout
+    "rollback": Feature(
+        {
+            "train.rollback_ratio": 1.003,
+            "train.micro_batch_size": "auto",
+            "train.tokens_per_step": 64,
+            "optim.learning_rate": 1e-4,
+            "optim.min_learning_rate": 0,
+        },
+        ("ZeRO-2", "PP"),
+    ),
     "unfreezing with Muon": Feature(UNFREEZING | {"optim.name": "muon"}),
     "LoRA": Feature(FINETUNED | {"lora.rank": 2, "lora.dropout": 0.1}),
     "qwen3": Feature({"model.architecture": "qwen3"} | DECODER, ("ZeRO-3", "FSDP2")),
-    "nanochat": Feature({"model.architecture": "nanochat"} | DECODER, ("ZeRO-3",)),
-    "llama": Feature({"model.architecture": "llama"} | DECODER),
-    "olmo2": Feature({"model.architecture": "olmo2"} | DECODER),
+    "nanochat": Feature({"model.architecture": "nanochat"} | DECODER, ("ZeRO-3", "FSDP2")),
+    "llama": Feature({"model.architecture": "llama"} | DECODER, ("FSDP2",)),
+    "olmo2": Feature({"model.architecture": "olmo2"} | DECODER, ("DDP",)),
 }
+# other cells of the same layouts are in `make test`
+SLOW = {("nanochat", "ZeRO-3"), ("nanochat", "FSDP2"), ("llama", "FSDP2")}
 RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
 
 
 def cells(*chosen: tuple[str, str]) -> list:
     """(feature, layout) as parameters: those that are chosen, or all."""
     every = [(name, layout) for name, feature in FEATURES.items() for layout in feature.layouts]
-    return [
-        pytest.param(*cell, marks=needs_deepspeed if "ZeRO" in cell[1] else (), id=" ".join(cell))
+    marks = {
+        cell: [needs_deepspeed] * ("ZeRO" in cell[1]) + [pytest.mark.slow] * (cell in SLOW)
         for cell in (chosen or every)
-    ]
+    }
+    return [pytest.param(*cell, marks=marks[cell], id=" ".join(cell)) for cell in marks]
 
 
 class Trained(NamedTuple):
-    """A run up to the end of a layout's steps, and what each of its processes held: see launched.py."""
+    """A run up to the end of a layout's steps, and what each of its processes held: see
+    launched.py.
+    """
 
     run: RunFolder
     first: int
@@ -127,13 +157,24 @@ def folder(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def words_of(folder, make_recipe, text_file, chat_file, byte_tokenizer, tiny_base) -> Callable[..., list[str]]:
+def words_of(
+    folder, make_recipe, text_file, chat_file, byte_tokenizer, tiny_base
+) -> Callable[..., list[str]]:
     """The command line of a feature's run: (feature, folder, steps, flags)."""
     recipe = make_recipe(folder / "recipe.yaml")
-    draw, sources = random.Random(0), {"mixture": [], "conversations": [{"source": str(chat_file), "weight": 2}]}
-    for number, words in enumerate(("the cat sat on a mat", "def x return y if z", "one plus two is three")):
+    draw, sources = (
+        random.Random(0),
+        {"mixture": [], "conversations": [{"source": str(chat_file), "weight": 2}]},
+    )
+    for number, words in enumerate(
+        ("the cat sat on a mat", "def x return y if z", "one plus two is three")
+    ):
         path = folder / f"text{number}.txt"
-        path.write_text("".join(" ".join(draw.choices(words.split(), k=6)) + "\n" for _ in range(200 - 60 * number)))
+        path.write_text(
+            "".join(
+                " ".join(draw.choices(words.split(), k=6)) + "\n" for _ in range(200 - 60 * number)
+            )
+        )
         sources["mixture"].append({"source": str(path), "weight": (7, 2, 1)[number]})
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     (folder / "talk.jsonl").write_text((json.dumps({"messages": turns * 3}) + "\n") * 20)
@@ -156,7 +197,9 @@ def words_of(folder, make_recipe, text_file, chat_file, byte_tokenizer, tiny_bas
 
 @pytest.fixture(scope="module")
 def train(words_of, launch_warm, launch_command, root, forget_accelerate):
-    """Train a feature on a layout up to a step: (feature, layout, folder, steps, flags) -> what each process held."""
+    """Train a feature on a layout up to a step: (feature, layout, folder, steps, flags) -> what
+    each process held.
+    """
 
     def train(name: str, layout: str, run: Path, steps: int, *flags: str) -> list[dict]:
         words = words_of(name, run, steps, *flags)
@@ -165,16 +208,23 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             assert main(words) == 0
             return []
         machine, processes = LAYOUTS[layout]
-        options = [f"--num_processes={processes}", *(["--mixed_precision=no"] if layout == "PP" else [])]
+        options = [
+            f"--num_processes={processes}",
+            *(["--mixed_precision=no"] if layout == "PP" else []),
+        ]
         stages = {"PARALLELISM_CONFIG_PP_SIZE": "2"} if layout == "PP" else {}
         if layout == REAL_LAUNCHER:
             command = launch_command(machine, *words, machine_options=options)
             environment = os.environ | {"PYTHONPATH": str(root)} | CHUNKS
-            completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+            completed = subprocess.run(
+                command, capture_output=True, text=True, env=environment, timeout=300
+            )
             assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
         else:
             launch_warm(machine, *words, machine_options=options, **CHUNKS, **stages)
-        return [json.loads(Path(f"{run}.held.{rank}.json").read_text()) for rank in range(processes)]
+        return [
+            json.loads(Path(f"{run}.held.{rank}.json").read_text()) for rank in range(processes)
+        ]
 
     return train
 
@@ -186,7 +236,9 @@ def alone(train, folder):
     @functools.cache
     def alone(name: str) -> RunFolder:
         run = folder / f"{name} alone"
-        train(name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts) + 1), "--overwrite")
+        train(
+            name, "one process", run, STEPS * max(2, len(FEATURES[name].layouts) + 1), "--overwrite"
+        )
         return RunFolder(run)
 
     return alone
@@ -194,11 +246,17 @@ def alone(train, folder):
 
 @pytest.fixture(scope="module")
 def moved(train, folder):
-    """The moving run of a feature after the steps of a layout; it trains the layouts before, too."""
+    """The moving run of a feature after the steps of a layout; it trains the layouts before,
+    too.
+    """
 
     @functools.cache
     def moved(name: str, layout: str) -> Trained:
-        available = [other for other in FEATURES[name].layouts if "ZeRO" not in other or not needs_deepspeed.args[0]]
+        available = [
+            other
+            for other in FEATURES[name].layouts
+            if "ZeRO" not in other or not needs_deepspeed.args[0]
+        ]
         layouts = [*available, "one process"]
         number, run = layouts.index(layout), folder / f"{name} {layout}"
         shutil.rmtree(run, ignore_errors=True)
@@ -213,7 +271,11 @@ def moved(train, folder):
 
 def events(run: RunFolder, first: int, last: int) -> list[dict]:
     """The metrics of the steps after `first` up to `last`, and of step 0 if `first` is 0."""
-    found = [event for event in read_metrics(run) if first < event["step"] <= last or event["step"] == first == 0]
+    found = [
+        event
+        for event in read_metrics(run)
+        if first < event["step"] <= last or event["step"] == first == 0
+    ]
     assert len(found) > last - first
     return found
 
@@ -226,7 +288,11 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
     run, first, last, held = moved(feature, layout)
     one, zero = alone(feature), "ZeRO" in layout  # DeepSpeed gives no access to gradients
     for ours, theirs in zip(events(run, first, last), events(one, first, last), strict=True):
-        expected = {name: value for name, value in theirs.items() if not (zero and name.startswith("layers/"))}
+        expected = {
+            name: value
+            for name, value in theirs.items()
+            if not (zero and name.startswith("layers/"))
+        }
         assert ours.keys() == expected.keys()
         for name in expected.keys() - set(MEASURED):
             tolerance = {"abs": 1e-4 if "grad_norm" in name else 1e-5, "rel": 1e-5}
@@ -236,10 +302,13 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
             if not isinstance(value, list):  # samples are equal
                 value = pytest.approx(value, **tolerance)
             assert ours[name] == value, f"step {ours['step']}: {name}"
-    for ours, theirs in zip(*(read_checkpoint(r.checkpoint(last))[:2] for r in (run, one)), strict=True):
+    for ours, theirs in zip(
+        *(read_checkpoint(r.checkpoint(last))[:2] for r in (run, one)), strict=True
+    ):
         assert ours.keys() == theirs.keys()
         for name in theirs:
-            if "k_proj.bias" not in name:  # it has no gradient but rounding errors, which AdamW enlarges
+            # it has no gradient but rounding errors, which AdamW enlarges
+            if "k_proj.bias" not in name:
                 assert (ours[name].float() - theirs[name].float()).abs().max() < 1e-5, name
     kinds = {kind for process in held for kind, _, _ in process["weights"].values()}
     if "SDP" in layout:
@@ -251,11 +320,20 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
 @pytest.mark.parametrize(
     ("feature", "layout", "steps_left"),
     [
-        *((name, "one process", steps) for name in FEATURES for steps in ((2, 3) if "unfreezing" in name else (2,))),
-        *(pytest.param(*cell.values, 2, marks=cell.marks) for cell in cells(*sorted(RESUMED_LAYOUTS))),
+        *(
+            (name, "one process", steps)
+            for name in FEATURES
+            for steps in ((2, 3) if "unfreezing" in name else (2,))
+        ),
+        *(
+            pytest.param(*cell.values, 2, marks=cell.marks)
+            for cell in cells(*sorted(RESUMED_LAYOUTS))
+        ),
     ],
 )
-def test_resumed_run_equals_uninterrupted(train, moved, alone, tmp_path, feature, layout, steps_left):
+def test_resumed_run_equals_uninterrupted(
+    train, moved, alone, tmp_path, feature, layout, steps_left
+):
     if layout == "one process":
         source = alone(feature)
         last = max(event["step"] for event in read_metrics(source))
@@ -302,7 +380,10 @@ def test_tensor_parallelism_splits_matrices_and_stages_the_blocks(moved):
         for name in ("attn.q_proj", "attn.o_proj", "mlp.fc", "mlp.proj"):
             _, own, whole = held["weights"][f"transformer.h.1.{name}.weight"]
             assert own == whole / 2
-    blocks = [{name.split(".")[2] for name in held["weights"] if ".h." in name} for held in moved("mixture", "PP").held]
+    blocks = [
+        {name.split(".")[2] for name in held["weights"] if ".h." in name}
+        for held in moved("mixture", "PP").held
+    ]
     assert blocks == [{"0"}, {"1"}]
 
 

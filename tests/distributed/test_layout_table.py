@@ -1,4 +1,6 @@
-"""The table of docs/machines.md, "What combines": each cell trains as one process does, or is refused in one line."""
+"""The table of docs/machines.md, "What combines": each cell trains as one process does, or is
+refused in one line.
+"""
 
 import multiprocessing
 import os
@@ -31,7 +33,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.finetuning import finetune_config
-from nanogpt_hf.training.setup import build_run
+from nanogpt_hf.training.start import build_run
 from nanogpt_hf.training.step import train_step
 
 STEPS = 5
@@ -63,20 +65,33 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
     "PP": (2, {"pp_size": 2}, False),
     "PP × FSDP2": (4, {"pp_size": 2, "dp_shard_size": 2}, True),
     "PP, zero bubble": (2, {"pp_size": 2, "pp_schedule": "zero_bubble"}, False),
-    "PP, zero bubble × FSDP2": (4, {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "zero_bubble"}, True),
+    "PP, zero bubble × FSDP2": (
+        4,
+        {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "zero_bubble"},
+        True,
+    ),
 }
-# Column of the table: knobs, environment variables of the accelerate config, and how far a run may be from one process.
+# Column of the table: knobs, environment variables of the accelerate config, and how far a run may
+# be from one process.
 FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
     "gpt2": (GPT2, {}, 1e-5),
     "llama": ({"model.architecture": "llama"} | DECODER, {}, 1e-5),
-    "qwen3": ({"model.architecture": "qwen3"} | DECODER | {"model.extra": {"tie_word_embeddings": True}}, {}, 1e-5),
+    "qwen3": (
+        {"model.architecture": "qwen3"} | DECODER | {"model.extra": {"tie_word_embeddings": True}},
+        {},
+        1e-5,
+    ),
     "nanochat": ({"model.architecture": "nanochat"} | DECODER, {}, 1e-5),
     "olmo2": ({"model.architecture": "olmo2"} | DECODER, {}, 1e-5),
     "Muon": ({"optim.name": "muon"}, {}, 1e-5),
     "8-bit state": ({"optim.state": "8bit", "model.n_layer": 1, "model.n_embd": 128}, {}, 5e-3),
     "LoRA": ({"finetune.model": "tiny", "lora.rank": 4} | TUNED, {}, 1e-5),
     "frozen layers": ({"finetune.model": "tiny", "finetune.freeze_layers": 1} | TUNED, {}, 1e-5),
-    "conversations": ({"data.format": "chat", "data.block_size": 128, "model.n_positions": 128}, {}, 1e-5),
+    "conversations": (
+        {"data.format": "chat", "data.block_size": 128, "model.n_positions": 128},
+        {},
+        1e-5,
+    ),
     "bf16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "bf16"}, 1e-2),
     "fp16": (GPT2, {"ACCELERATE_MIXED_PRECISION": "fp16"}, 1e-2),
     "compiled": (
@@ -91,10 +106,18 @@ FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
 def cells() -> dict[tuple[str, str], str]:
     """The table's cells: (layout, feature) -> yes, no or –."""
     text = (Path(__file__).parents[2] / "docs" / "machines.md").read_text(encoding="utf-8")
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:1] == "|"]
+    rows = [
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text.splitlines()
+        if line[:1] == "|"
+    ]
     head = next(row for row in rows if row[0] == "layout")
     body = {row[0]: row[1:] for row in rows if row[0] in LAYOUTS}
-    return {(layout, name): cell for layout, row in body.items() for name, cell in zip(head[1:], row, strict=True)}
+    return {
+        (layout, name): cell
+        for layout, row in body.items()
+        for name, cell in zip(head[1:], row, strict=True)
+    }
 
 
 CELLS = cells()
@@ -111,16 +134,28 @@ def test_table_has_every_layout_and_feature():
 
 
 @pytest.fixture(scope="module")
-def recipe_of(tmp_path_factory, text_file, chat_file, byte_tokenizer, tiny_base) -> Callable[[str], Config]:
+def recipe_of(
+    tmp_path_factory, text_file, chat_file, byte_tokenizer, tiny_base
+) -> Callable[[str], Config]:
     folder = tmp_path_factory.mktemp("recipes")
 
     def recipe(feature: str) -> Config:
-        knobs = {"data.source": str(text_file), "data.dir": str(folder / "text")} | KNOBS | FEATURES[feature][0]
+        knobs = (
+            {"data.source": str(text_file), "data.dir": str(folder / "text")}
+            | KNOBS
+            | FEATURES[feature][0]
+        )
         if feature == "conversations":
             knobs |= {"data.source": str(chat_file), "data.dir": str(folder / "chat")}
             knobs |= {"data.tokenizer": str(byte_tokenizer), "train.tokens_per_step": 1024}
         if "finetune.model" in knobs:
-            shape = {"data.tokenizer", "model.n_layer", "model.n_head", "model.n_embd", "model.n_positions"}
+            shape = {
+                "data.tokenizer",
+                "model.n_layer",
+                "model.n_head",
+                "model.n_embd",
+                "model.n_positions",
+            }
             knobs = {key: value for key, value in knobs.items() if key not in shape}
             knobs |= {"finetune.model": tiny_base, "data.dir": folder / "tuned"}
             return finetune_config(None, [(key, str(value)) for key, value in knobs.items()])[0]
@@ -133,7 +168,9 @@ def check(layout: str, config: Config, feature: str) -> None:
     """`check_layout` as a launch of the layout would call it."""
     processes, sizes, fsdp = LAYOUTS[layout]
     variables = FEATURES[feature][1]
-    mesh = Mesh(0, processes, **{name: size for name, size in sizes.items() if name[:2] != "dp"})
+    stated = {name: size for name, size in sizes.items() if name != "pp_schedule"}
+    of_mesh = {name: size for name, size in sizes.items() if name[:2] != "dp"}
+    mesh = Mesh(0, processes, **of_mesh, stated_sizes=stated)
     machine = Machine(
         sharding="fsdp" if fsdp else "none",
         precision=variables.get("ACCELERATE_MIXED_PRECISION", "no"),
@@ -144,11 +181,13 @@ def check(layout: str, config: Config, feature: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         if layout == RING:
             take_ring(patch)
-        check_layout(config, mesh, machine, {name: size for name, size in sizes.items() if name != "pp_schedule"})
+        check_layout(config, mesh, machine)
 
 
 def take_ring(patch: pytest.MonkeyPatch) -> None:
-    """Take the ring although the heads divide: so its row has the models, and the expected numbers, of the others."""
+    """Take the ring although the heads divide: so its row has the models, and the expected
+    numbers, of the others.
+    """
     patch.setattr(layouts, "needs_ring", lambda *_: True)
     patch.setattr(layouts, "RING_MACHINES", [("cpu", "no"), ("cpu", "bf16")])
 
@@ -166,14 +205,17 @@ def test_what_combines_passes_the_check(layout, feature, recipe_of):
 
 
 def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
-    """The weights after a few steps, on the main process, and the loss and gradient norm of each step."""
+    """The weights after a few steps, on the main process, and the loss and gradient norm of each
+    step.
+    """
     for kept in (state.AcceleratorState, state.GradientState, state.PartialState):
         kept._reset_state()
-    accelerator = build_accelerator(config, RunFolder(folder))
+    accelerator = build_accelerator(config, RunFolder(folder), Mesh.from_environment())
     run = build_run(config, accelerator, load_prepared(config))
     values = {}
     for step in range(STEPS):
-        loss, norm, _ = train_step(run, step, 1e-3)
+        result = train_step(run, step, 1e-3)
+        loss, norm = result.loss, result.grad_norm
         values[f"step {step}"] = torch.stack([sum_over_ranks(accelerator, run.mesh, loss), norm])
     weights = full_weights(accelerator, run.model)
     accelerator.free_memory()
@@ -185,15 +227,31 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
     """A process of a layout: train every feature."""
     torch.set_num_threads(1)
     processes, sizes, fsdp = LAYOUTS[layout]
-    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    variables |= {"MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "ACCELERATE_USE_PARALLELISM_CONFIG": "true"}
+    variables = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": processes,
+        "LOCAL_WORLD_SIZE": processes,
+    }
+    variables |= {
+        "MASTER_PORT": port,
+        "MASTER_ADDR": "127.0.0.1",
+        "ACCELERATE_USE_PARALLELISM_CONFIG": "true",
+    }
     variables |= {f"PARALLELISM_CONFIG_{name.upper()}": size for name, size in sizes.items()}
     if fsdp:
         os.environ.pop("ACCELERATE_USE_CPU", None)
-        variables |= {"ACCELERATE_TORCH_DEVICE": "cpu", "ACCELERATE_USE_FSDP": "true", "FSDP_VERSION": "2"}
+        variables |= {
+            "ACCELERATE_TORCH_DEVICE": "cpu",
+            "ACCELERATE_USE_FSDP": "true",
+            "FSDP_VERSION": "2",
+        }
         variables |= {"FSDP_AUTO_WRAP_POLICY": "TRANSFORMER_BASED_WRAP"}
         variables |= {"FSDP_RESHARD_AFTER_FORWARD": str("pp_schedule" not in sizes).lower()}
-        state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+        state.PartialState._prepare_backend = lambda self, *a, **k: (
+            "gloo",
+            DistributedType.MULTI_GPU,
+        )
     if layout == RING:
         allow_cpu_ring()
         take_ring(pytest.MonkeyPatch())
@@ -214,12 +272,17 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, recipe_of):
-    """(layout, feature) -> what it trains. All features of a layout are trained at once; "one" is one process."""
+    """(layout, feature) -> what it trains.
+
+    All features of a layout are trained at once; "one" is one process.
+    """
     folders: dict[str, Path] = {}
     alone: dict[str, dict[str, torch.Tensor]] = {}
 
     def configs_of(layout: str) -> dict[str, Config]:
-        configs = {feature: recipe_of(feature) for row, feature in with_answer("yes") if row == layout}
+        configs = {
+            feature: recipe_of(feature) for row, feature in with_answer("yes") if row == layout
+        }
         if find_spec("torchao") is None or not shutil.which("g++"):
             configs.pop("8-bit state", None)
         for config in configs.values():
@@ -262,7 +325,10 @@ def trained(tmp_path_factory, recipe_of):
         if not path.is_file():
             if feature not in configs_of(layout):
                 pytest.skip("needs torchao and g++")
-            pytest.fail("\n".join(file.read_text() for file in sorted(folders[layout].glob("*.txt"))) or "timed out")
+            pytest.fail(
+                "\n".join(file.read_text() for file in sorted(folders[layout].glob("*.txt")))
+                or "timed out"
+            )
         return load_file(path)
 
     return results
@@ -270,11 +336,19 @@ def trained(tmp_path_factory, recipe_of):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.skipif(sys.platform != "linux", reason="forks after torch is imported, which is safe on Linux only")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="forks after torch is imported, which is safe on Linux only"
+)
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
 def test_what_combines_equals_one_process(layout, feature, trained):
-    values, expected, tolerance = trained(layout, feature), trained("one", feature), FEATURES[feature][2]
+    values, expected, tolerance = (
+        trained(layout, feature),
+        trained("one", feature),
+        FEATURES[feature][2],
+    )
     assert values.keys() == expected.keys()
     for name, value in expected.items():
-        torch.testing.assert_close(values[name], value, atol=tolerance, rtol=tolerance, msg=f"{name}")
+        torch.testing.assert_close(
+            values[name], value, atol=tolerance, rtol=tolerance, msg=f"{name}"
+        )

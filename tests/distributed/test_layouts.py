@@ -1,4 +1,6 @@
-"""Tensor and context parallelism: runs equal one process and move between layouts; what does not combine is refused."""
+"""Tensor and context parallelism: runs equal one process and move between layouts; what does not
+combine is refused.
+"""
 
 import functools
 import json
@@ -38,7 +40,9 @@ def recipes(tmp_path_factory, make_recipe):
     """Heads -> the recipe."""
     folder = tmp_path_factory.mktemp("layouts")
     return {
-        heads: make_recipe(folder / f"{heads}.yaml", **OPTIONS | {"model__n_head": heads, "model__n_embd": width})
+        heads: make_recipe(
+            folder / f"{heads}.yaml", **OPTIONS | {"model__n_head": heads, "model__n_embd": width}
+        )
         for heads, width in {4: 16, 3: 24, 6: 24}.items()
     }
 
@@ -54,7 +58,9 @@ def launch(launch_warm):
 
     def train(layout: str, *arguments) -> RunFolder:
         machine, *options = LAYOUTS[layout]
-        return launch_warm(machine, "pretrain", *arguments, machine_options=options, CPU_RING="true", **CHUNKS)
+        return launch_warm(
+            machine, "pretrain", *arguments, machine_options=options, CPU_RING="true", **CHUNKS
+        )
 
     return train
 
@@ -65,14 +71,18 @@ def trained(recipes, launch):
 
     @functools.cache
     def train(layout: str, heads: int = 4) -> RunFolder:
-        return launch(layout, recipes[heads], "--run-dir", recipes[heads].parent / f"{layout}-{heads}")
+        return launch(
+            layout, recipes[heads], "--run-dir", recipes[heads].parent / f"{layout}-{heads}"
+        )
 
     return train
 
 
 def assert_same_experiment_and_layers(run: RunFolder, reference: RunFolder) -> None:
     assert_same_experiment(run, reference)
-    layers = sorted({name for event in read_metrics(reference) for name in event if name.startswith("layers/")})
+    layers = sorted(
+        {name for event in read_metrics(reference) for name in event if name.startswith("layers/")}
+    )
     assert len(layers) > 10
     for name in layers:
         assert column(run, name) == pytest.approx(column(reference, name), rel=1e-3, abs=1e-4), name
@@ -101,7 +111,9 @@ def test_layout_equals_one_process(trained, layout):
 @pytest.mark.long
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["tp", "cp"])
-def test_resumed_run_with_dropout_equals_uninterrupted(recipe, launch, make_recipe, tmp_path, layout):
+def test_resumed_run_with_dropout_equals_uninterrupted(
+    recipe, launch, make_recipe, tmp_path, layout
+):
     recipe = make_recipe(tmp_path / "dropout.yaml", **OPTIONS | {"model__dropout": 0.2})
     whole = launch(layout, recipe, "--run-dir", tmp_path / "whole")
     resumed = copy_at(whole, 5, tmp_path / "resumed")
@@ -109,8 +121,12 @@ def test_resumed_run_with_dropout_equals_uninterrupted(recipe, launch, make_reci
     first, second = weights(whole), weights(resumed)
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
-    if layout == "tp":  # weights that are not split get the same gradients, so masks of the residual stream are equal
-        held = [json.loads(path.read_text())["whole"] for path in sorted(tmp_path.glob("whole.held.*.json"))]
+    # weights that are not split get the same gradients, so masks of the residual stream are equal
+    if layout == "tp":
+        held = [
+            json.loads(path.read_text())["whole"]
+            for path in sorted(tmp_path.glob("whole.held.*.json"))
+        ]
         assert len(held) == 2
         assert held[0] == held[1]
 

@@ -1,5 +1,6 @@
 """Mesh: sizes and ranks of every process of a layout."""
 
+import dataclasses
 import math
 
 import pytest
@@ -12,9 +13,14 @@ SIZES = [(1, 1, 1, 1), (1, 4, 1, 1), (1, 2, 1, 2), (1, 2, 2, 1), (2, 2, 1, 1), (
 @pytest.mark.parametrize("sizes", SIZES)
 def test_ranks_of_a_layout_are_numbered_in_the_order_pp_dp_cp_tp(sizes):
     pp, dp, cp, tp = sizes
-    meshes = [Mesh(rank, math.prod(sizes), pp_size=pp, cp_size=cp, tp_size=tp) for rank in range(math.prod(sizes))]
+    meshes = [
+        Mesh(rank, math.prod(sizes), pp_size=pp, cp_size=cp, tp_size=tp)
+        for rank in range(math.prod(sizes))
+    ]
     ranks = [(mesh.pp_rank, mesh.dp_rank, mesh.cp_rank, mesh.tp_rank) for mesh in meshes]
-    assert ranks == [(p, d, c, t) for p in range(pp) for d in range(dp) for c in range(cp) for t in range(tp)]
+    assert ranks == [
+        (p, d, c, t) for p in range(pp) for d in range(dp) for c in range(cp) for t in range(tp)
+    ]
     assert {mesh.dp_size for mesh in meshes} == {dp}
 
 
@@ -32,7 +38,13 @@ def test_from_environment_reads_the_launchers_variables(monkeypatch):
     }.items():
         monkeypatch.setenv(name, value)
     sizes = {"tp_size": 2, "cp_size": 1, "pp_size": 2}
-    assert Mesh.from_environment() == Mesh(5, 8, 1, 4, **sizes, pp_schedule="zero_bubble", cp_rotation="alltoall")
+    mesh = Mesh.from_environment()
+    assert mesh.with_whole_models() == dataclasses.replace(
+        Mesh(5, 8, 1, 4), pp_schedule="zero_bubble", cp_rotation="alltoall"
+    )
+    assert mesh == Mesh(
+        5, 8, 1, 4, **sizes, pp_schedule="zero_bubble", cp_rotation="alltoall", stated_sizes=sizes
+    )
 
 
 @pytest.mark.parametrize(

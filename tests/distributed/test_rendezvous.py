@@ -1,4 +1,6 @@
-"""The real launcher: a signal to it, and a run of each kind of sharding; and 8-bit optimizer state on two processes."""
+"""The real launcher: a signal to it, and a run of each kind of sharding; and 8-bit optimizer
+state on two processes.
+"""
 
 import functools
 import importlib.util
@@ -33,7 +35,10 @@ OPTIONS = EXPERIMENT | {
 
 def tensor_files(run: Path, step: int) -> dict[str, bytes]:
     """The content of the files with tensors of the checkpoint of `step` and of the final model."""
-    paths = [*(run / "final").glob("*.safetensors"), *(run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors")]
+    paths = [
+        *(run / "final").glob("*.safetensors"),
+        *(run / "checkpoints" / f"step_{step:08d}").glob("*.safetensors"),
+    ]
     assert len(paths) >= 3
     return {str(path.relative_to(run)): path.read_bytes() for path in paths}
 
@@ -49,12 +54,20 @@ def launch_in_chunks(launch_warm):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2", pytest.param("deepspeed_zero2", marks=needs_deepspeed)])
-def test_run_by_the_real_launcher_equals_one_process(recipe, launch_command, launch_in_chunks, machine):
-    one = launch_in_chunks("cpu", "pretrain", recipe, "--run-dir", recipe.parent / f"{machine} alone")
+@pytest.mark.parametrize(
+    "machine", ["cpu_ddp", "fsdp2", pytest.param("deepspeed_zero2", marks=needs_deepspeed)]
+)
+def test_run_by_the_real_launcher_equals_one_process(
+    recipe, launch_command, launch_in_chunks, machine
+):
+    one = launch_in_chunks(
+        "cpu", "pretrain", recipe, "--run-dir", recipe.parent / f"{machine} alone"
+    )
     command = launch_command(machine, "pretrain", recipe, "--run-dir", recipe.parent / machine)
     environment = os.environ | {"PYTHONPATH": str(ROOT)} | CHUNKS
-    completed = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    completed = subprocess.run(
+        command, capture_output=True, text=True, env=environment, timeout=300
+    )
     assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
     assert_same_experiment(RunFolder(recipe.parent / machine), one)
 
@@ -67,7 +80,12 @@ def held_by_rank(run: RunFolder, rank: int) -> dict:
 @pytest.mark.slow
 @needs_torchao
 def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks, tmp_path):
-    options = ["--optim.state=8bit", "--optim.learning_rate=1e-3", "--train.max_steps=4", "--model.n_embd=128"]
+    options = [
+        "--optim.state=8bit",
+        "--optim.learning_rate=1e-3",
+        "--train.max_steps=4",
+        "--model.n_embd=128",
+    ]
     options += [
         "--model.n_positions=128",
         "--model.pad_vocab_to_multiple_of=128",
@@ -77,7 +95,9 @@ def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks
     options += ["--checkpoint.every=2"]
 
     def train(machine: str, name: str, *arguments: str) -> RunFolder:
-        return launch_in_chunks(machine, "pretrain", "--run-dir", tmp_path / name, recipe, *options, *arguments)
+        return launch_in_chunks(
+            machine, "pretrain", "--run-dir", tmp_path / name, recipe, *options, *arguments
+        )
 
     uninterrupted = train("fsdp2", "uninterrupted")
     for name in ("resumed", "moved"):
@@ -88,13 +108,24 @@ def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks
     assert column(moved, "val/loss") == pytest.approx(column(uninterrupted, "val/loss"), abs=1e-3)
     for rank in (0, 1):
         sharded, copied = held_by_rank(uninterrupted, rank), held_by_rank(moved, rank)
-        assert 0.48 * copied["optimizer_state"] <= sharded["optimizer_state"] <= 0.52 * copied["optimizer_state"]
-        for run in (sharded, copied):  # one byte each and the blocks' scales; LayerNorms stay float32
-            assert run["optimizer_state"] < run["optimizer_state_bytes"] < 1.03 * run["optimizer_state"]
+        assert (
+            0.48 * copied["optimizer_state"]
+            <= sharded["optimizer_state"]
+            <= 0.52 * copied["optimizer_state"]
+        )
+        # one byte each and the blocks' scales; LayerNorms stay float32
+        for run in (sharded, copied):
+            assert (
+                run["optimizer_state"]
+                < run["optimizer_state_bytes"]
+                < 1.03 * run["optimizer_state"]
+            )
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_launcher_saves_and_resumes(recipe, launch_command, launch_in_chunks, tmp_path):
+def test_sigterm_to_the_launcher_saves_and_resumes(
+    recipe, launch_command, launch_in_chunks, tmp_path
+):
     folder = tmp_path / "stopped"
     arguments = [recipe, "--run-dir", folder, "--train.max_steps", "100000"]
     process = subprocess.Popen(

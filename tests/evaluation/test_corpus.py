@@ -17,7 +17,9 @@ from nanogpt_hf.evaluation.corpus import read_corpus
 @pytest.fixture
 def read(tmp_path):
     def read(source, tokenizer, split=None, **knobs):
-        return read_corpus(DataSection(source=str(source), **knobs), split, tokenizer, tmp_path / "scratch")
+        return read_corpus(
+            DataSection(source=str(source), **knobs), split, tokenizer, tmp_path / "scratch"
+        )
 
     return read
 
@@ -29,7 +31,9 @@ def tokens(corpus) -> list[int]:
 def test_documents_are_joined_by_end_of_text(read, tmp_path):
     gpt2 = build_tokenizer("gpt2", ())
     rows = tmp_path / "rows.jsonl"
-    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in ("Zwei Bären", "two bears")))
+    rows.write_text(
+        "".join(json.dumps({"text": text}) + "\n" for text in ("Zwei Bären", "two bears"))
+    )
     corpus = read(rows, gpt2)
     first, second = (ids.tolist() for ids in gpt2.encode_batch(["Zwei Bären", "two bears"]))
     assert tokens(corpus) == [*first, 50256, *second, 50256]

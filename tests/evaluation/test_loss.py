@@ -9,20 +9,26 @@ from accelerate import Accelerator
 from torch.nn import functional as F
 from transformers import GPT2LMHeadModel
 
-from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.evaluation.loss import bootstrap_error, evaluate_blocks, evaluate_text, evaluation_indices
+from nanogpt_hf.evaluation.loss import (
+    bootstrap_error,
+    evaluate_blocks,
+    evaluate_text,
+    evaluation_indices,
+)
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.objective import next_token_loss
-from nanogpt_hf.runs.state import Evaluation
+from nanogpt_hf.runs.state import MeasuredLoss
 
 
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    model = GPTForCausalLM(GPTConfig(vocab_size=23, n_positions=16, n_embd=16, n_layer=2, n_head=2, dropout=0.3))
+    model = GPTForCausalLM(
+        GPTConfig(vocab_size=23, n_positions=16, n_embd=16, n_layer=2, n_head=2, dropout=0.3)
+    )
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.5)
@@ -59,14 +65,26 @@ def test_evaluation_indices_are_evenly_spaced():
 
 
 def measure_blocks(model, corpus, micro_batch_size):
-    blocks, batches = TokenBlocks(corpus.stream, 16, partial=True), {"micro_batch_size": micro_batch_size}
+    blocks, batches = (
+        TokenBlocks(corpus.stream, 16, partial=True),
+        {"micro_batch_size": micro_batch_size},
+    )
     return evaluate_blocks(
-        Accelerator(), Mesh(), model, next_token_loss, blocks, **batches, tokens="all", bytes_per_token=2.0
+        Accelerator(),
+        Mesh(),
+        model,
+        next_token_loss,
+        blocks,
+        **batches,
+        tokens="all",
+        bytes_per_token=2.0,
     )
 
 
 @pytest.mark.parametrize("micro_batch_size", [1, 3, 64])
-def test_evaluate_blocks_is_the_mean_over_tokens_for_any_batch_size(model, corpus, micro_batch_size):
+def test_evaluate_blocks_is_the_mean_over_tokens_for_any_batch_size(
+    model, corpus, micro_batch_size
+):
     model.train()
     result = measure_blocks(model, corpus, micro_batch_size)
     assert model.training
@@ -82,19 +100,27 @@ def test_evaluate_blocks_is_the_mean_over_tokens_for_any_batch_size(model, corpu
 
 
 def test_perplexity_and_bits_per_byte():
-    result = Evaluation(loss=math.log(8), tokens=10, bytes_per_token=4.0)
+    result = MeasuredLoss(loss=math.log(8), tokens=10, bytes_per_token=4.0)
     assert result.perplexity == pytest.approx(8)
     assert result.bits_per_byte == pytest.approx(3 / 4)
 
 
 def measure_text(model, corpus, **options):
     return evaluate_text(
-        Accelerator(), Mesh(), model, corpus, **{"block_size": 16, "stride": 16, "batch_size": 4} | options
+        Accelerator(),
+        Mesh(),
+        model,
+        corpus,
+        **{"block_size": 16, "stride": 16, "batch_size": 4} | options,
     )
 
 
-@pytest.mark.parametrize(("block_size", "stride", "batch_size"), [(16, 16, 4), (16, 5, 64), (16, 1, 7), (9, 4, 1)])
-def test_evaluate_text_equals_transformers_token_by_token(tmp_path, model, corpus, block_size, stride, batch_size):
+@pytest.mark.parametrize(
+    ("block_size", "stride", "batch_size"), [(16, 16, 4), (16, 5, 64), (16, 1, 7), (9, 4, 1)]
+)
+def test_evaluate_text_equals_transformers_token_by_token(
+    tmp_path, model, corpus, block_size, stride, batch_size
+):
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))
@@ -106,7 +132,9 @@ def test_evaluate_text_equals_transformers_token_by_token(tmp_path, model, corpu
             logits = reference(ids[None, first:target]).logits[0, -1]
         nats.append(F.cross_entropy(logits.double(), ids[target]).item())
     model.train()
-    result = measure_text(model, corpus, block_size=block_size, stride=stride, batch_size=batch_size)
+    result = measure_text(
+        model, corpus, block_size=block_size, stride=stride, batch_size=batch_size
+    )
     assert model.training
     assert result.tokens == 300
     assert result.loss == pytest.approx(np.mean(nats), abs=1e-6)
@@ -115,7 +143,8 @@ def test_evaluate_text_equals_transformers_token_by_token(tmp_path, model, corpu
 
 
 def test_evaluate_text_equals_the_perplexity_guide_of_transformers(tmp_path, model, corpus):
-    # transformers' guide cuts windows of max_length tokens and shifts inside them: one token fewer is read
+    # transformers' guide cuts windows of max_length tokens and shifts inside them: one token fewer
+    # is read
     model.save_pretrained(tmp_path)
     reference = GPT2LMHeadModel.from_pretrained(tmp_path).eval()
     ids = torch.from_numpy(np.concatenate(corpus.stream.chunks).astype(np.int64))[None]
@@ -150,7 +179,9 @@ def test_bootstrap_error_equals_the_formula():
     assert bootstrap_error(nats, counts) == pytest.approx(expected, rel=0.1)
     assert bootstrap_error(nats, counts) == bootstrap_error(nats, counts)
     # each value repeated four times holds no more information: blocks of four show that
-    assert bootstrap_error(nats.repeat(4), counts.repeat(4), windows_at_once=4) == pytest.approx(expected, rel=0.1)
+    assert bootstrap_error(nats.repeat(4), counts.repeat(4), windows_at_once=4) == pytest.approx(
+        expected, rel=0.1
+    )
     assert bootstrap_error(nats.repeat(4), counts.repeat(4)) < 0.6 * expected
     assert math.isnan(bootstrap_error(nats[:1], counts[:1]))
 

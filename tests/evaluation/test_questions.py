@@ -1,4 +1,6 @@
-"""`evaluate --tasks rl:NAME`: pass@k is unbiased; answers equal those of single prompts; mistakes are one line."""
+"""`evaluate --tasks rl:NAME`: pass@k is unbiased; answers equal those of single prompts;
+mistakes are one line.
+"""
 
 import itertools
 import json
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.evaluation.answers import pass_at_k
@@ -19,13 +22,18 @@ from nanogpt_hf.model.build import load_model
 def test_pass_at_k_is_the_mean_over_all_subsets(k):
     passed = torch.tensor(list(itertools.product([False, True], repeat=5)))
     subsets = list(itertools.combinations(range(5), k))
-    expected = [sum(any(row[i] for i in subset) for subset in subsets) / len(subsets) for row in passed.tolist()]
+    expected = [
+        sum(any(row[i] for i in subset) for subset in subsets) / len(subsets)
+        for row in passed.tolist()
+    ]
     assert pass_at_k(passed, k).tolist() == pytest.approx(expected)
 
 
 @pytest.fixture(scope="module")
 def rows(tmp_path_factory, letter_model) -> Path:
-    """Questions for `letter_model`; the reference answer of every other one is what the model writes."""
+    """Questions for `letter_model`; the reference answer of every other one is what the model
+    writes.
+    """
     model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
     path = tmp_path_factory.mktemp("rows") / "rows.jsonl"
     lines = []
@@ -49,7 +57,9 @@ def measure(capsys, *arguments: object) -> tuple[dict, str]:
 
 def test_greedy_answers_equal_those_of_single_prompts(capsys, letter_model, rows, tmp_path):
     options = ["--max-new-tokens", 4, "--batch-size", 7, "--output", tmp_path / "out.json"]
-    answers, out = measure(capsys, letter_model, "--tasks", "rl:exact", "--questions", rows, *options)
+    answers, out = measure(
+        capsys, letter_model, "--tasks", "rl:exact", "--questions", rows, *options
+    )
     model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
     right = 0
     for row in map(json.loads, rows.read_text().splitlines()):
@@ -69,15 +79,23 @@ def test_greedy_answers_equal_those_of_single_prompts(capsys, letter_model, rows
 def test_samples_give_pass_at_powers_of_two(capsys, letter_model, rows, tmp_path):
     options = ["--samples", 6, "--max-new-tokens", 1, "--output", tmp_path / "out.json"]
     regex = tmp_path / "regex.jsonl"
-    regex.write_text("".join(json.dumps({"prompt": letter, "completion": "[ab]"}) + "\n" for letter in "abcdefgh"))
-    answers, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options)
+    regex.write_text(
+        "".join(
+            json.dumps({"prompt": letter, "completion": "[ab]"}) + "\n" for letter in "abcdefgh"
+        )
+    )
+    answers, _ = measure(
+        capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options
+    )
     rates = [answers["rl:regex"][f"pass@{k}"] for k in (1, 2, 4, 6)]
     assert rates == sorted(rates)
     assert 0 < rates[0] < rates[-1]
     assert answers["rl:regex"]["temperature"] == 1
     again, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, *options)
     assert again == answers
-    few, _ = measure(capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, "--limit", 3, *options)
+    few, _ = measure(
+        capsys, letter_model, "--tasks", "rl:regex", "--questions", regex, "--limit", 3, *options
+    )
     assert few["rl:regex"]["questions"] == 3
 
 
@@ -87,11 +105,19 @@ def test_generated_questions_and_room_for_answers(capsys, byte_tokenizer, tmp_pa
     folder = tmp_path / "model"
     torch.manual_seed(0)
     GPTForCausalLM(
-        GPTConfig(vocab_size=257, n_positions=16, n_embd=16, n_layer=1, n_head=2, bos_token_id=256, eos_token_id=256)
+        GPTConfig(
+            vocab_size=257,
+            n_positions=16,
+            n_embd=16,
+            n_layer=1,
+            n_head=2,
+            bos_token_id=256,
+            eos_token_id=256,
+        )
     ).save_pretrained(folder)
     load_tokenizer(byte_tokenizer).save_pretrained(folder)
     capsys.readouterr()
-    arguments = [folder, "--tasks", "rl:arithmetic", "--output", tmp_path / "out.json"]
+    arguments = argv("{} --tasks rl:arithmetic --output {}", folder, tmp_path / "out.json")
     answers, _ = measure(capsys, *arguments)
     assert answers["rl:arithmetic"]["questions"] == 500
     assert answers["rl:arithmetic"]["max_new_tokens"] == 16 - len("12+34")

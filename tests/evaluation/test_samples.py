@@ -5,11 +5,14 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.tokenizer import load_tokenizer
-from nanogpt_hf.evaluation.samples import TrainingSamples
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.evaluation.base import Subject
+from nanogpt_hf.evaluation.samples import Samples
 from nanogpt_hf.generate import generate_tokens
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -19,7 +22,9 @@ PROMPTS = ["A cat ", "The"]
 
 
 def samples(run: RunFolder) -> dict[int, list[dict[str, str]]]:
-    logged = [(event["step"], event["samples"]) for event in read_metrics(run) if "samples" in event]
+    logged = [
+        (event["step"], event["samples"]) for event in read_metrics(run) if "samples" in event
+    ]
     assert logged
     assert len(dict(logged)) == len(logged)
     return dict(logged)
@@ -27,13 +32,20 @@ def samples(run: RunFolder) -> dict[int, list[dict[str, str]]]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory, make_recipe):
-    """A run with samples and one without. Prompt and twelve tokens exceed the model's 16 positions."""
+    """A run with samples and one without.
+
+    Prompt and twelve tokens exceed the model's 16 positions.
+    """
     folder = tmp_path_factory.mktemp("samples")
     recipe = make_recipe(
-        folder / "tiny.yaml", model__dropout=0.1, eval__samples=PROMPTS, eval__sample_tokens=12, train__max_steps=9
+        folder / "tiny.yaml",
+        model__dropout=0.1,
+        eval__samples=PROMPTS,
+        eval__sample_tokens=12,
+        train__max_steps=9,
     )
     for name, options in (("with", []), ("without", ["--eval.samples", "[]"])):
-        assert main(["pretrain", str(recipe), "--run-dir", str(folder / name), *options]) == 0
+        assert main([*argv("pretrain {} --run-dir {}", recipe, folder / name), *options]) == 0
     return RunFolder(folder / "with"), RunFolder(folder / "without"), recipe
 
 
@@ -51,34 +63,47 @@ def test_samples_do_not_change_training(runs):
     first, second = (load_file(run.final / "model.safetensors") for run in runs[:2])
     assert len(first) > 10
     assert all(torch.equal(first[name], second[name]) for name in first)
-    losses = [[event["val/loss"] for event in read_metrics(run) if "val/loss" in event] for run in runs[:2]]
+    losses = [
+        [event["val/loss"] for event in read_metrics(run) if "val/loss" in event]
+        for run in runs[:2]
+    ]
     assert losses[0] == losses[1]
 
 
 def test_samples_depend_only_on_model_seed_and_step(runs):
     run, _, recipe = runs
-    config, model, tokenizer = load_config(recipe), load_model(str(run.final)), load_tokenizer(run.final)
+    config, model, tokenizer = (
+        load_config(recipe),
+        load_model(str(run.final)),
+        load_tokenizer(run.final),
+    )
     torch.manual_seed(7)
     before = torch.get_rng_state()
-    writer, accelerator = TrainingSamples(config, tokenizer), Accelerator(cpu=True)
     model.train()
-    assert writer.write(accelerator, model, 9) == samples(run)[9]
-    assert writer.write(accelerator, model, 9) == samples(run)[9]
-    assert writer.write(accelerator, model, 10) != samples(run)[9]
+
+    def write(step: int, config: Config = config) -> list[dict[str, str]]:
+        subject = Subject("run", model, tokenizer, Accelerator(cpu=True), Mesh(), 4, step=step)
+        measure = Samples().load_for_training(config, tokenizer)
+        return next(measure(subject)).samples
+
+    assert write(9) == samples(run)[9]
+    assert write(10) != samples(run)[9]
     assert model.training
     assert torch.equal(torch.get_rng_state(), before)
-    other_seed = replace_knobs(config, {"train.seed": 5})
-    assert TrainingSamples(other_seed, tokenizer).write(accelerator, model, 9) != samples(run)[9]
+    assert write(9, replace_knobs(config, {"train.seed": 5})) != samples(run)[9]
 
 
 def test_resume_from_older_checkpoint_logs_samples_once(runs, tmp_path):
     recipe = runs[2]
     folder = RunFolder(tmp_path / "stopped")
-    arguments = ["pretrain", str(recipe), "--run-dir", str(folder.path), "--optim.schedule", "constant"]
+    arguments = argv("pretrain {} --run-dir {} --optim.schedule constant", recipe, folder.path)
     assert main([*arguments, "--train.max_steps", "6"]) == 0
     first = samples(folder)
     with folder.metrics.open("a") as file:
-        file.write('{"step": 9, "tokens": 1, "seconds": 1, "samples": [{"prompt": "x", "text": "of a step undone"}]}\n')
+        file.write(
+            '{"step": 9, "tokens": 1, "seconds": 1, "samples": [{"prompt": "x", "text": '
+            '"of a step undone"}]}\n'
+        )
     assert main([*arguments, "--train.max_steps", "9", "--resume"]) == 0
     repeated = samples(folder)
     assert list(repeated) == [0, 3, 6, 9]
@@ -98,16 +123,22 @@ def test_end_of_text_ends_the_sample_but_not_the_computation(letter_model):
 
 def test_prompt_with_unknown_characters_is_skipped(write_recipe, tmp_path, capsys):
     recipe = write_recipe(eval__samples=["é", "cat"], eval__sample_tokens=2)
-    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
+    assert main(argv("pretrain {} --run-dir {}", recipe, tmp_path / "run")) == 0
     assert "eval.samples: 'é' is skipped" in capsys.readouterr().out
-    logged = [event["samples"] for event in read_metrics(RunFolder(tmp_path / "run")) if "samples" in event]
-    assert [[sample["prompt"] for sample in samples] for samples in logged] == [["cat"]] * len(logged)
+    logged = [
+        event["samples"]
+        for event in read_metrics(RunFolder(tmp_path / "run"))
+        if "samples" in event
+    ]
+    assert [[sample["prompt"] for sample in samples] for samples in logged] == [["cat"]] * len(
+        logged
+    )
     assert logged
 
 
 def test_empty_prompt_is_refused_before_training(write_recipe, tmp_path, capsys):
     recipe = write_recipe(eval__samples=["cat", ""])
-    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 2
+    assert main(argv("pretrain {} --run-dir {}", recipe, tmp_path / "run")) == 2
     err = capsys.readouterr().err
     assert "eval.samples" in err
     assert err.count("\n") == 1

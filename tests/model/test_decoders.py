@@ -1,4 +1,6 @@
-"""Decoders of transformers as rows of Architecture: loss, gradients, initial weights, folders on disk, refusals."""
+"""Decoders of transformers as rows of Architecture: loss, gradients, initial weights, folders on
+disk, refusals.
+"""
 
 import dataclasses
 from collections import Counter
@@ -23,7 +25,9 @@ VOCAB = 61
 
 
 def section(architecture: str, **knobs) -> ModelSection:
-    return ModelSection(architecture=architecture, n_layer=2, n_head=4, n_embd=32, n_positions=32, **knobs)
+    return ModelSection(
+        architecture=architecture, n_layer=2, n_head=4, n_embd=32, n_positions=32, **knobs
+    )
 
 
 def model_of(architecture: str, seed: int = 0, **knobs):
@@ -31,7 +35,9 @@ def model_of(architecture: str, seed: int = 0, **knobs):
     model = build_model(build_config(section(architecture, **knobs), VOCAB), seed)
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
+            parameter.add_(
+                torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1
+            )
     return model
 
 
@@ -62,7 +68,9 @@ def test_loss_and_gradients_are_those_of_transformers(architecture, tied, chunke
     ours = model(input_ids=ids, shift_labels=labels, num_items_in_batch=7, skip_logits=True)
     assert ours.logits is None
     torch.testing.assert_close(ours.loss, theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients(model, ours.loss), gradients(standard, theirs), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        gradients(model, ours.loss), gradients(standard, theirs), atol=1e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -82,7 +90,9 @@ def test_heads_with_softcap_bias_and_scale(config_class, linear, monkeypatch):
     theirs = standard(input_ids=ids, labels=ids, shift_labels=labels).loss
     ours = model(input_ids=ids, shift_labels=labels).loss
     torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
-    torch.testing.assert_close(gradients(model, ours), gradients(standard, theirs), atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        gradients(model, ours), gradients(standard, theirs), atol=1e-5, rtol=1e-5
+    )
     model.eval()
     out = model(input_ids=ids, shift_labels=labels, skip_logits=False)
     torch.testing.assert_close(out.logits, standard.eval()(ids).logits, atol=1e-5, rtol=1e-5)
@@ -92,7 +102,7 @@ def test_heads_with_softcap_bias_and_scale(config_class, linear, monkeypatch):
 def test_saved_folder_opens_in_transformers(architecture, tmp_path):
     model = model_of(architecture, n_kv_head=2).eval()
     row = architecture_of(model)
-    row.save_model(tmp_path, model.config, model.state_dict(), "1GB")
+    row.write_model(tmp_path, model.config, model.state_dict(), "1GB")
     standard = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(standard) is not type(model)
     assert type(standard).__name__ == type(model).__name__ == standard.config.architectures[0]
@@ -103,7 +113,11 @@ def test_saved_folder_opens_in_transformers(architecture, tmp_path):
     assert torch.equal(again(ids).logits, model(ids).logits)
     knobs = row.recipe_knobs(again.config)
     assert knobs["model.architecture"] == architecture
-    assert (knobs["model.n_layer"], knobs["model.n_kv_head"], knobs["model.n_positions"]) == (2, 2, 32)
+    assert (knobs["model.n_layer"], knobs["model.n_kv_head"], knobs["model.n_positions"]) == (
+        2,
+        2,
+        32,
+    )
 
 
 @pytest.mark.parametrize("architecture", DECODERS)
@@ -115,21 +129,30 @@ def test_parts_of_a_block(architecture):
     assert row.mlp_layers(block)[-1].out_features == 32
     assert row.embeddings(model) == [model.model.embed_tokens]
     assert row.final_norm(model) is model.model.norm
-    assert {part_of(name) for name, _ in model.named_parameters()} >= {"attention", "MLP", "token embedding and head"}
+    assert {part_of(name) for name, _ in model.named_parameters()} >= {
+        "attention",
+        "MLP",
+        "token embedding and head",
+    }
     assert count_parameters(model.config) == model.num_parameters()
 
 
 def test_initial_weights_own_gpt2_and_zero_residual():
-    config = build_config(ModelSection(architecture="llama", n_layer=8, n_head=4, n_embd=64, n_positions=32), VOCAB)
+    config = build_config(
+        ModelSection(architecture="llama", n_layer=8, n_head=4, n_embd=64, n_positions=32), VOCAB
+    )
     own, gpt2, zeros = (build_model(config, 0, init) for init in ("own", "gpt2", "zero_residual"))
     row = architecture_of(config)
     for name in ("self_attn.o_proj", "mlp.down_proj"):
         std = [
-            torch.cat([b.get_submodule(name).weight for b in row.blocks(m)]).std().item() for m in (own, gpt2, zeros)
+            torch.cat([b.get_submodule(name).weight for b in row.blocks(m)]).std().item()
+            for m in (own, gpt2, zeros)
         ]
         assert std == pytest.approx([0.02, 0.005, 0], rel=0.05)
     for model in (gpt2, zeros):
-        assert torch.equal(model.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight)
+        assert torch.equal(
+            model.model.layers[0].mlp.up_proj.weight, own.model.layers[0].mlp.up_proj.weight
+        )
 
 
 def test_narrow_heads_are_rotated_whole():
@@ -149,23 +172,37 @@ def test_dropout_is_off_unless_stated():
 
 
 def test_default_inner_width_costs_the_same_gated_or_not():
-    gated, plain = (build_config(section(name), VOCAB).intermediate_size for name in ("llama", "nanochat"))
+    gated, plain = (
+        build_config(section(name), VOCAB).intermediate_size for name in ("llama", "nanochat")
+    )
     assert (gated, plain) == (96, 128)
 
 
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"architecture": "qwen4"}, "model.architecture: qwen4 is no model type of transformers; did you mean qwen"),
+        (
+            {"architecture": "qwen4"},
+            "model.architecture: qwen4 is no model type of transformers; did you mean qwen",
+        ),
         ({"architecture": "t5"}, "model.architecture: t5 is not a causal language model"),
         ({"architecture": "gemma3"}, "several models"),
         ({"architecture": "bert"}, "has an encoder, is one"),
         ({"architecture": "bart"}, "has an encoder, is one"),
         ({"architecture": "mixtral"}, "experts"),
         ({"architecture": "mamba"}, "has no"),
-        ({"architecture": "llama", "extra": {"atention_bias": True}}, "no such field; did you mean attention_bias"),
-        ({"architecture": "llama", "extra": {"attention_bias": "maybe"}}, "attention_bias expected bool, got str"),
-        ({"architecture": "llama", "extra": {"hidden_size": 7}}, "model.extra.hidden_size: is model.n_embd"),
+        (
+            {"architecture": "llama", "extra": {"atention_bias": True}},
+            "no such field; did you mean attention_bias",
+        ),
+        (
+            {"architecture": "llama", "extra": {"attention_bias": "maybe"}},
+            "attention_bias expected bool, got str",
+        ),
+        (
+            {"architecture": "llama", "extra": {"hidden_size": 7}},
+            "model.extra.hidden_size: is model.n_embd",
+        ),
         ({"architecture": "llama", "extra": {"hidden_act": "selu2"}}, "selu2"),
         ({"architecture": "qwen3", "extra": {"layer_types": ["full_attention"]}}, "layer_types"),
     ],
@@ -179,12 +216,16 @@ def test_build_config_refuses_what_does_not_fit(knobs, message):
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2", "granite"])
 def test_row_losses_are_those_of_the_logits(architecture):
-    extra = {"granite": {"logits_scaling": 3.0}, "gemma2": {"final_logit_softcapping": 2.0}}.get(architecture, {})
+    extra = {"granite": {"logits_scaling": 3.0}, "gemma2": {"final_logit_softcapping": 2.0}}.get(
+        architecture, {}
+    )
     model = model_of(architecture, extra=extra).eval()
     ids, labels = batch()
     with torch.no_grad():
         losses = architecture_of(model).row_losses(model, ids, labels)
-        expected = F.cross_entropy(model(input_ids=ids).logits.transpose(1, 2), labels, reduction="none").sum(-1)
+        expected = F.cross_entropy(
+            model(input_ids=ids).logits.transpose(1, 2), labels, reduction="none"
+        ).sum(-1)
     torch.testing.assert_close(losses, expected, atol=1e-4, rtol=1e-5)
 
 
@@ -203,7 +244,9 @@ def test_parts_are_found_once():
 
 @pytest.mark.parametrize("chunked", [False, True])
 @pytest.mark.parametrize("architecture", ["qwen3", "nanochat", "smollm3", "granite"])
-def test_padded_vocabulary_is_never_predicted_or_saved(architecture, chunked, tmp_path, monkeypatch):
+def test_padded_vocabulary_is_never_predicted_or_saved(
+    architecture, chunked, tmp_path, monkeypatch
+):
     if chunked:
         monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
     model = model_of(architecture, pad_vocab_to_multiple_of=16).train()
@@ -214,11 +257,13 @@ def test_padded_vocabulary_is_never_predicted_or_saved(architecture, chunked, tm
     loss.backward()
     assert not head.grad[VOCAB:].any()
     assert model(ids).logits.shape[-1] == VOCAB
-    architecture_of(model).save_model(tmp_path, model.config, model.state_dict(), "1GB")
+    architecture_of(model).write_model(tmp_path, model.config, model.state_dict(), "1GB")
     standard = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert len(standard.get_output_embeddings().weight) == standard.config.vocab_size == VOCAB
     assert not hasattr(standard.config, "padded_vocab_size")
-    torch.testing.assert_close(standard(ids, labels=ids, shift_labels=labels).loss, loss, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        standard(ids, labels=ids, shift_labels=labels).loss, loss, atol=1e-5, rtol=1e-5
+    )
     assert count_parameters(model.config) == standard.num_parameters()
 
 
@@ -229,7 +274,10 @@ def test_training_never_holds_all_logits(architecture, monkeypatch):
     config = build_config(section(architecture), vocab)
     ids = torch.arange(rows).view(8, 32)
     largest = {}
-    for ours, model in ((True, build_model(config, 0)), (False, AutoModelForCausalLM.from_config(config))):
+    for ours, model in (
+        (True, build_model(config, 0)),
+        (False, AutoModelForCausalLM.from_config(config)),
+    ):
         sizes = Counter()
 
         class Sizes(TorchDispatchMode):
@@ -270,7 +318,8 @@ def test_freeze_and_depths_of_a_decoder(tied):
 
 def test_flops_count_the_head_but_not_what_is_only_looked_up():
     tied, untied = (
-        build_config(section("llama", extra={"tie_word_embeddings": tied}), VOCAB) for tied in (True, False)
+        build_config(section("llama", extra={"tie_word_embeddings": tied}), VOCAB)
+        for tied in (True, False)
     )
     row = architecture_of(tied)
     assert count_parameters(untied) == count_parameters(tied) + VOCAB * 32

@@ -40,7 +40,9 @@ def gpt2(tmp_path):
 
 def assert_same_logits(model, reference) -> bool:
     with torch.no_grad():
-        return torch.allclose(model.eval()(TOKENS).logits, reference.eval()(TOKENS).logits, atol=1e-5, rtol=0)
+        return torch.allclose(
+            model.eval()(TOKENS).logits, reference.eval()(TOKENS).logits, atol=1e-5, rtol=0
+        )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -69,7 +71,9 @@ def test_hub_name_loads(gpt2, tmp_path, name):
     shutil.copytree(folder, repository / "snapshots" / commit)
     (repository / "refs").mkdir()
     (repository / "refs" / "main").write_text(commit)
-    assert assert_same_logits(GPTForCausalLM.from_pretrained(name, cache_dir=tmp_path / "cache"), reference)
+    assert assert_same_logits(
+        GPTForCausalLM.from_pretrained(name, cache_dir=tmp_path / "cache"), reference
+    )
 
 
 def test_causal_mask_buffers_of_old_files_are_ignored(gpt2):
@@ -101,7 +105,11 @@ def test_checkpoint_that_does_not_match_is_an_error(gpt2, damage):
 
 @pytest.mark.parametrize(
     "variant",
-    [{"scale_attn_by_inverse_layer_idx": True}, {"scale_attn_weights": False}, {"add_cross_attention": True}],
+    [
+        {"scale_attn_by_inverse_layer_idx": True},
+        {"scale_attn_weights": False},
+        {"add_cross_attention": True},
+    ],
 )
 def test_unsupported_gpt2_variants_are_refused(gpt2, variant):
     _, folder = gpt2()
@@ -134,7 +142,11 @@ def test_saved_model_is_plain_gpt2_and_loads_exactly(tmp_path, options):
     model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT | options)))
     model.save_pretrained(tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
-    assert (raw["model_type"], raw["architectures"], raw["vocab_size"]) == ("gpt2", ["GPT2LMHeadModel"], 61)
+    assert (raw["model_type"], raw["architectures"], raw["vocab_size"]) == (
+        "gpt2",
+        ["GPT2LMHeadModel"],
+        61,
+    )
     assert not list(tmp_path.glob("*.py"))
     loaded_again = GPTForCausalLM.from_pretrained(tmp_path)
     assert loaded_again.config.bias == options.get("bias", True)
@@ -161,7 +173,9 @@ def test_load_and_save_gpt2_changes_no_weight(gpt2, tmp_path):
 
 @pytest.mark.long
 def test_saved_model_opens_without_this_package(tmp_path):
-    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
+    model = add_noise(
+        GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64))
+    )
     model.save_pretrained(tmp_path / "model")
     with torch.no_grad():
         torch.save(model(TOKENS).logits, tmp_path / "logits.pt")
@@ -173,9 +187,12 @@ from transformers import AutoModelForCausalLM
 model = AutoModelForCausalLM.from_pretrained({str(tmp_path / "model")!r})
 logits = torch.load({str(tmp_path / "logits.pt")!r}, weights_only=True)
 with torch.no_grad():
-    print(type(model).__name__, (model(torch.arange(24).view(2, 12)).logits - logits).abs().max().item() <= 1e-5)
+    difference = (model(torch.arange(24).view(2, 12)).logits - logits).abs().max()
+    print(type(model).__name__, difference.item() <= 1e-5)
 """
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, cwd=tmp_path, check=True
+    )
     assert done.stdout.split() == ["GPT2LMHeadModel", "True"]
 
 
@@ -200,7 +217,9 @@ def test_model_without_biases_loads_by_every_class(tmp_path, loader_name):
         loaded_again = GPTForCausalLM.from_pretrained(tmp_path, subfolder="best")
     else:
         config = GPTConfig.from_pretrained(folder)
-        loaded_again = GPTForCausalLM.from_pretrained(folder, config=config if loader_name == "config" else str(folder))
+        loaded_again = GPTForCausalLM.from_pretrained(
+            folder, config=config if loader_name == "config" else str(folder)
+        )
         assert config.bias is False
     assert loaded_again.config.bias is False
     assert assert_same_logits(loaded_again, model)
@@ -230,12 +249,17 @@ def test_padded_vocabulary_is_resized_and_saved(tmp_path):
 
 
 def test_own_layout_is_saved_on_request_and_loads_by_auto_class(tmp_path):
-    model = add_noise(GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64)))
+    model = add_noise(
+        GPTForCausalLM(GPTConfig(**SHAPE | NO_TEXT, bias=False, padded_vocab_size=64))
+    )
     model.save_pretrained(tmp_path, save_original_format=False)
     assert "transformer.h.0.attn.q_proj.weight" in load_file(tmp_path / "model.safetensors")
     loaded_again = AutoModelForCausalLM.from_pretrained(tmp_path)
     assert type(loaded_again) is GPTForCausalLM
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), loaded_again.parameters(), strict=True))
+    assert all(
+        torch.equal(a, b)
+        for a, b in zip(model.parameters(), loaded_again.parameters(), strict=True)
+    )
 
 
 def test_half_precision_is_kept_on_disk(tmp_path):
@@ -248,8 +272,12 @@ def test_half_precision_is_kept_on_disk(tmp_path):
 @pytest.mark.parametrize("name", ["gpt-nano-sort", "slm4096"])
 def test_real_checkpoints_have_gpt2_logits(shared, name):
     folder = shared / "models" / name
-    model, reference = (cls.from_pretrained(folder).eval() for cls in (GPTForCausalLM, GPT2LMHeadModel))
+    model, reference = (
+        cls.from_pretrained(folder).eval() for cls in (GPTForCausalLM, GPT2LMHeadModel)
+    )
     length = model.config.n_positions
-    tokens = torch.randint(model.config.vocab_size, (16, length), generator=torch.Generator().manual_seed(0))
+    tokens = torch.randint(
+        model.config.vocab_size, (16, length), generator=torch.Generator().manual_seed(0)
+    )
     with torch.no_grad():
         assert (model(tokens).logits - reference(tokens).logits).abs().max() <= 1e-5

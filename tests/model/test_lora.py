@@ -15,7 +15,8 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
 
-# Blocks our package, opens an adapter with peft and a merged model with transformers, and saves their logits.
+# Blocks our package, opens an adapter with peft and a merged model with transformers, and saves
+# their logits.
 OTHER_PROCESS = """
 import json, sys
 sys.modules["nanogpt_hf"] = None
@@ -55,6 +56,7 @@ SECTIONS = {
 TOKENS = torch.arange(24)[None] % 20
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_adapters_open_without_this_package(tiny_base, tmp_path):
     expected, folders = {}, {}
@@ -65,7 +67,9 @@ def test_adapters_open_without_this_package(tiny_base, tmp_path):
             expected[name] = model(input_ids=TOKENS).logits
         start = FinetuneSection(model=str(tiny_base))
         save_adapter(tmp_path / name, model.config, section, start, model.state_dict())
-    run_without_this_package(OTHER_PROCESS, tmp_path, json.dumps(folders), str(tmp_path / "logits.safetensors"))
+    run_without_this_package(
+        OTHER_PROCESS, tmp_path, json.dumps(folders), str(tmp_path / "logits.safetensors")
+    )
     logits = load_file(tmp_path / "logits.safetensors")
     reference = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=TOKENS).logits
     for name in SECTIONS:
@@ -81,7 +85,13 @@ def test_merged_weights_have_equal_logits(tiny_base, tmp_path, name):
     merged = load_model(str(tiny_base)).eval()
     merged.load_state_dict(merged_weights(model.state_dict(), section))
     torch.testing.assert_close(merged(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
-    save_adapter(tmp_path / "adapter", model.config, section, FinetuneSection(model=str(tiny_base)), model.state_dict())
+    save_adapter(
+        tmp_path / "adapter",
+        model.config,
+        section,
+        FinetuneSection(model=str(tiny_base)),
+        model.state_dict(),
+    )
     opened = load_model(str(tmp_path / "adapter")).eval()
     torch.testing.assert_close(opened(input_ids=TOKENS).logits, expected, atol=2e-6, rtol=0)
 
@@ -115,21 +125,31 @@ def test_adapters_follow_the_seed_without_global_state(tiny_base):
 
 def test_lora_targets_are_all_linear_layers(tiny_base):
     block = load_model(str(tiny_base)).transformer.h[0]
-    linear = {name.rpartition(".")[2] for name, m in block.named_modules() if isinstance(m, torch.nn.Linear)}
+    linear = {
+        name.rpartition(".")[2]
+        for name, m in block.named_modules()
+        if isinstance(m, torch.nn.Linear)
+    }
     assert linear == set(LORA_TARGETS)
 
 
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("architecture", ["qwen3", "nanochat"])
 def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
-    section = ModelSection(architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=24)
+    section = ModelSection(
+        architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=24
+    )
     base = build_model(build_config(section, 20), seed=0)
     row = architecture_of(base)
-    row.save_model(tmp_path / "base", base.config, base.state_dict(), "1GB")
+    row.write_model(tmp_path / "base", base.config, base.state_dict(), "1GB")
     lora = LoraSection(rank=3, targets=list(row.lora_targets))
     model = base_with_adapters(tmp_path / "base", lora)
     adapted = {name.split(".")[-4] for name, _ in model.named_parameters() if ".lora_A" in name}
-    linear = {n.rpartition(".")[2] for n, m in row.blocks(base)[0].named_modules() if isinstance(m, torch.nn.Linear)}
+    linear = {
+        n.rpartition(".")[2]
+        for n, m in row.blocks(base)[0].named_modules()
+        if isinstance(m, torch.nn.Linear)
+    }
     assert adapted == linear
     start = FinetuneSection(model=str(tmp_path / "base"))
     save_adapter(tmp_path / "adapter", model.config, lora, start, model.state_dict())

@@ -1,4 +1,6 @@
-"""The chunked loss against the plain one: value, gradients, matrix products, exceptions to chunks."""
+"""The chunked loss against the plain one: value, gradients, matrix products, exceptions to
+chunks.
+"""
 
 import copy
 from collections import Counter
@@ -11,7 +13,7 @@ from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.model.loss_gpt import Head, loss_and_gradient, rows_of_a_chunk, summed_loss
+from nanogpt_hf.model.loss_gpt import Head, chunk_loss, head_loss, rows_of_a_chunk
 
 ROWS, WIDTH, VOCAB, PADDED = 40, 16, 61, 64
 CHUNKS = 5
@@ -22,7 +24,9 @@ def chunks_of_eight_rows(monkeypatch):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * VOCAB)
 
 
-def build(hidden_requires_grad=True, head_requires_grad=True) -> tuple[Head, torch.Tensor, torch.Tensor]:
+def build(
+    hidden_requires_grad=True, head_requires_grad=True
+) -> tuple[Head, torch.Tensor, torch.Tensor]:
     torch.manual_seed(0)
     head = Head(WIDTH, PADDED, bias=False).requires_grad_(head_requires_grad)
     hidden = torch.randn(ROWS, WIDTH).requires_grad_(hidden_requires_grad)
@@ -43,10 +47,12 @@ def gradients(loss_of, head, hidden, targets) -> tuple[torch.Tensor, ...]:
     return tuple(x for x in (loss.detach(), hidden.grad, head.weight.grad) if x is not None)
 
 
-@pytest.mark.parametrize(("hidden_requires_grad", "head_requires_grad"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize(
+    ("hidden_requires_grad", "head_requires_grad"), [(True, True), (True, False), (False, True)]
+)
 def test_chunked_loss_and_gradients_equal_plain(hidden_requires_grad, head_requires_grad):
     case = build(hidden_requires_grad=hidden_requires_grad, head_requires_grad=head_requires_grad)
-    ours = gradients(summed_loss, *case)
+    ours = gradients(head_loss, *case)
     assert len(ours) == 1 + hidden_requires_grad + head_requires_grad
     for actual, expected in zip(ours, gradients(plain, *case), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
@@ -55,7 +61,9 @@ def test_chunked_loss_and_gradients_equal_plain(hidden_requires_grad, head_requi
 def test_chunked_loss_without_gradients_equals_plain():
     head, hidden, targets = build()
     with torch.no_grad():
-        torch.testing.assert_close(summed_loss(head, hidden, targets, VOCAB), plain(head, hidden, targets))
+        torch.testing.assert_close(
+            head_loss(head, hidden, targets, VOCAB), plain(head, hidden, targets)
+        )
 
 
 def test_head_gradient_is_summed_in_float32_under_bf16():
@@ -67,7 +75,7 @@ def test_head_gradient_is_summed_in_float32_under_bf16():
             (gradient,) = torch.autograd.grad(plain(head, rows, row_targets) / 3, head.weight)
         in_bf16.append(in_bf16[-1] + gradient.bfloat16())
     with torch.autocast("cpu", torch.bfloat16):
-        _, _, ours = gradients(summed_loss, head, hidden, targets)
+        _, _, ours = gradients(head_loss, head, hidden, targets)
     assert ours.dtype == torch.float32
     assert 0 < (ours - exact).norm() < (in_bf16[-1].float() - exact).norm()
 
@@ -75,12 +83,15 @@ def test_head_gradient_is_summed_in_float32_under_bf16():
 def test_bf16_weights_get_exactly_scaled_gradients():
     head, hidden, targets = build()
     head, hidden = head.bfloat16(), hidden.detach().bfloat16().requires_grad_()
-    _, *ours = gradients(summed_loss, head, hidden, targets)
-    _, *exact = gradients(plain, copy.deepcopy(head).float(), hidden.detach().float().requires_grad_(), targets)
+    _, *ours = gradients(head_loss, head, hidden, targets)
+    _, *exact = gradients(
+        plain, copy.deepcopy(head).float(), hidden.detach().float().requires_grad_(), targets
+    )
     for actual, expected in zip(ours, exact, strict=True):
         assert actual.dtype == torch.bfloat16
         scale = (actual.float() * expected).sum() / expected.square().sum()
-        assert scale.item() == pytest.approx(1, abs=5e-4)  # 1/3 rounded to bf16 is too large by 0.002 of its value
+        # 1/3 rounded to bf16 is too large by 0.002 of its value
+        assert scale.item() == pytest.approx(1, abs=5e-4)
 
 
 class Products(TorchDispatchMode):
@@ -103,7 +114,7 @@ class Products(TorchDispatchMode):
 def test_chunks_need_no_extra_matrix_products(head_requires_grad):
     case = build(head_requires_grad=head_requires_grad)
     with Products() as ours:
-        gradients(summed_loss, *case)
+        gradients(head_loss, *case)
     with Products() as eager:
         gradients(plain, *case)
     assert eager.of_matrices == 2 + head_requires_grad
@@ -120,7 +131,7 @@ def test_other_head_class_recomputes_logits():
 
     _, hidden, targets = build()
     head = Doubled(WIDTH, PADDED)
-    ours = gradients(summed_loss, head, hidden, targets)
+    ours = gradients(head_loss, head, hidden, targets)
     assert head.calls == 2 * CHUNKS
     for actual, expected in zip(ours, gradients(plain, head, hidden, targets), strict=True):
         torch.testing.assert_close(actual, expected, atol=1e-6, rtol=1e-5)
@@ -130,7 +141,7 @@ def test_hooks_of_the_head_are_called_once():
     head, hidden, targets = build()
     calls = []
     head.register_forward_hook(lambda *_: calls.append(1))
-    summed_loss(head, hidden, targets, VOCAB)
+    head_loss(head, hidden, targets, VOCAB)
     assert len(calls) == 1  # FSDP2 and ZeRO-3 gather and free the weight in hooks
 
 
@@ -145,13 +156,15 @@ class Matrices(TorchDispatchMode):
         output = function(*args, **(kwargs or {}))
         given = {arg.untyped_storage().data_ptr() for arg in args if isinstance(arg, torch.Tensor)}
         if isinstance(output, torch.Tensor) and output.numel() >= self.size:
-            self.storages += [storage for storage in [output.untyped_storage().data_ptr()] if storage not in given]
+            self.storages += [
+                storage for storage in [output.untyped_storage().data_ptr()] if storage not in given
+            ]
         return output
 
 
 def test_backward_allocates_no_second_gradient_of_the_head():
     head, hidden, targets = build()
-    loss = summed_loss(head, hidden, targets, VOCAB) / 3
+    loss = head_loss(head, hidden, targets, VOCAB) / 3
     with Matrices(head) as new:
         loss.backward()
     assert not new.storages
@@ -159,11 +172,12 @@ def test_backward_allocates_no_second_gradient_of_the_head():
 
 
 def test_backward_in_two_parts_equals_one():
-    # as a zero-bubble pipeline does it: the gradient of the inputs, which keeps the graph, then that of the weights
+    # as a zero-bubble pipeline does it: the gradient of the inputs, which keeps the graph, then
+    # that of the weights
     head, hidden, targets = build()
-    _, *expected = gradients(summed_loss, head, hidden, targets)
+    _, *expected = gradients(head_loss, head, hidden, targets)
     head.weight.grad = hidden.grad = None
-    loss = summed_loss(head, hidden, targets, VOCAB) / 3
+    loss = head_loss(head, hidden, targets, VOCAB) / 3
     dinputs, groups = stage_backward_input([loss], None, [hidden], head.parameters())
     assert head.weight.grad is None
     stage_backward_weight(head.parameters(), groups)
@@ -173,7 +187,7 @@ def test_backward_in_two_parts_equals_one():
 
 def test_second_backward_is_an_error():
     head, hidden, targets = build()
-    loss = summed_loss(head, hidden, targets, VOCAB)
+    loss = head_loss(head, hidden, targets, VOCAB)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
@@ -199,9 +213,9 @@ def test_compiled_loss_is_one_graph_and_equal():
     torch.compiler.reset()
     torch._dynamo.utils.counters.clear()
     case = build()
-    expected = gradients(summed_loss, *case)
-    case[0].loss_and_gradient = torch.compile(loss_and_gradient, backend="aot_eager", fullgraph=True)
-    for actual, eager in zip(gradients(summed_loss, *case), expected, strict=True):
+    expected = gradients(head_loss, *case)
+    case[0].chunk_loss = torch.compile(chunk_loss, backend="aot_eager", fullgraph=True)
+    for actual, eager in zip(gradients(head_loss, *case), expected, strict=True):
         assert torch.equal(actual, eager)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
     torch.compiler.reset()

@@ -1,4 +1,6 @@
-"""The GPT model: causality, initialization, loss, generation, compilation, use through transformers."""
+"""The GPT model: causality, initialization, loss, generation, compilation, use through
+transformers.
+"""
 
 import itertools
 import json
@@ -15,7 +17,14 @@ from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
 from nanogpt_hf.model.architecture import count_parameters
 
-TINY = {"vocab_size": 61, "n_positions": 32, "n_embd": 32, "n_layer": 2, "n_head": 4, "dropout": 0.0}
+TINY = {
+    "vocab_size": 61,
+    "n_positions": 32,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "dropout": 0.0,
+}
 NO_TEXT = {"bos_token_id": None, "eos_token_id": None}
 
 
@@ -63,16 +72,27 @@ def test_parameter_counts_equal_gpt2(shape, expected):
 
 
 def test_padded_rows_are_not_counted():
-    assert count_parameters(GPTConfig(**TINY)) == count_parameters(GPTConfig(**TINY, padded_vocab_size=64))
+    assert count_parameters(GPTConfig(**TINY)) == count_parameters(
+        GPTConfig(**TINY, padded_vocab_size=64)
+    )
 
 
-@pytest.mark.parametrize("shape", [(12, 12), (24, 16), (36, 20), (48, 25)], ids=["small", "medium", "large", "xl"])
+@pytest.mark.parametrize(
+    "shape", [(12, 12), (24, 16), (36, 20), (48, 25)], ids=["small", "medium", "large", "xl"]
+)
 @pytest.mark.parametrize("attention", ["eager", "sdpa"])
 def test_logits_equal_gpt2_of_transformers(tmp_path, shape, attention):
     n_layer, n_head = shape
     torch.manual_seed(0)
     reference = GPT2LMHeadModel(
-        GPT2Config(vocab_size=211, n_positions=48, n_layer=n_layer, n_head=n_head, n_embd=4 * n_head, **NO_TEXT)
+        GPT2Config(
+            vocab_size=211,
+            n_positions=48,
+            n_layer=n_layer,
+            n_head=n_head,
+            n_embd=4 * n_head,
+            **NO_TEXT,
+        )
     ).eval()
     for name, parameter in reference.named_parameters():  # biases of zero would hide mistakes
         if name.endswith("bias"):
@@ -98,8 +118,11 @@ def test_initialization_is_gpt2s_with_scaled_residual_projections():
             continue
         else:
             expected = 0.02
-        # The standard deviation of n samples varies by about 1 / sqrt(2n): five times that is no chance.
-        assert parameter.std().item() == pytest.approx(expected, rel=5 / math.sqrt(2 * parameter.numel())), name
+        # The standard deviation of n samples varies by about 1 / sqrt(2n): five times that is no
+        # chance.
+        assert parameter.std().item() == pytest.approx(
+            expected, rel=5 / math.sqrt(2 * parameter.numel())
+        ), name
         assert abs(parameter.mean().item()) < 5 * expected / math.sqrt(parameter.numel()), name
 
 
@@ -113,7 +136,9 @@ def test_bias_false_removes_all_biases():
 def test_activation_function_is_the_requested_gelu(name, approximate):
     mlp = tiny(activation_function=name).transformer.h[0].mlp
     x = torch.randn(5, 32)
-    torch.testing.assert_close(mlp(x), mlp.proj(F.gelu(mlp.fc(x), approximate=approximate)), atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        mlp(x), mlp.proj(F.gelu(mlp.fc(x), approximate=approximate)), atol=1e-6, rtol=0
+    )
 
 
 def test_dropout_is_seeded_and_only_in_training():
@@ -131,7 +156,9 @@ def test_dropout_is_seeded_and_only_in_training():
 
 def plain_loss(model, tokens, targets):
     logits = model(tokens).logits
-    return F.cross_entropy(logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=-100)
+    return F.cross_entropy(
+        logits.view(-1, logits.shape[-1]).float(), targets.reshape(-1), ignore_index=-100
+    )
 
 
 def test_loss_equals_gpt2_on_labels_and_shifted_labels(tmp_path):
@@ -142,7 +169,9 @@ def test_loss_equals_gpt2_on_labels_and_shifted_labels(tmp_path):
     expected = reference(tokens, labels=tokens).loss
     assert model(tokens, labels=tokens).loss.item() == pytest.approx(expected.item(), abs=1e-6)
     targets = torch.cat([tokens[:, 1:], torch.full((2, 1), -100)], dim=1)
-    assert model(tokens, shift_labels=targets).loss.item() == pytest.approx(expected.item(), abs=1e-6)
+    assert model(tokens, shift_labels=targets).loss.item() == pytest.approx(
+        expected.item(), abs=1e-6
+    )
 
 
 def test_num_items_in_batch_divides_the_summed_loss():
@@ -180,7 +209,9 @@ def test_training_saves_no_tensor_as_large_as_the_logits(monkeypatch):
 
     def loss_while_recording():
         recorded.clear()
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: recorded.append(t.numel()) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: recorded.append(t.numel()) or t, lambda t: t
+        ):
             return model(tokens, labels=tokens).loss
 
     loss_while_recording()
@@ -246,7 +277,10 @@ def test_activation_checkpointing_keeps_gradients():
     expected = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     # renamed in transformers 5.2x; both names must work
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable = (
+        getattr(model, "activation_checkpointing_enable", None)
+        or model.gradient_checkpointing_enable
+    )
     enable()
     runs = []
     model.transformer.h[0].mlp.register_forward_pre_hook(lambda *_: runs.append(1))
@@ -261,7 +295,9 @@ def test_model_and_blocks_compile_without_graph_breaks():
     expected = model(tokens).logits
     # aot_eager traces like inductor, without a minute of C++ compilation
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(compiled(tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0)
+    torch.testing.assert_close(
+        compiled(tokens, use_cache=False).logits, expected, atol=1e-6, rtol=0
+    )
     names = list(model.state_dict())
     for block in model.transformer.h:
         block.compile(backend="aot_eager", fullgraph=True)

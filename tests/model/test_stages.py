@@ -28,7 +28,9 @@ class Chain:
 
 
 def section(architecture: str, **knobs) -> ModelSection:
-    return ModelSection(architecture=architecture, n_layer=3, n_head=2, n_embd=32, n_positions=16, **knobs)
+    return ModelSection(
+        architecture=architecture, n_layer=3, n_head=2, n_embd=32, n_positions=16, **knobs
+    )
 
 
 @pytest.mark.parametrize(
@@ -49,7 +51,9 @@ def test_blocks_are_split_by_compute(blocks, head, count, sizes):
     assert [i for part in split for i in part] == list(range(blocks))
 
 
-@pytest.mark.parametrize(("architecture", "extra"), [("llama", {}), ("granite", {"logits_scaling": 3.0})])
+@pytest.mark.parametrize(
+    ("architecture", "extra"), [("llama", {}), ("granite", {"logits_scaling": 3.0})]
+)
 def test_every_stage_knows_whether_the_head_computes_the_loss(architecture, extra):
     # all of them have to agree on whether losses of sources are summed over the processes
     whole = build_model(build_config(section(architecture, extra=extra), vocab_size=61), seed=0)
@@ -103,5 +107,6 @@ def test_decoder_is_cut(architecture):
 
 
 def test_decoder_that_cannot_be_cut_is_refused():
-    with pytest.raises(ValueError, match="falcon cannot be cut into stages"):  # its blocks return tuples
+    # its blocks return tuples
+    with pytest.raises(ValueError, match="cannot be cut into stages"):
         check_stages(section("falcon"))

@@ -1,4 +1,6 @@
-"""An optimizer that the package does not know is a row: trained, killed and resumed bit for bit on every layout."""
+"""An optimizer that the package does not know is a row: trained, killed and resumed bit for bit
+on every layout.
+"""
 
 import pytest
 import torch
@@ -10,27 +12,43 @@ from nanogpt_hf.runs.tensor_files import TensorFiles
 from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.long
-KNOBS = {"train__max_steps": 6, "eval__every": 3, "checkpoint__every": 3, "checkpoint__keep": 5, "eval__tokens": 256}
+KNOBS = {
+    "train__max_steps": 6,
+    "eval__every": 3,
+    "checkpoint__every": 3,
+    "checkpoint__keep": 5,
+    "eval__tokens": 256,
+}
 
 
 def tensors(files: TensorFiles) -> dict[str, torch.Tensor]:
     return {name: files[name] for name in files}
 
 
-@pytest.mark.parametrize("name", ["lion", "soap"])
+@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "soap"])
 def test_own_row_trains_and_resumes_bit_for_bit_and_moves(name, make_recipe, launch_warm, tmp_path):
     rate = {"lion": 1e-3, "soap": 1e-2}[name]
     recipe = make_recipe(
-        tmp_path / "r.yaml", optim__name=name, optim__learning_rate=rate, optim__min_learning_rate=0, **KNOBS
+        tmp_path / "r.yaml",
+        optim__name=name,
+        optim__learning_rate=rate,
+        optim__min_learning_rate=0,
+        **KNOBS,
     )
-    alone = launch_warm("cpu", "pretrain", recipe, "--run-dir", tmp_path / "cpu", MORE_OPTIMIZERS="1")
+    alone = launch_warm(
+        "cpu", "pretrain", recipe, "--run-dir", tmp_path / "cpu", MORE_OPTIMIZERS="1"
+    )
     for machine in ("cpu", "cpu_ddp", "fsdp2"):
         run = alone
         if machine != "cpu":
-            run = launch_warm(machine, "pretrain", recipe, "--run-dir", tmp_path / machine, MORE_OPTIMIZERS="1")
+            run = launch_warm(
+                machine, "pretrain", recipe, "--run-dir", tmp_path / machine, MORE_OPTIMIZERS="1"
+            )
             assert_same_experiment(run, alone, samples=False)
         killed = copy_at(run, 3, tmp_path / f"{machine}_killed")
-        launch_warm(machine, "pretrain", recipe, "--run-dir", killed.path, "--resume", MORE_OPTIMIZERS="1")
+        launch_warm(
+            machine, "pretrain", recipe, "--run-dir", killed.path, "--resume", MORE_OPTIMIZERS="1"
+        )
         for end in (run, killed):
             saved = read_checkpoint(end.checkpoint(6))
             state = tensors(saved.optimizer_state) | tensors(saved.weights)
@@ -51,7 +69,9 @@ SOAP_NAMES = ("step", "mean", "square.rotated", "factors.0", "factors.1", "basis
 
 
 @pytest.mark.parametrize("options", [[], ["--dry-run"]])
-def test_unknown_optimizer_is_named_before_anything_is_written(make_recipe, tmp_path, capsys, options):
+def test_unknown_optimizer_is_named_before_anything_is_written(
+    make_recipe, tmp_path, capsys, options
+):
     recipe = make_recipe(tmp_path / "r.yaml", optim__name="mion")
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *options]) == 2
     error = capsys.readouterr().err

@@ -33,7 +33,10 @@ def test_optimizer_skips_frozen_parameters():
 def test_fused_step_equals_plain_step():
     torch.manual_seed(0)
     models = [
-        GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, dropout=0)) for _ in "ab"
+        GPTForCausalLM(
+            GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, dropout=0)
+        )
+        for _ in "ab"
     ]
     models[1].load_state_dict(models[0].state_dict())
     fused = build_optimizer(models[0], OptimSection())

@@ -11,7 +11,11 @@ from nanogpt_hf.optim.schedule import learning_rate_at
 
 def rates(schedule: str, max_steps: int = 100, warmup_steps: int = 10, **options) -> list[float]:
     optim = OptimSection(
-        learning_rate=1.0, min_learning_rate=0.1, schedule=schedule, warmup_steps=warmup_steps, **options
+        learning_rate=1.0,
+        min_learning_rate=0.1,
+        schedule=schedule,
+        warmup_steps=warmup_steps,
+        **options,
     )
     return [learning_rate_at(step, optim, max_steps) for step in range(max_steps + 1)]
 
@@ -34,7 +38,9 @@ def test_warmup_is_linear_to_the_peak(schedule):
     assert max(values) == pytest.approx(1.0)
 
 
-@pytest.mark.parametrize(("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0), ("wsd", 0.1)])
+@pytest.mark.parametrize(
+    ("schedule", "last"), [("cosine", 0.1), ("linear", 0.1), ("constant", 1.0), ("wsd", 0.1)]
+)
 def test_schedule_never_rises_after_warmup(schedule, last):
     values = rates(schedule)[10:]
     assert all(a >= b - 1e-12 for a, b in itertools.pairwise(values))

@@ -66,7 +66,9 @@ V2 = {"max": "5000", "current": "3000", "stat": "anon 9\nactive_file 500\ninacti
         ("nonsense", "a", {}, None),
     ],
 )
-def test_free_memory_is_within_the_limits_of_cgroups(tmp_path, monkeypatch, own, folder, files, free):
+def test_free_memory_is_within_the_limits_of_cgroups(
+    tmp_path, monkeypatch, own, folder, files, free
+):
     monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=10**6))
     (tmp_path / "own").write_text(own)
     (tmp_path / "root" / folder).mkdir(parents=True)

@@ -22,14 +22,23 @@ ON_8 = {"processes": 8, "precision": "bf16"}
         ("ddp", Placement(kind="DDP", compiles=True, **ON_8)),
         ("multi_node_ddp", Placement(kind="DDP", processes=16, precision="bf16", compiles=True)),
         ("fsdp2", Placement(kind="FSDP2", shards=8, compiles=True, **ON_8)),
-        ("fsdp2_checkpointing", Placement(kind="FSDP2", shards=8, checkpointing=True, compiles=True, **ON_8)),
+        (
+            "fsdp2_checkpointing",
+            Placement(kind="FSDP2", shards=8, checkpointing=True, compiles=True, **ON_8),
+        ),
         ("hsdp", Placement(kind="FSDP2", processes=16, shards=8, precision="bf16", compiles=True)),
-        ("multi_node_fsdp2", Placement(kind="FSDP2", processes=16, shards=16, precision="bf16", compiles=True)),
+        (
+            "multi_node_fsdp2",
+            Placement(kind="FSDP2", processes=16, shards=16, precision="bf16", compiles=True),
+        ),
         ("tp", Placement(processes=2, tp=2, per_machine=2, precision="bf16")),
         ("tp_fsdp2", Placement(kind="FSDP2", shards=4, tp=2, **ON_8)),
         ("cp_fsdp2", Placement(kind="FSDP2", shards=8, cp=4, **ON_8)),
         ("pp", Placement(processes=2, pp=2, per_machine=2, precision="bf16")),
-        ("pp_fsdp2", Placement(kind="FSDP2", processes=4, shards=2, pp=2, per_machine=4, precision="bf16")),
+        (
+            "pp_fsdp2",
+            Placement(kind="FSDP2", processes=4, shards=2, pp=2, per_machine=4, precision="bf16"),
+        ),
         ("deepspeed_zero2", Placement(kind="ZeRO-2", shards=8, compiles=True, **ON_8)),
         ("deepspeed_zero3", Placement(kind="ZeRO-3", shards=8, **ON_8)),
     ],
@@ -39,9 +48,11 @@ def test_read_placement_of_shipped_configs(name, expected):
 
 
 def test_every_shipped_config_is_tested():
-    cases = next(mark for mark in test_read_placement_of_shipped_configs.pytestmark if mark.name == "parametrize").args[
-        1
-    ]
+    cases = next(
+        mark
+        for mark in test_read_placement_of_shipped_configs.pytestmark
+        if mark.name == "parametrize"
+    ).args[1]
     assert {name for name, _ in cases} == {path.stem for path in CONFIGS.glob("*.yaml")}
 
 
@@ -79,5 +90,7 @@ def test_read_placement_refuses_missing_files_and_recipes(tmp_path):
 
 def test_placement_as_text():
     hsdp = read_placement(str(CONFIGS / "hsdp.yaml"))
-    assert str(hsdp) == "16 processes, FSDP2, 2 copies over 8 processes each, bf16 with float32 weights, on GPUs"
+    assert str(hsdp) == (
+        "16 processes, FSDP2, 2 copies over 8 processes each, bf16 with float32 weights, on GPUs"
+    )
     assert str(Placement(on_cpu=True)) == "1 process, float32, on the CPU"

@@ -19,13 +19,14 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.synthetic import synthetic_data
 from nanogpt_hf.distributed.accelerator import build_accelerator
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.objective import next_token_loss
-from nanogpt_hf.planning.communication import transfers
 from nanogpt_hf.planning.estimate import estimate, planned_model
 from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.planning.transfers import transfers
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.setup import build_run
+from nanogpt_hf.training.start import build_run
 from nanogpt_hf.training.step import train_step
 
 ACCUMULATION = 3
@@ -65,40 +66,68 @@ LAYOUTS = {
     "DDP": (Placement(kind="DDP", processes=2, on_cpu=True), ON_CPU),
     "FSDP2": (Placement(kind="FSDP2", processes=2, shards=2, on_cpu=True), SHARDED),
     "TP": (Placement(processes=2, tp=2, on_cpu=True), ON_CPU | split(tp_size=2)),
-    "CP": (Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True), SHARDED | split(cp_size=2)),
-    "CP by ring": (Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True), SHARDED | split(cp_size=2)),
+    "CP": (
+        Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True),
+        SHARDED | split(cp_size=2),
+    ),
+    "CP by ring": (
+        Placement(kind="FSDP2", processes=2, shards=2, cp=2, on_cpu=True),
+        SHARDED | split(cp_size=2),
+    ),
     "PP": (Placement(processes=2, pp=2, on_cpu=True), ON_CPU | {"PARALLELISM_CONFIG_PP_SIZE": "2"}),
 }
 
 
 def config_of(kind: str) -> Config:
     """Two processes do not divide one head, and take the ring."""
-    return load_config(None, VALUES | ({"model.n_head": 1} if kind == "CP by ring" else {}), name="tiny")
+    return load_config(
+        None, VALUES | ({"model.n_head": 1} if kind == "CP by ring" else {}), name="tiny"
+    )
 
 
 def local_bytes(tensors) -> int:
-    return sum(getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors if tensor is not None)
+    return sum(
+        getattr(tensor, "_local_tensor", tensor).nbytes for tensor in tensors if tensor is not None
+    )
 
 
 def whole_gradient_bytes(model) -> int:
     """Bytes of gradients that FSDP2 holds next to those of the shards."""
-    groups = [module._get_fsdp_state()._fsdp_param_group for module in model.modules() if hasattr(module, "unshard")]
+    groups = [
+        module._get_fsdp_state()._fsdp_param_group
+        for module in model.modules()
+        if hasattr(module, "unshard")
+    ]
     parameters = [parameter for group in groups if group for parameter in group.fsdp_params]
     return local_bytes(parameter.unsharded_accumulated_grad for parameter in parameters)
 
 
 def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     torch.set_num_threads(1)
-    warnings.simplefilter("ignore")  # accelerate slices its mesh in a way that torch will not support for ever
+    # accelerate slices its mesh in a way that torch will not support for ever
+    warnings.simplefilter("ignore")
     world = LAYOUTS[kind][0].processes
-    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in ranks.items()}, MASTER_ADDR="127.0.0.1", **LAYOUTS[kind][1])
+    ranks = {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_WORLD_SIZE": world,
+        "MASTER_PORT": port,
+    }
+    os.environ.update(
+        {name: str(value) for name, value in ranks.items()},
+        MASTER_ADDR="127.0.0.1",
+        **LAYOUTS[kind][1],
+    )
     if "ACCELERATE_USE_FSDP" in LAYOUTS[kind][1]:
-        state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+        state.PartialState._prepare_backend = lambda self, *a, **k: (
+            "gloo",
+            DistributedType.MULTI_GPU,
+        )
     if kind == "CP by ring":
         allow_cpu_ring()
     config = config_of(kind)
-    accelerator = build_accelerator(config, RunFolder(file.parent / "run"))
+    accelerator = build_accelerator(config, RunFolder(file.parent / "run"), Mesh.from_environment())
     run = build_run(config, accelerator, synthetic_data(config, 50257))
     held: dict = {"gradients": [], "whole gradients": []}
 
@@ -112,13 +141,18 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
     held["sent"] = communicated_bytes(lambda: train_step(run, 1, 1e-3))
     held["weights"] = local_bytes(run.model.parameters())
     states = run.optimizer.state.values()
-    held["optimizer"] = local_bytes(value for values in states for name, value in values.items() if name != "step")
+    held["optimizer"] = local_bytes(
+        value for values in states for name, value in values.items() if name != "step"
+    )
     file.write_text(json.dumps(held))
     os._exit(0)  # gloo processes sometimes abort during teardown
 
 
 @pytest.fixture(
-    scope="module", params=[pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("CP")) for kind in LAYOUTS]
+    scope="module",
+    params=[
+        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("CP")) for kind in LAYOUTS
+    ],
 )
 def measured(request, tmp_path_factory):
     """(kind, what each of two processes held and sent)."""
@@ -128,7 +162,10 @@ def measured(request, tmp_path_factory):
     port, fork = get_free_port(), multiprocessing.get_context("fork")
     files = [folder / f"{rank}.json" for rank in range(LAYOUTS[kind][0].processes)]
     torch.set_num_threads(1)  # a thread pool does not survive a fork
-    ranks = [fork.Process(target=on_rank, args=(rank, port, kind, file)) for rank, file in enumerate(files)]
+    ranks = [
+        fork.Process(target=on_rank, args=(rank, port, kind, file))
+        for rank, file in enumerate(files)
+    ]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -138,7 +175,10 @@ def measured(request, tmp_path_factory):
     return kind, [json.loads(file.read_text()) for file in files]
 
 
-pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")]
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning"),
+]
 
 
 def test_processes_hold_the_estimated_bytes(measured):
@@ -149,7 +189,8 @@ def test_processes_hold_the_estimated_bytes(measured):
     for part in ("weights", "optimizer"):  # a row of odd matrices more on some processes
         assert max(held[part] for held in of_peak) == pytest.approx(phase[part], rel=1e-3), part
         assert min(held[part] for held in of_peak) == pytest.approx(phase[part], rel=2e-3)
-    for held in ranks:  # before each micro-batch of two steps: none before the first, then those of the shards only
+    # before each micro-batch of two steps: none before the first, then those of the shards only
+    for held in ranks:
         accumulated = [phase["gradients"]] * (len(held["gradients"]) // 2 - 1)
         assert held["gradients"] == pytest.approx([0, *accumulated] * 2, rel=2e-3) or place.pp > 1
         assert not any(held["whole gradients"])
@@ -161,4 +202,6 @@ def test_processes_send_the_estimated_bytes(measured):
     model = planned_model(config_of(kind))
     sequences = VALUES["train.tokens_per_step"] // VALUES["data.block_size"] // place.dp
     moved = transfers(model, place, micro_batch_size=2, block_size=16, accumulation=sequences // 2)
-    assert sum(transfer.size for transfer in moved) == pytest.approx(sum(ranks[0]["sent"].values()), rel=0.01)
+    assert sum(transfer.size for transfer in moved) == pytest.approx(
+        sum(ranks[0]["sent"].values()), rel=0.01
+    )

@@ -9,7 +9,10 @@ from nanogpt_hf.reports.reference import Curve, Reference
 
 
 def events(count: int) -> list[dict]:
-    train = [{"step": i, "train/loss": 4 / (1 + i / 9), "train/learning_rate": 1e-3 * i} for i in range(1, count + 1)]
+    train = [
+        {"step": i, "train/loss": 4 / (1 + i / 9), "train/learning_rate": 1e-3 * i}
+        for i in range(1, count + 1)
+    ]
     return [{"step": 0, "val/loss": 4.2}, *train, {"step": count, "val/loss": 1.0}]
 
 
@@ -29,7 +32,7 @@ def test_draw_curves_without_training_loss_draws_nothing(tmp_path):
 
 def test_draw_curves_shows_the_reference_band(tmp_path):
     band = Curve([0, 150, 300], [4.0, 2.0, 1.0], [3.9, 1.9, 0.9], [4.1, 2.1, 1.1])
-    reference = Reference("a", {}, seeds=[1, 2, 3], curves={"val/loss": band})
+    reference = Reference("a", {}, seeds=[1, 2, 3], curve=band)
     draw_curves(events(300), "a run", tmp_path / "without.png")
     draw_curves(events(300), "a run", tmp_path / "with.png", reference)
     pixels = [image.imread(tmp_path / f"{name}.png") for name in ("without", "with")]
@@ -52,7 +55,9 @@ def test_draw_curves_to_a_missing_folder_is_an_error(tmp_path):
 
 def test_draw_rewards_is_not_blank(tmp_path):
     train = [{"step": i, "train/reward": i / 30, "train/entropy": 1 - i / 40} for i in range(1, 31)]
-    passed = [{"step": step, "val/pass@1": step / 40, "val/pass@4": step / 31} for step in (0, 15, 30)]
+    passed = [
+        {"step": step, "val/pass@1": step / 40, "val/pass@4": step / 31} for step in (0, 15, 30)
+    ]
     draw_rewards(train + passed, "a run", tmp_path / "loss.png")
     draw_rewards(train, "a run", tmp_path / "alone.png")
     pixels = [image.imread(tmp_path / f"{name}.png") for name in ("loss", "alone")]

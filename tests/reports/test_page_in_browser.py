@@ -18,9 +18,13 @@ def report(tmp_path_factory, make_recipe):
     folder = tmp_path_factory.mktemp("report")
     run = RunFolder(folder / "<svg onload='window.hit = 1'>&amp;")
     run.path.mkdir()
-    config = load_config(make_recipe(folder / "tiny.yaml", train__max_steps=100, tracking__project=HOSTILE))
+    config = load_config(
+        make_recipe(folder / "tiny.yaml", train__max_steps=100, tracking__project=HOSTILE)
+    )
     run.recipe.write_text(config_to_yaml(config))
-    run.machine.write_text(json.dumps({"starts": [{"step": 0, "machine": HOSTILE, "versions": {HOSTILE: HOSTILE}}]}))
+    run.machine.write_text(
+        json.dumps({"starts": [{"step": 0, "machine": HOSTILE, "versions": {HOSTILE: HOSTILE}}]})
+    )
     with run.metrics.open("w") as file:
         for step in range(101):
             where = {"step": step, "tokens": 1000 * step, "seconds": 2 * step}
@@ -47,27 +51,36 @@ def open_page(browser, report):
 
 
 def paths(browser) -> list[str]:
-    return browser.run("return [...document.querySelectorAll('#chart path[data-series]')].map(p => p.dataset.series)")
+    return browser.run(
+        "return [...document.querySelectorAll('#chart path[data-series]')].map(p "
+        "=> p.dataset.series)"
+    )
 
 
 def test_text_of_a_run_is_escaped_and_nothing_is_fetched(open_page, report):
     assert open_page.run("return window.hit === undefined")
     assert open_page.text("h1") == "<svg onload='window.hit = 1'>&amp;"
-    assert open_page.run("return document.querySelectorAll('script, img, h1 *').length") == 2  # data, page.js
+    # data, page.js
+    assert open_page.run("return document.querySelectorAll('script, img, h1 *').length") == 2
     assert open_page.text(".sample:nth-last-of-type(1) pre") == f"{HOSTILE}{HOSTILE} at 100"
     assert HOSTILE in open_page.text("main")
-    fetched = [url for url in open_page.requests() if not url.startswith(("data:", "chrome:"))]  # the first tab
+    # the first tab
+    fetched = [url for url in open_page.requests() if not url.startswith(("data:", "chrome:"))]
     assert set(fetched) == {report.as_uri()}
     assert open_page.errors() == []
 
 
 def test_the_content_security_policy_blocks_injected_scripts(open_page):
-    injected = "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; document.body.append(s);"
+    injected = (
+        "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; "
+        "document.body.append(s);"
+    )
     assert open_page.run(injected + " return window.hit === undefined")
 
 
 def test_the_mouse_shows_values(open_page):
-    assert paths(open_page) == ["train/loss", "train/loss", "val/loss"]  # raw and smoothed, validation
+    # raw and smoothed, validation
+    assert paths(open_page) == ["train/loss", "train/loss", "val/loss"]
     open_page.hover("#chart", 40)
     where = re.fullmatch(r"step (\d+) · (\S+) tokens · (\S+) (s|min)", open_page.text("#reading"))
     step = int(where[1])
@@ -119,8 +132,14 @@ def test_the_menu_has_every_metric_and_groups_layers(open_page):
 
 
 def test_the_slider_selects_samples(open_page):
-    visible = "return [...document.querySelectorAll('.sample')].filter(s => !s.hidden).map(s => s.dataset.name)"
+    visible = (
+        "return [...document.querySelectorAll('.sample')].filter(s => !s.hidden).map(s => "
+        "s.dataset.name)"
+    )
     assert open_page.run(visible) == ["step 100, validation loss 2.000"]
     open_page.keys("#step-of-sample", "\ue011")
     assert open_page.run(visible) == ["step 0, validation loss 4.000"]
-    assert open_page.run("return document.activeElement.ariaValueText") == "step 0, validation loss 4.000"
+    assert (
+        open_page.run("return document.activeElement.ariaValueText")
+        == "step 0, validation loss 4.000"
+    )

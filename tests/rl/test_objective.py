@@ -1,4 +1,6 @@
-"""The objective of reinforcement learning equals bare PyTorch, and TRL's GRPO if that is installed."""
+"""The objective of reinforcement learning equals bare PyTorch, and TRL's GRPO if that is
+installed.
+"""
 
 import dataclasses
 import importlib.util
@@ -28,7 +30,14 @@ VARIANTS = {
 
 def build_model(seed: int) -> GPTForCausalLM:
     torch.manual_seed(seed)
-    sizes = {"vocab_size": 257, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2, "eos_token_id": 1}
+    sizes = {
+        "vocab_size": 257,
+        "n_positions": 16,
+        "n_embd": 16,
+        "n_layer": 2,
+        "n_head": 2,
+        "eos_token_id": 1,
+    }
     model = GPTForCausalLM(GPTConfig(**sizes, pad_token_id=0, bos_token_id=1, dropout=0.0))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
@@ -42,7 +51,9 @@ def answers() -> Answers:
     ids[torch.arange(8), lengths - 1] = 1
     ids[torch.arange(5) >= lengths[:, None]] = 0
     completions = Completions(ids, lengths, torch.ones(8, dtype=torch.bool))
-    return Answers([PROMPTS[row // 4] for row in range(8)], completions, torch.tensor(REWARDS), [], 4)
+    return Answers(
+        [PROMPTS[row // 4] for row in range(8)], completions, torch.tensor(REWARDS), [], 4
+    )
 
 
 def plain_log_probs(model, answers, row, temperature) -> torch.Tensor:
@@ -56,8 +67,13 @@ def plain_log_probs(model, answers, row, temperature) -> torch.Tensor:
 def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
     """All answers as one batch, with the log-probabilities that the knobs need."""
     batch = sequence_batch(answers, range(8))
-    batch["advantages"] = advantages(answers.grouped_rewards.double(), scaled=rl.scale_advantages).reshape(-1)
-    models = {"old_log_probs": old if rl.updates > 1 else None, "reference_log_probs": reference if rl.kl else None}
+    batch["advantages"] = advantages(
+        answers.grouped_rewards.double(), scaled=rl.scale_advantages
+    ).reshape(-1)
+    models = {
+        "old_log_probs": old if rl.updates > 1 else None,
+        "reference_log_probs": reference if rl.kl else None,
+    }
     for name, model in models.items():
         if model is not None:
             batch[name] = torch.zeros(batch["shift_labels"].shape, dtype=torch.float64)
@@ -69,7 +85,12 @@ def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objective_and_gradients_equal_bare_pytorch(answers, variant):
-    rl, model, old, reference = RlSection(**VARIANTS[variant]), build_model(1), build_model(2), build_model(3)
+    rl, model, old, reference = (
+        RlSection(**VARIANTS[variant]),
+        build_model(1),
+        build_model(2),
+        build_model(3),
+    )
     loss, metrics = policy_objective(rl)(model, full_batch(answers, rl, old, reference))
     loss.backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -81,14 +102,18 @@ def test_objective_and_gradients_equal_bare_pytorch(answers, variant):
         if rl.scale_advantages:
             advantage = advantage / (group.std() + 1e-4)
         log_probs = plain_log_probs(model, answers, row, rl.temperature)
-        behaviour = plain_log_probs(old, answers, row, rl.temperature) if rl.updates > 1 else log_probs
-        ratio = (log_probs - behaviour.detach()).exp()
+        behavior = (
+            plain_log_probs(old, answers, row, rl.temperature) if rl.updates > 1 else log_probs
+        )
+        ratio = (log_probs - behavior.detach()).exp()
         gain = ratio * advantage
         if rl.clip is not None:
             gain = torch.minimum(gain, ratio.clamp(1 - rl.clip, 1 + rl.clip) * advantage)
         expected = expected - gain.sum()
         if rl.kl:
-            log_ratio = plain_log_probs(reference, answers, row, rl.temperature).detach() - log_probs
+            log_ratio = (
+                plain_log_probs(reference, answers, row, rl.temperature).detach() - log_probs
+            )
             expected = expected + rl.kl * (ratio * (log_ratio.exp() - log_ratio - 1)).sum()
     expected.backward()
     torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
@@ -129,7 +154,9 @@ def test_kl_estimate_is_zero_for_equal_and_positive_for_other_policies():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl==1.16.0")
+@pytest.mark.skipif(
+    importlib.util.find_spec("trl") is None, reason="needs trl: pip install trl==1.16.0"
+)
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.filterwarnings("default")
 def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer):
@@ -137,9 +164,15 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer
 
-    # TRL pads prompts on the left without position ids, which moves learned positions: prompts of one length
+    # TRL pads prompts on the left without position ids, which moves learned positions: prompts of
+    # one length
     answers = dataclasses.replace(answers, prompts=[[3, 4, 5, 6 + row // 4] for row in range(8)])
-    rl, model, old, reference = RlSection(**VARIANTS[variant]), build_model(1), build_model(2), build_model(3)
+    rl, model, old, reference = (
+        RlSection(**VARIANTS[variant]),
+        build_model(1),
+        build_model(2),
+        build_model(3),
+    )
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer, pad_token="<|endoftext|>")
     config = GRPOConfig(
         output_dir=str(tmp_path),
@@ -168,12 +201,16 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
     )
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
-    inputs = trainer._generate_and_score_completions([{"prompt": "ab"[row // 4]} for row in range(8)])
+    inputs = trainer._generate_and_score_completions(
+        [{"prompt": "ab"[row // 4]} for row in range(8)]
+    )
     for name, source, wanted in (("old", old, rl.updates > 1), ("ref", reference, rl.kl)):
         if wanted:
             values = torch.zeros(8, 5, dtype=torch.float64)
             for row, length in enumerate(LENGTHS):
-                values[row, :length] = plain_log_probs(source, answers, row, rl.temperature).detach()
+                values[row, :length] = plain_log_probs(
+                    source, answers, row, rl.temperature
+                ).detach()
             inputs[f"{name}_per_token_logps"] = values
     trainer.beta = rl.kl
     theirs = trainer._compute_loss(trainer.model, inputs)
@@ -184,4 +221,6 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
     ours.backward()
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.grad, expected[name].to(parameter.grad), atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(
+            parameter.grad, expected[name].to(parameter.grad), atol=1e-5, rtol=1e-5
+        )

@@ -1,4 +1,6 @@
-"""Runs of reinforcement learning: they learn, resume exactly, do not depend on processes, and report what they did."""
+"""Runs of reinforcement learning: they learn, resume exactly, do not depend on processes, and
+report what they did.
+"""
 
 import json
 
@@ -6,10 +8,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from assertions import replace_step
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import Stopped
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import loop
+from nanogpt_hf.training.methods import POLICY, policy_step
 from nanogpt_hf.training.tracking import read_metrics
 
 KNOBS = {
@@ -32,7 +35,9 @@ SEVENS = "def score(prompt, completion, answer):\n    return completion.count('7
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory, byte_tokenizer):
-    """A model of random weights that answers with digits, a reward for sevens, and the runs of the module."""
+    """A model of random weights that answers with digits, a reward for sevens, and the runs of
+    the module.
+    """
     from transformers import AutoTokenizer
 
     from nanogpt_hf.data.chat_template import chat_template
@@ -42,7 +47,13 @@ def folder(tmp_path_factory, byte_tokenizer):
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     tokenizer.chat_template = chat_template(tokenizer)
     torch.manual_seed(0)
-    sizes = {"vocab_size": len(tokenizer), "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    sizes = {
+        "vocab_size": len(tokenizer),
+        "n_positions": 64,
+        "n_embd": 32,
+        "n_layer": 2,
+        "n_head": 2,
+    }
     end = tokenizer.eos_token_id
     model = GPTForCausalLM(GPTConfig(**sizes, bias=True, bos_token_id=end, eos_token_id=end))
     likely = [*tokenizer("0123456789", add_special_tokens=False)["input_ids"], end]
@@ -62,7 +73,14 @@ def arguments(folder):
     def arguments(name: str, **knobs) -> list[str]:
         values = KNOBS | {key.replace("__", "."): value for key, value in knobs.items()}
         options = [str(word) for key, value in values.items() for word in (f"--{key}", value)]
-        start = ["--from", str(folder / "start"), "--task", "arithmetic", "--reward", f"{folder / 'sevens.py'}:score"]
+        start = [
+            "--from",
+            str(folder / "start"),
+            "--task",
+            "arithmetic",
+            "--reward",
+            f"{folder / 'sevens.py'}:score",
+        ]
         return [*start, "--run-dir", str(folder / name), *options]
 
     return arguments
@@ -126,22 +144,21 @@ def test_rewards_rise(train):
     assert sum(rewards[-5:]) / 5 > sum(rewards[:5]) / 5 + 0.1
     first, last = column(run, "val/reward")
     assert last > first + 0.1
-    assert f"Mean reward on 3 held-out questions: {last:.4f}" in (run.best / "README.md").read_text()
+    assert f"{last:.4f} on 3 held-out questions" in (run.best / "README.md").read_text()
 
 
 def test_run_resumes_exactly_in_the_middle(full, train, monkeypatch):
     knobs = {key.replace(".", "__"): value for key, value in MORE.items()}
-    policy_step = loop.policy_step
 
     def stopping(run, step, learning_rate):
         if step == 3:
             raise Stopped("here")
         return policy_step(run, step, learning_rate)
 
-    monkeypatch.setattr(loop, "policy_step", stopping)
+    replace_step(monkeypatch, stopping, POLICY)
     with pytest.raises(AssertionError):
         train("parts", **knobs)
-    monkeypatch.setattr(loop, "policy_step", policy_step)
+    replace_step(monkeypatch, policy_step, POLICY)
     resumed = train("parts", "--resume", **knobs)
     theirs = weights(full)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
@@ -162,22 +179,39 @@ def test_accumulation_does_not_change_a_run(full, train):
 def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
     knobs = {key.replace(".", "__"): value for key, value in MORE.items()}
     run = launch_warm(machine, "rl", *arguments(machine, **knobs))
-    assert column(run, "train/reward") == column(full, "train/reward")  # so the completions are the same
+    # so the completions are the same
+    assert column(run, "train/reward") == column(full, "train/reward")
     assert column(run, "train/completion_tokens") == column(full, "train/completion_tokens")
     assert [e["samples"] for e in read_metrics(run) if "samples" in e] == [
         e["samples"] for e in read_metrics(full) if "samples" in e
     ]
-    tolerances = {"train/loss": 1e-5, "train/kl": 1e-5, "train/entropy": 1e-5, "val/kl": 1e-5, "train/grad_norm": 1e-4}
+    tolerances = {
+        "train/loss": 1e-5,
+        "train/kl": 1e-5,
+        "train/entropy": 1e-5,
+        "val/kl": 1e-5,
+        "train/grad_norm": 1e-4,
+    }
     for name, tolerance in tolerances.items():
         assert column(run, name) == pytest.approx(column(full, name), abs=tolerance, rel=3e-5), name
-    ours, theirs = weights(run), weights(full)  # after 12 of AdamW's updates at 0.01, whose size rounding can decide
+    # after 12 of AdamW's updates at 0.01, whose size rounding can decide
+    ours, theirs = weights(run), weights(full)
     assert max((ours[name] - theirs[name]).abs().max().item() for name in theirs) < 1e-3
-    kinds = {kind for kind, _, _ in json.loads((folder / f"{machine}.held.0.json").read_text())["weights"].values()}
+    kinds = {
+        kind
+        for kind, _, _ in json.loads((folder / f"{machine}.held.0.json").read_text())[
+            "weights"
+        ].values()
+    }
     assert kinds == ({"DTensor"} if machine == "fsdp2" else {"Parameter"})
 
 
-def test_failing_rewards_stop_the_run_or_are_counted(folder, arguments, train, capsys, forget_accelerate):
-    (folder / "bad.py").write_text("def score(prompt, completion, answer):\n    return 1 / (len(completion) % 2)\n")
+def test_failing_rewards_stop_the_run_or_are_counted(
+    folder, arguments, train, capsys, forget_accelerate
+):
+    (folder / "bad.py").write_text(
+        "def score(prompt, completion, answer):\n    return 1 / (len(completion) % 2)\n"
+    )
     bad = ["--reward", f"{folder / 'bad.py'}:score"]
     forget_accelerate()
     assert main(["rl", *arguments("stopped"), *bad]) == 2
@@ -198,10 +232,11 @@ def test_failing_rewards_stop_the_run_or_are_counted(folder, arguments, train, c
         (["--rl.clip", "0.2"], "rl.clip: the ratio is 1"),
         (["--rl.max_new_tokens", "64"], "rl.max_new_tokens: 64 leaves no room"),
         (["--rl.max_new_tokens", "50"], "is more than the 64 of data.block_size"),
-        (["--train.micro_batch_size", "auto"], "auto does not measure generation"),
     ],
 )
-def test_mistakes_end_in_one_line_before_the_first_step(arguments, folder, options, message, capsys):
+def test_mistakes_end_in_one_line_before_the_first_step(
+    arguments, folder, options, message, capsys
+):
     assert main(["rl", *arguments("mistaken"), *options]) == 2
     error = capsys.readouterr().err
     assert message in error
@@ -212,11 +247,17 @@ def test_mistakes_end_in_one_line_before_the_first_step(arguments, folder, optio
 @pytest.mark.parametrize("name", ["arithmetic_rl", "gsm8k_rl"])
 def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, forget_accelerate):
     monkeypatch.chdir(tmp_path)
-    small = {"train.max_steps": 1, "optim.warmup_steps": 0, "train.tokens_per_step": 1024, "train.micro_batch_size": 4}
+    small = {
+        "train.max_steps": 1,
+        "optim.warmup_steps": 0,
+        "train.tokens_per_step": 1024,
+        "train.micro_batch_size": 4,
+    }
     small |= {"data.block_size": 64, "rl.max_new_tokens": 4, "rl.eval_questions": 2}
     if name == "gsm8k_rl":
         rows = [
-            {"question": f"{n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(9)
+            {"question": f"{n} + 1?", "answer": f"{n} + 1 = <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"}
+            for n in range(9)
         ]
         (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         small |= {
@@ -227,7 +268,18 @@ def test_shipped_rl_recipes_train(name, folder, root, tmp_path, monkeypatch, for
         }
     options = [str(word) for key, value in small.items() for word in (f"--{key}", value)]
     forget_accelerate()
-    assert main(["rl", str(root / "recipes" / f"{name}.yaml"), "--from", str(folder / "start"), *options]) == 0
+    assert (
+        main(
+            [
+                "rl",
+                str(root / "recipes" / f"{name}.yaml"),
+                "--from",
+                str(folder / "start"),
+                *options,
+            ]
+        )
+        == 0
+    )
     assert column(RunFolder(tmp_path / "runs" / name), "train/reward")
 
 

@@ -29,7 +29,15 @@ def pretrain(capsys, tmp_path, finished_run, forget_accelerate):
     def pretrain(*arguments: str | int) -> tuple[int, str]:
         forget_accelerate()
         capsys.readouterr()
-        status = main(["pretrain", str(finished_run[0]), "--run-dir", str(tmp_path / "run"), *map(str, arguments)])
+        status = main(
+            [
+                "pretrain",
+                str(finished_run[0]),
+                "--run-dir",
+                str(tmp_path / "run"),
+                *map(str, arguments),
+            ]
+        )
         captured = capsys.readouterr()
         return status, captured.err if status else captured.out + captured.err
 
@@ -45,7 +53,10 @@ def run(tmp_path, finished_run) -> RunFolder:
 
 def contents(folder: Path) -> dict[Path, object]:
     """Every path below a folder with its time, or the target of a link."""
-    return {path: path.readlink() if path.is_symlink() else path.stat().st_mtime_ns for path in folder.rglob("*")}
+    return {
+        path: path.readlink() if path.is_symlink() else path.stat().st_mtime_ns
+        for path in folder.rglob("*")
+    }
 
 
 def move_checkpoints(run: RunFolder, damage: str) -> None:
@@ -63,7 +74,9 @@ def move_checkpoints(run: RunFolder, damage: str) -> None:
 @pytest.mark.parametrize("damage", ["dangling link", "empty", "empty link", "missing"])
 @pytest.mark.parametrize("models", ["best and final", "best", "metrics"])
 def test_run_without_its_checkpoints_is_not_changed(pretrain, run, tmp_path, damage, models):
-    for folder in {"best and final": (), "best": (run.final,), "metrics": (run.best, run.final)}[models]:
+    for folder in {"best and final": (), "best": (run.final,), "metrics": (run.best, run.final)}[
+        models
+    ]:
         shutil.rmtree(folder)
     move_checkpoints(run, damage)
     before = contents(tmp_path)
@@ -106,7 +119,9 @@ def test_overwrite_follows_link_to_checkpoints_and_keeps_other_files(pretrain, r
 
 
 @pytest.mark.parametrize("evaluations", [3, 100])
-def test_auto_resume_restarts_run_killed_before_first_checkpoint(pretrain, tmp_path, monkeypatch, evaluations):
+def test_auto_resume_restarts_run_killed_before_first_checkpoint(
+    pretrain, tmp_path, monkeypatch, evaluations
+):
     from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
     class Killed(BaseException):
@@ -126,7 +141,14 @@ def test_auto_resume_restarts_run_killed_before_first_checkpoint(pretrain, tmp_p
     assert not run.checkpoint_folders()
     status, captured = pretrain("--auto-resume", *knobs)
     assert status == 0, captured
-    assert [event["step"] for event in read_metrics(run) if "train/loss" in event] == [1, 2, 3, 4, 5, 6]
+    assert [event["step"] for event in read_metrics(run) if "train/loss" in event] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
     # once a checkpoint was written, the same folder without one is a run that lost its checkpoints
     for folder in run.checkpoint_folders():
         shutil.rmtree(folder)
@@ -194,7 +216,9 @@ def test_start_removes_nothing_if_one_path_is_not_writable(tmp_path, monkeypatch
     run.checkpoint(4).mkdir()
     (run.best / "inside").mkdir(parents=True)
     before = contents(tmp_path)
-    monkeypatch.setattr("nanogpt_hf.runs.folder.os.access", lambda path, mode: not str(path).endswith("inside"))
+    monkeypatch.setattr(
+        "nanogpt_hf.runs.folder.os.access", lambda path, mode: not str(path).endswith("inside")
+    )
     assert str(run.best / "inside") in refusal(run.start, "model: {}\n", error=RunFolderError)
     assert {path for path in before if path != run.checkpoints} <= set(contents(tmp_path))
 
@@ -203,6 +227,7 @@ def test_checkpoints_are_sorted_by_step(tmp_path):
     run = RunFolder(tmp_path)
     for step in (99_999_999, 100_000_000, 7):
         run.checkpoint(step).mkdir(parents=True)
-    run.checkpoint(7).rename(run.checkpoints / ".step_00000007.old")  # as after a kill between two renames
+    # as after a kill between two renames
+    run.checkpoint(7).rename(run.checkpoints / ".step_00000007.old")
     names = [path.name for path in run.checkpoint_folders()]
     assert names == [".step_00000007.old", "step_99999999", "step_100000000"]

@@ -16,17 +16,6 @@ from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.redact import holds_token, redact, redact_message, redact_tree, redact_urls
 
-KEYS = ["access_token", "sig", "X-Amz-Signature", "X-Amz-Credential", "api_key", "apikey", "pwd", "auth", "jwt", "code"]
-KEYS += ["AWSAccessKeyId", "Key-Pair-Id", "token", "t", "k", "passphrase", "sharekey", "id", "SECRET"]
-
-
-@pytest.mark.parametrize("key", KEYS)
-def test_redact_removes_parameter_values(key):
-    for separator in ("?", "?page=2&", "#", "?x;", "/a%20b?v=1#"):
-        url = f"https://host/x{separator}{key}=s3cr3t=="
-        assert "s3cr3t" not in redact_urls(url)
-        assert f"{key}=..." in redact_urls(url)
-
 
 @pytest.mark.parametrize(
     "url",
@@ -39,25 +28,34 @@ def test_redact_removes_parameter_values(key):
         "https://me:s3cr3t?s3cr3t@host/x",
         "https://me:s3cr3t#s3cr3t@host/x",
         "HTTPS://me:s3cr3t@host/x",
-        "https://other/x?page=https://me:s3cr3t@host/",
+        "https://host/x?page=https://me:s3cr3t@other/",
+        "https://host/b/o?GoogleAccessId=svc@p.iam.gserviceaccount.com&Signature=s3cr3t",
+        "https://host/x?user=a@b.c&token=s3cr3t",
         "https://host/x?s3cr3t",
         "https://host/x?v=https://a?s3cr3t=1",
         "https://host/x?k=a''s3cr3t\"s3cr3t",
+        "https://host/x?page=2&sig=s3cr3t#token=s3cr3t",
     ],
 )
 def test_redact_removes_users_and_passwords(url):
-    for text in (url, f"at {url}, {url}: no", f"['{url}', 1]", f'source: "{url}"\nnext: 1', f"--x={url}"):
+    for text in (
+        url,
+        f"at {url}, {url}: no",
+        f"['{url}', 1]",
+        f'source: "{url}"\nnext: 1',
+        f"--x={url}",
+    ):
         assert "s3cr3t" not in redact_urls(text)
-        assert "host" in redact_urls(text) or "other" in redact_urls(text)
+        assert "host" in redact_urls(text)
 
 
 @pytest.mark.parametrize(
     "text",
     [
         "no URL: a?b=c&d=e me:pw@host",
-        "https://host:8080/a@b/c.txt",
+        "https://host:8080/a/c.txt",
+        "hf://datasets/user/name@refs/convert/parquet/a.parquet https://host/pkg@1.0/a.txt",
         "see https://host/x, (https://host/y). '[https://host]'",
-        "https://host/x?v=1&page=2&raw&revision=main#split=train",
     ],
 )
 def test_redact_keeps_harmless_text(text):
@@ -66,7 +64,7 @@ def test_redact_keeps_harmless_text(text):
 
 def test_redact_keeps_text_around_urls():
     assert redact_urls("['https://h/?k=v', (https://h?a=b): x. \"https://h#c=d\"]") == (
-        "['https://h/?k=...', (https://h?a=...): x. \"https://h#c=...\"]"
+        "['https://h/?...', (https://h?...): x. \"https://h#...\"]"
     )
 
 
@@ -78,8 +76,19 @@ def test_redact_replaces_home_by_tilde(monkeypatch):
     assert redact_tree(tree) == {"a": ["~", {"b": "https://h"}], "n": 1, "none": None}
 
 
+@pytest.mark.parametrize(
+    "text",
+    ["https://h/y?token=s3cr3t: with url: /y?token=s3cr3t", "https://s3cr3t@h: s3cr3t rejected"],
+)
+def test_redact_message_removes_repeated_tokens(text):
+    assert "s3cr3t" not in redact_message(text)
+
+
 def test_redact_message_removes_repeated_password():
-    assert redact_message("http://me:pa55word@host/x: port: 'pa55word@host'") == "http://host/x: port: '...@host'"
+    assert (
+        redact_message("http://me:pa55word@host/x: port: 'pa55word@host'")
+        == "http://host/x: port: '...@host'"
+    )
     assert redact_message("a: 1") == "a: 1"
 
 
@@ -104,7 +113,13 @@ def trained(tmp_path_factory, make_recipe):
     """A run whose recipe holds secrets in several knobs; the recipe keeps them for `--resume`."""
     folder = tmp_path_factory.mktemp("trained")
     recipe = make_recipe(folder / "tiny.yaml", train__max_steps=2, eval__every=2, data__config=URL)
-    arguments = ["pretrain", str(recipe), "--run-dir", str(folder / "run"), f"--data.revision={URL}"]
+    arguments = [
+        "pretrain",
+        str(recipe),
+        "--run-dir",
+        str(folder / "run"),
+        f"--data.revision={URL}",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", ["cli.py", *arguments])
         assert main(arguments) == 0
@@ -117,16 +132,16 @@ def test_run_folder_has_secrets_only_in_recipe(trained):
         if path.is_file() and path != trained.recipe:
             assert_no_secret(path.read_bytes())
     assert (
-        shlex.quote("--data.revision=http://127.0.0.1:9/s.txt?pwd=...")
+        shlex.quote("--data.revision=http://127.0.0.1:9/s.txt?...")
         in (json.loads(trained.machine.read_text())["starts"][0]["command"])
     )
     assert_no_secret(render(trained, []))
 
 
 def test_pushed_files_have_no_secret(trained, hub):
-    push(trained.best, "tester/tiny", extra=(trained.recipe, trained.metrics))
+    push(trained.best, "tester/tiny")
     files = hub.repositories["tester/tiny"].files()
-    assert b"s.txt?pwd=..." in files["recipe.yaml"]
+    assert b"s.txt?..." in files["recipe.yaml"]
     for content in files.values():
         assert_no_secret(content)
 

@@ -2,14 +2,13 @@
 
 import hashlib
 import itertools
-import json
 import math
 import random
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, TensorFiles, write_tensors
 
@@ -49,7 +48,7 @@ def grid(shape: tuple[int, ...], count: int) -> list[Box]:
 def test_whole_tensors_are_a_plain_safetensors_file(tmp_path):
     path = tmp_path / "model.safetensors"
     written = write_tensors(path, {name: whole(tensor) for name, tensor in TENSORS.items()})
-    assert written == (hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_size)
+    assert written == hashlib.sha256(path.read_bytes()).hexdigest()
     loaded, files = load_file(path), TensorFiles([path])
     assert loaded.keys() == files.keys() == TENSORS.keys()
     for name, tensor in TENSORS.items():
@@ -76,9 +75,6 @@ def test_any_part_is_read_from_any_parts(tmp_path):
             read = files.read("a", box)
             assert torch.equal(read, cut(tensor, box))
             assert read.is_contiguous()
-        if len(paths) > 1:
-            with pytest.raises(ValueError, match="missing"):
-                TensorFiles(paths[1:])
 
 
 @pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
@@ -87,50 +83,6 @@ def test_tensor_that_is_not_finite_is_not_written(tmp_path, value):
         tensor = torch.zeros(300, 300, dtype=dtype)
         tensor[-1, -1] = value
         with pytest.raises(NotFiniteError, match=r"^odd$"):
-            write_tensors(tmp_path / "file", {"even": whole(TENSORS["matrix"]), "odd": whole(tensor)})
-
-
-@pytest.mark.parametrize(
-    "place",
-    [
-        {"shape": [5], "offset": [0, 0]},
-        {"shape": [5, 7], "offset": [1, 0]},
-        {"shape": [5, 7], "offset": [-1, 0]},
-        {"shape": [5.0, 7], "offset": [0, 0]},
-        {"shape": [5, True], "offset": [0, 0]},
-        {"shape": [9, 7], "offset": [0, 0]},
-        {"offset": [0, 0]},
-        [5, 7],
-        "x",
-    ],
-)
-def test_invalid_place_of_a_part_is_refused(tmp_path, place):
-    slices = json.dumps({"matrix": place})
-    save_file({"matrix": TENSORS["matrix"]}, tmp_path / "file", {"slices": slices})
-    with pytest.raises((ValueError, KeyError, TypeError)):
-        TensorFiles([tmp_path / "file"])
-
-
-@pytest.mark.parametrize(
-    "boxes",
-    [
-        [((0, 0), (2, 7)), ((1, 0), (2, 7)), ((4, 0), (1, 7))],  # row 1 twice, row 3 never
-        [((0, 0), (5, 3)), ((0, 2), (5, 3)), ((0, 6), (5, 1))],
-        [((0, 0), (5, 7)), ((2, 2), (1, 1))],
-        [((0, 0), (5, 0)), ((2, 0), (0, 7))],
-    ],
-)
-def test_parts_that_overlap_or_leave_a_hole_are_refused(tmp_path, boxes):
-    for number, box in enumerate(boxes):
-        write_tensors(tmp_path / f"{number}", {"a": part(TENSORS["matrix"], Box(*box))})
-    with pytest.raises(ValueError, match="parts of a "):
-        TensorFiles(sorted(tmp_path.iterdir()))
-
-
-def test_parts_of_other_shape_or_dtype_are_refused(tmp_path):
-    matrix = TENSORS["matrix"]
-    write_tensors(tmp_path / "one", {"a": part(matrix, Box((0, 0), (2, 7)))})
-    for other in (torch.zeros(6, 7), matrix.double()):
-        write_tensors(tmp_path / "two", {"a": part(other, Box((2, 0), (3, 7)))})
-        with pytest.raises(ValueError, match="shape or dtype"):
-            TensorFiles([tmp_path / "one", tmp_path / "two"])
+            write_tensors(
+                tmp_path / "file", {"even": whole(TENSORS["matrix"]), "odd": whole(tensor)}
+            )

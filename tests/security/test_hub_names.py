@@ -26,7 +26,9 @@ PATHS = [
 
 @pytest.fixture
 def hub_of_stranger(hub, letter_model, tmp_path, monkeypatch):
-    """A Hub where a stranger owns repositories with the names of our paths; the working folder holds `taken`."""
+    """A Hub where a stranger owns repositories with the names of our paths; the working folder
+    holds `taken`.
+    """
     hub_name._announce.cache_clear()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
@@ -49,7 +51,9 @@ COMMANDS = [
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda arguments: arguments[0])
-def test_missing_path_is_one_line_without_a_request(command, hub_of_stranger, text_file, write_recipe, capsys):
+def test_missing_path_is_one_line_without_a_request(
+    command, hub_of_stranger, text_file, write_recipe, capsys
+):
     for path in PATHS:
         names = {"MODEL": path, "TEXT": str(text_file), "RECIPE": str(write_recipe())}
         capsys.readouterr()

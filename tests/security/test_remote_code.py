@@ -14,15 +14,20 @@ from forked import Forked
 PACKAGE = Path(__file__).parents[2] / "nanogpt_hf"
 # `load_dataset_builder` of datasets 5 runs no code and has no such parameter
 _LOADERS = ("from_pretrained", "from_config", "load_dataset", "pipeline", "HFLM")
-_NO_PARAMETER = ("Embedding", "PeftConfig")  # `from_pretrained` of these loads no code and has no trust_remote_code
+# `from_pretrained` of these loads no code and has no trust_remote_code
+_NO_PARAMETER = ("Embedding", "PeftConfig")
 
 
 def loads_remote_content(call: ast.Call) -> bool:
-    """True for `X.from_pretrained(...)`, `AutoX.from_config(...)`, `load_dataset(...)` and the like."""
+    """True for `X.from_pretrained(...)`, `AutoX.from_config(...)`, `load_dataset(...)` and the
+    like.
+    """
     match call.func:
         case ast.Attribute(value=ast.Call(func=ast.Name(id="super"))):
             return False  # an override passes on its arguments
-        case ast.Attribute(value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr="from_pretrained"):
+        case ast.Attribute(
+            value=ast.Name(id=owner) | ast.Attribute(attr=owner), attr="from_pretrained"
+        ):
             return owner not in _NO_PARAMETER
         case ast.Attribute(attr=name) | ast.Name(id=name):
             return name in _LOADERS
@@ -74,7 +79,10 @@ def with_code(tiny_base, tmp_path):
     del config["model_type"]
     (folder / "config.json").write_text(json.dumps(config | {"bias": True}))
     tokenizer = json.loads((folder / "tokenizer_config.json").read_text())
-    tokenizer |= {"auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]}, "tokenizer_class": "Tokenizer"}
+    tokenizer |= {
+        "auto_map": {"AutoTokenizer": ["evil.Tokenizer", None]},
+        "tokenizer_class": "Tokenizer",
+    }
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer))
     (folder / "custom_generate").mkdir()
     shutil.copy(folder / "evil.py", folder / "custom_generate" / "generate.py")
@@ -105,7 +113,9 @@ def test_remote_code_never_runs_in_a_terminal(with_code, text_file, write_recipe
             output += block
         os.close(leader)
         assert process.wait(60) == 2, output
-        lines = [line for line in output.decode().replace("\r", "").splitlines() if line not in ("", "y")]
+        lines = [
+            line for line in output.decode().replace("\r", "").splitlines() if line not in ("", "y")
+        ]
         assert len(lines) == 1, output
         assert "tokenizer" in lines[0]
         assert "[y/N]" not in output.decode()

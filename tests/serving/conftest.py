@@ -8,14 +8,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from nanogpt_hf.commands.models import open_model
+from nanogpt_hf.commands.arguments import open_model
 from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 
 @pytest.fixture(scope="session")
 def running():
-    """A function (model folder, name) -> context with a server in a thread of this process; it has a `port`."""
+    """A function (model folder, name) -> context with a server in a thread of this process; it
+    has a `port`.
+    """
     pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
     from nanogpt_hf.serving.server import Server, listen
 
@@ -41,7 +43,13 @@ def chat_folder(tmp_path_factory, byte_tokenizer):
     """A model folder with a chat template; its answers are letters without sense."""
     path = tmp_path_factory.mktemp("chat") / "parrot"
     config = GPTConfig(
-        vocab_size=257, n_positions=256, n_embd=16, n_layer=2, n_head=2, bos_token_id=256, eos_token_id=256
+        vocab_size=257,
+        n_positions=256,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=256,
+        eos_token_id=256,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)

@@ -1,4 +1,6 @@
-"""The chat page in Chromium: streaming, stop, settings, keyboard, screen reader, script injection."""
+"""The chat page in Chromium: streaming, stop, settings, keyboard, screen reader, script
+injection.
+"""
 
 import time
 
@@ -20,7 +22,9 @@ def server(chat_folder, running):
 
 @pytest.fixture
 def answers(monkeypatch, server):
-    """Scripted answers, each a text or (text, seconds per token); returns the requests: prompt and options."""
+    """Scripted answers, each a text or (text, seconds per token); returns the requests: prompt
+    and options.
+    """
     asked, answers = [], []
 
     def generate(model, ids, **options):
@@ -65,17 +69,27 @@ def test_an_answer_is_shown_as_text_and_nothing_else_is_requested(page, server, 
     ask(page, f"Say {HOSTILE}")
     assert texts(page) == [f"Say {HOSTILE}", f"Hi {HOSTILE}"]
     assert page.run(
-        "return window.hit === undefined && document.querySelectorAll('main img, main script').length === 0"
+        "return window.hit === undefined && document.querySelectorAll('main img, main "
+        "script').length === 0"
     )
-    own = [f"http://127.0.0.1:{server.port}{path}" for path in ("/", "/v1/models", "/v1/chat/completions")]
-    assert [url for url in page.requests() if not url.startswith(("data:", "chrome:"))] == own  # the first tab
+    own = [
+        f"http://127.0.0.1:{server.port}{path}"
+        for path in ("/", "/v1/models", "/v1/chat/completions")
+    ]
+    # the first tab
+    assert [url for url in page.requests() if not url.startswith(("data:", "chrome:"))] == own
     assert page.errors() == []
 
 
 def test_the_content_security_policy_blocks_injected_scripts_and_other_hosts(page):
-    injected = "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; document.body.append(s);"
+    injected = (
+        "const s = document.createElement('script'); s.textContent = 'window.hit = 2'; "
+        "document.body.append(s);"
+    )
     assert page.run(f"try {{ {injected} }} catch {{}} return window.hit === undefined")
-    assert page.run("try { document.body.innerHTML = '<b>x</b>'; return false } catch { return true }")
+    assert page.run(
+        "try { document.body.innerHTML = '<b>x</b>'; return false } catch { return true }"
+    )
     elsewhere = "return fetch('http://localhost:9/').then(() => 'sent', () => 'failed')"
     assert page.run(elsewhere) == "failed"
     assert any("Content Security Policy" in entry["message"] for entry in page.errors())
@@ -85,7 +99,9 @@ def test_the_conversation_is_kept_until_new_chat(page, answers):
     answers[0].extend([("One.", 0), ("Two.", 0), ("Three.", 0)])
     for question in ("A?", "B?"):
         ask(page, question)
-    assert answers[1][1]["prompt"].startswith("### User:\nA?\n\n### Assistant:\nOne.<|endoftext|>### User:\nB?")
+    assert answers[1][1]["prompt"].startswith(
+        "### User:\nA?\n\n### Assistant:\nOne.<|endoftext|>### User:\nB?"
+    )
     page.click("#new")
     assert texts(page) == []
     ask(page, "C?")
@@ -115,13 +131,26 @@ def test_settings_are_sent(page, answers):
     answers[0].extend([("One.", 0)] * 2)
     page.click("#toggle")
     page.run("document.querySelectorAll('aside input').forEach((input) => { input.value = ''; })")
-    for name, value in {"temperature": "0.5", "top-p": "0.9", "top-k": "7", "seed": "42", "max-tokens": "9"}.items():
+    for name, value in {
+        "temperature": "0.5",
+        "top-p": "0.9",
+        "top-k": "7",
+        "seed": "42",
+        "max-tokens": "9",
+    }.items():
         page.keys(f"#{name}", value)
     page.keys("#system", "Be brief.")
     ask(page, "A?")
     sent = answers[1][0]
     assert sent.pop("prompt").startswith("### System:\nBe brief.")
-    expected = {"temperature": 0.5, "top_p": 0.9, "top_k": 7, "seed": 42, "max_new_tokens": 9, "end_ids": {256}}
+    expected = {
+        "temperature": 0.5,
+        "top_p": 0.9,
+        "top_k": 7,
+        "seed": 42,
+        "max_new_tokens": 9,
+        "end_ids": {256},
+    }
     assert sent == expected
     page.run("document.querySelector('#temperature').value = '3'")
     page.keys("#input", "B?" + ENTER)
@@ -132,7 +161,9 @@ def test_settings_are_sent(page, answers):
 def test_an_error_is_shown_and_the_text_is_not_lost(page):
     ask(page, "long " * 60)
     assert "The request failed: messages:" in page.text("#error")
-    assert page.run("return document.querySelector('#input').value").strip() == "long " * 59 + "long"
+    assert (
+        page.run("return document.querySelector('#input').value").strip() == "long " * 59 + "long"
+    )
     assert texts(page) == []
 
 
@@ -151,7 +182,9 @@ def test_keyboard_and_screen_reader(page, answers):
     assert page.run("return document.activeElement.id") == "input"
     status = "document.querySelector('[role=status]').textContent"
     assert page.run(f"return {status}") == "Answer: Spoken."
-    unnamed = "[...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length)"
+    unnamed = (
+        "[...document.querySelectorAll('input, textarea')].filter((field) => !field.labels.length)"
+    )
     assert page.run(f"return {unnamed}.length") == 0
     assert page.run("return document.querySelector('#toggle').ariaExpanded") == "false"
     page.run("document.querySelector('#new').focus()")
@@ -165,10 +198,10 @@ def test_keyboard_and_screen_reader(page, answers):
 
 CONTRAST = """
 const channel = (v) => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
-const luminance = (colour) => { const [r, g, b] = colour.match(/[\\d.]+/g).map((v) => channel(+v));
+const luminance = (color) => { const [r, g, b] = color.match(/[\\d.]+/g).map((v) => channel(+v));
   return 0.2126 * r + 0.7152 * g + 0.0722 * b; };
-const background = (node) => { const colour = getComputedStyle(node).backgroundColor;
-  return colour === "rgba(0, 0, 0, 0)" ? background(node.parentElement) : colour; };
+const background = (node) => { const color = getComputedStyle(node).backgroundColor;
+  return color === "rgba(0, 0, 0, 0)" ? background(node.parentElement) : color; };
 return Math.min(...[...document.querySelectorAll("h1, h2, p, button, label, input, textarea")]
   .filter((n) => n.offsetParent)
   .map((node) => { const [a, b] = [getComputedStyle(node).color, background(node)].map(luminance);
@@ -188,7 +221,9 @@ def test_contrast_and_small_screens(page, answers, scheme):
         page.click("#toggle")
         assert page.run(CONTRAST) >= 4.5
         assert page.run("return document.documentElement.scrollWidth <= 360")
-        assert page.run("return document.querySelector('#send').getBoundingClientRect().bottom <= 640")
+        assert page.run(
+            "return document.querySelector('#send').getBoundingClientRect().bottom <= 640"
+        )
     finally:
         page.cdp("Emulation.clearDeviceMetricsOverride")
         page.cdp("Emulation.setEmulatedMedia", features=[])

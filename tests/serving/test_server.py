@@ -1,4 +1,6 @@
-"""The server as the official `openai` client and raw HTTP see it; one server per model in a thread of this process."""
+"""The server as the official `openai` client and raw HTTP see it; one server per model in a
+thread of this process.
+"""
 
 import http.client
 import io
@@ -15,11 +17,15 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Qwen3Config
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.chat_template import ChatFormat
 
 if find_spec("openai") is None:
-    pytest.skip("the client of the API is not installed: it is in the extra `test`", allow_module_level=True)
+    pytest.skip(
+        "the client of the API is not installed: it is in the extra `test`",
+        allow_module_level=True,
+    )
 pytest.importorskip("uvicorn", reason="the extra `serve` is not installed")
 from nanogpt_hf.serving import generation
 from nanogpt_hf.serving import server as serving
@@ -27,7 +33,9 @@ from nanogpt_hf.serving import server as serving
 
 @pytest.fixture(scope="module", autouse=True)
 def imported_client():
-    """Import the client, which takes seconds, when the tests start: every worker collects this file."""
+    """Import the client, which takes seconds, when the tests start: every worker collects this
+    file.
+    """
     global openai
     import openai
 
@@ -64,12 +72,18 @@ def base(base_server):
 
 
 def complete(client, prompt="abc", **options):
-    return client.completions.create(model="letters", prompt=prompt, **{"max_tokens": 12, "seed": 5} | options)
+    return client.completions.create(
+        model="letters", prompt=prompt, **{"max_tokens": 12, "seed": 5} | options
+    )
 
 
 def ask(client, *questions, **options):
-    messages = [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(questions)]
-    return client.chat.completions.create(model="parrot", messages=messages, **{"max_tokens": 12, "seed": 5} | options)
+    messages = [
+        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(questions)
+    ]
+    return client.chat.completions.create(
+        model="parrot", messages=messages, **{"max_tokens": 12, "seed": 5} | options
+    )
 
 
 def post(server, path, body, headers=(("Content-Type", "application/json"),)):
@@ -90,7 +104,12 @@ def wait_until(condition):
 
 def test_models_are_listed_with_context_and_chat(chat, base):
     (model,) = chat.models.list().data
-    assert (model.id, model.object, model.max_model_len, model.chat) == ("parrot", "model", 256, True)
+    assert (model.id, model.object, model.max_model_len, model.chat) == (
+        "parrot",
+        "model",
+        256,
+        True,
+    )
     assert chat.models.retrieve("parrot") == model
     assert base.models.retrieve("letters").chat is False
     with pytest.raises(openai.NotFoundError, match="'parrot' only") as caught:
@@ -98,12 +117,28 @@ def test_models_are_listed_with_context_and_chat(chat, base):
     assert caught.value.code == "model_not_found"
 
 
-@pytest.mark.parametrize("options", [[], ["--temperature", "0"], ["--top-p", "0.7"], ["--top-k", "3"]])
+@pytest.mark.parametrize(
+    "options", [[], ["--temperature", "0"], ["--top-p", "0.7"], ["--top-k", "3"]]
+)
 def test_completions_equal_sample(base, letter_model, capsys, options):
-    words = ["sample", letter_model, "--prompt", "abc", "--max-new-tokens", 12, "--seed", 7, "--num-samples", 2]
+    words = [
+        "sample",
+        letter_model,
+        "--prompt",
+        "abc",
+        "--max-new-tokens",
+        12,
+        "--seed",
+        7,
+        "--num-samples",
+        2,
+    ]
     assert main([*map(str, words), *options]) == 0
     first, second = capsys.readouterr().out.split("\n\n--- sample 2 of 2 ---\n")
-    given = {name[2:].replace("-", "_"): float(value) for name, value in zip(options[::2], options[1::2], strict=True)}
+    given = {
+        name[2:].replace("-", "_"): float(value)
+        for name, value in zip(options[::2], options[1::2], strict=True)
+    }
     top_k = {"top_k": given.pop("top_k")} if "top_k" in given else {}
     answer = complete(base, n=2, seed=7, **{"temperature": 0.8} | given, extra_body=top_k)
     assert ["abc" + choice.text for choice in answer.choices] == [first, second[:-1]]
@@ -113,7 +148,7 @@ def test_completions_equal_sample(base, letter_model, capsys, options):
 
 def test_chat_completions_equal_chat(chat, chat_folder, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\n"))
-    assert main(["chat", str(chat_folder), "--max-new-tokens", "20", "--seed", "7", "--system", "Be brief."]) == 0
+    assert main(argv("chat {} --max-new-tokens 20 --seed 7 --system 'Be brief.'", chat_folder)) == 0
     messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "Why?"}]
     answer = chat.chat.completions.create(
         model="parrot", messages=messages, max_completion_tokens=20, seed=7, temperature=0.8
@@ -140,10 +175,15 @@ def test_streams_equal_whole_answers(chat, base):
 
 
 def test_a_stream_ends_with_done(base_server):
-    _, body = post(base_server, "/v1/completions", b'{"prompt": "abc", "max_tokens": 2, "stream": true}')
+    _, body = post(
+        base_server, "/v1/completions", b'{"prompt": "abc", "max_tokens": 2, "stream": true}'
+    )
     events = body.decode().split("\n\n")
     assert events[-2:] == ["data: [DONE]", ""]
-    assert [json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"] for event in events[:-2]] == [
+    assert [
+        json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"]
+        for event in events[:-2]
+    ] == [
         None,
         None,
         "length",
@@ -165,7 +205,10 @@ def test_a_stop_string_ends_the_text_before_it(base):
     answer = complete(base, max_tokens=20, stop=[stop, "nowhere"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
     assert answer.usage.completion_tokens == len(expected) + 3
-    assert "".join(c.choices[0].text for c in complete(base, max_tokens=20, stop=stop, stream=True)) == expected
+    assert (
+        "".join(c.choices[0].text for c in complete(base, max_tokens=20, stop=stop, stream=True))
+        == expected
+    )
 
 
 def test_the_end_of_text_token_finishes_with_stop(base, base_server, monkeypatch):
@@ -199,13 +242,20 @@ def test_truncation_drops_the_oldest_messages(chat):
         ask(chat, *questions)
     response = chat.chat.completions.with_raw_response.create(
         model="parrot",
-        messages=[{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(questions)],
+        messages=[
+            {"role": ("user", "assistant")[i % 2], "content": text}
+            for i, text in enumerate(questions)
+        ],
         max_tokens=30,
         extra_body={"truncation": "auto"},
     )
     dropped = int(response.headers["X-Dropped-Messages"])
     assert dropped in (2, 4, 6)
-    assert response.parse().usage.prompt_tokens == ask(chat, *questions[dropped:]).usage.prompt_tokens <= 226
+    assert (
+        response.parse().usage.prompt_tokens
+        == ask(chat, *questions[dropped:]).usage.prompt_tokens
+        <= 226
+    )
 
 
 def test_a_model_without_chat_template_refuses_chat(base):
@@ -214,7 +264,8 @@ def test_a_model_without_chat_template_refuses_chat(base):
 
 
 CHATML = (
-    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' -}}{%- endfor -%}"
+    "{%- for m in messages -%}{{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' "
+    "-}}{%- endfor -%}"
     "{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}"
 )
 
@@ -247,7 +298,9 @@ def test_models_of_transformers_chat_with_their_own_template(
 ):
     folder = tmp_path / "other"
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     sizes = {
@@ -270,13 +323,15 @@ def test_models_of_transformers_chat_with_their_own_template(
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     monkeypatch.setattr(sys, "stdin", io.StringIO("Why?\n"))
-    assert main(["chat", str(folder), "--max-new-tokens", "20", "--seed", "5"]) == 0
+    assert main(argv("chat {} --max-new-tokens 20 --seed 5", folder)) == 0
     answered = capsys.readouterr().out
-    assert main(["sample", str(folder), "--prompt", "abc", "--max-new-tokens", "20", "--seed", "5"]) == 0
+    assert main(argv("sample {} --prompt abc --max-new-tokens 20 --seed 5", folder)) == 0
     sampled = capsys.readouterr().out
     with running(folder, "parrot") as server, client_of(server) as client:
         answer = ask(client, "Why?", max_tokens=20, temperature=0.8)
-        text = client.completions.create(model="parrot", prompt="abc", max_tokens=20, temperature=0.8, seed=5)
+        text = client.completions.create(
+            model="parrot", prompt="abc", max_tokens=20, temperature=0.8, seed=5
+        )
     assert answer.choices[0].message.content + "\n" == answered
     assert f"abc{text.choices[0].text}\n" == sampled
 
@@ -329,11 +384,14 @@ def test_a_wrong_parameter_is_named(base_server, wrong, param, status):
 
 @pytest.mark.parametrize(
     "messages",
-    [[], "hi", ["hi"], [{"role": "tool", "content": "x"}], [{"role": "user"}], [{"role": "user", "content": 3}],
+    [[], "hi", ["hi"], [{"role": "tool", "content": "x"}], [{"role": "user"}],
+     [{"role": "user", "content": 3}],
      [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]],
 )  # fmt: skip
 def test_wrong_messages_are_refused(chat_server, messages):
-    got, answer = post(chat_server, "/v1/chat/completions", json.dumps({"messages": messages}).encode())
+    got, answer = post(
+        chat_server, "/v1/chat/completions", json.dumps({"messages": messages}).encode()
+    )
     assert (got, json.loads(answer)["error"]["param"]) == (400, "messages")
 
 
@@ -374,7 +432,11 @@ def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
     ):
         got, answer = post(base_server, *request)
         assert got == status, (request[:1], answer)
-        assert b"Invalid host" in answer if request[-1] == evil else json.loads(answer)["error"]["message"]
+        assert (
+            b"Invalid host" in answer
+            if request[-1] == evil
+            else json.loads(answer)["error"]["message"]
+        )
     with socket.create_connection(("127.0.0.1", base_server.port), timeout=30) as connection:
         connection.sendall(b"\x16\x03 no HTTP\r\n\r\n")
         assert connection.recv(100).startswith(b"HTTP/1.1 400")
@@ -414,7 +476,9 @@ def test_many_clients_at_once_lose_nothing(base_server, base):
         barrier.wait(60)
         if seed % 2:
             return complete(base, seed=seed, max_tokens=6).choices[0].text
-        return "".join(c.choices[0].text for c in complete(base, seed=seed, max_tokens=6, stream=True))
+        return "".join(
+            c.choices[0].text for c in complete(base, seed=seed, max_tokens=6, stream=True)
+        )
 
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(client, range(12))) == expected
@@ -443,7 +507,9 @@ def test_a_client_that_disconnects_frees_its_slot(base_server, base, endless):
     stream = complete(base, stream=True)
     next(stream)
     connection = http.client.HTTPConnection("127.0.0.1", base_server.port)
-    connection.request("POST", "/v1/completions", b'{"prompt": "abc"}', {"Content-Type": "application/json"})
+    connection.request(
+        "POST", "/v1/completions", b'{"prompt": "abc"}', {"Content-Type": "application/json"}
+    )
     wait_until(lambda: len(endless) == 2)
     assert base_server.served.sequences == 2
     stream.close()

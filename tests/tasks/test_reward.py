@@ -81,7 +81,8 @@ def test_reward_that_catches_every_exception_cannot_hang():
     def score(completion, question):
         while True:
             try:
-                math.factorial(50)
+                while True:  # the time limit always ends in here, never between two attempts
+                    math.factorial(50)
             except BaseException:
                 continue
 
@@ -110,7 +111,9 @@ def test_reward_changes_folder_and_settings_for_itself_only(tmp_path, monkeypatc
 
 def test_load_reward_calls_the_users_function(tmp_path):
     path = tmp_path / "mine.py"
-    path.write_text("def score(prompt, completion, answer):\n    return len(prompt) + (completion == answer)\n")
+    path.write_text(
+        "def score(prompt, completion, answer):\n    return len(prompt) + (completion == answer)\n"
+    )
     score, digest = load_reward(f"{path}:score")
     assert score("4", QUESTION) == 4
     assert score("5", QUESTION) == 3

@@ -13,7 +13,12 @@ def score(task: str, completion: str, answer: str) -> float:
 @pytest.mark.parametrize(
     ("task", "answer", "right", "wrong"),
     [
-        ("gsm8k", "6 * 7 = 42\n#### 42", ["#### 42", "So 42.\n#### 42.0", "#### 41 no, #### 42"], ["42", "#### 4"]),
+        (
+            "gsm8k",
+            "6 * 7 = 42\n#### 42",
+            ["#### 42", "So 42.\n#### 42.0", "#### 41 no, #### 42"],
+            ["42", "#### 4"],
+        ),
         ("gsm8k", "#### 1,234", ["#### 1234", "#### $1,234."], ["#### 1.234", "####"]),
         ("gsm8k", "#### -3", ["#### -3"], ["#### 3"]),
         (
@@ -32,7 +37,9 @@ def test_scores_of_right_and_wrong_completions(task, answer, right, wrong):
     assert [score(task, completion, answer) for completion in wrong] == [0.0] * len(wrong)
 
 
-@pytest.mark.parametrize(("task", "answer"), [("gsm8k", "42"), ("multiple_choice", "Paris"), ("regex", "(")])
+@pytest.mark.parametrize(
+    ("task", "answer"), [("gsm8k", "42"), ("multiple_choice", "Paris"), ("regex", "(")]
+)
 def test_reference_problem_names_answers_that_cannot_be_compared(task, answer):
     assert reference_problem(task, answer)
     assert not reference_problem("exact", answer)

@@ -7,7 +7,7 @@ import pytest
 
 from assertions import refusal
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.arithmetic import arithmetic_conversations, arithmetic_text, is_held_out
+from nanogpt_hf.data.source import arithmetic_conversations, arithmetic_text, is_held_out
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.tasks.load import load_task
 
@@ -32,9 +32,9 @@ def test_arithmetic_held_out_questions_are_in_no_text_or_conversation():
     task = load_task("arithmetic", DataSection())
     held_out = {question.prompt for question in task.held_out[:300]}
     assert all(is_held_out(prompt) for prompt in held_out)
-    lines = (line for row in islice(arithmetic_text(), 500) for line in row["text"].splitlines())
+    lines = (line for row in islice(arithmetic_text(), 500) for line in row.splitlines())
     text = {line.partition("=")[0] for line in lines}
-    asked = {row["messages"][0]["content"] for row in islice(arithmetic_conversations(), 5000)}
+    asked = {row[0]["content"] for row in islice(arithmetic_conversations(), 5000)}
     assert len(text | asked) > 5000
     assert not held_out & (text | asked | {question.prompt for question in task.train[:300]})
 
@@ -47,18 +47,29 @@ def write_rows(path, rows):
 def test_questions_of_a_file_are_split_and_keep_system_messages(tmp_path):
     rows = [{"prompt": f"{n} apples?", "completion": f"#### {n}"} for n in range(7)]
     rows.append(
-        {"messages": [{"role": r, "content": c} for r, c in (("system", "Hi"), ("user", "8"), ("assistant", "#### 8"))]}
+        {
+            "messages": [
+                {"role": r, "content": c}
+                for r, c in (("system", "Hi"), ("user", "8"), ("assistant", "#### 8"))
+            ]
+        }
     )
     task = load_task("gsm8k", write_rows(tmp_path / "questions.jsonl", rows))
     questions = [*task.train, *task.held_out]
     assert (len(task.train), len(task.held_out)) == (6, 2)
     assert {q.answer for q in questions} == {f"#### {n}" for n in range(9) if n != 7}
-    assert [m["role"] for q in questions for m in q.messages if q.answer == "#### 8"] == ["system", "user"]
+    assert [m["role"] for q in questions for m in q.messages if q.answer == "#### 8"] == [
+        "system",
+        "user",
+    ]
     assert task.revision.startswith("sha256:")
 
 
 def test_mistakes_end_in_one_line(tmp_path):
-    data = write_rows(tmp_path / "q.jsonl", [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}])
+    data = write_rows(
+        tmp_path / "q.jsonl",
+        [{"prompt": "a", "completion": "b"}, {"prompt": "c", "completion": "d"}],
+    )
     for arguments, options, message in (
         (("aritmetic", data), None, "did you mean arithmetic"),
         (("gsm8k", data), None, "####"),
@@ -78,8 +89,16 @@ def test_reasoning_gym_questions_and_scores():
     train, held_out = ({q.prompt for q in split[:200]} for split in (task.train, task.held_out))
     assert len(held_out) > 50
     assert not train & held_out
-    assert "did you mean chain_sum" in refusal(load_task, "reasoning_gym:chain_sums", DataSection(), error=UserError)
-    message = refusal(load_task, "reasoning_gym:chain_sum", DataSection(), options={"max_term": 3}, error=UserError)
+    assert "did you mean chain_sum" in refusal(
+        load_task, "reasoning_gym:chain_sums", DataSection(), error=UserError
+    )
+    message = refusal(
+        load_task,
+        "reasoning_gym:chain_sum",
+        DataSection(),
+        options={"max_term": 3},
+        error=UserError,
+    )
     assert message.startswith("rl.options: ")
     assert "max_term" in message
 

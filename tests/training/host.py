@@ -1,7 +1,9 @@
-"""Started by test_hosts.py in a network namespace: a host that runs each command it reads in a fork.
+"""Started by test_hosts.py in a network namespace: a host that runs each command it reads in a
+fork.
 
-A command is a line of JSON: the launcher's environment variables, working directory, log file, arguments, peer timeout,
-and seconds to sleep before data is prepared. The answers are the id of the process and, later, its exit status.
+A command is a line of JSON: the launcher's environment variables, working directory, log file,
+arguments, peer timeout, and seconds to sleep before data is prepared. The answers are the id of
+the process and, later, its exit status.
 """
 
 import json
@@ -16,12 +18,11 @@ from accelerate import state
 from accelerate.utils import DistributedType
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.data import prepare as preparation
 from nanogpt_hf.distributed import rendezvous
 from nanogpt_hf.reports import live
-from nanogpt_hf.training import loop  # noqa: F401  (imported once for all forks)
+from nanogpt_hf.training import loop, methods  # noqa: F401  (imported once for all forks)
 
-prepare = preparation.prepare
+prepare = methods.prepare
 torch.set_num_threads(1)
 live.draw_run = lambda *_: None  # the plot takes longer than the training
 os.fsync = lambda descriptor: None  # as in conftest.py
@@ -35,12 +36,17 @@ for line in sys.stdin:
         os.environ |= command["environment"]
         if "ACCELERATE_USE_FSDP" in os.environ:  # as in launched.py
             os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-            state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+            state.PartialState._prepare_backend = lambda self, *a, **k: (
+                "gloo",
+                DistributedType.MULTI_GPU,
+            )
         os.chdir(command["folder"])
         rendezvous.PEER_TIMEOUT = timedelta(seconds=command["peer_timeout"])
         rendezvous.HEARTBEAT = 0.5
         if command["busy"]:
-            preparation.prepare = lambda config, busy=command["busy"]: time.sleep(busy) or prepare(config)
+            methods.prepare = lambda config, busy=command["busy"]: (
+                time.sleep(busy) or prepare(config)
+            )
         status = 1
         try:
             status = main(command["arguments"])

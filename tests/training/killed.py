@@ -1,8 +1,10 @@
-"""Started by test_kills.py: train in child processes that are killed, and resume until one finishes.
+"""Started by test_kills.py: train in child processes that are killed, and resume until one
+finishes.
 
-Reads orders as lines of JSON: the arguments of `pretrain`, and `kill`: a name of PLACES, at which the first child kills
-itself; "anywhere", for kills at random times; a number n, for a kill at the nth change to the run folder; or null.
-Answers with the number of kills and the last exit status. Children are forks: torch is imported once.
+Reads orders as lines of JSON: the arguments of `pretrain`, and `kill`: a name of PLACES, at
+which the first child kills itself; "anywhere", for kills at random times; a number n, for a kill
+at the nth change to the run folder; or null. Answers with the number of kills and the last exit
+status. Children are forks: torch is imported once.
 """
 
 import json
@@ -23,14 +25,14 @@ from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.reports import live
 from nanogpt_hf.runs import replace
-from nanogpt_hf.training import checkpoint_writer, loop
+from nanogpt_hf.training import checkpoint_writer, step
 
 torch.set_num_threads(1)
 os.fsync = lambda descriptor: None  # a killed process loses nothing that it has written
 
 # place -> (object, function, number of calls before the one that is killed)
 PLACES = {
-    "training": (loop, "train_step", 3),
+    "training": (step, "accumulate", 8),
     "evaluating": (loss, "pad_batch", 12),
     "writing a checkpoint": (checkpoint_writer, "write_tensors", 3),
     "flushing a checkpoint": (replace, "flush", 8),
@@ -57,7 +59,9 @@ def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
     run = arguments[arguments.index("--run-dir") + 1]
     checkpoints, kills, draw = os.path.join(run, "checkpoints"), 0, random.Random(0)
     while True:
-        saved = os.path.isdir(checkpoints) and any(not name.startswith(".") for name in os.listdir(checkpoints))
+        saved = os.path.isdir(checkpoints) and any(
+            not name.startswith(".") for name in os.listdir(checkpoints)
+        )
         flag = "--auto-resume" if isinstance(kill, int) else "--resume" if saved else "--overwrite"
         child = os.fork()
         if child == 0:

@@ -1,8 +1,8 @@
 """Started by tests through a launcher: the command line on CPU processes with real sharding.
 
-FSDP2 and DeepSpeed need an accelerator: accelerate is made to accept the CPU with gloo as one, so that the real
-sharding code runs. Each process records the sizes of what it held at its last checkpoint, since losses alone do not
-distinguish sharding from DDP.
+FSDP2 and DeepSpeed need an accelerator: accelerate is made to accept the CPU with gloo as one,
+so that the real sharding code runs. Each process records the sizes of what it held at its last
+checkpoint, since losses alone do not distinguish sharding from DDP.
 """
 
 import errno
@@ -31,7 +31,11 @@ from nanogpt_hf.reports import live
 from nanogpt_hf.training import checkpoint, checkpoint_writer
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
-save, configure_deepspeed, file_digest = CheckpointWriter.save, deepspeed.configure, checkpoint.file_digest
+save, configure_deepspeed, file_digest = (
+    CheckpointWriter.save,
+    deepspeed.configure,
+    checkpoint.file_digest,
+)
 verified: list[str] = []  # files of loaded checkpoints whose checksums this process computed
 
 
@@ -48,14 +52,18 @@ def sharding_small_parameters(deepspeed_config, *rest):
 
 
 def local_size(parameter) -> int:
-    if hasattr(parameter, "ds_tensor"):  # ZeRO-3's shard; the parameter itself is empty or temporarily gathered
+    # ZeRO-3's shard; the parameter itself is empty or temporarily gathered
+    if hasattr(parameter, "ds_tensor"):
         return parameter.numel() if parameter.ds_persist else parameter.ds_tensor.numel()
     return getattr(parameter, "_local_tensor", parameter).numel()
 
 
 def local_bytes(tensor) -> int:
     local = getattr(tensor, "_local_tensor", tensor)
-    return sum(part.nbytes for part in ((local.codes, local.scale) if hasattr(local, "codes") else (local,)))
+    return sum(
+        part.nbytes
+        for part in ((local.codes, local.scale) if hasattr(local, "codes") else (local,))
+    )
 
 
 def bytes_of(tensor) -> bytes:
@@ -64,18 +72,29 @@ def bytes_of(tensor) -> bytes:
 
 def recording(writer, model, optimizer, state):
     accelerator = writer.accelerator
-    states = optimizer.optimizer.optimizer.state if hasattr(optimizer.optimizer, "optimizer") else optimizer.state
-    optimizer_state = [value for state in states.values() for key, value in state.items() if key != "step"]
+    states = (
+        optimizer.optimizer.optimizer.state
+        if hasattr(optimizer.optimizer, "optimizer")
+        else optimizer.state
+    )
+    optimizer_state = [
+        value for state in states.values() for key, value in state.items() if key != "step"
+    ]
     parameters = full_state.named_parameters(accelerator, model)
     parts = ("_local_tensor", "ds_tensor")
-    whole = [p for p in parameters.values() if not (p.is_meta or any(hasattr(p, name) for name in parts))]
+    whole = [
+        p for p in parameters.values() if not (p.is_meta or any(hasattr(p, name) for name in parts))
+    ]
     sizes = {
         "weights": {
-            name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()] for name, p in parameters.items()
+            name: [type(p).__name__, local_size(p), full_state.full_shape(p).numel()]
+            for name, p in parameters.items()
         },
         "verified": verified,
         "whole": hashlib.sha256(b"".join(map(bytes_of, whole))).hexdigest(),
-        "optimizer_state": sum(getattr(value, "_local_tensor", value).numel() for value in optimizer_state),
+        "optimizer_state": sum(
+            getattr(value, "_local_tensor", value).numel() for value in optimizer_state
+        ),
         "optimizer_state_bytes": sum(map(local_bytes, optimizer_state)),
     }
     save(writer, model, optimizer, state)
@@ -84,7 +103,9 @@ def recording(writer, model, optimizer, state):
 
 
 def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> None:
-    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its nth checkpoint."""
+    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its
+    nth checkpoint.
+    """
     if os.environ.get("RANK") != rank:
         return
     if kind == "killed":
@@ -102,9 +123,15 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
 
 def run(arguments: list[str]) -> None:
     """Run the command line and end the process."""
-    if "true" in (os.environ.get("ACCELERATE_USE_FSDP"), os.environ.get("ACCELERATE_USE_DEEPSPEED")):
+    if "true" in (
+        os.environ.get("ACCELERATE_USE_FSDP"),
+        os.environ.get("ACCELERATE_USE_DEEPSPEED"),
+    ):
         os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
-        state.PartialState._prepare_backend = lambda self, *a, **k: ("gloo", DistributedType.MULTI_GPU)
+        state.PartialState._prepare_backend = lambda self, *a, **k: (
+            "gloo",
+            DistributedType.MULTI_GPU,
+        )
     if os.environ.get("CPU_RING"):
         cpu_ring.allow_cpu_ring()
     if fault := os.environ.get("FAULT"):

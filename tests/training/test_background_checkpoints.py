@@ -1,4 +1,6 @@
-"""Checkpoints are written in the background: training goes on, and whatever ends the run waits for them."""
+"""Checkpoints are written in the background: training goes on, and whatever ends the run waits
+for them.
+"""
 
 import errno
 import os
@@ -8,14 +10,21 @@ import time
 
 import pytest
 
+from assertions import replace_step
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training import checkpoint_writer, loop
 from nanogpt_hf.training.checkpoint import read_checkpoint
+from nanogpt_hf.training.step import train_step
 
-KNOBS = {"optim__schedule": "constant", "eval__every": 10_000, "checkpoint__every": 3, "checkpoint__keep": 9}
-write_tensors, train_step = checkpoint_writer.write_tensors, loop.train_step
+KNOBS = {
+    "optim__schedule": "constant",
+    "eval__every": 10_000,
+    "checkpoint__every": 3,
+    "checkpoint__keep": 9,
+}
+write_tensors = checkpoint_writer.write_tensors
 
 
 @pytest.fixture
@@ -24,7 +33,9 @@ def pretrain(capsys, tmp_path, write_recipe, forget_accelerate):
         forget_accelerate()
         capsys.readouterr()
         recipe = write_recipe(**KNOBS | overrides)
-        status = main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *map(str, options)])
+        status = main(
+            ["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *map(str, options)]
+        )
         return status, capsys.readouterr().err.splitlines()
 
     return pretrain
@@ -43,7 +54,7 @@ def at_step(monkeypatch, number: int, action) -> None:
             action()
         return train_step(run, *arguments)
 
-    monkeypatch.setattr(loop, "train_step", step)
+    replace_step(monkeypatch, step)
 
 
 def hold_writes(monkeypatch) -> threading.Event:
@@ -75,16 +86,26 @@ def test_training_continues_while_a_checkpoint_is_written(pretrain, run, monkeyp
     at_step(monkeypatch, 5, release)
     assert pretrain(train__max_steps=7)[0] == 0
     assert sorted(folders) == [".no_checkpoint_yet", ".step_00000003.partial"]
-    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (3, 6, 7)]
+    assert [folder.name for folder in run.checkpoint_folders()] == [
+        f"step_{step:08d}" for step in (3, 6, 7)
+    ]
 
 
 def test_checkpoint_has_the_state_of_its_step_though_training_continued(pretrain, run, monkeypatch):
     assert pretrain(train__max_steps=3)[0] == 0
-    before = {name: tensor.clone() for part in read_checkpoint(run.checkpoint(3))[:2] for name, tensor in part.items()}
+    before = {
+        name: tensor.clone()
+        for part in read_checkpoint(run.checkpoint(3))[:2]
+        for name, tensor in part.items()
+    }
     event = hold_writes(monkeypatch)
     at_step(monkeypatch, 5, event.set)
     assert pretrain("--overwrite", train__max_steps=6)[0] == 0
-    after = {name: tensor for part in read_checkpoint(run.checkpoint(3))[:2] for name, tensor in part.items()}
+    after = {
+        name: tensor
+        for part in read_checkpoint(run.checkpoint(3))[:2]
+        for name, tensor in part.items()
+    }
     assert len(before) > 40
     assert all(before[name].equal(after[name]) for name in before.keys() | after.keys())
 
@@ -105,9 +126,13 @@ def test_end_of_the_run_waits_for_the_write(pretrain, run, monkeypatch, ending):
         with pytest.raises(ZeroDivisionError):
             pretrain(train__max_steps=50)
     else:
-        assert pretrain(train__max_steps=5 if ending == "end" else 50)[0] == (0 if ending == "end" else 75)
+        assert pretrain(train__max_steps=5 if ending == "end" else 50)[0] == (
+            0 if ending == "end" else 75
+        )
     steps = [3] if ending == "error" else [3, 5]
-    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in steps]
+    assert [folder.name for folder in run.checkpoint_folders()] == [
+        f"step_{step:08d}" for step in steps
+    ]
     read_checkpoint(run.checkpoint(steps[-1]))
     assert not list(run.checkpoints.glob("*.partial"))
 
@@ -117,7 +142,9 @@ def test_write_error_stops_the_run_before_the_next_checkpoint(pretrain, run, mon
     fail_writes(monkeypatch)
     status, (line,) = pretrain("--resume", train__max_steps=100_000, checkpoint__every=50)
     assert status == 2
-    assert line.startswith(f"{run.checkpoint(50)}: the checkpoint cannot be written, older ones are intact: ")
+    assert line.startswith(
+        f"{run.checkpoint(50)}: the checkpoint cannot be written, older ones are intact: "
+    )
     assert line.endswith("No space left on device")
     assert max(event["step"] for event in read_metrics(run)) < 100
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000003"]
@@ -166,7 +193,9 @@ def test_rollback_waits_for_the_write(pretrain, run, monkeypatch):
     status, lines = pretrain(train__max_steps=8, **knobs)
     assert status == 0, lines
     assert len(losses) == 5 + 5  # steps 1 to 5, and 4 to 8 again
-    assert [folder.name for folder in run.checkpoint_folders()] == [f"step_{step:08d}" for step in (3, 6, 8)]
+    assert [folder.name for folder in run.checkpoint_folders()] == [
+        f"step_{step:08d}" for step in (3, 6, 8)
+    ]
 
 
 def test_no_model_is_written_beside_a_checkpoint(pretrain, run, monkeypatch):

@@ -1,4 +1,6 @@
-"""Fine-tuning on a mixture of conversations of several row shapes, with the chat template of the model."""
+"""Fine-tuning on a mixture of conversations of several row shapes, with the chat template of the
+model.
+"""
 
 import json
 from pathlib import Path
@@ -15,19 +17,43 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.finetuning import finetune_config
 
 CHATML = (
-    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\n' + message['content'] "
+    "+ '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-TURNS = [("system", "Be brief."), ("human", "Why?"), ("gpt", "Because."), ("human", "How?"), ("gpt", "So.")]
+TURNS = [
+    ("system", "Be brief."),
+    ("human", "Why?"),
+    ("gpt", "Because."),
+    ("human", "How?"),
+    ("gpt", "So."),
+]
 ROWS = {
     "talk": [
-        {"messages": [{"role": "user", "content": f"Hi {n}"}, {"role": "assistant", "content": "Hello!"}] * (n % 2 + 1)}
+        {
+            "messages": [
+                {"role": "user", "content": f"Hi {n}"},
+                {"role": "assistant", "content": "Hello!"},
+            ]
+            * (n % 2 + 1)
+        }
         for n in range(20)
     ],
-    "sharegpt": [{"conversations": [{"from": f, "value": v * (n % 3 + 1)} for f, v in TURNS]} for n in range(20)],
-    "sums": [{"question": f"{n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"} for n in range(20)],
+    "sharegpt": [
+        {"conversations": [{"from": f, "value": v * (n % 3 + 1)} for f, v in TURNS]}
+        for n in range(20)
+    ],
+    "sums": [
+        {"question": f"{n} + 1?", "answer": f"It is <<{n}+1={n + 1}>>{n + 1}\n#### {n + 1}"}
+        for n in range(20)
+    ],
     "exam": [
-        {"question": f"Which is {n % 4}?", "subject": "", "choices": ["0", "1", "2", "3"], "answer": n % 4}
+        {
+            "question": f"Which is {n % 4}?",
+            "subject": "",
+            "choices": ["0", "1", "2", "3"],
+            "answer": n % 4,
+        }
         for n in range(20)
     ],
 }
@@ -38,19 +64,30 @@ def base(tmp_path_factory, byte_tokenizer) -> Path:
     """A tiny GPT-2 with a chat template of its own."""
     folder = tmp_path_factory.mktemp("assistant") / "base"
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
-    tokenizer.add_special_tokens({"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]})
+    tokenizer.add_special_tokens(
+        {"eos_token": "<|im_end|>", "additional_special_tokens": ["<|im_start|>"]}
+    )
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
     torch.manual_seed(0)
     GPTForCausalLM(
-        GPTConfig(vocab_size=len(tokenizer), n_positions=128, n_embd=16, n_layer=2, n_head=2, bos_token_id=None)
+        GPTConfig(
+            vocab_size=len(tokenizer),
+            n_positions=128,
+            n_embd=16,
+            n_layer=2,
+            n_head=2,
+            bos_token_id=None,
+        )
     ).save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
 def arguments(base):
-    """A function that gives the arguments of `finetune` on the four sources with the data in `folder`."""
+    """A function that gives the arguments of `finetune` on the four sources with the data in
+    `folder`.
+    """
     sources = []
     for weight, (name, rows) in enumerate(ROWS.items(), 1):
         path = base.parent / f"{name}.jsonl"
@@ -58,12 +95,24 @@ def arguments(base):
         sources.append({"source": str(path), "weight": weight})
 
     def arguments(**knobs) -> list[str]:
-        values = {"data.source": json.dumps(sources), "data.format": "chat", "data.dir": base.parent / "data"}
-        values |= {"data.block_size": 128, "train.tokens_per_step": 1280, "train.micro_batch_size": 1}
+        values = {
+            "data.source": json.dumps(sources),
+            "data.format": "chat",
+            "data.dir": base.parent / "data",
+        }
+        values |= {
+            "data.block_size": 128,
+            "train.tokens_per_step": 1280,
+            "train.micro_batch_size": 1,
+        }
         values |= {"train.max_steps": 4, "eval.every": 2, "eval.tokens": 512, "checkpoint.every": 2}
         values |= {"model.dropout": 0.1, "optim.learning_rate": 1e-3, "optim.schedule": "constant"}
         values |= {"tracking.every": 1} | knobs
-        return ["--from", str(base), *(word for key, value in values.items() for word in (f"--{key}", str(value)))]
+        return [
+            "--from",
+            str(base),
+            *(word for key, value in values.items() for word in (f"--{key}", str(value))),
+        ]
 
     return arguments
 
@@ -84,30 +133,46 @@ def test_rows_of_every_source_become_the_tokens_of_the_template(alone, base):
         conversations = [conversation_of(row) for row in rows]
         answers = {
             tuple(plain.apply_chat_template(messages, return_dict=False)): "".join(
-                f"{message['content']}<|im_end|>" for message in messages if message["role"] == "assistant"
+                f"{message['content']}<|im_end|>"
+                for message in messages
+                if message["role"] == "assistant"
             )
             for messages in conversations
         }
-        splits = [datasets.load_from_disk(f"{base.parent}/data/{name}/{part}") for part in ("train", "validation")]
+        splits = [
+            datasets.load_from_disk(f"{base.parent}/data/{name}/{part}")
+            for part in ("train", "validation")
+        ]
         prepared = [row for split in splits for row in split]
         assert len(prepared) == len(rows)
         assert {tuple(row["input_ids"]) for row in prepared} == answers.keys()
         for row in prepared:
-            answered = [i for i, counts in zip(row["input_ids"], row["assistant_mask"], strict=True) if counts]
+            answered = [
+                i
+                for i, counts in zip(row["input_ids"], row["assistant_mask"], strict=True)
+                if counts
+            ]
             assert plain.decode(answered) == answers[tuple(row["input_ids"])]
 
 
 def test_run_is_named_after_the_sources_of_the_command_line(arguments):
     words = arguments()[2:]
-    knobs = [(key.removeprefix("--"), value) for key, value in zip(words[::2], words[1::2], strict=True)]
+    knobs = [
+        (key.removeprefix("--"), value) for key, value in zip(words[::2], words[1::2], strict=True)
+    ]
     config, _ = finetune_config(None, [("finetune.model", arguments()[1]), *knobs])
     assert config.name == "base-talk-sharegpt-sums-exam"
 
 
 def test_bad_row_of_a_source_names_its_file_and_line(arguments, base, tmp_path, capsys):
     bad = tmp_path / "bad.jsonl"
-    bad.write_text(json.dumps(ROWS["exam"][0]) + "\n" + json.dumps(ROWS["exam"][0] | {"answer": 4}) + "\n")
-    sources = [{"source": f"{base.parent}/talk.jsonl", "weight": 1}, {"source": str(bad), "weight": 1}]
+    bad.write_text(
+        json.dumps(ROWS["exam"][0]) + "\n" + json.dumps(ROWS["exam"][0] | {"answer": 4}) + "\n"
+    )
+    sources = [
+        {"source": f"{base.parent}/talk.jsonl", "weight": 1},
+        {"source": str(bad), "weight": 1},
+    ]
     knobs = {"data.source": json.dumps(sources), "data.dir": tmp_path / "data"}
     assert main(["finetune", *arguments(**knobs), "--run-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err

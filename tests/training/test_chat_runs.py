@@ -1,4 +1,6 @@
-"""Training on conversations: the loss equals that of single examples; runs end with a model for chat."""
+"""Training on conversations: the loss equals that of single examples; runs end with a model for
+chat.
+"""
 
 import shlex
 
@@ -17,15 +19,22 @@ from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
+from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
 
 
 @pytest.fixture
 def write_chat_recipe(write_recipe, chat_file, byte_tokenizer):
     def write(**overrides):
-        options = {"data__source": str(chat_file), "data__format": "chat", "data__tokenizer": str(byte_tokenizer)}
+        options = {
+            "data__source": str(chat_file),
+            "data__format": "chat",
+            "data__tokenizer": str(byte_tokenizer),
+        }
         options |= {"model__n_positions": 128, "data__block_size": 128, "eval__tokens": "all"}
-        return write_recipe(**options | {"train__tokens_per_step": 512, "train__micro_batch_size": 2} | overrides)
+        return write_recipe(
+            **options | {"train__tokens_per_step": 512, "train__micro_batch_size": 2} | overrides
+        )
 
     return write
 
@@ -37,28 +46,38 @@ def start(write_chat_recipe, tmp_path, forget_accelerate):
         prepare(config)
         run = RunFolder(tmp_path / name)
         forget_accelerate()
-        loop.train(config, run, load_prepared(config), resume=resume)
+        loop.train(prepare_run(config, run.path, resume=resume, overwrite=not resume))
         return run
 
     return start
 
 
 def example_losses(model, config, split: str) -> list[tuple[float, int]]:
-    """The summed loss over the assistant tokens of each example, and their number, computed with transformers."""
+    """The summed loss over the assistant tokens of each example, and their number, computed with
+    transformers.
+    """
     rows, losses = datasets.load_from_disk(f"{config.data.dir}/{split}"), []
     for ids, mask in zip(rows["input_ids"], rows["assistant_mask"], strict=True):
         ids, mask = torch.tensor(ids[: config.data.block_size + 1]), torch.tensor(mask)
         targets = ids[1:].masked_fill(mask[1 : len(ids)] == 0, -100)
         if (targets != -100).any():
             logits = model(input_ids=ids[None, :-1]).logits[0]
-            losses.append((F.cross_entropy(logits, targets, reduction="sum").item(), int((targets != -100).sum())))
+            losses.append(
+                (
+                    F.cross_entropy(logits, targets, reduction="sum").item(),
+                    int((targets != -100).sum()),
+                )
+            )
     return losses
 
 
 def block_loss(model, batch: dict[str, torch.Tensor]) -> float:
     """The summed loss, two blocks at a time: one float32 sum over all would lose digits."""
     parts = zip(*(tensor.split(2) for tensor in batch.values()), strict=True)
-    return sum(model(**dict(zip(batch, part, strict=True)), num_items_in_batch=1).loss.item() for part in parts)
+    return sum(
+        model(**dict(zip(batch, part, strict=True)), num_items_in_batch=1).loss.item()
+        for part in parts
+    )
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -90,7 +109,9 @@ def test_block_loss_equals_loss_of_single_examples(write_chat_recipe, packing, a
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_gradient_is_per_assistant_token_over_uneven_micro_batches(start, write_chat_recipe, packing):
+def test_gradient_is_per_assistant_token_over_uneven_micro_batches(
+    start, write_chat_recipe, packing
+):
     # two micro-batches with different numbers of assistant tokens against a single one
     halves = start("halves", train__max_steps=2, train__micro_batch_size=2, data__packing=packing)
     whole = start("whole", train__max_steps=2, train__micro_batch_size=4, data__packing=packing)
@@ -110,10 +131,12 @@ def test_validation_loss_is_that_of_assistant_tokens(start, write_chat_recipe, t
     assert logged[30] == pytest.approx(sum(loss for loss, _ in losses) / count, abs=1e-5)
     manifest = load_prepared(config).manifest
     per_token = manifest.validation.bytes / manifest.validation.assistant_tokens
-    assert column(run, "val/bits_per_byte")[30] == pytest.approx(logged[30] / 0.6931471805599453 / per_token)
+    assert column(run, "val/bits_per_byte")[30] == pytest.approx(
+        logged[30] / 0.6931471805599453 / per_token
+    )
     for folder in (run.best, run.final):  # the template is saved with the model
-        assert "in 54 conversations" in (card := (folder / "README.md").read_text())
-        assert "tokens\nin answers of the validation split" in card
+        card = (folder / "README.md").read_text()
+        assert f"{manifest.train.assistant_tokens:,} of them in answers" in card
         tokenizer = AutoTokenizer.from_pretrained(folder)
         prompt = tokenizer.apply_chat_template(
             [{"role": "user", "content": "red"}], add_generation_prompt=True, tokenize=False
@@ -121,14 +144,24 @@ def test_validation_loss_is_that_of_assistant_tokens(start, write_chat_recipe, t
         assert prompt == "### User:\nred\n\n### Assistant:\n"
 
 
-def test_pretrain_on_chats_names_the_chat_command(write_chat_recipe, tmp_path, capsys, forget_accelerate):
+def test_pretrain_on_chats_names_the_chat_command(
+    write_chat_recipe, tmp_path, capsys, forget_accelerate
+):
     recipe = write_chat_recipe(train__max_steps=2)
     assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
     out = capsys.readouterr().out
     assert "54 conversations" in out
     assert f"next: python cli.py chat {shlex.quote(str(tmp_path / 'run'))}" in out
     forget_accelerate()
-    resume = ["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), "--resume", "--train.max_steps", "4"]
+    resume = [
+        "pretrain",
+        str(recipe),
+        "--run-dir",
+        str(tmp_path / "run"),
+        "--resume",
+        "--train.max_steps",
+        "4",
+    ]
     assert main([*resume, "--data.packing", "padded"]) == 2
     assert "data.packing: packed -> padded" in capsys.readouterr().err
 
@@ -139,14 +172,21 @@ def test_finetune_with_chat_recipe_logs_samples(
     base = start("base", train__max_steps=2)
     forget_accelerate()
     monkeypatch.chdir(tmp_path)
-    knobs = {"data.source": chat_file, "data.sha256": "null", "data.block_size": 128, "train.tokens_per_step": 512}
+    knobs = {
+        "data.source": chat_file,
+        "data.sha256": "null",
+        "data.block_size": 128,
+        "train.tokens_per_step": 512,
+    }
     knobs |= {"train.max_steps": 4, "eval.sample_tokens": 5, "eval.samples": "red blue"}
     options = [str(value) for key, value in knobs.items() for value in (f"--{key}", value)]
     recipe = str(root / "recipes" / "sft_instructions.yaml")
     assert main(["finetune", recipe, "--from", str(base.path), "--run-dir", "tuned", *options]) == 0
     assert "next: python cli.py chat tuned" in capsys.readouterr().out
     events = read_metrics(RunFolder(tmp_path / "tuned"))
-    assert [(event["step"], event["samples"][0]["prompt"]) for event in events if "samples" in event] == [
+    assert [
+        (event["step"], event["samples"][0]["prompt"]) for event in events if "samples" in event
+    ] == [
         (0, "red blue"),
         (3, "red blue"),
         (4, "red blue"),

@@ -29,9 +29,21 @@ def base(tmp_path_factory, text_file):
         single=f"{START} $A", special_tokens=[(START, hf.convert_tokens_to_ids(START))]
     )
     hf.chat_template = TEMPLATE
-    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2}
-    sizes |= {"intermediate_size": 48, "max_position_embeddings": 2048, "vocab_size": len(hf), "pad_token_id": None}
-    config = transformers.LlamaConfig(**sizes, bos_token_id=hf.bos_token_id, eos_token_id=hf.eos_token_id)
+    sizes = {
+        "hidden_size": 32,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    }
+    sizes |= {
+        "intermediate_size": 48,
+        "max_position_embeddings": 2048,
+        "vocab_size": len(hf),
+        "pad_token_id": None,
+    }
+    config = transformers.LlamaConfig(
+        **sizes, bos_token_id=hf.bos_token_id, eos_token_id=hf.eos_token_id
+    )
     torch.manual_seed(0)
     model = transformers.LlamaForCausalLM(config)
     model.generation_config.eos_token_id = [hf.eos_token_id, 5]
@@ -53,8 +65,21 @@ def finetune(base, text_file, tmp_path, monkeypatch, forget_accelerate):
 
     def finetune(*options: str, data=text_file, status: int = 0):
         forget_accelerate()
-        command = ["finetune", "--from", str(base), "--data", str(data), "--run-dir", str(tmp_path / "run")]
-        sizes = {"data.block_size": 32, "train.tokens_per_step": 128, "train.max_steps": 4, "eval.every": 4}
+        command = [
+            "finetune",
+            "--from",
+            str(base),
+            "--data",
+            str(data),
+            "--run-dir",
+            str(tmp_path / "run"),
+        ]
+        sizes = {
+            "data.block_size": 32,
+            "train.tokens_per_step": 128,
+            "train.max_steps": 4,
+            "eval.every": 4,
+        }
         sizes |= {"train.micro_batch_size": 2, "eval.tokens": 128, "optim.learning_rate": 0.01}
         knobs = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
         assert main([*command, *knobs, *options]) == status
@@ -70,7 +95,9 @@ def logits_of(folder, ids) -> torch.Tensor:
         return model(ids).logits
 
 
-def test_finetune_continues_a_llama_of_transformers_and_saves_one(base, finetune, text_file, capsys):
+def test_finetune_continues_a_llama_of_transformers_and_saves_one(
+    base, finetune, text_file, capsys
+):
     final = finetune()
     before, after = (json.loads((folder / "config.json").read_text()) for folder in (base, final))
     assert after == before | {"dtype": "float32", "eos_token_id": [before["eos_token_id"], 5]}
@@ -80,15 +107,22 @@ def test_finetune_continues_a_llama_of_transformers_and_saves_one(base, finetune
     opened = transformers.AutoTokenizer.from_pretrained(final)
     ids = opened(text_file.read_text()[:200], return_tensors="pt")["input_ids"]
     assert ids[0, 0] == opened.bos_token_id
-    models = {f: transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32) for f in (base, final)}
+    models = {
+        f: transformers.AutoModelForCausalLM.from_pretrained(f, dtype=torch.float32)
+        for f in (base, final)
+    }
     loss = {folder: model(ids, labels=ids).loss for folder, model in models.items()}
     assert loss[final] < loss[base]
     capsys.readouterr()
     assert main(["export", str(final.parent), str(final.parent / "plain")]) == 0
-    torch.testing.assert_close(logits_of(final.parent / "plain", ids), logits_of(final.parent / "best", ids))
+    torch.testing.assert_close(
+        logits_of(final.parent / "plain", ids), logits_of(final.parent / "best", ids)
+    )
 
 
-def test_documents_of_a_finetuning_run_start_with_the_tokenizers_start_token(base, finetune, text_file, tmp_path):
+def test_documents_of_a_finetuning_run_start_with_the_tokenizers_start_token(
+    base, finetune, text_file, tmp_path
+):
     import datasets
 
     finetune()
@@ -96,7 +130,10 @@ def test_documents_of_a_finetuning_run_start_with_the_tokenizers_start_token(bas
     (folder,) = (path.parent for path in tmp_path.glob("data/*/train"))
     (ids,) = datasets.load_from_disk(str(folder / "train"))["input_ids"]
     assert ids == opened(opened.decode(ids, skip_special_tokens=True))["input_ids"]
-    assert json.loads((folder / "manifest.json").read_text())["start_of_text_id"] == opened.bos_token_id
+    assert (
+        json.loads((folder / "manifest.json").read_text())["start_of_text_id"]
+        == opened.bos_token_id
+    )
 
 
 def test_chat_finetuning_keeps_the_template_and_records_the_end_of_a_turn(
@@ -122,7 +159,9 @@ def test_lora_and_unfreezing_of_a_llama(base, finetune, tmp_path):
 
 
 @pytest.mark.parametrize("rows", [1, 3])
-def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, tmp_path, rows, capsys):
+def test_new_tokens_get_the_mean_of_the_others_and_are_trained(
+    base, finetune, tmp_path, rows, capsys
+):
     hf = transformers.AutoTokenizer.from_pretrained(base)
     before = len(hf)
     hf.add_special_tokens({"additional_special_tokens": [f"<|tool{n}|>" for n in range(rows)]})
@@ -136,10 +175,15 @@ def test_new_tokens_get_the_mean_of_the_others_and_are_trained(base, finetune, t
     assert json.loads((final / "config.json").read_text())["vocab_size"] == before + rows
     logits_of(final, torch.tensor([[before + rows - 1]]))
     capsys.readouterr()
-    for option in (["--lora", "2"], ["--freeze-layers", "1"]):
+    for option, named in (
+        (["--lora", "2"], "lora.rank 2"),
+        (["--freeze-layers", "1"], "finetune.freeze_layers 1"),
+    ):
         finetune(*more, *option, "--overwrite", status=2)
         error = capsys.readouterr().err
-        assert f"freezes the embeddings, so the {rows} new tokens of {tmp_path / 'more'} would not be learned" in error
+        assert named in error
+        assert str(tmp_path / "more") in error
+        assert f"{rows} new tokens" in error
 
 
 def test_a_tokenizer_with_other_ids_is_refused(base, finetune, byte_tokenizer, capsys):

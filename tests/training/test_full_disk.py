@@ -1,4 +1,6 @@
-"""A disk that becomes full during a run: one line, nothing half-written, and the run resumes when there is space."""
+"""A disk that becomes full during a run: one line, nothing half-written, and the run resumes
+when there is space.
+"""
 
 import errno
 import json
@@ -47,12 +49,21 @@ def reference(tmp_path_factory, make_recipe, draw_plots):
 
 def errors(stderr: str) -> list[str]:
     """The lines of stderr without warnings about plot and report, which do not end a run."""
-    return [line for line in stderr.splitlines() if not re.search(r"/(loss\.png|report\.html): ", line)]
+    return [
+        line for line in stderr.splitlines() if not re.search(r"/(loss\.png|report\.html): ", line)
+    ]
 
 
 @pytest.mark.parametrize(
     ("share", "file"),
-    [(0, "recipe.yaml"), (20, "step_00000002"), (25, "best"), (30, "best"), (45, "step_00000004"), (60, "best")],
+    [
+        (0, "recipe.yaml"),
+        (20, "step_00000002"),
+        (25, "best"),
+        (30, "best"),
+        (45, "step_00000004"),
+        (60, "best"),
+    ],
 )
 def test_full_disk_is_one_line_and_resumes_exactly(reference, volume, capsys, share, file):
     complete, arguments = reference
@@ -87,7 +98,10 @@ def test_full_disk_is_one_line_and_resumes_exactly(reference, volume, capsys, sh
 def numbers(run: RunFolder) -> list[dict]:
     """The events of metrics.jsonl without times and memory."""
     measured = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
-    return [{name: value for name, value in event.items() if name not in measured} for event in read_metrics(run)]
+    return [
+        {name: value for name, value in event.items() if name not in measured}
+        for event in read_metrics(run)
+    ]
 
 
 def test_plot_without_space_does_not_end_the_run(reference, volume, capsys):

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from assertions import assert_same_experiment, file_contents
+from assertions import assert_same_experiment
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -53,7 +53,11 @@ class Host:
             stdout=subprocess.PIPE,
             text=True,
             env=os.environ
-            | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": self.interface},
+            | {
+                "PYTHONPATH": str(ROOT),
+                "CUDA_VISIBLE_DEVICES": "",
+                "GLOO_SOCKET_IFNAME": self.interface,
+            },
             **options,
         )
 
@@ -102,13 +106,25 @@ def hosts(tmp_path_factory):
                 ip("netns", "add", name)
                 stack.callback(ip, "netns", "del", name)
             ends = [("netns", name, "name", f"{name}e") for name in names]  # of the cable
-            ip("link", "add", *ends[0][2:], *ends[0][:2], "type", "veth", "peer", *ends[1][2:], *ends[1][:2])
+            ip(
+                "link",
+                "add",
+                *ends[0][2:],
+                *ends[0][:2],
+                "type",
+                "veth",
+                "peer",
+                *ends[1][2:],
+                *ends[1][:2],
+            )
             for name, address in zip(names, ADDRESSES, strict=True):
                 ip("-n", name, "address", "add", f"{address}/24", "dev", f"{name}e")
                 for interface in ("lo", f"{name}e"):
                     ip("-n", name, "link", "set", interface, "up")
         except (OSError, subprocess.SubprocessError) as error:
-            pytest.skip(f"network namespaces cannot be made here (Linux, ip and root are needed): {error}")
+            pytest.skip(
+                f"network namespaces cannot be made here (Linux, ip and root are needed): {error}"
+            )
         created = []
         for rank, name in enumerate(names):
             folder = tmp_path_factory.mktemp(f"host{rank}")
@@ -119,25 +135,43 @@ def hosts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def recipe(tmp_path_factory, make_recipe):
-    return make_recipe(tmp_path_factory.mktemp("recipe") / "two_hosts.yaml", **OPTIONS, data__dir="data")
+    return make_recipe(
+        tmp_path_factory.mktemp("recipe") / "two_hosts.yaml", **OPTIONS, data__dir="data"
+    )
 
 
 @pytest.fixture(scope="module")
 def one_process(tmp_path_factory, recipe):
     """The same recipe on one process."""
     folder = tmp_path_factory.mktemp("one_process")
-    assert main(["pretrain", str(recipe), "--run-dir", str(folder / "run"), "--data.dir", str(folder / "data")]) == 0
+    assert (
+        main(
+            [
+                "pretrain",
+                str(recipe),
+                "--run-dir",
+                str(folder / "run"),
+                "--data.dir",
+                str(folder / "data"),
+            ]
+        )
+        == 0
+    )
     return RunFolder(folder / "run")
 
 
 ports = iter(range(29600, 29700))
 
 
-def send_both(hosts, arguments, *, folder=None, peer_timeout=60, second=(), environment=None) -> None:
+def send_both(
+    hosts, arguments, *, folder=None, peer_timeout=60, second=(), environment=None
+) -> None:
     port = next(ports)
     for host in hosts:
         more = second if host.rank else ()
-        host.send(port, ["pretrain", *arguments, *more], peer_timeout, folder, environment=environment)
+        host.send(
+            port, ["pretrain", *arguments, *more], peer_timeout, folder, environment=environment
+        )
 
 
 def wait_for_step(run: RunFolder, step: int) -> None:
@@ -151,10 +185,15 @@ def wait_for_step(run: RunFolder, step: int) -> None:
 def test_two_hosts_with_shared_files_equal_one_process(hosts, one_process, recipe, tmp_path):
     # the real launcher and the shipped config, without GPUs and bf16
     launch = ["-m", "accelerate.commands.launch", "--num_cpu_threads_per_process=1"]
-    launch += [f"--config_file={ROOT}/accelerate_configs/multi_node_ddp.yaml", f"--main_process_ip={ADDRESSES[0]}"]
+    launch += [
+        f"--config_file={ROOT}/accelerate_configs/multi_node_ddp.yaml",
+        f"--main_process_ip={ADDRESSES[0]}",
+    ]
     launch += ["--num_processes=2", "--mixed_precision=no", "--dynamo_backend=no"]
     ours = [str(ROOT / "cli.py"), "pretrain", str(recipe), "--run-dir", "run"]
-    processes = [host.start(*launch, f"--machine_rank={host.rank}", *ours, cwd=tmp_path) for host in hosts]
+    processes = [
+        host.start(*launch, f"--machine_rank={host.rank}", *ours, cwd=tmp_path) for host in hosts
+    ]
     outputs = [process.communicate(timeout=120)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
     assert_same_experiment(RunFolder(tmp_path / "run"), one_process, samples=False)
@@ -167,15 +206,21 @@ def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, reci
     wait_for_step(run, 6)
     os.kill(hosts[1].process, signal.SIGTERM)
     assert [host.status() for host in hosts] == [75, 75]
-    assert "saved (another process asked for it); continue with --resume" in hosts[0].log.read_text()
-    assert sorted(path.name for path in hosts[1].folder.iterdir() if path.name[0] != ".") == ["data"]
+    assert ("saved (another process asked for it); continue with --resume") in hosts[
+        0
+    ].log.read_text()
+    assert sorted(path.name for path in hosts[1].folder.iterdir() if path.name[0] != ".") == [
+        "data"
+    ]
     for folder in run.checkpoint_folders():
         if folder != run.checkpoint(5):
             shutil.rmtree(folder)
     # the second host has no checkpoint: the first decides to resume
     send_both(hosts, [recipe, "--run-dir", "run", "--auto-resume"])
     assert [host.status() for host in hosts] == [0, 0]
-    assert f"resuming from {Path('run') / 'checkpoints' / 'step_00000005'}" in hosts[0].log.read_text()
+    assert (
+        f"resuming from {Path('run') / 'checkpoints' / 'step_00000005'}" in hosts[0].log.read_text()
+    )
     assert_same_experiment(run, one_process, samples=False)
 
 
@@ -201,27 +246,10 @@ def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path
         assert not (folder / "run").exists()
 
 
-def test_two_hosts_without_shared_files_prepare_halves(hosts, recipe, tmp_path, byte_tokenizer):
-    folders = tmp_path / "first", tmp_path / "second"
-    for folder in folders:
-        (folder / "text").mkdir(parents=True)
-        for number in range(4):
-            (folder / "text" / f"{number}.txt").write_text(f"text {number} " * (10 + number))
-    options = ["--data.source", "text", "--data.tokenizer", str(byte_tokenizer)]
-    for host, folder in zip(hosts, folders, strict=True):
-        host.send(next(ports), ["prepare", recipe, *options, "--shard", f"{host.rank}/2"], 60, folder)
-    assert [host.status() for host in hosts] == [0, 0], hosts[0].log.read_text()
-    shutil.copytree(folders[1] / "data.parts" / "1-of-2", folders[0] / "data.parts" / "1-of-2")
-    for words in (["--merge"], ["--data.dir", "alone"]):
-        hosts[0].send(next(ports), ["prepare", recipe, *options, *words], 60, folders[0])
-        assert hosts[0].status() == 0, hosts[0].log.read_text()
-    merged, alone = file_contents(folders[0] / "data"), file_contents(folders[0] / "alone")
-    assert len(alone) > 5
-    assert merged == alone
-
-
 @pytest.mark.parametrize("difference", ["data", "recipe", "no text"])
-def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, text_file, difference):
+def test_difference_between_hosts_is_one_line_on_both(
+    hosts, recipe, tmp_path, text_file, difference
+):
     folders = tmp_path / "first", tmp_path / "second"
     for folder in folders:
         folder.mkdir()
@@ -238,7 +266,15 @@ def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, t
         message = "input.txt: no such file or folder"
     port = next(ports)
     for host, folder in zip(hosts, folders, strict=True):
-        words = ["pretrain", recipe, "--data.source", "input.txt", "--run-dir", "run", *(second if host.rank else [])]
+        words = [
+            "pretrain",
+            recipe,
+            "--data.source",
+            "input.txt",
+            "--run-dir",
+            "run",
+            *(second if host.rank else []),
+        ]
         host.send(port, words, 60, folder)
     assert [host.status() for host in hosts] == [2, 2]
     for host in hosts:
@@ -249,7 +285,7 @@ def test_difference_between_hosts_is_one_line_on_both(hosts, recipe, tmp_path, t
     assert not (folders[0] / "run").exists()
 
 
-@pytest.mark.parametrize("killed", [False, True])
+@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, killed):
     first, second = hosts
     port = next(ports)
@@ -269,7 +305,12 @@ def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, k
 @pytest.mark.parametrize("event", ["killed", "disconnected"])
 def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     first, second = hosts
-    send_both(hosts, [recipe, "--run-dir", "run", "--train.max_steps", "100000"], folder=tmp_path, peer_timeout=4)
+    send_both(
+        hosts,
+        [recipe, "--run-dir", "run", "--train.max_steps", "100000"],
+        folder=tmp_path,
+        peer_timeout=4,
+    )
     run = RunFolder(tmp_path / "run")
     wait_for_step(run, 6)
     start = time.monotonic()
@@ -285,5 +326,7 @@ def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     assert time.monotonic() - start < 60
     line = first.log.read_text().splitlines()[-1]
     assert line.startswith("lost another process: ")
-    assert line.endswith(f"--resume continues from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}")
+    assert line.endswith(
+        f"--resume continues from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}"
+    )
     assert "Traceback" not in first.log.read_text()

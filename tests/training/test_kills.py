@@ -28,7 +28,9 @@ PLACES = [
 
 @pytest.fixture(scope="module")
 def train():
-    """A function that trains a recipe to its end despite kills (see killed.py), and returns their number."""
+    """A function that trains a recipe to its end despite kills (see killed.py), and returns
+    their number.
+    """
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("killed.py")],
         stdin=subprocess.PIPE,
@@ -50,14 +52,18 @@ def train():
 
 
 def files(folder: Path) -> dict[str, bytes]:
-    contents = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "README.md"}  # states the duration
+    # states the duration
+    contents = {p.name: p.read_bytes() for p in folder.iterdir() if p.name != "README.md"}
     assert "model.safetensors" in contents
     return contents
 
 
 def events(folder: Path) -> list[dict]:
     timings = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
-    return [{k: v for k, v in event.items() if k not in timings} for event in read_metrics(RunFolder(folder))]
+    return [
+        {k: v for k, v in event.items() if k not in timings}
+        for event in read_metrics(RunFolder(folder))
+    ]
 
 
 def assert_same(killed: Path, uninterrupted: Path) -> None:
@@ -67,7 +73,9 @@ def assert_same(killed: Path, uninterrupted: Path) -> None:
     steps = [event["step"] for event in events(killed) if "train/loss" in event]
     assert steps == sorted(set(steps))
     assert json.loads(json.dumps(steps)) == list(range(1, len(steps) + 1))
-    assert not [path for path in killed.rglob("*") if "partial" in path.name or path.name.endswith(".old")]
+    assert not [
+        path for path in killed.rglob("*") if "partial" in path.name or path.name.endswith(".old")
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -103,8 +111,12 @@ def test_resume_after_random_kills_is_exact(train, uninterrupted, tmp_path):
 
 
 def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe):
-    """Every 29th change of a run; test_every_operation.py tests each change of a save and of a replacement."""
-    recipe = make_recipe(tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8)
+    """Every 29th change of a run; test_every_operation.py tests each change of a save and of a
+    replacement.
+    """
+    recipe = make_recipe(
+        tmp_path / "recipe.yaml", model__dropout=0.1, train__max_steps=6, train__micro_batch_size=8
+    )
     assert train(recipe, tmp_path / "uninterrupted") == 0
     for change in itertools.count(3, 29):
         killed = train(recipe, tmp_path / "killed", change)

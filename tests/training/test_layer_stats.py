@@ -14,17 +14,14 @@ from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, ModelSection, replace_knobs
 from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.prepared import load_prepared
-from nanogpt_hf.data.tokens import TokenStream
-from nanogpt_hf.distributed.accelerate_config import check_launch
-from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import layer_stats, loop
 from nanogpt_hf.training.layer_stats import LayerStats, attention_logit_max
+from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
 
 NAMES = ["embedding", "0", "1", "head"]
@@ -34,16 +31,21 @@ NAMES = ["embedding", "0", "1", "head"]
 def start(write_recipe, tmp_path, forget_accelerate):
     def start(name: str, **overrides) -> RunFolder:
         config = load_config(write_recipe(**overrides))
-        prepare(config)
         forget_accelerate()
-        loop.train(config, RunFolder(tmp_path / name), load_prepared(config))
+        loop.train(prepare_run(config, tmp_path / name))
         return RunFolder(tmp_path / name)
 
     return start
 
 
 def layer_of(name: str) -> str:
-    return name.split(".")[2] if ".h." in name else "embedding" if ".wte." in name or ".wpe." in name else "head"
+    return (
+        name.split(".")[2]
+        if ".h." in name
+        else "embedding"
+        if ".wte." in name or ".wpe." in name
+        else "head"
+    )
 
 
 def norm(tensors) -> float:
@@ -53,7 +55,11 @@ def norm(tensors) -> float:
 @pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
 def test_layer_norms_equal_plain_pytorch(start, write_recipe, max_grad_norm):
     # two micro-batches per step; the norm is that before clipping
-    overrides = {"train__max_steps": 2, "optim__max_grad_norm": max_grad_norm, "tracking__layers": True}
+    overrides = {
+        "train__max_steps": 2,
+        "optim__max_grad_norm": max_grad_norm,
+        "tracking__layers": True,
+    }
     overrides |= {"tracking__every": 2, "checkpoint__every": 9, "eval__every": 9}
     events = [event for event in read_metrics(start("run", **overrides)) if "train/loss" in event]
     assert [event["step"] for event in events] == [2]
@@ -63,8 +69,14 @@ def test_layer_norms_equal_plain_pytorch(start, write_recipe, max_grad_norm):
     model = build_model(build_config(config.model, data.manifest.vocab_size), config.train.seed)
     options = {"order": "shuffled", "seed": 1337, "micro_batch_size": 8, "accumulation": 1}
     batches = Batches(data.train, **options)
-    decays = [p for p in model.parameters() if p.dim() == 2], [p for p in model.parameters() if p.dim() == 1]
-    groups = [{"params": decays[0], "weight_decay": 0.1}, {"params": decays[1], "weight_decay": 0.0}]
+    decays = (
+        [p for p in model.parameters() if p.dim() == 2],
+        [p for p in model.parameters() if p.dim() == 1],
+    )
+    groups = [
+        {"params": decays[0], "weight_decay": 0.1},
+        {"params": decays[1], "weight_decay": 0.0},
+    ]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
     for step, learning_rate in enumerate([1e-2 / 3, 2e-2 / 3]):
         (batch,) = batches.micro_batches(step)
@@ -78,7 +90,9 @@ def test_layer_norms_equal_plain_pytorch(start, write_recipe, max_grad_norm):
             group["lr"] = learning_rate
         optimizer.step()
     for layer in NAMES:
-        parameters = {name: p.detach() for name, p in model.named_parameters() if layer_of(name) == layer}
+        parameters = {
+            name: p.detach() for name, p in model.named_parameters() if layer_of(name) == layer
+        }
         assert parameters
         weight = norm(before[name] for name in parameters)
         expected = {
@@ -87,7 +101,10 @@ def test_layer_norms_equal_plain_pytorch(start, write_recipe, max_grad_norm):
             "update_ratio": norm(p - before[name] for name, p in parameters.items()) / weight,
         }
         for kind, value in expected.items():
-            assert events[0][f"layers/{layer}/{kind}"] == pytest.approx(value, rel=1e-4), (layer, kind)
+            assert events[0][f"layers/{layer}/{kind}"] == pytest.approx(value, rel=1e-4), (
+                layer,
+                kind,
+            )
     total = math.sqrt(sum(events[0][f"layers/{layer}/grad_norm"] ** 2 for layer in NAMES))
     assert total == pytest.approx(events[0]["train/grad_norm"], rel=1e-5)
 
@@ -100,12 +117,21 @@ def test_layer_stats_change_no_number(start):
     assert first.keys() == second.keys()
     assert all(torch.equal(first[name], second[name]) for name in first)
     names = ("step", "train/loss", "train/grad_norm", "val/loss")
-    rows = [[{k: event.get(k) for k in names} for event in read_metrics(run)] for run in (plain, measured)]
+    rows = [
+        [{k: event.get(k) for k in names} for event in read_metrics(run)]
+        for run in (plain, measured)
+    ]
     assert len(rows[0]) == 2 + 3
     assert rows[0] == rows[1]
-    keys_by_event = [{key for key in event if key.startswith("layers/")} for event in read_metrics(measured)]
-    step_keys = {f"layers/{n}/{kind}" for n in NAMES for kind in ("grad_norm", "weight_norm", "update_ratio")}
-    evaluation_keys = {f"layers/{n}/activation_std" for n in NAMES} | {f"layers/{n}/attention_logit_max" for n in "01"}
+    keys_by_event = [
+        {key for key in event if key.startswith("layers/")} for event in read_metrics(measured)
+    ]
+    step_keys = {
+        f"layers/{n}/{kind}" for n in NAMES for kind in ("grad_norm", "weight_norm", "update_ratio")
+    }
+    evaluation_keys = {f"layers/{n}/activation_std" for n in NAMES} | {
+        f"layers/{n}/attention_logit_max" for n in "01"
+    }
     assert sorted(map(len, keys_by_event)) == [6, 6, 6, 12, 12]
     assert all(keys in (step_keys, evaluation_keys) for keys in keys_by_event)
     assert not [key for event in read_metrics(plain) for key in event if key.startswith("layers/")]
@@ -126,14 +152,24 @@ def test_frozen_layers_have_no_norms(start, tiny_base, text_file):
     last, evaluation = read_metrics(run)[-2:]
     norms = {key.split("/")[1] for key in last if key.startswith("layers/")}
     assert norms == {"2", "3", "head"}
-    assert {key.split("/")[1] for key in evaluation if key.endswith("activation_std")} == {"embedding", *"0123", "head"}
+    assert {key.split("/")[1] for key in evaluation if key.endswith("activation_std")} == {
+        "embedding",
+        *"0123",
+        "head",
+    }
 
 
 @pytest.fixture(scope="module")
 def model() -> GPTForCausalLM:
     torch.manual_seed(0)
     config = GPTConfig(
-        vocab_size=11, n_positions=24, n_embd=16, n_layer=2, n_head=2, bos_token_id=None, eos_token_id=None
+        vocab_size=11,
+        n_positions=24,
+        n_embd=16,
+        n_layer=2,
+        n_head=2,
+        bos_token_id=None,
+        eos_token_id=None,
     )
     model = GPTForCausalLM(config)
     for parameter in model.parameters():
@@ -145,7 +181,8 @@ def model() -> GPTForCausalLM:
 @pytest.mark.parametrize("packed", [False, True])
 def test_attention_logit_max_equals_explicit_attention(monkeypatch, rows, packed):
     generator = torch.Generator().manual_seed(1)
-    query, key = (torch.randn(3, heads, 24, 8, generator=generator) for heads in (4, 2))  # two queries share a key
+    # two queries share a key
+    query, key = (torch.randn(3, heads, 24, 8, generator=generator) for heads in (4, 2))
     key[:, :, 23] = 10 * query[:, ::2, 0]  # which the query of position 0 does not see
     segments = torch.arange(24) // 7
     mask = (segments[:, None] == segments).tril().expand(3, 1, 24, 24) if packed else None
@@ -159,14 +196,18 @@ def test_attention_logit_max_equals_explicit_attention(monkeypatch, rows, packed
                     largest = max(largest, logits.max().item())
     assert attention_logit_max(query, key, mask).item() == pytest.approx(largest, rel=1e-5)
     added = None if mask is None else torch.zeros(3, 1, 24, 24).masked_fill(~mask, -torch.inf)
-    assert attention_logit_max(query, key, added, 8**-0.5).item() == pytest.approx(largest, rel=1e-5)
+    assert attention_logit_max(query, key, added, 8**-0.5).item() == pytest.approx(
+        largest, rel=1e-5
+    )
     unmasked = (query[:, ::2] @ key.transpose(-1, -2)).max().item() / math.sqrt(8)
     assert unmasked > largest  # so the mask matters
 
 
 def queries_and_keys(model, x):
     attention = model.transformer.h[0].attn
-    return (p(x).view(len(x), 24, 2, 8).transpose(1, 2) for p in (attention.q_proj, attention.k_proj))
+    return (
+        p(x).view(len(x), 24, 2, 8).transpose(1, 2) for p in (attention.q_proj, attention.k_proj)
+    )
 
 
 def hooks_of(model) -> list[list]:
@@ -176,9 +217,15 @@ def hooks_of(model) -> list[list]:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activations_are_of_fixed_validation_tokens(model, compiled):
     stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
-    config = replace_knobs(Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True})
-    stats = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size)
-    tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64))
+    config = replace_knobs(
+        Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True}
+    )
+    stats = LayerStats(
+        Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size
+    )
+    tokens = torch.from_numpy(
+        np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64)
+    )
     hidden = model.eval()(tokens, output_hidden_states=True).hidden_states
     model.train()
     if compiled:
@@ -189,9 +236,13 @@ def test_activations_are_of_fixed_validation_tokens(model, compiled):
     assert model.training
     expected = {"embedding": hidden[0], "0": hidden[1], "head": hidden[-1]}
     for name, value in expected.items():
-        assert report[f"layers/{name}/activation_std"] == pytest.approx(value.std(correction=0).item(), rel=1e-5)
+        assert report[f"layers/{name}/activation_std"] == pytest.approx(
+            value.std(correction=0).item(), rel=1e-5
+        )
     query, key = queries_and_keys(model, model.transformer.h[0].ln_1(hidden[0]))
-    assert report["layers/0/attention_logit_max"] == pytest.approx(attention_logit_max(query, key).item(), rel=1e-5)
+    assert report["layers/0/attention_logit_max"] == pytest.approx(
+        attention_logit_max(query, key).item(), rel=1e-5
+    )
     assert stats.evaluation_report(model) == report
     assert hooks_of(model) == hooks
     for block in model.transformer.h:
@@ -213,13 +264,19 @@ def test_attention_logit_max_is_float32_under_autocast(model):
 
 @pytest.mark.parametrize("architecture", ["qwen3", "nanochat", "olmo2"])
 def test_attention_logit_max_after_rotation_and_norms(architecture):
-    section = ModelSection(architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=24)
+    section = ModelSection(
+        architecture=architecture, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, n_positions=24
+    )
     model = build_model(build_config(section, 11), seed=0)
     for number, parameter in enumerate(model.parameters()):
         torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(number))
     stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 3 + 5).astype(np.uint16)])
-    config = replace_knobs(Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True})
-    stats = LayerStats(Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size)
+    config = replace_knobs(
+        Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True}
+    )
+    stats = LayerStats(
+        Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size
+    )
     report = stats.evaluation_report(model)
     assert stats.evaluation_report(model) == report  # the function for attention is restored
     model.set_attn_implementation("eager")
@@ -228,8 +285,12 @@ def test_attention_logit_max_after_rotation_and_norms(architecture):
         normed = {}
         for name in ("q_norm", "k_norm"):
             layer = model.model.layers[1].self_attn.get_submodule(name)
-            layer.register_forward_hook(lambda _, __, output, name=name: normed.update({name: output.transpose(1, 2)}))
-        tokens = torch.from_numpy(np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in range(3)]).astype(np.int64))
+            layer.register_forward_hook(
+                lambda _, __, output, name=name: normed.update({name: output.transpose(1, 2)})
+            )
+        tokens = torch.from_numpy(
+            np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in range(3)]).astype(np.int64)
+        )
         with torch.no_grad():
             model(tokens)
         angles = model.model.rotary_emb(normed["q_norm"], torch.arange(24)[None])
@@ -244,10 +305,3 @@ def test_layer_stats_off_measures_nothing():
     with stats.measured_step(None, None, 10):
         pass
     assert stats.step_report(1.0) == stats.evaluation_report(None) == {}
-
-
-def test_layer_stats_under_deepspeed_are_refused(monkeypatch, write_recipe):
-    monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    monkeypatch.setattr("nanogpt_hf.distributed.deepspeed.find_spec", lambda name: True)
-    with pytest.raises(UserError, match=r"tracking\.layers: DeepSpeed gives no access to gradients and weights; leave"):
-        check_launch(load_config(write_recipe(tracking__layers=True)))

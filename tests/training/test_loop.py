@@ -1,4 +1,6 @@
-"""The training loop: equal to plain PyTorch, resumable at any step bit for bit, metrics, models and refusals."""
+"""The training loop: equal to plain PyTorch, resumable at any step bit for bit, metrics, models
+and refusals.
+"""
 
 import itertools
 import json
@@ -15,7 +17,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import column, weights
+from assertions import column, replace_step, weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
@@ -27,6 +29,8 @@ from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop, tracking
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
+from nanogpt_hf.training.start import prepare_run
+from nanogpt_hf.training.step import train_step
 from nanogpt_hf.training.tracking import read_metrics
 
 
@@ -42,9 +46,8 @@ def train(make_recipe, forget_accelerate):
 
     def train(path: Path, *, resume: bool = False, **overrides) -> RunFolder:
         config = load_config(make_recipe(path.parent / "tiny.yaml", **overrides))
-        prepare(config)
         forget_accelerate()
-        loop.train(config, RunFolder(path), load_prepared(config), resume=resume)
+        loop.train(prepare_run(config, path, resume=resume, overwrite=not resume))
         return RunFolder(path)
 
     return train
@@ -73,33 +76,46 @@ def uninterrupted(train, folder):
 @pytest.fixture
 def finished(uninterrupted, tmp_path):
     """A copy, to be resumed, of the finished run of these overrides."""
-    return lambda **overrides: RunFolder(shutil.copytree(uninterrupted(**overrides).path, tmp_path / "run"))
+    return lambda **overrides: RunFolder(
+        shutil.copytree(uninterrupted(**overrides).path, tmp_path / "run")
+    )
 
 
 def same_weights(a: RunFolder, b: RunFolder) -> bool:
     first, second = weights(a), weights(b)
-    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 @pytest.mark.parametrize("max_grad_norm", [1.0, 0.1, 0.0])
 def test_two_steps_equal_plain_pytorch(start, write_recipe, max_grad_norm):
     # two micro-batches per step, a changing learning rate, weight decay, clipping
-    overrides = {"train__max_steps": 2, "train__micro_batch_size": 4, "optim__max_grad_norm": max_grad_norm}
+    overrides = {
+        "train__max_steps": 2,
+        "train__micro_batch_size": 4,
+        "optim__max_grad_norm": max_grad_norm,
+    }
     run = start(**overrides)
 
     config = load_config(write_recipe(**overrides))
     data = load_prepared(config)
     model = build_model(build_config(config.model, data.manifest.vocab_size), config.train.seed)
     stream = np.concatenate(data.train.stream.chunks).astype(np.int64)
-    blocks = np.random.Philox(key=np.random.SeedSequence([1337, 1, 0]).generate_state(1, np.uint64)[0])
+    blocks = np.random.Philox(
+        key=np.random.SeedSequence([1337, 1, 0]).generate_state(1, np.uint64)[0]
+    )
     order = np.argsort(blocks.random_raw((len(stream) - 1) // 16), kind="stable")
     matrices = [p for p in model.parameters() if p.dim() == 2]
     vectors = [p for p in model.parameters() if p.dim() == 1]
     optimizer = torch.optim.AdamW(
-        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}], betas=(0.9, 0.95)
+        [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}],
+        betas=(0.9, 0.95),
     )
     for step, learning_rate in enumerate([1e-2 / 3, 2e-2 / 3]):
-        rows = torch.stack([torch.from_numpy(stream[b * 16 : b * 16 + 17]) for b in order[step * 8 : step * 8 + 8]])
+        rows = torch.stack(
+            [torch.from_numpy(stream[b * 16 : b * 16 + 17]) for b in order[step * 8 : step * 8 + 8]]
+        )
         logits = model(rows[:, :-1]).logits
         loss = F.cross_entropy(logits.reshape(-1, logits.shape[-1]), rows[:, 1:].reshape(-1))
         loss.backward()
@@ -112,7 +128,9 @@ def test_two_steps_equal_plain_pytorch(start, write_recipe, max_grad_norm):
         assert column(run, "train/grad_norm")[step + 1] == pytest.approx(norm.item(), rel=1e-5)
         assert column(run, "train/learning_rate")[step + 1] == pytest.approx(learning_rate)
     trained = type(model).from_pretrained(run.final)
-    for (name, expected), actual in zip(model.named_parameters(), trained.parameters(), strict=True):
+    for (name, expected), actual in zip(
+        model.named_parameters(), trained.parameters(), strict=True
+    ):
         torch.testing.assert_close(actual, expected, atol=2e-6, rtol=0, msg=name)
 
 
@@ -128,7 +146,10 @@ def test_train_lowers_loss_and_writes_all_files(start, loss_plots):
     assert column(run, "val/perplexity")[60] == pytest.approx(math.exp(losses[60]))
     assert [f.name for f in run.checkpoint_folders()] == ["step_00000040", "step_00000060"]
     for folder in (run.best, run.final):
-        model, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+        model, tokenizer = (
+            AutoModelForCausalLM.from_pretrained(folder),
+            AutoTokenizer.from_pretrained(folder),
+        )
         assert type(model).__name__ == "GPT2LMHeadModel"
         assert len(tokenizer) == model.config.vocab_size
         assert tokenizer.model_max_length == 16
@@ -169,7 +190,7 @@ class StopAfter:
     """Send SIGTERM to this process during the given step."""
 
     def __init__(self, monkeypatch, step: int):
-        train_step, calls = loop.train_step, []
+        calls = []
 
         def counting(*arguments):
             calls.append(1)
@@ -177,7 +198,7 @@ class StopAfter:
                 os.kill(os.getpid(), signal.SIGTERM)
             return train_step(*arguments)
 
-        monkeypatch.setattr(loop, "train_step", counting)
+        replace_step(monkeypatch, counting)
 
 
 @pytest.mark.parametrize(("order", "stop_at"), [("shuffled", 1), ("shuffled", 5), ("random", 5)])
@@ -193,7 +214,8 @@ def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, st
     }
     whole = uninterrupted(**options)
     blocks = (len(load_prepared(load_config(whole.recipe)).train.stream) - 1) // 16
-    assert 6 * 128 < blocks < 9 * 128  # the epoch ends after every stop, so a resumed run draws the next order
+    # the epoch ends after every stop, so a resumed run draws the next order
+    assert 6 * 128 < blocks < 9 * 128
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
         StopAfter(patch, stop_at)
@@ -202,22 +224,14 @@ def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, st
     assert signal.getsignal(signal.SIGTERM) is before
     stopped = start("stopped", resume=True, **options)
     assert same_weights(whole, stopped)
-    for name in ("train/loss", "train/grad_norm", "train/clipped_share", "train/learning_rate", "val/loss"):
+    for name in (
+        "train/loss",
+        "train/grad_norm",
+        "train/clipped_share",
+        "train/learning_rate",
+        "val/loss",
+    ):
         assert column(whole, name) == column(stopped, name)
-
-
-def test_resume_from_older_checkpoint_logs_each_step_once(start, uninterrupted, finished):
-    options = {"model__dropout": 0.2, "train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 3}
-    whole = uninterrupted(**options)
-    killed = finished(**options)
-    # as if killed in step 6 while a line was being written
-    shutil.rmtree(killed.checkpoint(6))
-    with killed.metrics.open("a") as file:
-        file.write('{"step": 6, "tok')
-    start(resume=True, **options)
-    assert same_weights(whole, killed)
-    assert column(whole, "train/loss") == column(killed, "train/loss")
-    assert column(whole, "val/loss") == column(killed, "val/loss")
 
 
 def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
@@ -225,7 +239,8 @@ def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
     calls = itertools.count(1)
 
     def interrupted(model, *arguments, **options):
-        # 512 tokens in batches of 4 × 16: the 12th forward on validation text is in the evaluation of step 3
+        # 512 tokens in batches of 4 × 16: the 12th forward on validation text is in the evaluation
+        # of step 3
         if not model.training and next(calls) == 12:
             os.kill(os.getpid(), getattr(signal, name))
         return forward(model, *arguments, **options)
@@ -235,7 +250,9 @@ def signal_in_evaluation_of_step_3(monkeypatch, name: str) -> None:
 
 def files(folder) -> dict[str, tuple[int, int]]:
     """Inode and time of each file of a checkpoint: both change if it is written again."""
-    identities = {path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()}
+    identities = {
+        path.name: (path.stat().st_ino, path.stat().st_mtime_ns) for path in folder.iterdir()
+    }
     assert len(identities) == 4
     return identities
 
@@ -275,12 +292,15 @@ def test_evaluation_after_resume_is_logged_once(start, uninterrupted, tmp_path, 
         raise Killed
 
     with monkeypatch.context() as patch:  # killed in the step after the evaluation
-        patch.setattr(loop, "train_step", kill)
+        replace_step(patch, kill)
         with pytest.raises(Killed):
             start("killed", resume=True, **options)
     assert 3 in column(killed, "val/loss")
-    # a due checkpoint is written with the evaluation in it; otherwise the resumed run evaluates again
-    assert json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"] == (3 if every == 1 else 0)
+    # a due checkpoint is written with the evaluation in it; otherwise the resumed run evaluates
+    # again
+    assert json.loads((killed.checkpoint(3) / "state.json").read_text())["evaluated_step"] == (
+        3 if every == 1 else 0
+    )
     start("killed", resume=True, **options)
     assert column(killed, "val/loss") == column(whole, "val/loss")
     assert same_weights(whole, killed)
@@ -291,7 +311,10 @@ def test_evaluation_after_resume_is_logged_once(start, uninterrupted, tmp_path, 
     [
         ({"tracking__trackers": ["wandbb"]}, "no tracker 'wandbb'; did you mean wandb"),
         ({"tracking__trackers": ["comet_ml"]}, "comet_ml is not installed"),
-        ({"data__block_size": 8, "data__validation_fraction": 0.2}, "prepared with data.validation_fraction 0.1"),
+        (
+            {"data__block_size": 8, "data__validation_fraction": 0.2},
+            "prepared with data.validation_fraction 0.1",
+        ),
     ],
 )
 def test_config_error_writes_nothing(start, tmp_path, write_recipe, overrides, message):
@@ -303,7 +326,7 @@ def test_config_error_writes_nothing(start, tmp_path, write_recipe, overrides, m
 
 def poison(monkeypatch, steps: range) -> None:
     """Make the loss of these steps (0 is the first) NaN through a block's output."""
-    train_step, calls = loop.train_step, itertools.count()
+    calls = itertools.count()
 
     def poisoned(run, *arguments):
         if next(calls) not in steps:
@@ -315,7 +338,7 @@ def poison(monkeypatch, steps: range) -> None:
         finally:
             handle.remove()
 
-    monkeypatch.setattr(loop, "train_step", poisoned)
+    replace_step(monkeypatch, poisoned)
 
 
 def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, caplog):
@@ -324,7 +347,9 @@ def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, 
 
     def recording(writer, model, optimizer, state):
         values = [p.detach().clone() for p in model.parameters()]
-        optimizer_state = [v.clone() for p in model.parameters() for v in optimizer.state[p].values()]
+        optimizer_state = [
+            v.clone() for p in model.parameters() for v in optimizer.state[p].values()
+        ]
         states.append(values + optimizer_state)
         return save(writer, model, optimizer, state)
 
@@ -358,14 +383,20 @@ def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(signals.time, "monotonic", lambda: next(clock))
         with pytest.raises(
-            Stopped, match=r"stopped at step \d, saved \(train.max_time is up\); continue with --resume"
+            Stopped,
+            match=(
+                r"stopped at step \d, saved \(train.max_time is up\); continue with "
+                r"--resume"
+            ),
         ):
             start("timed", train__max_steps=8, train__max_time="5s")
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))
 
 
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
-def test_signal_in_evaluation_saves_and_resume_repeats_the_evaluation(start, uninterrupted, monkeypatch, name):
+def test_signal_in_evaluation_saves_and_resume_repeats_the_evaluation(
+    start, uninterrupted, monkeypatch, name
+):
     whole = uninterrupted(train__max_steps=6)
     with monkeypatch.context() as patch:
         signal_in_evaluation_of_step_3(patch, name)
@@ -381,10 +412,13 @@ def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
     graphs = []
     compile_block = torch.nn.Module.compile
-    monkeypatch.setattr(torch.nn.Module, "compile", lambda m, **o: graphs.append(o) or compile_block(m, **o))
+    monkeypatch.setattr(
+        torch.nn.Module, "compile", lambda m, **o: graphs.append(o) or compile_block(m, **o)
+    )
     compiled = start("compiled")
     torch.compiler.reset()
-    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2  # one per block, nothing else
+    # one per block, nothing else
+    assert [options["backend"] for options in graphs] == ["aot_eager"] * 2
     assert weights(plain).keys() == weights(compiled).keys()
     assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
 
@@ -413,13 +447,15 @@ def test_resume_ignores_damaged_metric_lines_and_recreates_removed_best(start, f
     start(resume=True, train__max_steps=6)
     assert (run.best / "model.safetensors").is_file()
     with run.metrics.open("ab") as file:
-        file.write(b'\n\n{"loss": 1}\n[1]\n\xff\n{"step": 6, "tok')
+        file.write(b'\n\n\xff\n{"step": 6, "tok')
     start(resume=True, train__max_steps=8)
     assert list(column(run, "train/loss")) == list(range(1, 9))
 
 
 def test_nan_loss_is_not_best(start, monkeypatch):
-    monkeypatch.setattr(GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan)
+    monkeypatch.setattr(
+        GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan
+    )
     run = start("lost", train__max_steps=3)
     assert not run.best.exists()
     assert all("NaN" not in line for line in run.metrics.read_text().splitlines())
@@ -427,7 +463,7 @@ def test_nan_loss_is_not_best(start, monkeypatch):
 
 
 def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
-    clock, train_step, batch = [0.0], loop.train_step, TokenBlocks.batch
+    clock, batch = [0.0], TokenBlocks.batch
 
     def slow_step(*arguments):
         clock[0] += 1.5
@@ -438,7 +474,7 @@ def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
         return batch(blocks, indices)
 
     monkeypatch.setattr(tracking.time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(loop, "train_step", slow_step)
+    replace_step(monkeypatch, slow_step)
     monkeypatch.setattr(TokenBlocks, "batch", slow_batch)
     run = start(train__max_steps=40, tracking__every=10, eval__every=1000, checkpoint__every=1000)
     assert column(run, "train/tokens_per_second") == dict.fromkeys((10, 20, 30, 40), 64.0)
@@ -454,12 +490,3 @@ def test_wandb_without_login_stays_offline(start, tmp_path, monkeypatch, caplog)
     run = start(tracking__trackers=["wandb"])
     assert list((run.path / "wandb").glob("offline-run-*"))
     assert caplog.text.count("wandb: no login found") == 1
-
-
-def test_metrics_are_json_lines(uninterrupted):
-    run = uninterrupted(train__max_steps=6)
-    lines = run.metrics.read_text().splitlines()
-    assert len(lines) == 6 + 3
-    for line in lines:
-        assert "NaN" not in line
-        assert isinstance(json.loads(line), dict)

@@ -8,14 +8,15 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from assertions import replace_step
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training import loop
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.monitor import Monitor, memory_peak
+from nanogpt_hf.training.step import train_step
 from nanogpt_hf.training.tracking import read_metrics
 
 RECIPE = {
@@ -30,7 +31,7 @@ RECIPE = {
 @pytest.fixture
 def patched_steps(monkeypatch):
     """Lists of trained data steps, of spikes (logged losses ten times too large) and of crashes."""
-    data_steps, spikes, crashes, train_step = [], set(), set(), loop.train_step
+    data_steps, spikes, crashes = [], set(), set()
 
     def spiking(run, step, learning_rate):
         if step in crashes:
@@ -40,7 +41,7 @@ def patched_steps(monkeypatch):
         data_steps.append(step)
         return result._replace(loss=result.loss * 10) if step in spikes else result
 
-    monkeypatch.setattr(loop, "train_step", spiking)
+    replace_step(monkeypatch, spiking)
     return data_steps, spikes, crashes
 
 
@@ -49,9 +50,9 @@ def pretrain(tmp_path, write_recipe, forget_accelerate):
     def pretrain(name: str, *arguments: str, **overrides) -> tuple[int, RunFolder]:
         forget_accelerate()
         recipe = write_recipe(**RECIPE | overrides)
-        return main(["pretrain", str(recipe), "--run-dir", str(tmp_path / name), *arguments]), RunFolder(
-            tmp_path / name
-        )
+        return main(
+            ["pretrain", str(recipe), "--run-dir", str(tmp_path / name), *arguments]
+        ), RunFolder(tmp_path / name)
 
     return pretrain
 
@@ -65,16 +66,17 @@ def test_spike_rolls_back_to_checkpoint_and_skips_its_data(pretrain, patched_ste
     assert data_steps == [0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13]
     stderr = capsys.readouterr().err
     assert (
-        "step 8: the loss is above 2 times its running average; rolling back to step 6 and skipping the data of 2"
-        in stderr
-    )
+        "step 8: the loss is above 2 times its running average; rolling back to step 6 and "
+        "skipping the data of 2"
+    ) in stderr
     steps = [event["step"] for event in read_metrics(run) if "train/loss" in event]
     assert steps == list(range(1, 13))
     assert max(event.get("train/loss", 0) for event in read_metrics(run)) < 5
     assert json.loads((run.newest_checkpoint() / "state.json").read_text())["skipped_steps"] == 2
 
 
-@pytest.mark.parametrize("crash_at", [7, 10, 12])  # before the spike; after it, before and after a checkpoint
+# before the spike; after it, before and after a checkpoint
+@pytest.mark.parametrize("crash_at", [7, 10, 12])
 def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
     _, spikes, crashes = patched_steps
     spikes.add(7)
@@ -87,7 +89,8 @@ def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
     weights = [load_file(run.final / "model.safetensors") for run in (uninterrupted, killed)]
     assert all(torch.equal(weights[0][name], weights[1][name]) for name in weights[0])
     losses = [
-        [event["train/loss"] for event in read_metrics(run) if "train/loss" in event] for run in (uninterrupted, killed)
+        [event["train/loss"] for event in read_metrics(run) if "train/loss" in event]
+        for run in (uninterrupted, killed)
     ]
     assert losses[0] == losses[1]
 
@@ -114,8 +117,14 @@ def monitor(tmp_path):
     """A Monitor of a run without a checkpoint, with knobs such as tracking__every=5."""
 
     def build(**knobs) -> Monitor:
-        config = replace_knobs(Config(), {key.replace("__", "."): value for key, value in knobs.items()})
-        return Monitor(Accelerator(), config, CheckpointWriter(Accelerator(), RunFolder(tmp_path / "none"), keep=1))
+        config = replace_knobs(
+            Config(), {key.replace("__", "."): value for key, value in knobs.items()}
+        )
+        return Monitor(
+            Accelerator(),
+            config,
+            CheckpointWriter(Accelerator(), RunFolder(tmp_path / "none"), keep=1),
+        )
 
     return build
 
@@ -142,7 +151,7 @@ def test_ten_non_finite_steps_end_the_run(monitor):
         state.step = step
         monitor.add(torch.tensor(float("nan")))
         if step == 8:  # a resume continues with the counts in the state
-            monitor.settle(state)
+            monitor.count_steps(state)
             state, monitor = dataclasses.replace(state), build(tracking__every=5)
     with pytest.raises(UserError, match="no finite gradient in the last 10 steps"):
         monitor.report(state)
@@ -165,7 +174,7 @@ def test_clipped_share_counts_steps_since_last_report(monitor, max_norm, norms, 
         state.step += 1
         monitor.add(torch.tensor(norm))
         if index == saved_after and len(norms) > index + 1:  # and resumed
-            monitor.settle(state)
+            monitor.count_steps(state)
             monitor = build(optim__max_grad_norm=max_norm)
     values = monitor.report(state)
     assert values.get("train/clipped_share") == share

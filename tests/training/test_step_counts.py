@@ -14,8 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, OptimSection
-from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.tokens import TokenStream
+from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.loss import evaluate_blocks
@@ -27,7 +26,7 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import build_batches
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.setup import keep_freed_memory
+from nanogpt_hf.training.start import keep_freed_memory
 from nanogpt_hf.training.step import seed_dropout, train_step
 
 LAYERS, ACCUMULATION = 2, 3
@@ -66,14 +65,18 @@ class Steps:
     def evaluate(self):
         blocks = TokenBlocks(STREAM, 8, partial=True)
         options = {"micro_batch_size": 2, "tokens": "all", "bytes_per_token": 1.0}
-        return evaluate_blocks(self.accelerator, self.run.mesh, self.model, next_token_loss, blocks, **options)
+        return evaluate_blocks(
+            self.accelerator, self.run.mesh, self.model, next_token_loss, blocks, **options
+        )
 
 
 @pytest.fixture
 def build_steps(forget_accelerate, monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_CPU", "true")
     forget_accelerate()
-    gpt = GPTConfig(vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, dropout=0.1, bias=False)
+    gpt = GPTConfig(
+        vocab_size=64, n_positions=8, n_embd=16, n_layer=LAYERS, n_head=2, dropout=0.1, bias=False
+    )
     config = Config(data=DataSection(block_size=8))
     yield lambda sizes=gpt: Steps(SimpleNamespace(train=TokenBlocks(STREAM, 8)), config, sizes)
     forget_accelerate()
@@ -98,7 +101,8 @@ def _hooked(init):
 
 def decoder(architecture):
     return build_config(
-        ModelSection(architecture=architecture, n_layer=LAYERS, n_head=2, n_embd=16, n_positions=8), vocab_size=64
+        ModelSection(architecture=architecture, n_layer=LAYERS, n_head=2, n_embd=16, n_positions=8),
+        vocab_size=64,
     )
 
 
@@ -107,7 +111,8 @@ def test_step_has_no_device_synchronization(architecture, build_steps, counted):
     steps = build_steps() if architecture == "gpt2" else build_steps(decoder(architecture))
     count = counted(lambda: steps.take(1))
     assert count["_local_scalar_dense"] == count["equal"] == count["nonzero"] == 0
-    assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1  # the counter detects it
+    # the counter detects it
+    assert counted(lambda: torch.ones(1).item())["_local_scalar_dense"] == 1
 
 
 def test_step_dispatches_bounded_operations(build_steps, counted):
@@ -116,7 +121,8 @@ def test_step_dispatches_bounded_operations(build_steps, counted):
     assert count == counted(lambda: steps.take(7))  # the same at every step
     assert count["_fused_adamw_"] == len(steps.optimizer.param_groups) == 2
     assert count["_foreach_norm"] == count["_foreach_mul_"] == 1
-    assert count["mm"] == ACCUMULATION * 3 * (6 * LAYERS + 1)  # forward, and two of backward, for each matrix
+    # forward, and two of backward, for each matrix
+    assert count["mm"] == ACCUMULATION * 3 * (6 * LAYERS + 1)
     assert sum(count.values()) <= 1240  # 1,237 with torch 2.13, dropout included
 
 
@@ -131,12 +137,14 @@ def test_steps_keep_no_tensors(build_steps):
     before = tensors()
     for number in range(2, 5):
         steps.take(number)
-    assert tensors() == before
+    assert tensors() <= before  # garbage of other tests may go meanwhile
     assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "nanochat"])
-def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(architecture, build_steps, monkeypatch):
+def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(
+    architecture, build_steps, monkeypatch
+):
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * 64)  # two chunks per micro-batch
     torch.compiler.reset()
@@ -158,7 +166,9 @@ def test_gradients_are_reduced_once_per_step(build_steps, monkeypatch, counted):
     # one process of a fake group of two: collectives are counted, not sent
     for name, value in {"WORLD_SIZE": 2, "RANK": 0, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    monkeypatch.setattr(DistributedDataParallel, "__init__", _hooked(DistributedDataParallel.__init__))
+    monkeypatch.setattr(
+        DistributedDataParallel, "__init__", _hooked(DistributedDataParallel.__init__)
+    )
     dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
     try:
         steps = build_steps()

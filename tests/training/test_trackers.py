@@ -14,6 +14,7 @@ from accelerate.tracking import GeneralTracker
 import nanogpt_hf
 from forked import Forked
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.runs import machine
 from nanogpt_hf.runs.folder import RunFolder
@@ -82,10 +83,22 @@ def test_tracker_receives_recipe_machine_and_metrics(pretrain, notebook):
     assert [step for step, _ in book.logged] == [event["step"] for event in read_metrics(run)]
     (start,) = read_starts(run)
     assert book.config["model.n_embd"] == 16
-    assert {f"start.{name}" for name in start if name not in ("versions", "data")} < set(book.config)
+    assert {f"start.{name}" for name in start if name not in ("versions", "data")} < set(
+        book.config
+    )
     assert book.config["start.versions.torch"] == start["versions"]["torch"]
     assert {name for name in book.config if not name.startswith("start.")} < set(KNOBS)
     assert all(isinstance(value, str | int | float | bool) for value in book.config.values())
+
+
+def test_tracker_object_from_python_receives_metrics(tmp_path, write_recipe):
+    book = Notebook("mine")
+    config = load_config(write_recipe(train__max_steps=2))
+    run = nanogpt_hf.train(nanogpt_hf.prepare_run(config, tmp_path / "run", trackers=[book]))
+    lines = [{k: v for k, v in event.items() if "/" in k} for event in read_metrics(run)]
+    assert [values for _, values in book.logged] == lines
+    assert book.config["train.max_steps"] == 2
+    assert book.closed
 
 
 def test_metrics_are_documented_and_plausible(pretrain, root):
@@ -144,17 +157,15 @@ def test_machine_json_lists_starts_without_secrets(pretrain):
     assert "--resume" in starts[1]["command"]
     for secret in ("pa55word", "5ignature", "t0ken"):
         assert secret not in text
-    assert "'https://localhost/x.txt?sig=...'" in starts[0]["command"]
-    run.machine.write_text("[1")  # damaging it loses its entries, nothing else
-    pretrain("--resume", train__max_steps=5)
-    assert [start["step"] for start in read_starts(run)] == [4]
+    assert "'https://localhost/x.txt?...'" in starts[0]["command"]
     pretrain("--overwrite", train__max_steps=2)
     assert [start["step"] for start in read_starts(run)] == [0]
 
 
 def test_tensorboard_continues_and_has_each_step_once(pretrain):
     loaders = pytest.importorskip(
-        "tensorboard.backend.event_processing.event_accumulator", reason="tensorboard is not installed"
+        "tensorboard.backend.event_processing.event_accumulator",
+        reason="tensorboard is not installed",
     )
     options = {"tracking__trackers": ["tensorboard"], "tracking__project": "tiny"}
     run = pretrain(train__max_steps=4, **options)
@@ -164,7 +175,9 @@ def test_tensorboard_continues_and_has_each_step_once(pretrain):
     log.Reload()
     values_by_step = {event.step: event.value for event in log.Scalars("train/loss")}
     assert [event.step for event in log.Scalars("train/loss")] == [1, 2, 3, 4, 5]
-    assert values_by_step == pytest.approx({e["step"]: e["train/loss"] for e in read_metrics(run) if "train/loss" in e})
+    assert values_by_step == pytest.approx(
+        {e["step"]: e["train/loss"] for e in read_metrics(run) if "train/loss" in e}
+    )
 
 
 @pytest.mark.long
@@ -174,8 +187,18 @@ def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeyp
     monkeypatch.setenv("SOME_TOKEN", "t0ken")
     run = RunFolder(tmp_path / "run")
     for steps, flags in (2, []), (4, ["--resume"]):
-        recipe = write_recipe(train__max_steps=steps, optim__warmup_steps=1, tracking__trackers=["wandb"])
-        arguments = ["pretrain", recipe, "--run-dir", run.path, "--data.text_column", SECRET, *flags]
+        recipe = write_recipe(
+            train__max_steps=steps, optim__warmup_steps=1, tracking__trackers=["wandb"]
+        )
+        arguments = [
+            "pretrain",
+            recipe,
+            "--run-dir",
+            run.path,
+            "--data.text_column",
+            SECRET,
+            *flags,
+        ]
         assert Forked(arguments).wait(120) == 0
     folders = sorted((run.path / "wandb").glob("offline-run-*"))
     run_ids = json.loads((run.trackers / "runs.json").read_text())
@@ -183,21 +206,30 @@ def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeyp
     assert all(
         run_ids["wandb"] in folder.name for folder in folders
     )  # "-1" is appended if both started in the same second
-    written = b"".join(path.read_bytes() for path in (run.path / "wandb").rglob("*") if path.is_file())
+    written = b"".join(
+        path.read_bytes() for path in (run.path / "wandb").rglob("*") if path.is_file()
+    )
     assert b"train/clipped_share" in written
     assert b"pa55word" not in written
     assert b"t0ken" not in written
 
 
-def test_tracker_that_fails_to_start_is_one_line(pretrain, notebook, monkeypatch, write_recipe, capsys):
+def test_tracker_that_fails_to_start_is_one_line(
+    pretrain, notebook, monkeypatch, write_recipe, capsys
+):
     def refuse(self):
         raise ConnectionError("no network\nat all")
 
     monkeypatch.setattr(notebook, "start", refuse)
-    assert main(["pretrain", str(write_recipe(tracking__trackers=["notebook"])), "--run-dir", "other"]) == 2
+    assert (
+        main(["pretrain", str(write_recipe(tracking__trackers=["notebook"])), "--run-dir", "other"])
+        == 2
+    )
     stderr = capsys.readouterr().err
     assert stderr.count("\n") == 1
-    assert "notebook did not start (ConnectionError: no network at all); repair that, or leave it out" in stderr
+    assert (
+        "notebook did not start (ConnectionError: no network at all); repair that, or leave it out"
+    ) in stderr
     assert not Path("other").exists()  # so that the next attempt needs no --overwrite
 
 
@@ -212,7 +244,9 @@ def test_quiet_prints_nothing_and_terminal_shows_bar_and_summary(pretrain, capsy
     assert "best validation loss" in captured.err
     assert "done: 4 steps, 512 tokens in " in captured.out
     assert "tokens/s, evaluations included" in captured.out
-    best = min((e["val/loss"], e["step"]) for e in read_metrics(run) if e.get("val/loss") and e["step"])
+    best = min(
+        (e["val/loss"], e["step"]) for e in read_metrics(run) if e.get("val/loss") and e["step"]
+    )
     assert f"  best validation loss {best[0]:.4f} at step {best[1]}\n" in captured.out
     assert "next: python cli.py sample run --prompt" in captured.out
     assert "\r" not in captured.out
@@ -228,14 +262,19 @@ def test_log_without_terminal_is_sparse_and_has_no_bar(pretrain, capsys):
 
 
 def test_code_version_has_commit_in_a_checkout(tmp_path, monkeypatch):
-    monkeypatch.setattr(machine.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py"))
+    monkeypatch.setattr(
+        machine.nanogpt_hf, "__file__", str(tmp_path / "nanogpt_hf" / "__init__.py")
+    )
     answers = {"rev-parse": "1a2b3c4d5e6f", "status": ""}
     monkeypatch.setattr(machine, "_git", lambda folder, command, *rest: answers[command])
     version = machine.code_version.__wrapped__  # without its cache
-    assert version() == nanogpt_hf.__version__  # installed: a parent folder may be another project's checkout
+    # installed: a parent folder may be another project's checkout
+    assert version() == nanogpt_hf.__version__
     (tmp_path / ".git").touch()
     assert version() == f"{nanogpt_hf.__version__} (commit 1a2b3c4d5e6f)"
     answers["status"] = " M nanogpt_hf/generate.py"
     assert version() == f"{nanogpt_hf.__version__} (commit 1a2b3c4d5e6f, dirty)"
-    monkeypatch.setattr(machine, "_git", lambda *a: machine.subprocess.run(["no-such-git"], check=True))
+    monkeypatch.setattr(
+        machine, "_git", lambda *a: machine.subprocess.run(["no-such-git"], check=True)
+    )
     assert version() == nanogpt_hf.__version__

@@ -1,8 +1,8 @@
 """Started by tests: accelerate's launch command whose processes are forks of this one.
 
-They inherit the imported libraries, which saves most of a short run's time. It reads a line of JSON, the arguments of
-`accelerate launch` and environment variables, and answers with one: the highest exit status and the output. Each launch
-runs in a fork, so that it leaves nothing behind.
+They inherit the imported libraries, which saves most of a short run's time. It reads a line of
+JSON, the arguments of `accelerate launch` and environment variables, and answers with one: the
+highest exit status and the output. Each launch runs in a fork, so that it leaves nothing behind.
 """
 
 import importlib.util
@@ -24,7 +24,7 @@ from accelerate.utils.launch import prepare_simple_launcher_cmd_env
 from accelerate.utils.other import get_free_port
 from launched import run
 
-from nanogpt_hf.commands import finetune, pretrain  # noqa: F401
+from nanogpt_hf.commands import train  # noqa: F401
 from nanogpt_hf.training import start  # noqa: F401
 
 if importlib.util.find_spec("deepspeed") is not None:
@@ -52,7 +52,9 @@ def start_processes(count: int, arguments: list[str], environment: dict[str, str
         if child == 0:
             os.environ.update(environment)
             if count > 1 or "ACCELERATE_USE_FSDP" in environment:
-                os.environ.update({k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()})
+                os.environ.update(
+                    {k: str(v) for k, v in (shared | {"RANK": rank, "LOCAL_RANK": rank}).items()}
+                )
             torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
             run(arguments)
         children.append(child)
@@ -83,4 +85,7 @@ for line in sys.stdin:
             os._exit(1)  # not reached: both launchers end this process
         status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
         output.seek(0)
-        print(json.dumps({"status": status, "output": output.read().decode(errors="replace")}), flush=True)
+        print(
+            json.dumps({"status": status, "output": output.read().decode(errors="replace")}),
+            flush=True,
+        )

@@ -1,0 +1,79 @@
+"""Write the tables that follow from the code: knobs in recipes.md, what combines in machines.md.
+
+`make docs` runs it.
+"""
+
+from pathlib import Path
+
+from nanogpt_hf.config.compatibility import refused
+from nanogpt_hf.config.knobs import knob_tables
+from nanogpt_hf.optim.optimizer import all_rules
+
+BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"
+END = "<!-- End of what is written. -->\n"
+
+# Rows and columns of what combines, and their settings by the names of config/compatibility.py.
+_TP, _CP, _PP = "tensor parallelism", "context parallelism", "pipeline stages"
+_ZERO_BUBBLE = {_PP, "pp_schedule zero_bubble"}
+LAYOUTS = {
+    "TP": {_TP},
+    "TP × FSDP2": {_TP, "FSDP2", f"{_TP} × FSDP2"},
+    "CP × FSDP2": {_CP, "FSDP2"},
+    "CP by ring × FSDP2": {_CP, "FSDP2", "ring attention"},
+    "PP": {_PP},
+    "PP × FSDP2": {_PP, "FSDP2"},
+    "PP, zero bubble": _ZERO_BUBBLE,
+    "PP, zero bubble × FSDP2": {*_ZERO_BUBBLE, "FSDP2"},
+}
+FEATURES = {
+    **{name: set() for name in ("gpt2", "llama", "qwen3", "nanochat")},
+    "olmo2": {"blocks without a plan"},
+    "Muon": {"optim.name muon"},
+    "8-bit state": {"optim.state 8bit"},
+    "LoRA": {"lora.rank"},
+    "frozen layers": {"finetune.freeze_layers"},
+    "conversations": {"data.format chat"},
+    "bf16": set(),
+    "fp16": {"mixed_precision fp16"},
+    "compiled": {"dynamo_backend"},
+    "checkpointed": {"fsdp_activation_checkpointing"},
+}
+
+
+def combines(layout: str, feature: str) -> str:
+    """Whether a layout and a feature combine: yes, no, or – if the layout has no such setting."""
+    settings = dict.fromkeys(LAYOUTS[layout] | FEATURES[feature], "")
+    if feature == "checkpointed" and "FSDP2" not in settings:
+        return "–"
+    return "no" if any(refused(settings, all_rules())) else "yes"
+
+
+def combination_tables() -> str:
+    """What combines with each layout, and all rules."""
+    rows = [[layout, *(combines(layout, feature) for feature in FEATURES)] for layout in LAYOUTS]
+    rows = [["layout", *FEATURES], ["---"] * (len(FEATURES) + 1), *rows]
+    others: dict[tuple[str, str], list[str]] = {}
+    for rule in all_rules():
+        others.setdefault((rule.a, f"{rule.reason}; {rule.remedy}"), []).append(rule.b)
+    settings: dict[tuple[str, str], list[str]] = {}
+    for (a, why), bs in others.items():
+        settings.setdefault((", ".join(bs), why), []).append(a)
+    listed = [[", ".join(names), bs, why] for (bs, why), names in settings.items()]
+    listed = [["setting", "does not combine with", "reason and remedy"], ["---"] * 3, *listed]
+    tables = ("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, listed))
+    return "\n" + "\n\n".join(tables) + "\n\n"
+
+
+PAGES = {"recipes.md": knob_tables, "machines.md": combination_tables}
+
+
+def updated(name: str) -> str:
+    """The page with what is between its two marks replaced."""
+    before, rest = Path(__file__).with_name(name).read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    return before + BEGIN + PAGES[name]() + END + after
+
+
+if __name__ == "__main__":
+    for name in PAGES:
+        Path(__file__).with_name(name).write_text(updated(name), encoding="utf-8")

@@ -1,0 +1,226 @@
+"""The commands that convert models: export and import-nanogpt."""
+
+import argparse
+import importlib.util
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.commands.arguments import add_model_argument
+from nanogpt_hf.commands.console import show
+from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.runs.find import find_model
+
+_DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+# packages, of the extra of that name
+_NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
+_READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnxruntime"}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "vocab.json")
+
+
+def _size(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(KB|MB|GB|KiB|MiB|GiB)", text):
+        raise argparse.ArgumentTypeError(f"expected a size such as 500MB or 5GB, got {text!r}")
+    return text
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument(
+        "out", metavar="OUT", help="the folder to write, which must be missing or empty"
+    )
+    parser.add_argument(
+        "--format",
+        choices=("safetensors", *_NEEDS),
+        default="safetensors",
+        help="default %(default)s",
+    )
+    parser.add_argument(
+        "--dtype", choices=_DTYPES, default="float32", help="of the weights; default %(default)s"
+    )
+    parser.add_argument(
+        "--max-shard-size",
+        metavar="SIZE",
+        type=_size,
+        default="5GB",
+        help="of a safetensors file; default %(default)s",
+    )
+
+
+def run_export(arguments: argparse.Namespace) -> None:
+    """Convert a model to plain safetensors, to GGUF for llama.cpp, or to an ONNX graph.
+
+    The written model is loaded again and evaluated on a fixed input; the difference to the original
+    is printed.
+    """
+    kind = arguments.format
+    if missing := [name for name in _NEEDS.get(kind, ()) if importlib.util.find_spec(name) is None]:
+        raise UserError(
+            f"--format {kind}: needs {', '.join(missing)}; run `pip install 'nanogpt_hf[{kind}]'`"
+        )
+    if kind == "onnx" and arguments.dtype != "float32":
+        raise UserError(
+            "--dtype: an ONNX graph is written in float32 only; convert it with ONNX's own tools"
+        )
+
+    import torch
+    from transformers.utils import logging
+
+    from nanogpt_hf.data.tokenizer import load_tokenizer
+    from nanogpt_hf.export.model_folder import export_gpt2, logits_of, new_folder
+    from nanogpt_hf.model.architecture import architecture_of
+    from nanogpt_hf.model.build import load_model
+
+    logging.disable_progress_bar()
+    source, out, dtype = (
+        find_model(arguments.model),
+        Path(arguments.out),
+        getattr(torch, _DTYPES[arguments.dtype]),
+    )
+    with new_folder(out) as folder:
+        model: Any = load_model(source)
+        has_tokenizer = not Path(source).is_dir() or any(
+            (Path(source) / name).is_file() for name in _TOKENIZER_FILES
+        )
+        tokenizer = load_tokenizer(source) if has_tokenizer else None
+        card = Path(source) / "README.md"
+        card = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else None
+        as_gelu_new = None
+        if kind == "gguf":
+            from nanogpt_hf.export.gguf import export_gguf
+
+            difference, as_gelu_new = export_gguf(folder, model, tokenizer, dtype)
+        elif kind == "onnx":
+            from nanogpt_hf.export.onnx import export_onnx
+
+            difference = export_onnx(folder, model, tokenizer)
+        else:
+            difference = export_gpt2(
+                folder, model, tokenizer, card, dtype, arguments.max_shard_size
+            )
+        largest = logits_of(model).abs().max().item()
+        files = sorted(
+            path
+            for path in folder.iterdir()
+            if path.suffix in (".safetensors", ".gguf", ".onnx", ".data")
+        )
+        size = sum(path.stat().st_size for path in files)
+    names = files[0].name if len(files) == 1 else f"{files[0].name} and {len(files) - 1} more"
+    form = f"plain {architecture_of(model).title}" if kind == "safetensors" else kind.upper()
+    show(f"{out}: {source} as {form}, {arguments.dtype}")
+    show(f"  {names}, {size / 1e6:,.1f} MB")
+    show(
+        f"  opened again with {_READERS[kind]}: logits up to {largest:.3g} differ by at most "
+        f"{difference:.2g}"
+    )
+    if as_gelu_new is not None:
+        show(
+            "  readers of GGUF compute the tanh form of GELU, this model has the exact one: "
+            f"with theirs the logits differ by at most {as_gelu_new:.2g}"
+        )
+    if tokenizer is None:
+        show(f"  no tokenizer: {source} has none")
+
+
+def add_import_nanogpt_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "source",
+        metavar="CKPT",
+        help="nanoGPT's ckpt.pt, or a folder with its train.bin and val.bin",
+    )
+    parser.add_argument(
+        "out", metavar="OUT", help="the folder to write: a plain GPT-2, or prepared data"
+    )
+    parser.add_argument(
+        "--meta",
+        metavar="FILE",
+        help="the meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)",
+    )
+    parser.add_argument(
+        "--activation-function",
+        choices=("gelu", "gelu_new"),
+        default="gelu",
+        help=(
+            "gelu_new for checkpoints from before nanoGPT took nn.GELU in June 2023; default "
+            "%(default)s"
+        ),
+    )
+
+
+def run_import_nanogpt(arguments: argparse.Namespace) -> None:
+    """Convert nanoGPT's checkpoint to a model folder, or its train.bin and val.bin to data.
+
+    No code in the files is run: checkpoints are read with weights_only, meta.pkl by a reader of
+    plain containers.
+    """
+    source, out, meta = (
+        Path(arguments.source),
+        Path(arguments.out),
+        arguments.meta and Path(arguments.meta),
+    )
+    if not source.exists():
+        raise RunFolderError(
+            f"{source}: no such file or folder; give nanoGPT's ckpt.pt, or a folder with train.bin"
+        )
+    if source.is_dir():
+        import_data(source, out, meta)
+    else:
+        import_model(source, out, meta, arguments.activation_function)
+
+
+def import_model(source: Path, out: Path, meta: Path | None, activation_function: str) -> None:
+    """A checkpoint -> a model folder, and print what it is."""
+    from transformers.utils import logging
+
+    from nanogpt_hf.export.card import plain_card
+    from nanogpt_hf.export.model_folder import new_folder, write_model_folder
+    from nanogpt_hf.export.nanogpt import load_nanogpt
+    from nanogpt_hf.model.architecture import count_parameters, padding_rows
+
+    logging.disable_progress_bar()
+    with new_folder(out) as folder:
+        found = load_nanogpt(source, meta, activation_function)
+        config = found.config
+        origin = "trained by nanoGPT and imported with nanogpt_hf"
+        card = plain_card(out.resolve().name, config, origin, found.facts)
+        write_model_folder(folder, config, found.weights, found.tokenizer.hf, card)
+    padding = padding_rows(config)
+    show(
+        f"{out}: a GPT-2 with {count_parameters(config):,} parameters ({config.num_hidden_layers} "
+        f"layers, {config.num_attention_heads} heads, {config.hidden_size} wide, "
+        f"{config.max_position_embeddings} positions, {config.vocab_size:,} tokens)"
+    )
+    for name, value in found.facts.items():
+        show(f"  {name}: {value}")
+    if padding > 0:
+        show(f"  left out: {padding} embedding rows that belong to no token")
+    show(f"next: python cli.py sample {shlex.quote(str(out))}")
+
+
+def import_data(source: Path, out: Path, meta: Path | None) -> None:
+    """A folder with train.bin and val.bin -> prepared data, and say how to train on it."""
+
+    import datasets
+
+    from nanogpt_hf.export.model_folder import new_folder
+    from nanogpt_hf.export.nanogpt import import_bins
+
+    if not shows_bars():
+        datasets.disable_progress_bars()
+    with new_folder(out) as folder:
+        manifest = import_bins(source, folder, meta)
+    show(
+        f"{out}: prepared data, {manifest.vocab_size:,} tokens in the vocabulary "
+        f"({manifest.recipe['tokenizer']})"
+    )
+    for name in ("train", "validation"):
+        facts = getattr(manifest, name)
+        show(
+            f"  {name:<10} {facts.documents:,} documents, {facts.tokens:,} tokens, "
+            f"{facts.bytes_per_token:.2f} bytes per token"
+        )
+    knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
+    options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
+    show(f"next: python cli.py pretrain RECIPE {options}")

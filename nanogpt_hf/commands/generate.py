@@ -1,0 +1,328 @@
+"""The commands that generate text: sample, chat and serve."""
+
+import argparse
+import contextlib
+import functools
+import importlib.util
+import io
+import logging
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from nanogpt_hf.commands.arguments import (
+    add_model_argument,
+    add_sampling_arguments,
+    autocast,
+    build_generation_accelerator,
+    open_model,
+    sampling_options,
+)
+from nanogpt_hf.commands.console import show, show_text
+from nanogpt_hf.config.values import bounded
+from nanogpt_hf.errors import DataError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    prompt = parser.add_mutually_exclusive_group()
+    prompt.add_argument(
+        "--prompt",
+        default=None,
+        help="text to continue (default: a line break, or the first token)",
+    )
+    prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")
+    parser.add_argument(
+        "--max-new-tokens", type=bounded(int, 1), default=500, help="default %(default)s"
+    )
+    parser.add_argument(
+        "--num-samples", type=bounded(int, 1, 10_000), default=1, help="default %(default)s"
+    )
+    add_sampling_arguments(parser)
+
+
+def _read_prompt(arguments: argparse.Namespace) -> str | None:
+    if arguments.prompt_file is None:
+        return arguments.prompt
+    try:
+        # without a byte order mark
+        return Path(arguments.prompt_file).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
+
+
+def default_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """A line break, nothing after a start token, or the first token if the tokenizer has no line
+    break.
+    """
+    from nanogpt_hf.data.tokenizer import encode_ordinary, start_of_text_id_of
+
+    if start_of_text_id_of(tokenizer) is not None:
+        return ""
+    try:
+        return "\n" if encode_ordinary(tokenizer, "\n") else str(tokenizer.decode([0]))
+    except DataError:
+        return str(tokenizer.decode([0]))
+
+
+def run_sample(arguments: argparse.Namespace) -> None:
+    """Generate text with the model of a run folder, a model folder or the Hub; the text is printed
+    as it is generated.
+    """
+    prompt = _read_prompt(arguments)
+
+    from nanogpt_hf.data.tokenizer import prompt_ids
+    from nanogpt_hf.generate import TextStream, generate_tokens
+
+    accelerator = build_generation_accelerator(arguments.mesh)
+    model, tokenizer = open_model(arguments.model)
+    model.to(accelerator.device)
+    if prompt is None:
+        prompt = default_prompt(tokenizer)
+    try:
+        ids = prompt_ids(tokenizer, prompt)
+    except ValueError as error:
+        raise UserError(f"--prompt: {error}") from None
+    if not accelerator.is_main_process:
+        return
+    streams = [TextStream(tokenizer, ids) for _ in range(arguments.num_samples)]
+    texts = [""] * arguments.num_samples
+    show_text(prompt)
+    with autocast(accelerator):
+        for tokens in generate_tokens(
+            model,
+            ids,
+            max_new_tokens=arguments.max_new_tokens,
+            num_samples=arguments.num_samples,
+            seed=arguments.seed,
+            **sampling_options(arguments),
+        ):
+            for i, token in enumerate(tokens):
+                if token is not None:
+                    text = streams[i].add(token)
+                    texts[i] += text
+                    # the first sample is printed as it is generated, the others at the end
+                    if i == 0:
+                        show_text(text)
+    show_text(streams[0].end(), end="\n")
+    for i in range(1, arguments.num_samples):
+        text = f"{prompt}{texts[i]}{streams[i].end()}"
+        show_text(f"\n--- sample {i + 1} of {arguments.num_samples} ---\n{text}", end="\n")
+
+
+_HELP = "/reset clears the conversation, /quit exits"
+
+
+def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument(
+        "--system", metavar="TEXT", help="system message at the start of the conversation"
+    )
+    parser.add_argument(
+        "--max-new-tokens",
+        type=bounded(int, 1),
+        default=256,
+        help="maximum length of an answer; default %(default)s",
+    )
+    add_sampling_arguments(parser)
+
+
+def show_note(note: str) -> None:
+    """Print a note, which is not part of an answer, to stderr."""
+    show(f"({note})", file=sys.stderr)
+
+
+def questions() -> Iterator[str]:
+    """Lines from the terminal, with a prompt and a history, or from a pipe; no empty ones."""
+    if not sys.stdin.isatty():
+        if isinstance(sys.stdin, io.TextIOWrapper):
+            sys.stdin.reconfigure(encoding="utf-8", errors="replace")
+        yield from filter(None, map(str.strip, sys.stdin))
+        return
+    with contextlib.suppress(ImportError):  # Windows has none
+        import readline  # noqa: F401  (input() then has line editing and a history)
+    while True:
+        try:
+            line = input("> ").encode(errors="replace").decode().strip()
+        except KeyboardInterrupt:
+            show(file=sys.stderr)
+            show_note("Ctrl-D or /quit exits")
+            continue
+        except EOFError:
+            show(file=sys.stderr)
+            return
+        if line:
+            yield line
+
+
+class Chat:
+    """A conversation with a model, and the options of sampling its answers."""
+
+    def __init__(self, model, tokenizer, arguments: argparse.Namespace):
+        from nanogpt_hf.data.chat_template import ChatFormat
+        from nanogpt_hf.generate import answer_end_ids
+
+        self.model, self.tokenizer, self.arguments = model, tokenizer, arguments
+        # kept free for an answer
+        self.room = min(arguments.max_new_tokens, model.config.max_position_embeddings // 2)
+        self.answers = 0
+        self.format = ChatFormat(tokenizer)
+        self.end_ids = answer_end_ids(model, self.format)
+        self.reset()
+
+    def reset(self) -> None:
+        self.messages = (
+            [{"role": "system", "content": self.arguments.system}] if self.arguments.system else []
+        )
+
+    def answer(self, question: str) -> None:
+        """Print the answer to `question`, and keep both as context; Ctrl-C ends it early."""
+        from nanogpt_hf.generate import TextStream, encode_chat, generate_tokens
+
+        arguments, context = self.arguments, self.model.config.max_position_embeddings
+        messages = [*self.messages, {"role": "user", "content": question}]
+        try:
+            ids, kept = encode_chat(self.format, messages, context - self.room)
+        except ValueError as error:
+            show_note(
+                f"too long: with the messages before it {error}, the model's context without room "
+                "for an answer; shorten it"
+            )
+            return
+        except DataError as error:
+            show_note(str(error))
+            return
+        if len(kept) < len(messages):
+            show_note(
+                f"the context is full: the oldest {len(messages) - len(kept)} messages were dropped"
+            )
+        stream, text, length = TextStream(self.tokenizer), "", 0
+        limit = min(arguments.max_new_tokens, context - len(ids))
+        try:
+            for (token,) in generate_tokens(
+                self.model,
+                ids,
+                max_new_tokens=limit,
+                seed=arguments.seed + self.answers,
+                end_ids=self.end_ids,
+                **sampling_options(arguments),
+            ):
+                length += 1
+                assert token is not None  # `generate_tokens` ends with its only sample
+                new = stream.add(token)
+                text += new
+                show_text(new)
+        except KeyboardInterrupt:
+            length = -1
+        rest = stream.end()
+        show_text(rest, end="\n")
+        if length in (-1, limit):
+            show_note("interrupted" if length < 0 else f"cut off after {limit} tokens")
+        self.messages = [*kept, {"role": "assistant", "content": text + rest}]
+        self.answers += 1
+
+
+def run_chat(arguments: argparse.Namespace) -> None:
+    """Chat with a model that was trained on conversations: a run folder, a model folder, or a model
+    on the Hub.
+
+    Each line is a question; its answer is printed as it is generated. /reset clears the
+    conversation, /quit exits. Ctrl-C ends an answer, Ctrl-D exits. Lines can be piped in: answers
+    go to stdout, all other output to stderr.
+    """
+    accelerator = build_generation_accelerator(arguments.mesh)
+    model, tokenizer = open_model(arguments.model)
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"{arguments.model}: its tokenizer has no chat template, so it was not trained to "
+            "chat; train it on conversations (recipes/sft_instructions.yaml), or generate text: "
+            "python cli.py sample"
+        )
+    if not accelerator.is_main_process:
+        return
+    chat = Chat(model.to(accelerator.device), tokenizer, arguments)
+    if sys.stdin.isatty():
+        show_note(f"{_HELP}; Ctrl-C ends an answer")
+    with autocast(accelerator):
+        for line in questions():
+            if line == "/quit":
+                return
+            if line == "/reset":
+                chat.reset()
+                show_note("the conversation was cleared")
+            elif line.startswith("/") and " " not in line:
+                show_note(f"{line}: no such command; {_HELP}")
+            else:
+                chat.answer(line)
+
+
+_log = logging.getLogger(__name__)
+
+
+def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
+    add_model_argument(parser)
+    parser.add_argument(
+        "--host",
+        default="127.0.0.1",
+        help="address to listen on; default %(default)s, this machine",
+    )
+    parser.add_argument(
+        "--port",
+        type=bounded(int, 0, 65535),
+        default=8000,
+        help="0 is a free one; default %(default)s",
+    )
+
+
+def served_name(name: str) -> str:
+    """The name of a model in the API: that of its run or folder without the path, or its Hub id."""
+    path = Path(name)
+    if not path.is_dir():
+        return name
+    path = path.resolve()
+    return path.parent.name if path.name in ("best", "final") else path.name
+
+
+def run_serve(arguments: argparse.Namespace) -> None:
+    """Serve a model as OpenAI's API does, with a chat page: a run folder, a model folder, or a
+    model on the Hub.
+
+    Any client of that API can use http://localhost:8000/v1: models, completions, and chat
+    completions if the model has a chat template. http://localhost:8000 is the chat page. Ctrl-C
+    ends the server.
+    """
+    if missing := [
+        name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None
+    ]:
+        raise UserError(
+            f"serve: {' and '.join(missing)} not installed; run `pip install 'nanogpt_hf[serve]'`"
+        )
+
+    from nanogpt_hf.serving.server import Server, is_loopback, listen
+
+    accelerator = build_generation_accelerator(arguments.mesh)
+    if not accelerator.is_main_process:
+        return
+    with listen(arguments.host, arguments.port) as listener:
+        model, tokenizer = open_model(arguments.model)
+        precision = functools.partial(autocast, accelerator)
+        name = served_name(arguments.model)
+        server = Server(name, model.to(accelerator.device), tokenizer, precision, arguments.host)
+        host, port = listener.getsockname()[:2]
+        if not is_loopback(arguments.host):
+            _log.warning(
+                (
+                    "--host %s: all who can reach this machine can use the model; there is "
+                    "no password"
+                ),
+                host,
+            )
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        _log.info(
+            "%s: the API is at %s/v1, the chat page at %s; Ctrl-C ends the server", name, url, url
+        )
+        server.run(sockets=[listener])

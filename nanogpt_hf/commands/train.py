@@ -1,0 +1,210 @@
+"""The commands that train: pretrain, finetune and rl."""
+
+import argparse
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from nanogpt_hf.commands.arguments import DEPTH, Flags, add_flags, list_knobs, load_text_recipe
+from nanogpt_hf.commands.console import show
+from nanogpt_hf.config.compatibility import recipe_settings
+from nanogpt_hf.config.dial import dial_lines
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
+    from nanogpt_hf.data.manifest import Manifest
+
+_FROM: Flags = {
+    "from": (
+        "finetune.model",
+        "MODEL",
+        "the model to start from: a Hub id, a model folder, or a run folder",
+    )
+}
+_LORA: Flags = {"lora": ("lora.rank", "R", "train LoRA adapters of rank R instead of the weights")}
+_FINETUNE: Flags = {
+    "data": (
+        "data.source",
+        "PATH",
+        "the text: a file, folder, glob, URL, or a Hub data set's name",
+    ),
+    "freeze-layers": (
+        "finetune.freeze_layers",
+        "N",
+        "freeze the embeddings and the first N blocks",
+    ),
+    "unfreeze-every": (
+        "finetune.unfreeze_every",
+        "K",
+        "unfreeze the topmost frozen block every K steps",
+    ),
+}
+_RL: Flags = {
+    "task": ("rl.task", "TASK", "the questions and how answers are rewarded, such as arithmetic"),
+    "data": (
+        "data.source",
+        "PATH",
+        "the questions, with reference answers: as conversations for `finetune`",
+    ),
+    "reward": (
+        "rl.reward",
+        "FILE.py:NAME",
+        "a Python function for the reward, instead of the task's own",
+    ),
+}
+
+
+def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml"
+    )
+    _add_run_arguments(parser, DEPTH)
+
+
+def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a recipe, such as recipes/finetune_lora.yaml"
+    )
+    _add_run_arguments(parser, _FROM | _FINETUNE | _LORA)
+    parser.epilog = (
+        f"{parser.epilog}\n\nFine-tuning has other defaults: see docs/finetuning.md, or --dry-run."
+    )
+
+
+def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "recipe", metavar="RECIPE", nargs="?", help="a recipe, such as recipes/arithmetic_rl.yaml"
+    )
+    _add_run_arguments(parser, _FROM | _RL | _LORA)
+    parser.epilog = (
+        f"{parser.epilog}\n\nIts defaults are not those of pretraining: see docs/alignment.md, or "
+        "--dry-run."
+    )
+
+
+def _add_run_arguments(parser: argparse.ArgumentParser, flags: Flags) -> None:
+    add_flags(parser, flags)
+    parser.add_argument(
+        "--run-dir", metavar="DIR", help="the run folder (default runs/<recipe name>)"
+    )
+    parser.add_argument(
+        "--resume",
+        action="store_true",
+        help="continue from the newest checkpoint in the run folder",
+    )
+    parser.add_argument(
+        "--overwrite", action="store_true", help="delete the run that is in the run folder"
+    )
+    parser.add_argument(
+        "--auto-resume",
+        action="store_true",
+        help="--resume if there is a checkpoint, otherwise start from step 0",
+    )
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the resolved recipe and its size, then exit"
+    )
+    list_knobs(parser)
+
+
+def run_pretrain(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Train a GPT or any text-only decoder from scratch: prepare data, write a run folder."""
+    config = load_text_recipe("pretrain", arguments.recipe, overrides)
+    if config.finetune.model:
+        raise UserError(
+            f"{arguments.recipe}: starts from {config.finetune.model}; use `cli.py "
+            "finetune` instead"
+        )
+    _run(config, arguments)
+
+
+def run_finetune(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Fine-tune any text-only decoder: all weights, the upper blocks only, or LoRA adapters.
+
+    It comes from the Hub, a model folder or a run: GPT-2, Llama, Qwen3, SmolLM3, ...
+
+    No recipe is needed: cli.py finetune --from gpt2 --data my.txt
+    """
+    config, base = finetune_config(arguments.recipe, overrides)
+    vocabulary = check_tokenizer(config, base)
+
+    def check_tokenizer_of_data(manifest: "Manifest") -> None:
+        if manifest.tokenizer_hash != vocabulary:
+            raise DataError(
+                f"{config.data.dir}: prepared with another tokenizer than "
+                f"{config.data.tokenizer}; prepare it again"
+            )
+
+    _run(config, arguments, base, check_tokenizer_of_data)
+
+
+def run_rl(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Reinforcement learning on verifiable answers: sample answers to the questions of a task, and
+    reward the right ones.
+
+    No recipe is needed: cli.py rl --from runs/arithmetic_sft --task arithmetic
+    """
+    config, base = finetune_config(arguments.recipe, overrides, policy=True)
+    check_tokenizer(config, base)
+    _run(config, arguments, base)
+
+
+def _run(
+    config: Config,
+    arguments: argparse.Namespace,
+    base: "PreTrainedConfig | None" = None,
+    check: Callable[["Manifest"], None] = lambda manifest: None,
+) -> None:
+    """Train `config` as the options of `_add_run_arguments` state; `base` is the configuration of
+    the model that it starts from.
+    """
+    if arguments.dry_run:
+        _dry_run(config, arguments.mesh, base)
+        return
+    from nanogpt_hf.training.loop import train
+    from nanogpt_hf.training.start import prepare_run
+
+    options = ("run_dir", "resume", "overwrite", "auto_resume", "mesh")
+    train(prepare_run(config, check=check, **{name: getattr(arguments, name) for name in options}))
+
+
+def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> None:
+    """Print the resolved recipe, and the parameters and tokens of its run as far as they are known
+    without its data.
+
+    In processes of a launcher, raises UserError if the recipe does not fit the accelerate config.
+    """
+    from nanogpt_hf.data.manifest import find_manifest
+    from nanogpt_hf.data.tokenizer import known_vocab_size
+    from nanogpt_hf.model.architecture import count_parameters
+    from nanogpt_hf.model.build import build_config, describe_trainable, meta_model
+    from nanogpt_hf.optim.optimizer import check_combination, kind_of
+
+    kind_of(config.optim)  # raises if there is none
+    check_combination(recipe_settings(config))
+    if mesh.world_size > 1:
+        from nanogpt_hf.distributed.accelerate_config import check_launch
+
+        check_launch(config, mesh)
+    if base is not None:
+        show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
+    try:
+        vocab_size, source = known_vocab_size(config.data, find_manifest(config.data))
+        # a mistake in it ends the command here
+        parameters = count_parameters(build_config(config.model, vocab_size))
+        sizes = [f"parameters: {parameters:,}", f"vocabulary: {vocab_size:,} tokens, {source}"]
+    except DataError as error:
+        sizes = [f"parameters: not known before `prepare`: {error}"]
+    show(config_to_yaml(config), end="")
+    for line in ["", *dial_lines(config), *sizes]:
+        show(line)
+    tokens = config.train.max_steps * config.train.tokens_per_step
+    show(
+        f"tokens per step: {config.train.tokens_per_step:,}; tokens in "
+        f"{config.train.max_steps:,} steps: {tokens:,}"
+    )
+    show("nothing was started")

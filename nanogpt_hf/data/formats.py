@@ -1,0 +1,325 @@
+"""The formats of data: how the documents of each are found, encoded, and opened as blocks.
+
+Text and conversations are encoded as arrow shards. The token files of Hugging Face's datatrove are
+read in place: NAME.ds has the ids of all documents, little-endian, 2 or 4 bytes each, and
+NAME.ds.index for each document the number of tokens up to its end, 8 bytes each (datatrove 0.10,
+pipeline/tokens/tokenizer.py).
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+
+from nanogpt_hf.config.schema import DataSection
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, token_dtype
+from nanogpt_hf.data.chat_template import chat_format
+from nanogpt_hf.data.conversations import Conversation, conversation_of
+from nanogpt_hf.data.encode import Encode, Rows
+from nanogpt_hf.data.examples import Examples
+from nanogpt_hf.data.files import ROW_ENDINGS, TEXT_ENDINGS, find_files, text_of
+from nanogpt_hf.data.manifest import Manifest, SplitFacts
+from nanogpt_hf.data.tokenizer import Tokenizer, bytes_of_tokens
+from nanogpt_hf.errors import DataError
+
+Document = str | Conversation | None  # None and "" are the empty rows of a Hub data set
+Pieces = list[tuple[Path, np.ndarray, int]]  # for token files: path, ids, documents
+
+logger = logging.getLogger(__name__)
+_AT_ONCE = 2**22  # tokens
+
+
+@dataclass(frozen=True)
+class Format:
+    """A value of `data.format`."""
+
+    endings: tuple[str, ...]  # its files' in a folder
+    # the blocks of a split
+    blocks: Callable[[Path, str, Manifest, DataSection], Blocks]
+    line: Callable[[SplitFacts, Blocks | None], str]  # describes a split
+    # reads a row, or a file of plain text; raises ValueError if it is none
+    document: Callable[[Any, DataSection], Document] | None = None
+    reads_plain_text: bool = False
+    # from the tokenizer and the id that ends each document; None if the tokens are made already
+    encoder: Callable[[Tokenizer, int | None], Encode] | None = None
+    in_threads: bool = False  # whether the encoder may run in several
+    mask_bytes: int = 0  # on the disk for each token
+
+
+def local_files(data: DataSection) -> list[Path]:
+    """`find_files` of the recipe's source and format."""
+    return find_files(data.one_source, FORMATS[data.format].endings)
+
+
+def bytes_of_a_token(data: DataSection, vocab_size: int) -> int:
+    """Bytes of a prepared token on the disk."""
+    return np.dtype(token_dtype(vocab_size)).itemsize + FORMATS[data.format].mask_bytes
+
+
+def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
+    """Encode texts, each after the token that the tokenizer itself puts there, if any."""
+    name, vocab_size = tokenizer.name, tokenizer.vocab_size
+    kind = token_dtype(vocab_size)
+    start, end = ([] if i is None else [i] for i in (tokenizer.start_of_text_id, end_of_text_id))
+    tokenizer.encode_batch([""])  # sets options of the library, which threads may not
+
+    def encode(texts: list[str | None], first: int) -> Rows:
+        numbers = [first + number for number, text in enumerate(texts) if text]
+        kept, rows = [text for text in texts if text], []
+        for ids in tokenizer.encode_batch(kept) if kept else []:
+            if len(ids) and ids.max() >= vocab_size:
+                raise DataError(
+                    f"data.tokenizer: {name} gave id {ids.max()}, beyond its own vocabulary"
+                )
+            # checked above: larger ids would wrap
+            rows.append(np.concatenate((start, ids, end), dtype=kind, casting="unsafe"))
+        return Rows.of(rows, numbers, [len(text.encode()) for text in kept])
+
+    return encode
+
+
+def _chat_encoder(tokenizer: Tokenizer, _: int | None) -> Encode:
+    chat, kind = chat_format(tokenizer.hf, tokenizer.name), token_dtype(tokenizer.vocab_size)
+
+    def encode(conversations: list[Conversation], first: int) -> Rows:
+        if chat.is_marked:  # one example for each
+            found = [[example] for example in chat.examples(conversations)]
+        else:
+            found = [chat.examples([conversation]) for conversation in conversations]
+        numbers = [number for number, own in enumerate(found, first) for _ in own]
+        examples = [example for own in found for example in own]
+        return Rows.of(
+            [np.asarray(example.input_ids, dtype=np.uint32).astype(kind) for example in examples],
+            numbers,
+            [example.bytes for example in examples],
+            [np.asarray(example.assistant_mask, dtype=np.uint8) for example in examples],
+        )
+
+    return encode
+
+
+def token_stream(
+    folder: Path, split: str, manifest: Manifest, data: DataSection | None
+) -> TokenStream:
+    """The tokens of a split; those of datatrove are in the source of `data`."""
+    if manifest.recipe["format"] == "datatrove" and data:
+        pieces = _pieces(open_token_files(data), split, manifest.train.tokens)
+        return TokenStream([tokens for _, tokens, _ in pieces], manifest.vocab_size)
+    return TokenStream.open(folder / split, manifest.vocab_size)
+
+
+def _token_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
+    stream = token_stream(folder, split, manifest, data)
+    if split == "validation":
+        if len(stream) < 2:
+            raise DataError(
+                f"{folder}: {len(stream)} validation tokens; raise data.validation_fraction"
+            )
+        return TokenBlocks(stream, data.block_size, partial=True)
+    if len(stream) <= data.block_size:
+        raise DataError(
+            f"data.block_size: {data.block_size} tokens and a next one are more than "
+            f"the {len(stream):,} training tokens in {folder}"
+        )
+    return TokenBlocks(stream, data.block_size, stride=1 if data.order == "random" else None)
+
+
+def _chat_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
+    examples = Examples.open(
+        folder / split,
+        block_size=data.block_size,
+        packing=data.packing,
+        vocab_size=manifest.vocab_size,
+    )
+    if not len(examples):
+        raise DataError(
+            f"data.block_size: {data.block_size} tokens are too few for every conversation of "
+            f"{folder / split}: none has an answer within them"
+        )
+    return examples
+
+
+def _text_line(facts: SplitFacts, blocks: Blocks | None = None) -> str:
+    return (
+        f"{facts.documents:,} documents, {facts.tokens:,} tokens, "
+        f"{facts.bytes_per_token:.2f} bytes per token"
+    )
+
+
+def _chat_line(facts: SplitFacts, blocks: Blocks | None) -> str:
+    if not isinstance(blocks, Examples):
+        return _text_line(facts)
+    filled = blocks.filled / (len(blocks) * blocks.block_size)
+    line = (
+        f"{facts.documents:,} conversations, {facts.tokens:,} tokens, {facts.assistant_tokens:,} "
+        f"of them in answers; {len(blocks):,} blocks of {blocks.block_size} ({blocks.packing}), "
+        f"{filled:.0%} full"
+    )
+    if blocks.cut:
+        line += f"; {blocks.cut:,} conversations are longer than a block and are cut at their end"
+    if blocks.skipped:
+        line += f"; {blocks.skipped:,} have no answer within a block and are left out"
+    return line
+
+
+@dataclass(frozen=True)
+class TokenFile:
+    """A .ds file, memory-mapped."""
+
+    path: Path
+    tokens: np.ndarray
+    ends: np.ndarray  # where its documents end
+
+
+def open_token_files(data: DataSection) -> list[TokenFile]:
+    """The token files of `data.source`, sorted by path; empty ones are left out.
+
+    Raises DataError if there are none, or the size of one does not fit its index.
+    """
+    paths = local_files(data)
+    if not paths:
+        raise DataError(
+            f"data.source: {data.one_source}: expected .ds files of datatrove on this machine"
+        )
+    files = [_open_token_file(path) for path in paths if path.stat().st_size]
+    if not files:
+        raise DataError(f"data.source: {data.one_source}: all .ds files are empty")
+    return files
+
+
+def _open_token_file(path: Path) -> TokenFile:
+    index = path.with_name(f"{path.name}.index")
+    if path.suffix != ".ds":
+        raise DataError(f"{path}: expected a .ds file of datatrove")
+    try:
+        size, index_size = path.stat().st_size, index.stat().st_size
+        if not index_size or index_size % 8:
+            raise DataError(
+                f"{index}: {index_size:,} bytes are not numbers of 8 bytes; copy it again"
+            )
+        ends = np.memmap(index, dtype="<u8", mode="r")
+        tokens = int(ends[-1])
+        if size not in (2 * tokens, 4 * tokens):
+            raise DataError(
+                f"{path}: {size:,} bytes are not the {tokens:,} tokens of its index, of 2 or 4 "
+                "bytes each; copy both"
+            )
+        kind = "<u2" if size == 2 * tokens else "<u4"
+        return TokenFile(path, np.memmap(path, dtype=kind, mode="r"), ends)
+    except OSError as error:
+        raise DataError(
+            f"{error.filename}: cannot be read: {error.strerror}; datatrove writes .ds and "
+            ".ds.index"
+        ) from None
+
+
+def _pieces(files: list[TokenFile], split: str, train_tokens: int) -> Pieces:
+    """What belongs to a split: the first `train_tokens` of all files, or the rest."""
+    pieces, start = [], 0
+    for file in files:
+        cut = min(max(train_tokens - start, 0), len(file.tokens))
+        documents = len(file.ends)
+        if cut < len(file.tokens):
+            documents = int(np.searchsorted(file.ends, cut, side="right"))
+        if split == "train":
+            pieces.append((file.path, file.tokens[:cut], documents))
+        else:
+            pieces.append((file.path, file.tokens[cut:], len(file.ends) - documents))
+        start += len(file.tokens)
+    return pieces
+
+
+def describe_token_files(
+    data: DataSection, tokenizer: Tokenizer
+) -> tuple[int | None, dict[str, SplitFacts]]:
+    """End-of-text id and facts of token files. Reads all tokens, to count the bytes of their text.
+
+    Validation takes whole documents at the end. Raises DataError for a token beyond the vocabulary.
+    """
+    files = open_token_files(data)
+    _check_name(files[0].path, data.tokenizer)
+    train_tokens = _end_of_training(files, data)
+    sizes, facts = bytes_of_tokens(tokenizer), {}
+    for split in ("train", "validation"):
+        pieces = _pieces(files, split, train_tokens)
+        size = sum(_count_bytes(path, tokens, sizes, tokenizer) for path, tokens, _ in pieces)
+        facts[split] = SplitFacts(
+            sum(documents for _, _, documents in pieces),
+            sum(len(tokens) for _, tokens, _ in pieces),
+            max(1, size),
+        )
+    last, end = int(files[0].tokens[int(files[0].ends[0]) - 1]), tokenizer.end_of_text_id
+    return (end if last == end else None), facts
+
+
+def _end_of_training(files: list[TokenFile], data: DataSection) -> int:
+    """The number of training tokens: up to the last end of a document that leaves enough for
+    validation.
+    """
+    total = sum(len(file.tokens) for file in files)
+    wanted, start, end = int(total * (1 - data.validation_fraction)), 0, 0
+    for file in files:
+        before = int(np.searchsorted(file.ends, min(wanted, total - 1) - start, side="right"))
+        if before:
+            end = start + int(file.ends[before - 1])
+        start += len(file.tokens)
+    if not end:
+        raise DataError(
+            f"data.source: {data.one_source}: no document ends within the first {wanted:,} of its "
+            f"{total:,} tokens; there is too little to train on"
+        )
+    return end
+
+
+def _count_bytes(path: Path, tokens: np.ndarray, sizes: np.ndarray, tokenizer: Tokenizer) -> int:
+    total = 0
+    starts = range(0, len(tokens), _AT_ONCE)
+    for start in datasets.utils.tqdm(starts, f"reading {path.name}", unit=" pieces"):
+        piece = tokens[start : start + _AT_ONCE]
+        if piece.max() >= tokenizer.vocab_size:
+            raise DataError(
+                f"{path}: token {piece.max()} is beyond the vocabulary of "
+                f"data.tokenizer {tokenizer.name} ({tokenizer.vocab_size:,} tokens); name the "
+                "tokenizer that made it"
+            )
+        total += int(sizes[piece].sum())
+    return total
+
+
+def _check_name(path: Path, tokenizer: str) -> None:
+    """Warn if datatrove's metadata names another tokenizer; the ids alone cannot show it."""
+    metadata = path.with_name(f"{path.name}.metadata")
+    if not metadata.is_file():
+        return
+    name = metadata.read_text(encoding="utf-8", errors="replace").partition("|")[0]
+    if name != tokenizer:
+        logger.warning(
+            f"{path}: made with the tokenizer {name}; data.tokenizer {tokenizer} must have the "
+            "same ids"
+        )
+
+
+FORMATS = {
+    "text": Format(
+        endings=TEXT_ENDINGS,
+        document=lambda row, data: text_of(row, data.text_column),
+        reads_plain_text=True,
+        encoder=text_encoder,
+        in_threads=True,
+        blocks=_token_blocks,
+        line=_text_line,
+    ),
+    "chat": Format(
+        endings=ROW_ENDINGS,
+        document=lambda row, _: conversation_of(row),
+        encoder=_chat_encoder,
+        mask_bytes=1,
+        blocks=_chat_blocks,
+        line=_chat_line,
+    ),
+    "datatrove": Format(endings=(".ds",), blocks=_token_blocks, line=_text_line),
+}

@@ -1,0 +1,83 @@
+"""The table of evaluations: what `evaluate` and training measure."""
+
+import argparse
+from typing import TYPE_CHECKING
+
+from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.evaluation.base import Evaluation, Measure
+from nanogpt_hf.evaluation.core import CoreScore
+from nanogpt_hf.evaluation.questions import QuestionAnswers
+from nanogpt_hf.evaluation.samples import Samples
+from nanogpt_hf.evaluation.tasks import LmEvalTasks
+from nanogpt_hf.evaluation.text import TextLoss
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+EVALUATIONS: tuple[Evaluation, ...] = (
+    TextLoss(),
+    LmEvalTasks(),
+    QuestionAnswers(),
+    CoreScore(),
+    Samples(),
+)
+# Knobs that the source of a text or of questions may need, with their meaning.
+_SOURCE_KNOBS = {
+    name: KNOBS[f"data.{name}"].meaning
+    for name in ("config", "split", "revision", "text_column", "sha256")
+}
+_SOURCE_KNOBS["split"] = (
+    "split of a Hub data set, which must be named, or of prepared data (default there: validation)"
+)
+
+
+def load_training_evaluations(
+    config: Config, tokenizer: "PreTrainedTokenizerBase"
+) -> list[Measure]:
+    """What to measure at every evaluation of a run, beside the loss on its validation data."""
+    loaded = (evaluation.load_for_training(config, tokenizer) for evaluation in EVALUATIONS)
+    return [measure for measure in loaded if measure is not None]
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Add the options of all evaluations, and a help text on the knobs of a source."""
+    options = {flag: given for row in EVALUATIONS for flag, given in row.options.items()}
+    for flag, given in options.items():
+        parser.add_argument(flag, **given)
+    lines = (f"  --data.{name:<15} {meaning}" for name, meaning in _SOURCE_KNOBS.items())
+    parser.epilog = "Options of the text:\n\n" + "\n".join(lines)
+
+
+def asked_for(
+    arguments: argparse.Namespace, overrides: list[tuple[str, str]]
+) -> tuple[list[Evaluation], dict[str, str]]:
+    """The evaluations that the options ask for, and the knobs of their source.
+
+    Raises UserError for options that do not fit, before anything is loaded.
+    """
+    wanted = [evaluation for evaluation in EVALUATIONS if evaluation.wanted(arguments)]
+    if not wanted:
+        ways = ", ".join(row.asked_by for row in EVALUATIONS if row.asked_by)
+        raise UserError(f"cli.py evaluate: give something to measure: {ways}")
+    for flag in (flag for row in EVALUATIONS for flag in row.options):
+        given = getattr(arguments, flag.removeprefix("--").replace("-", "_"))
+        if given is not None and not any(flag in row.options for row in wanted):
+            ways = " or ".join(row.asked_by for row in EVALUATIONS if flag in row.options)
+            raise UserError(f"{flag}: only with {ways}")
+    knobs = {}
+    for key, value in overrides:
+        section, _, name = key.partition(".")
+        if section != "data" or name not in _SOURCE_KNOBS:
+            known = ", ".join(f"--data.{name}" for name in _SOURCE_KNOBS)
+            raise UserError(
+                f"cli.py evaluate: --{key}: not a knob of `evaluate`, which has {known}"
+            )
+        knobs[name] = value
+    sources = [row.source for row in EVALUATIONS if row.source]
+    if knobs and sum(bool(getattr(arguments, source)) for source in sources) != 1:
+        raise UserError(
+            f"--data.{next(iter(knobs))}: describes one source; give "
+            f"{' or '.join(f'--{source}' for source in sources)}, and not both"
+        )
+    return wanted, knobs

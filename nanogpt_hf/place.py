@@ -1,0 +1,136 @@
+"""Write a folder completely or not at all: in a hidden folder first, which is then renamed.
+
+Nothing can be renamed over a mount point, and its parent may not be writable. So an empty folder
+that exists already is filled by a few renames at the end.
+"""
+
+import os
+import shutil
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+import filelock
+
+from nanogpt_hf.errors import DataError, Stopped
+
+Facts = TypeVar("Facts")
+_PARTIAL, _LOCK = ".partial", ".lock"
+_NO_CONTENT = {_PARTIAL, _LOCK, "lost+found"}  # the last is what ext4 makes
+
+_SIGNALS = [
+    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
+]
+_caught: list[int] = []  # those that have our handler now
+
+
+def is_vacant(folder: Path) -> bool:
+    """Whether `folder` does not exist, or is empty."""
+    if not os.path.lexists(folder):
+        return True
+    return folder.is_dir() and all(path.name in _NO_CONTENT for path in folder.iterdir())
+
+
+def partial_of(folder: Path) -> Path:
+    """The hidden folder to write before `put_in_place`."""
+    return folder / _PARTIAL if folder.is_dir() else folder.with_name(f".{folder.name}{_PARTIAL}")
+
+
+def lock_of(folder: Path) -> Path:
+    """The lock file for writing `folder`."""
+    return folder / _LOCK if folder.is_dir() else folder.with_name(f".{folder.name}{_LOCK}")
+
+
+def put_in_place(partial: Path, folder: Path, last: str | None = None) -> None:
+    """Move the folder of `partial_of` to its place.
+
+    In an existing folder the file `last` is moved at the end.
+    """
+    if partial.parent != folder:
+        partial.rename(folder)
+        return
+    for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+        path.rename(folder / path.name)
+    partial.rmdir()
+
+
+class Interrupted(BaseException):
+    """A signal to end the process. Not an Exception, so that no library catches it."""
+
+
+@contextmanager
+def raise_on_signals() -> Iterator[None]:
+    """Raise Interrupted at a signal that would end this process.
+
+    Does nothing outside the main thread, and within another such context.
+    """
+    if threading.current_thread() is not threading.main_thread() or _caught:
+        yield
+        return
+    _caught[:] = [number for number in _SIGNALS if signal.getsignal(number) == signal.SIG_DFL]
+    try:
+        for number in _caught:
+            signal.signal(number, _raise)
+        yield
+    finally:
+        for number in _caught:
+            signal.signal(number, signal.SIG_DFL)
+        _caught.clear()
+
+
+def _raise(number: int, frame: object) -> None:
+    raise Interrupted(signal.Signals(number).name)
+
+
+def make_once(
+    folder: Path,
+    *,
+    find: Callable[[], Facts | None],
+    check: Callable[[], None],
+    write: Callable[[Path], Facts],
+    last: str,
+) -> tuple[Facts, bool]:
+    """Write `folder` unless `find` finds it complete; return its facts and whether it was written
+    now.
+
+    `check` is called before any folder is made, `write` with the folder to fill; the file `last`
+    makes it complete. If another process writes it, wait. An interruption leaves nothing, SIGKILL
+    nothing that looks complete. Raises DataError if the folder cannot be written or holds
+    something else, and Stopped at a signal.
+    """
+    other = f"{folder}: exists and holds no {last}; choose another --data.dir"
+    try:
+        # In this order: a folder that another process has just finished is full, but its last file
+        # is there by then.
+        occupied = not is_vacant(folder) and not partial_of(folder).exists()
+        if (facts := find()) is not None:
+            return facts, False
+        if occupied:
+            raise DataError(other)
+        check()
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        lock = lock_of(folder)
+        lock.touch()  # if no file can be made, as in /proc, filelock would retry for ever
+        with raise_on_signals(), filelock.FileLock(lock):
+            if (facts := find()) is not None:  # another process was faster
+                return facts, False
+            if not is_vacant(folder):
+                raise DataError(other)
+            partial = partial_of(folder)
+            shutil.rmtree(partial, ignore_errors=True)  # left by a killed process: we hold the lock
+            partial.mkdir()
+            try:
+                facts = write(partial)
+                put_in_place(partial, folder, last=last)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be written: {error}") from error
+    except Interrupted as signal:
+        raise Stopped(
+            f"{folder}: stopped by {signal} while it was being prepared; nothing was kept"
+        ) from None
+    return facts, True

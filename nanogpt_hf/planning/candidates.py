@@ -1,0 +1,215 @@
+"""What each layout of a run over GPUs costs, by arithmetic: data, tensor, context and pipeline
+parallelism, and sharding.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.distributed.layout import Machine, check_layout
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.stages import head_in_blocks, split_blocks
+from nanogpt_hf.planning.counts import Counts, CountsOf
+from nanogpt_hf.planning.footprint import Footprint, footprint
+from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
+from nanogpt_hf.planning.placement import Placement
+from nanogpt_hf.planning.transfers import Transfer, transfers
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Equal GPUs in equal machines."""
+
+    gpus: int
+    name: str  # the GPU's
+    gpu: Gpu
+    per_machine: int
+    network: float  # bytes per second and GPU, between machines, in one direction
+
+    @property
+    def usable_memory(self) -> float:
+        return USABLE_MEMORY * self.gpu.memory
+
+    def lacks(self, candidate: "Candidate") -> float:
+        """Bytes of memory that a GPU lacks for it; 0 if it fits."""
+        return max(0.0, candidate.memory.peak - self.usable_memory)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A placement with a micro-batch, and its estimated costs on one GPU."""
+
+    place: Placement
+    micro_batch_size: int
+    accumulation: int
+    memory: Footprint
+    transfers: list[Transfer]
+    compute_seconds: float  # per step
+    waiting_seconds: float  # for communication that nothing overlaps
+    bubble_seconds: float  # for other stages of a pipeline
+
+    @property
+    def step_seconds(self) -> float:
+        return self.compute_seconds + self.waiting_seconds + self.bubble_seconds
+
+    def bytes_sent(self, between_machines: bool) -> float:
+        """Per step, by one GPU, inside its machine or between machines."""
+        crossing = sum(
+            transfer.size / transfer.neighbors for transfer in self.transfers if transfer.neighbors
+        )
+        return (
+            crossing
+            if between_machines
+            else sum(transfer.size for transfer in self.transfers) - crossing
+        )
+
+
+def candidates(
+    config: Config, model: PreTrainedModel, cluster: Cluster, mfu: float
+) -> list[Candidate]:
+    """Every layout that the recipe can be trained in, costed.
+
+    `mfu`: the share of the peak FLOPs while computing.
+    """
+    per_token = architecture_of(model).flops_per_token(model.config, config.data.block_size)
+    seconds = (
+        config.train.tokens_per_step * per_token / (cluster.gpus * cluster.gpu.bf16_flops * mfu)
+    )
+    counts_of = cache(Counts.of)
+    found = []
+    for place in _placements(config, model, cluster):
+        compute = seconds * (4 / 3 if place.checkpointing else 1)  # the forward pass is repeated
+        found += _costed(config, model, cluster, place, compute, counts_of)
+    return found
+
+
+def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Iterator[Placement]:
+    """Every placement that the recipe can be trained on: docs/machines.md has what combines."""
+    gpus, sequences = cluster.gpus, config.train.tokens_per_step // config.data.block_size
+    shared = {"processes": gpus, "precision": "bf16", "per_machine": cluster.per_machine}
+    for tp, cp, pp in _model_parallel_sizes(config, model, cluster):
+        dp = gpus // (tp * cp * pp)
+        if sequences % dp or sequences // dp < pp:
+            continue
+        ranks, inside = dp * cp, cluster.per_machine // tp
+        sharded = {ranks} if ranks > 1 else set()
+        if pp == 1 and ranks > inside > 1 and ranks % inside == 0 and inside % cp == 0:
+            sharded.add(inside)  # HSDP
+        # others compile with limits
+        sizes = {"tp": tp, "cp": cp, "pp": pp, "compiles": tp == cp == pp == 1}
+        if ranks == 1:
+            yield Placement(**shared, **sizes)
+        elif tp == cp == 1:
+            yield Placement(kind="DDP", **shared, **sizes)
+        for shards in sorted(sharded):
+            for checkpointing in (False, True):  # accelerate's config has it for FSDP2 only
+                yield Placement(
+                    kind="FSDP2", shards=shards, checkpointing=checkpointing, **shared, **sizes
+                )
+
+
+def _model_parallel_sizes(
+    config: Config, model: PreTrainedModel, cluster: Cluster
+) -> Iterator[tuple[int, int, int]]:
+    """Sizes (tp, cp, pp).
+
+    Tensor and context parallelism communicate most, and stay inside a machine.
+    """
+    yield 1, 1, 1
+    for size in divisors(cluster.gpus)[1:]:
+        if cluster.per_machine % size == 0:
+            for tp, cp in ((size, 1), (1, size)):
+                if problem_with(config, cluster, tp, cp) is None:
+                    yield tp, cp, 1
+        if (
+            size <= model.config.num_hidden_layers
+            and problem_with(config, cluster, pp=size) is None
+        ):
+            yield 1, 1, size
+
+
+def problem_with(
+    config: Config, cluster: Cluster, tp: int = 1, cp: int = 1, pp: int = 1
+) -> str | None:
+    """Why the recipe cannot be trained with these sizes, whatever the micro-batch; None if it
+    can.
+    """
+    config = replace_knobs(config, {"train.micro_batch_size": 1})
+    sharding = "fsdp" if cluster.gpus > tp * pp else "none"
+    dp_size = cluster.gpus // (tp * cp * pp)
+    sizes = {"dp_shard_size": dp_size, "tp_size": tp, "cp_size": cp, "pp_size": pp}
+    mesh = Mesh(world_size=cluster.gpus, tp_size=tp, cp_size=cp, pp_size=pp, stated_sizes=sizes)
+    try:
+        check_layout(config, mesh, Machine(sharding, "bf16", device="cuda"))
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _costed(
+    config: Config,
+    model: PreTrainedModel,
+    cluster: Cluster,
+    place: Placement,
+    compute: float,
+    counts_of: CountsOf,
+) -> Iterator[Candidate]:
+    """The layouts of a placement: with the largest micro-batch that fits, or 1; in a pipeline
+    with all that fit.
+    """
+    block_size = config.data.block_size
+    sequences = config.train.tokens_per_step // block_size // place.dp
+    for size in reversed(divisors(sequences)):
+        accumulation = sequences // size
+        batch: dict[str, Any] = {
+            "micro_batch_size": size,
+            "block_size": block_size,
+            "counts_of": counts_of,
+        }
+        memory = footprint(model, place, accumulates=accumulation > 1, optim=config.optim, **batch)
+        if accumulation < place.pp or (size > 1 and memory.peak > cluster.usable_memory):
+            continue
+        moved = transfers(model, place, accumulation=accumulation, **batch)
+        waiting, bubble = waiting_seconds(moved, compute, cluster, place, accumulation)
+        bubble += compute * (_slowest_stage(model, place.pp) - 1)
+        yield Candidate(place, size, accumulation, memory, moved, compute, waiting, bubble)
+        if place.pp == 1:
+            return
+
+
+def _slowest_stage(model: PreTrainedModel, stages: int) -> float:
+    """How long the slowest stage of a pipeline computes, which sets the pace, as a multiple of
+    the mean.
+    """
+    blocks, head = model.config.num_hidden_layers, head_in_blocks(model)
+    *others, last = map(len, split_blocks(blocks, head, stages)) if stages > 1 else (blocks,)
+    return max(*others, last + head, 0) * stages / (blocks + head)
+
+
+def waiting_seconds(
+    moved: list[Transfer], compute: float, cluster: Cluster, place: Placement, accumulation: int
+) -> tuple[float, float]:
+    """Seconds per step that a GPU waits for communication, and for other stages of its pipeline.
+
+    Gathers and reduce-scatters run beside the computation; the all-reduce of gradients beside
+    the last backward pass, two thirds of a micro-batch; tensor- and context-parallel collectives
+    and a pipeline's messages beside nothing. A pipeline of p stages with m micro-batches is idle
+    for (p - 1) / m of the busy time: (p - 1) / (m + p - 1) of a step (GPipe, arXiv:1811.06965;
+    1F1B's is the same, arXiv:2104.04473). Latency is not counted.
+    """
+    seconds = {"": 0.0, "computation": 0.0, "the last backward pass": 0.0}
+    for transfer in moved:
+        rate = min(cluster.gpu.link, cluster.network * transfer.neighbors or cluster.gpu.link)
+        seconds[transfer.overlaps] += transfer.size / (LINK_SHARE * rate)
+    waiting = seconds[""] + max(0.0, seconds["computation"] - compute)
+    bubble = (place.pp - 1) / accumulation * (compute + waiting)
+    return waiting + max(
+        0.0, seconds["the last backward pass"] - 2 / 3 * compute / accumulation
+    ), bubble

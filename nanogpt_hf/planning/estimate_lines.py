@@ -1,0 +1,232 @@
+"""What `estimate` prints and writes as JSON: the proposed layout, memory, time, tokens, disk."""
+
+import dataclasses
+
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.planning.estimate import Estimate
+from nanogpt_hf.planning.placement import Placement, shipped_config
+from nanogpt_hf.planning.proposal import Proposal, seconds
+
+
+def layout_lines(proposal: Proposal, config: Config) -> list[str]:
+    """The proposed layout, why it is, and what others would cost."""
+    cluster, layout = proposal.cluster, proposal.layout
+    assert layout is not None
+    machines = (
+        (f" in {cluster.gpus // cluster.per_machine} machines")
+        if cluster.gpus > cluster.per_machine
+        else ""
+    )
+    rates = (
+        f"{cluster.gpu.bf16_flops / 1e12:,.0f} TFLOP/s, {cluster.gpu.link / 1e9:,.0f} GB/s to "
+        "the others"
+    )
+    rates += f", {cluster.network / 1e9:,.4g} GB/s between machines" if machines else ""
+    step = f"{layout.accumulation} per step" if layout.accumulation > 1 else "one per step"
+    rows: list[tuple[str, ...]] = [
+        (
+            "",
+            "micro-batch",
+            "memory",
+            "sent inside",
+            "between machines",
+            "computes",
+            "waits",
+            "bubble",
+            "step",
+        )
+    ]
+    for other in proposal.best:
+        mark = "*" if other is layout else " "
+        checkpointing = ", checkpointing" if other.place.checkpointing else ""
+        parts = (
+            other.compute_seconds,
+            other.waiting_seconds,
+            other.bubble_seconds,
+            other.step_seconds,
+        )
+        sent = (format_bytes(other.bytes_sent(between)) for between in (False, True))
+        memory = format_bytes(other.memory.peak)
+        times = (
+            ["does not fit", "", "", ""]
+            if cluster.lacks(other)
+            else [seconds(value) for value in parts]
+        )
+        rows.append(
+            (
+                f"{mark} {other.place.name}{checkpointing}",
+                str(other.micro_batch_size),
+                memory,
+                *sent,
+                *times,
+            )
+        )
+    shipped = shipped_config(layout.place)
+    return [
+        (
+            f"layout over {cluster.gpus} × {cluster.name}{machines}: "
+            f"{format_bytes(cluster.gpu.memory)}, {rates}"
+        ),
+        f"  {layout.place.name}"
+        f"{', activation checkpointing' if layout.place.checkpointing else ''}; "
+        f"micro-batches of {layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
+        *(f"  - {reason}" for reason in proposal.reasons),
+        "per GPU and step, the best of each kind:",
+        *_table(rows),
+        *(
+            (f"  {transfer.name}: {format_bytes(transfer.size)} per GPU and step")
+            for transfer in layout.transfers
+        ),
+        f"to run it: --train.micro_batch_size {layout.micro_batch_size}, and "
+        + (f"{shipped} with these numbers, or " if shipped else "")
+        + "the config that --write-config FILE writes",
+    ]
+
+
+def estimate_figures(estimate: Estimate, proposal: Proposal | None) -> dict:
+    """All figures by name, with those of the layout if one is proposed."""
+    memory = {"peak": estimate.memory.peak, "peak_phase": estimate.memory.peak_phase}
+    values = dataclasses.asdict(estimate)
+    values["memory"] = memory | values["memory"]
+    if proposal and (layout := proposal.layout):
+        values["layout"] = {
+            "name": layout.place.name,
+            "reasons": proposal.reasons,
+            "step_seconds": layout.step_seconds,
+            **{key: value for key, value in dataclasses.asdict(layout).items() if key != "memory"},
+        }
+    return values
+
+
+def estimate_lines(estimate: Estimate, place: Placement) -> list[str]:
+    """Model, memory, devices, tokens and disk, with an empty line after each."""
+    parts = (
+        _model(estimate),
+        _memory(estimate, place),
+        _devices(estimate, place),
+        _tokens(estimate),
+        _disk(estimate),
+    )
+    return [line for lines in parts for line in [*lines, ""]]
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Rows as lines, the first column to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    cells = (
+        [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+        for row in rows
+    )
+    return ["  " + "  ".join(cell).rstrip() for cell in cells]
+
+
+def _model(estimate: Estimate) -> list[str]:
+    trains = (
+        "" if estimate.trainable == estimate.parameters else (f", {estimate.trainable:,} trainable")
+    )
+    rows = [(part, f"{count:,}") for part, count in estimate.by_part.items()]
+    return [
+        (
+            f"{estimate.recipe}: {estimate.parameters:,} parameters{trains}; vocabulary "
+            f"{estimate.vocabulary}"
+        ),
+        *_table(rows),
+    ]
+
+
+def _memory(estimate: Estimate, place: Placement) -> list[str]:
+    memory, phases = estimate.memory, estimate.memory.phases
+    unit, name = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
+    rows = [(name, *phases)]
+    for part in phases[memory.peak_phase]:
+        values = [parts[part] for parts in phases.values()]
+        if any(values):
+            rows.append((part, *(f"{value / unit:,.2f}" for value in values)))
+    rows.append(("sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in phases.values())))
+    lines = [
+        f"memory of a device: peak {format_bytes(memory.peak)}, at {memory.peak_phase}",
+        (
+            f"  {estimate.machine}; micro-batches of {estimate.micro_batch_size} × "
+            f"{estimate.block_size:,} tokens"
+        )
+        + (f", {estimate.accumulation} per step" if estimate.accumulation > 1 else ""),
+        *_table(rows),
+    ]
+    if memory.offloaded:
+        lines.append(f"  and {format_bytes(memory.offloaded)} of host memory per process")
+    if memory.host_copy:
+        # torch rounds each pinned tensor up to a power of two
+        low, high = format_bytes(memory.host_copy), format_bytes(2 * memory.host_copy)
+        lines.append(
+            f"  and {low} to {high} of host memory per machine, for the copy of a checkpoint"
+        )
+    if place.compiles:
+        lines.append("  compiled blocks save fewer activations than this")
+    return lines
+
+
+def _devices(estimate: Estimate, place: Placement) -> list[str]:
+    gpus = f"{place.processes} GPUs" if place.processes > 1 else "one GPU"
+    rows = [("", "memory", "largest micro-batch", f"time at {estimate.mfu:g} of the peak")]
+    for device in estimate.devices:
+        fits = str(device.micro_batch_size) if device.micro_batch_size else "not even 1"
+        rows.append((device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)))
+    return [
+        (
+            f"on {gpus}: {estimate.flops_per_token / 1e9:,.2f} GFLOPs per token, "
+            f"{estimate.flops:.2e} in total"
+        ),
+        *_update(estimate),
+        *_table(rows),
+        (
+            "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; "
+            "the time excludes"
+        ),
+        "  evaluations and counts all parameters as trainable",
+    ]
+
+
+def _update(estimate: Estimate) -> list[str]:
+    if not estimate.update_flops_per_step:
+        return []
+    share = 1 - estimate.flops_per_token * estimate.tokens / estimate.flops
+    return [f"  {share:.2%} of them are the optimizer's update"]
+
+
+def _tokens(estimate: Estimate) -> list[str]:
+    best = estimate.chinchilla_tokens
+    lines = [
+        (
+            f"tokens: {_amount(estimate.tokens)}, {estimate.tokens / estimate.parameters:,.1f} per "
+            "parameter"
+        ),
+        f"  compute-optimal is about 20 (Chinchilla, arXiv:2203.15556): {_amount(best)};",
+        f"  this is {float(f'{estimate.tokens / best:.2g}'):,g} times as many",
+    ]
+    return lines + [f"  {count:,.1f} epochs of {name}" for name, count in estimate.epochs.items()]
+
+
+def _disk(estimate: Estimate) -> list[str]:
+    data = "unknown before `prepare`"
+    if estimate.data_bytes is not None:
+        data = format_bytes(estimate.data_bytes) + (
+            ", prepared" if estimate.data_is_prepared else " at most (not prepared yet)"
+        )
+    return [
+        f"disk: {format_bytes(estimate.run_bytes)} at most for the run folder",
+        f"  data: {data}",
+    ]
+
+
+def _amount(count: float) -> str:
+    return f"{count / 1e9:,.1f} B" if count >= 1e9 else f"{count / 1e6:,.1f} M"
+
+
+def _time(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    for unit, length in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= length:
+            return f"{seconds / length:,.1f} {unit}"
+    return f"{seconds:.1f} seconds" if seconds >= 1 else "under a second"

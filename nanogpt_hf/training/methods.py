@@ -1,0 +1,226 @@
+"""Methods: what a kind of training consists of, a row each; steps and evaluations of methods."""
+
+import logging
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+
+from nanogpt_hf.config.compatibility import FSDP2, Rule, check_settings
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.seeds import derive_seed
+from nanogpt_hf.data.prepare import prepare
+from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_warnings, summary_lines
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.evaluation.answers import Answers
+from nanogpt_hf.evaluation.loss import evaluate_data
+from nanogpt_hf.formatting import format_number
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.objective import Objective, next_token_loss
+from nanogpt_hf.rl.data import load_questions
+from nanogpt_hf.rl.objective import policy_objective
+from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
+from nanogpt_hf.training.run import Evaluated, Run, StepResult
+from nanogpt_hf.training.step import train_step
+
+logger = logging.getLogger(__name__)
+# What a method with an objective of its own does not combine with, as config/compatibility.py
+# names it: reason and remedy.
+OWN_OBJECTIVE = {
+    "pipeline stages": ("a stage computes the loss of the next token", FSDP2),
+    "context parallelism": ("a part of a sequence has the loss of the next token only", FSDP2),
+}
+
+
+@dataclass(frozen=True)
+class Method:
+    """A kind of training: all that the package asks of it."""
+
+    name: str
+    is_chosen: Callable[[Config], bool]  # by the recipe
+    # What it trains and evaluates on; every process calls it. Raises UserError.
+    load: Callable[[Config], PreparedData]
+    objective: Callable[[Config], Objective]
+    # The evaluation of a step, the same on all processes; None if `stopping()` has ended it.
+    evaluate: Callable[[Run, Callable[[], bool]], Evaluated | None]
+    describe_best: Callable[[float], str]  # the score of the best model in words
+    step: Callable[[Run, int, float], StepResult] = train_step
+    refuses: Mapping[str, tuple[str, str]] = field(default_factory=lambda: OWN_OBJECTIVE)
+
+    def check(self, settings: Mapping[str, str]) -> None:
+        """Raises UserError if the method does not combine with a machine of these settings."""
+        rules = [Rule(self.name, other, *why) for other, why in self.refuses.items()]
+        check_settings({**settings, self.name: f"training by {self.name}"}, rules)
+
+
+def load_text(config: Config) -> PreparedData:
+    """Prepare text or conversations if they are not, and open them."""
+    manifest, prepared_now = prepare(config)
+    logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
+    data = load_prepared(config)
+    for line in summary_lines(config, manifest, data):
+        logger.info(line)
+    for line in repetition_warnings(config, data):
+        logger.warning(line)
+    return data
+
+
+def evaluate_validation(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
+    """The loss on the same validation data at every call; of a mixture also that of each source.
+
+    `stopping` is called after every batch; if it returns true, the evaluation ends and is None.
+    """
+    evaluated = evaluate_data(
+        run.accelerator,
+        run.mesh,
+        run.model,
+        run.objective,
+        run.data,
+        micro_batch_size=run.batches.micro_batch_size,
+        tokens=run.config.eval.tokens,
+        stopping=stopping,
+    )
+    if evaluated is None:
+        return None
+    result, by_source = evaluated
+    metrics = {
+        "val/loss": result.loss,
+        "val/perplexity": result.perplexity,
+        "val/bits_per_byte": result.bits_per_byte,
+    }
+    metrics |= {f"val/loss/{name}": part.loss for name, part in by_source.items()}
+    metrics |= {f"val/bits_per_byte/{name}": part.bits_per_byte for name, part in by_source.items()}
+    lines = [
+        f"validation loss {format_number(result.loss, 4)} "
+        f"(perplexity {format_number(result.perplexity, 2)}, "
+        f"{format_number(result.bits_per_byte, 3)} bits per byte)"
+    ]
+    if by_source:
+        losses = (f"{name} {format_number(part.loss, 4)}" for name, part in by_source.items())
+        lines.append(f"  {', '.join(losses)}")
+    return Evaluated(result.loss, result, metrics, lines, [])
+
+
+_EXAMPLES = 4  # held-out questions whose first answer is logged
+
+
+def rollouts_of(run: Run) -> Rollouts:
+    """The rollouts of a run of reinforcement learning."""
+    assert isinstance(run.data.train, Rollouts)
+    return run.data.train
+
+
+def policy_step(run: Run, step: int, learning_rate: float) -> StepResult:
+    """Sample the completions of `step` from the model, and take `rl.updates` optimizer updates
+    on them.
+    """
+    rl, rollouts = run.config.rl, rollouts_of(run)
+    with run.batches.waiting():
+        rollouts.draw(run.accelerator, run.mesh, run.model, step)
+        if rl.kl:
+            rollouts.score(
+                "reference_log_probs", start_model_of(run), run.batches, step, run.accelerator
+            )
+        if rl.updates > 1:
+            rollouts.score("old_log_probs", run.model, run.batches, step, run.accelerator)
+    result = train_step(run, step, learning_rate)
+    for _ in range(rl.updates - 1):
+        result = train_step(run, step, learning_rate)
+    return result._replace(figures=rollouts.metrics())
+
+
+def start_model_of(run: Run) -> PreTrainedModel:
+    """The model that the run started from, whole on every process; loaded at the first call."""
+    if run.start_model is None:
+        finetune = run.config.finetune
+        assert finetune.model is not None  # `rl` requires it
+        model = load_model(finetune.model, finetune.revision)
+        architecture_of(model).crop_positions(model, run.config.model.n_positions)
+        run.start_model = model.to(run.accelerator.device).requires_grad_(False)
+    return run.start_model
+
+
+def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
+    """Metrics of answers to the first held-out questions, and examples; it is not stopped.
+
+    The random numbers are the same at every evaluation, so that evaluations differ by the model
+    only.
+    """
+    rl, rollouts, seed = run.config.rl, rollouts_of(run), run.config.train.seed
+    questions = rollouts.task.held_out[: rl.eval_questions]
+    seeds = [
+        derive_seed(seed, "answers", n, k)
+        for n in range(len(questions))
+        for k in range(rl.eval_samples)
+    ]
+    answers = rollouts.sampler.sample(run.accelerator, run.mesh, run.model, questions, seeds)
+    rows = [number * rl.eval_samples for number in range(min(_EXAMPLES, len(questions)))]
+    examples = [
+        {"prompt": question.prompt, "text": text, "reward": f"{answers.rewards[row]:g}"}
+        for question, text, row in zip(
+            questions, rollouts.sampler.texts(answers, rows), rows, strict=False
+        )
+    ]
+    metrics = {**answers.metrics(), **answers.pass_rates(), "kl": _kl_to_start(run, answers)}
+    shown = ", ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+    return Evaluated(
+        -metrics["reward"],
+        None,
+        {f"val/{name}": value for name, value in metrics.items()},
+        [f"held-out questions: {shown}"],
+        examples,
+    )
+
+
+def _kl_to_start(run: Run, answers: Answers) -> float:
+    """The KL divergence per token from the model that the run started from: the mean log-ratio of
+    the answers' tokens.
+
+    Unlike `kl_estimate` it has no exponential, which a few tokens would dominate when the models
+    are far apart.
+    """
+    size, rows = rollouts_of(run).sampler.batch_size, len(answers.rewards)
+    total = torch.zeros((), dtype=torch.float64)
+    for first in range(0, rows, size * run.mesh.dp_size):
+        # Every process takes as many forward passes; rows past the end count nothing.
+        numbers = np.arange(first + run.mesh.dp_rank * size, first + (run.mesh.dp_rank + 1) * size)
+        real = torch.from_numpy(numbers < rows)
+        numbers = numbers.clip(max=rows - 1)
+        policy, start = (
+            answer_log_probs(model, answers, numbers, run.accelerator, run.config.rl.temperature)
+            for model in (run.model, start_model_of(run))
+        )
+        total += ((policy - start).sum(1) * real).sum()
+    if run.mesh.world_size > 1:
+        total = sum_over_ranks(
+            run.accelerator, run.mesh, total.float().to(run.accelerator.device)
+        ).cpu()
+    return total.item() / int(answers.completions.lengths.sum())
+
+
+TEXT = Method(
+    "the next token",  # pretraining and fine-tuning, of text and conversations
+    is_chosen=lambda config: True,  # if no other is
+    load=load_text,
+    objective=lambda config: next_token_loss,
+    evaluate=evaluate_validation,
+    describe_best=lambda score: f"best validation loss {format_number(score, 4)}",
+    refuses={},
+)
+POLICY = Method(
+    "reinforcement learning",
+    is_chosen=lambda config: bool(config.rl.task),
+    load=load_questions,
+    objective=lambda config: policy_objective(config.rl),
+    evaluate=evaluate_policy,
+    describe_best=lambda score: f"best mean reward {-score:.4f}",
+    step=policy_step,
+)
+METHODS = [POLICY, TEXT]  # the first that a recipe chooses is its method
+
+
+def method_of(config: Config) -> Method:
+    return next(method for method in METHODS if method.is_chosen(config))
