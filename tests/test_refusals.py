@@ -393,11 +393,6 @@ REFUSALS = {
         ("--data.tokenizer ./nowhere", "data.tokenizer"),
         ("--config_file MACHINES/deepspeed_zero2.yaml --optim.state 8bit", "optim.state 8bit"),
         ("--config_file MACHINES/deepspeed_zero2.yaml --optim.name muon", "optim.name muon"),
-        (
-            "TORCH_EXTENSIONS_DIR=/proc/x --config_file MACHINES/deepspeed_zero2.yaml",
-            "TORCH_EXTENSIONS_DIR",
-            "/proc/x",
-        ),
         ("--config_file MACHINES/cpu_ddp.yaml --train.tokens_per_step 64", "2 processes", "128"),
     ],
     "bench": [

@@ -124,6 +124,8 @@ def build_accelerator(
     accumulation = check_launch(config, mesh)
     default_to_cpu(mesh)
     hide_pipeline_stages(mesh)
+    if requested("DEEPSPEED") and not torch.accelerator.is_available():
+        deepspeed.reduce_with_gloo()
     # No dataloader is prepared, so none may end an accumulation early.
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
