@@ -26,7 +26,6 @@ from nanogpt_hf.runs.redact import redact
 from nanogpt_hf.runs.state import TrainState
 
 PLACEHOLDER = "path/to/this/folder"  # in the example; a push replaces it by the repository
-_TEMPLATE = Path(__file__).with_name("card.md")
 
 
 def model_card(
@@ -43,8 +42,12 @@ def model_card(
     `state` is the training state when it was saved, `machine` one line about the hardware,
     `base_model` the Hub id or name of the model that fine-tuning started from.
     """
+    sources = (
+        manifest.sources
+        if isinstance(manifest, MixedManifest)
+        else tuple(PreparedSource(*source, manifest) for source in sources_of(config.data))
+    )
     results = _eval_results(config, manifest, state)
-    sources = _sources(config, manifest)
     metadata = ModelCardData(
         license=config.hub.license,
         base_model=base_model,
@@ -53,17 +56,27 @@ def model_card(
         eval_results=results or None,
     )
     start = f"fine-tuned from {_code(base_model)}" if base_model else "trained from scratch"
-    answers = "answers in the style of its training conversations"
+    origin = f"{start} on {_code(source_text(config.data))} with nanogpt_hf"
+    packages = {"nanogpt_hf": code_version()} | {
+        name: version for name, version in versions().items() if name != "nanogpt_hf"
+    }
     return _render(
         config.name,
         model_config,
-        f"{start} on {_code(source_text(config.data))} with nanogpt_hf",
+        origin,
         metadata,
-        config.lora.rank if adapter else None,
-        training=_training(config, manifest, sources, state, machine),
-        evaluation=_evaluation(config, manifest, state),
-        does=answers if has_conversations(config.data) else "continues text like its training text",
+        adapter=adapter,
+        config=config,
+        manifest=manifest,
+        state=state,
+        machine=machine,
+        sources=_source_rows(config, sources, state),
+        optimizer=kind_of(config.optim).describe(config.optim),
+        software=", ".join(f"{name} {version}" for name, version in packages.items()),
+        time=timedelta(seconds=round(state.seconds)),
+        chats=has_conversations(config.data),
         recipe=_fenced(config_to_yaml(config).rstrip(), "yaml"),
+        **_sizes(config, manifest, state),
     )
 
 
@@ -71,42 +84,35 @@ def plain_card(
     name: str, model_config: PreTrainedConfig, origin: str, facts: dict[str, str] | None = None
 ) -> str:
     """The card of a model without a recipe: `origin` in words, and `facts` about its training."""
-    return _render(name, model_config, origin, ModelCardData(), training=facts)
+    return _render(name, model_config, origin, ModelCardData(), facts=facts)
 
 
 def _render(
     name: str,
-    model_config: PreTrainedConfig,
+    model: PreTrainedConfig,
     origin: str,
     metadata: ModelCardData,
-    adapter_rank: int | None = None,
+    adapter: bool = False,
     **values: Any,
 ) -> str:
-    architecture, context = architecture_of(model_config), model_config.max_position_embeddings
-    what = (
-        f"{architecture.title} with {count_parameters(model_config):,} parameters "
-        f"({model_config.num_hidden_layers} layers, {model_config.num_attention_heads} heads, "
-        f"{model_config.hidden_size} wide, {context} positions)"
+    architecture = architecture_of(model)
+    metadata.library_name = "peft" if adapter else "transformers"
+    metadata.tags = ["lora" if adapter else architecture.name, "nanogpt_hf"]
+    metadata.pipeline_tag = "text-generation"
+    values |= {"escape": escape, "code": _code, "n": "{:,}".format, "number": format_number}
+    card = ModelCard.from_template(
+        metadata,
+        template_path=str(Path(__file__).with_name("card.md")),
+        name=name,
+        model=model,
+        origin=origin,
+        adapter=adapter,
+        title=architecture.title,
+        parameters=count_parameters(model),
+        placeholder=PLACEHOLDER,
+        **values,
     )
-    how = f"A standard {architecture.title} checkpoint; transformers loads it without other code."
-    metadata.library_name, loader, tag = "transformers", "AutoModelForCausalLM", architecture.name
-    if adapter_rank:
-        what = f"LoRA adapter of rank {adapter_rank} for a {what}"
-        how = "An adapter in the format of peft, which also loads the base model."
-        metadata.library_name, loader, tag = "peft", "AutoPeftModelForCausalLM", "lora"
-    metadata.tags, metadata.pipeline_tag = [tag, "nanogpt_hf"], "text-generation"
-    values |= {"what": f"A {what}", "how": how, "loader": loader, "placeholder": PLACEHOLDER}
-    values |= {"name": name, "origin": origin, "context": context}
-    values |= {"escape": escape, "table": _table, "code": _code}
-    card = ModelCard.from_template(metadata, template_path=str(_TEMPLATE), **values)
     return redact(f"{card}\n")
-
-
-def _sources(config: Config, manifest: Manifest) -> tuple[PreparedSource, ...]:
-    """The sources of a mixture, or the only one."""
-    if isinstance(manifest, MixedManifest):
-        return manifest.sources
-    return tuple(PreparedSource(*source, manifest) for source in sources_of(config.data))
 
 
 def _is_on_hub(data: DataSection, manifest: Manifest) -> bool:
@@ -130,99 +136,73 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
             "dataset_split": data.validation_split or f"held out of {data.split}",
             "dataset_revision": manifest.revision if manifest.revision != "unknown" else None,
         }
-    values = {
-        ("loss", "validation loss, nats per token"): state.evaluation.loss,
-        ("perplexity", "validation perplexity, per token"): state.evaluation.perplexity,
-        ("bits_per_byte", "validation bits per byte"): state.evaluation.bits_per_byte,
-    }
+    facts |= {"task_type": "text-generation", "dataset_type": source, "dataset_name": source}
     return [
         EvalResult(
-            task_type="text-generation",
-            dataset_type=source,
-            dataset_name=source,
             metric_type=kind,
-            metric_name=name,
-            metric_value=round(value, 4),
+            metric_name=f"validation {name}",
+            metric_value=round(getattr(state.evaluation, kind), 4),
             **facts,
         )
-        for (kind, name), value in values.items()
+        for kind, name in (
+            ("loss", "loss, nats per token"),
+            ("perplexity", "perplexity, per token"),
+            ("bits_per_byte", "bits per byte"),
+        )
     ]
 
 
-def _training(
-    config: Config,
-    manifest: Manifest,
-    sources: tuple[PreparedSource, ...],
-    state: TrainState,
-    machine: str,
-) -> dict[str, str]:
-    data, optim, split = config.data, config.optim, manifest.train
-    samples = state.tokens // data.block_size
+def _source_rows(
+    config: Config, sources: tuple[PreparedSource, ...], state: TrainState
+) -> list[tuple[str, str]]:
+    """Name, text and revision of each source; of a mixture, also its share of the sequences."""
+    samples = state.tokens // config.data.block_size
     counts = Interleave([s.weight for s in sources]).counts(samples).tolist()
-    facts = {}
+    rows = []
     for source, count in zip(sources, counts, strict=True):
-        text = f"{source_text(source.data)}, revision {source.manifest.revision}"
+        name, share = "data", ""
         if len(sources) > 1:
-            text += f"; {count / max(1, samples):.2%} of the sequences"
-        facts[f"data: {source.name}" if len(sources) > 1 else "data"] = text
-    size, seen = f"{split.tokens:,} tokens in {split.documents:,} documents", f"{state.tokens:,}"
-    if not split.tokens:
-        size = f"{split.documents:,} questions of the task {config.rl.task}"
-        seen += f", padding included; {config.rl.samples} completions per question"
-    elif split.assistant_tokens:
-        size += f", {split.assistant_tokens:,} of them in answers"
-        seen += f" ({data.packing}), padding included"
-    else:
-        seen += f" ({state.tokens / split.tokens:.2f} times the training split)"
-    end = "" if optim.schedule == "constant" else f" to {optim.min_learning_rate:g}"
-    packages = {name: version for name, version in versions().items() if name != "nanogpt_hf"}
-    return facts | {
-        "tokenizer": f"{data.tokenizer}, {manifest.vocab_size:,} tokens",
-        "training split": size,
-        "tokens seen": seen,
-        "steps": f"{state.step:,} of {config.train.max_steps:,}",
-        "optimizer": kind_of(optim).describe(optim),
-        "learning rate": f"{optim.learning_rate:g}, {optim.schedule}{end}",
-        "trained on": f"{machine} (when this was saved; a run can change machines)",
-        "software": ", ".join(
-            [f"nanogpt_hf {code_version()}", *(f"{name} {v}" for name, v in packages.items())]
-        ),
-        "time": f"{timedelta(seconds=round(state.seconds))} (h:mm:ss) of training and evaluation",
-    }
+            name, share = (
+                f"data: {source.name}",
+                f"; {count / max(1, samples):.2%} of the sequences",
+            )
+        text = f"{source_text(source.data)}, revision {source.manifest.revision}"
+        rows.append((name, text + share))
+    return rows
 
 
-def _evaluation(config: Config, manifest: Manifest, state: TrainState) -> dict[str, str]:
-    if not manifest.train.tokens and state.best_loss is not None:
-        questions = min(config.rl.eval_questions, manifest.validation.documents)
-        reward = f"{-state.best_loss:.4f} on {questions:,} held-out questions"
-        return {"mean reward": f"{reward} (step {state.best_step:,})"}
-    if state.evaluation is None:
-        return {}
-    result, split = state.evaluation, config.data.validation_split
-    kind = " in answers" if manifest.validation.assistant_tokens else ""
-    total = manifest.validation.assistant_tokens or manifest.validation.tokens
-    where = f"of the split {split}" if split else "held out"
+def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, str]:
+    """What was trained and evaluated on, which depends on the kind of data."""
+    train, held_out = manifest.train, manifest.validation
+    if not train.tokens:
+        texts = {
+            "split": f"{train.documents:,} questions of the task {config.rl.task}",
+            "seen": f", padding included; {config.rl.samples} completions per question",
+        }
+        if state.best_loss is not None:
+            questions = min(config.rl.eval_questions, held_out.documents)
+            texts["reward"] = f"{-state.best_loss:.4f} on {questions:,} held-out questions"
+        return texts
+    split = f"{train.tokens:,} tokens in {train.documents:,} documents"
+    seen = f" ({state.tokens / train.tokens:.2f} times the training split)"
+    measured_on = f"{held_out.tokens:,} tokens"
+    if train.assistant_tokens:
+        split += f", {train.assistant_tokens:,} of them in answers"
+        seen = f" ({config.data.packing}), padding included"
+    if held_out.assistant_tokens:
+        measured_on = f"{held_out.assistant_tokens:,} tokens in answers"
+    where = "held out"
     if isinstance(manifest, MixedManifest):
         where = "held out of the sources, weighted by their shares of the training sequences"
-    return {
-        "validation loss": f"{format_number(result.loss, 4)} nats per token",
-        "perplexity": f"{format_number(result.perplexity, 2)} per token",
-        "bits per byte": format_number(result.bits_per_byte, 4),
-        "measured at step": f"{state.evaluated_step:,}",
-        "measured on": f"{result.tokens:,} of the {total:,} tokens{kind} {where}",
-        "context window": f"{config.data.block_size:,} tokens",
-    }
+    elif config.data.validation_split:
+        where = f"of the split {config.data.validation_split}"
+    return {"split": split, "seen": seen, "measured_on": f"{measured_on} {where}"}
 
 
 def escape(value: str) -> str:
     """Escape a string for one line of Markdown: no HTML, link, image or end of a table cell."""
     line = re.sub(r"([\\`*\[\]|])", r"\\\1", " ".join(value.split()))
     return line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-
-def _table(facts: dict[str, str]) -> str:
-    rows = [f"| {escape(name)} | {escape(value)} |" for name, value in facts.items()]
-    return "\n".join(["| | |", "|---|---|", *rows])
 
 
 def _ticks(text: str, at_least: int) -> str:
@@ -232,8 +212,8 @@ def _ticks(text: str, at_least: int) -> str:
 
 def _code(value: str) -> str:
     line = " ".join(value.split())
-    ticks = _ticks(line, 1)
-    return f"{ticks} {line} {ticks}" if "`" in line else f"{ticks}{line}{ticks}"
+    ticks, space = _ticks(line, 1), " " if "`" in line else ""
+    return f"{ticks}{space}{line}{space}{ticks}"
 
 
 def _fenced(text: str, language: str) -> str:

@@ -19,7 +19,7 @@ from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import save_tokenizer, start_of_text_id_of
 from nanogpt_hf.errors import DataError, UserError
-from nanogpt_hf.export.model_folder import cast_weights, finite_logits_of, logits_of, max_difference
+from nanogpt_hf.export.model_folder import cast_weights, logits_of, max_difference
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
@@ -42,15 +42,16 @@ _ARCHITECTURES = {  # by model_type
 _ROTATE_NEIGHBORS = ("llama", "smollm3")
 _LINEAR = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 
-# How text is split before BPE, as tokenizers writes it, -> the name of this in GGUF, and whether a
-# whole word that is a token is found without its merges.
+# How text is split before BPE, and whether a whole word that is a token is found without its merges
+# -> the name of this in GGUF.
 _SPLITS = {
     ("GPT-2", False): "gpt-2",
-    ("digits, GPT-2", False): "smollm",
+    ("digits", "GPT-2", False): "smollm",
     (GPT4_PATTERN, True): "llama-bpe",
     (GPT4_PATTERN, False): "dbrx",
     (QWEN_PATTERN, False): "qwen2",
 }
+_ESCAPES = str.maketrans({"\n": r"\n", "\r": r"\r", "\t": r"\t", "\\": r"\\"})
 
 
 def export_gguf(
@@ -73,7 +74,7 @@ def export_gguf(
             "--format gguf: a GGUF file contains the tokenizer, and this model has none"
         )
     cast_weights(model, dtype)  # raises if a weight is too large
-    original = finite_logits_of(model)
+    original = logits_of(model)
     writer = gguf.GGUFWriter(folder / FILE, name)
     _write_metadata(writer, plain, _TYPES[dtype][1])
     _write_tokenizer(writer, plain, tokenizer)
@@ -105,29 +106,22 @@ def _check_format(config: Any, model: transformers.PreTrainedModel) -> None:
     if name not in _ARCHITECTURES:
         raise UserError(f"--format gguf: {name} is not supported, only {', '.join(_ARCHITECTURES)}")
     if name == "gpt2":
-        if config.activation_function not in ("gelu", "gelu_new"):
-            raise UserError(
-                f"--format gguf: its gpt2 has no {config.activation_function} activation, only GELU"
-            )
-        return
-    rope, layers = config.rope_parameters, range(config.num_hidden_layers)
-    wrong = None
-    if config.hidden_act != "silu":
-        wrong = f"hidden_act {config.hidden_act}, only silu"
-    elif any(parameter.endswith(".bias") for parameter in model.state_dict()):
-        wrong = "biases"
-    elif any(kind != "full_attention" for kind in getattr(config, "layer_types", None) or ()):
-        wrong = "sliding windows"
-    elif rope["rope_type"] not in ("default", "llama3") or (
-        rope["rope_type"] != "default" and name != "llama"
-    ):
-        wrong = f"rope_type {rope['rope_type']}"
-    elif name == "smollm3" and list(config.no_rope_layers) != [
-        int((i + 1) % 4 != 0) for i in layers
-    ]:
-        wrong = "these no_rope_layers, only every fourth layer"
-    if wrong:
-        raise UserError(f"--format gguf: its {name} has no {wrong}")
+        act = config.activation_function
+        wrong = {f"{act} activation, only GELU": act not in ("gelu", "gelu_new")}
+    else:
+        rope, layers = config.rope_parameters["rope_type"], range(1, config.num_hidden_layers + 1)
+        kinds = getattr(config, "layer_types", None) or ()
+        every_fourth = [int(layer % 4 != 0) for layer in layers]
+        wrong = {
+            f"hidden_act {config.hidden_act}, only silu": config.hidden_act != "silu",
+            "biases": any(parameter.endswith(".bias") for parameter in model.state_dict()),
+            "sliding windows": any(kind != "full_attention" for kind in kinds),
+            f"rope_type {rope}": rope != "default" and (rope, name) != ("llama3", "llama"),
+            "these no_rope_layers, only every fourth layer": name == "smollm3"
+            and list(config.no_rope_layers) != every_fourth,
+        }
+    if lacking := [what for what, is_wrong in wrong.items() if is_wrong]:
+        raise UserError(f"--format gguf: its {name} has no {lacking[0]}")
 
 
 def _tensors(
@@ -206,24 +200,28 @@ def _read_again(
 
 
 def _write_metadata(writer: gguf.GGUFWriter, config: Any, file_type: gguf.LlamaFileType) -> None:
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_file_type(file_type)
+    facts = {
+        "block_count": config.num_hidden_layers,
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "head_count": config.num_attention_heads,
+        "vocab_size": config.vocab_size,
+        "file_type": file_type,
+    }
     if config.model_type == "gpt2":
-        writer.add_feed_forward_length(config.n_inner or 4 * config.n_embd)
-        writer.add_layer_norm_eps(config.layer_norm_epsilon)
-        return
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_key_length(head_dim)
-    writer.add_value_length(head_dim)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_dimension_count(head_dim)
-    writer.add_rope_freq_base(config.rope_parameters["rope_theta"])
+        facts["feed_forward_length"] = config.n_inner or 4 * config.n_embd
+        facts["layer_norm_eps"] = config.layer_norm_epsilon
+    else:
+        size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        facts |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), size)
+        facts |= {
+            "feed_forward_length": config.intermediate_size,
+            "head_count_kv": config.num_key_value_heads,
+            "layer_norm_rms_eps": config.rms_norm_eps,
+            "rope_freq_base": config.rope_parameters["rope_theta"],
+        }
+    for name, value in facts.items():
+        getattr(writer, f"add_{name}")(value)
 
 
 def _write_tokenizer(
@@ -253,7 +251,7 @@ def _write_tokenizer(
         # Without a token for unknown characters llama.cpp would abort. Ours raises an error for
         # them.
         writer.add_unk_token_id(names.index(" ") if " " in names else 0)
-        names = [_ESCAPES.get(name, name) for name in names]
+        names = [name.translate(_ESCAPES) for name in names]
     else:
         raise UserError(
             "--format gguf: can only write a tokenizer of characters, or byte-level BPE that "
@@ -275,43 +273,31 @@ def _write_tokenizer(
             return
 
 
-def _split_name(tokenizer: transformers.PreTrainedTokenizerBase) -> str | None:
+def _split_name(tokenizer: Any) -> str | None:
     """GGUF's name for the way in which a byte-level BPE tokenizer splits text; None for any
     other tokenizer.
     """
     if not tokenizer.is_fast:
         return None
     state = _backend_state(tokenizer)
-    before: dict[str, Any] = state["pre_tokenizer"] or {}
+    before = state["pre_tokenizer"] or {}
     *splits, last = before.get("pretokenizers", [before])
-    if (
-        state["model"]["type"] != "BPE"
-        or last.get("type") != "ByteLevel"
-        or last["add_prefix_space"]
-    ):
+    is_bpe = (state["model"]["type"], last.get("type")) == ("BPE", "ByteLevel")
+    if not is_bpe or last["add_prefix_space"]:
         return None
-    kinds = [split.get("pattern", {}).get("Regex") or split["type"] for split in splits]
-    whole_words = bool(state["model"].get("ignore_merges"))
-    if last["use_regex"] and kinds in ([], ["Digits"]):
-        one_digit = not splits or splits[0]["individual_digits"]
-        return (
-            _SPLITS.get(("digits, GPT-2" if splits else "GPT-2", whole_words))
-            if one_digit
-            else None
-        )
-    if (
-        last["use_regex"]
-        or len(kinds) != 1
-        or splits[0].get("behavior") != "Isolated"
-        or splits[0].get("invert")
-    ):
-        return None
-    return _SPLITS.get((kinds[0], whole_words))
+    ways = [_way(split) for split in splits] + ["GPT-2"] * last["use_regex"]
+    return _SPLITS.get((*ways, bool(state["model"].get("ignore_merges"))))
+
+
+def _way(split: dict[str, Any]) -> str | None:
+    match split:
+        case {"type": "Digits", "individual_digits": True}:
+            return "digits"
+        case {"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}:
+            return pattern
+    return None
 
 
 def _backend_state(tokenizer: Any) -> dict[str, Any]:
     """A fast tokenizer as tokenizer.json describes it."""
     return json.loads(tokenizer.backend_tokenizer.to_str())
-
-
-_ESCAPES = {"\n": r"\n", "\r": r"\r", "\t": r"\t", "\\": r"\\"}

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import tempfile
 import warnings
@@ -10,10 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import huggingface_hub
-import safetensors
 from huggingface_hub import CommitOperationAdd, HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
-from huggingface_hub.utils import filter_repo_objects, get_session
+from huggingface_hub.utils import get_session
 
 from nanogpt_hf.errors import RunFolderError, UserError, one_line
 from nanogpt_hf.export.card import PLACEHOLDER, plain_card
@@ -26,23 +26,12 @@ _SCANNED = 2**26  # bytes of a file of weights that are searched for tokens
 _WEIGHTS = (".safetensors", ".gguf", ".onnx", ".data")
 _CONFIGS = ("config.json", "generation_config.json", "adapter_config.json")
 # An allow-list: a folder may hold anything else, secrets and pickles too.
-_MODEL_FILES = [
-    "*.safetensors",
-    "*.gguf",
-    "*.onnx",
-    "*.onnx.data",
-    "README.md",
-    "LICENSE*",
-    *_CONFIGS,
-    "*.safetensors.index.json",
-    "tokenizer*.json",
-    "tokenizer.model",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-]
+_MODEL_FILE = re.compile(
+    r"""README\.md | LICENSE.* | (generation_|adapter_)?config\.json
+    | .+\.(safetensors(\.index\.json)?|gguf|onnx|onnx\.data) | tokenizer(.*\.json|\.model)
+    | (vocab|special_tokens_map|added_tokens)\.json | merges\.txt | chat_template\.jinja""",
+    re.VERBOSE,
+)
 _READ_ATTEMPTS = 10
 
 
@@ -90,23 +79,33 @@ def push(
     With best/ or final/ go the recipe, the metrics and the loss plot of its run. A missing
     repository or branch `revision` is created; nothing is ever deleted. Raises UserError if there
     is no login, permission, network or model, and, before anything is created or sent and one line
-    each, for files that are damaged, hold a token or a private key, or are links out of the
-    folder.
+    each, for files that hold a token or a private key, or are links out of the folder.
     """
     huggingface_hub.utils.logging.set_verbosity_error()  # else every retry is logged
     warnings.filterwarnings("ignore", module="httpx|huggingface_hub")  # such as remarks on a card
+    folder = Path(os.path.abspath(folder))  # `push .` within best/ finds the run, too
     outcome = "nothing was pushed"
     try:
         get_session().timeout = CONNECTION_TIMEOUT
         token = _login(repo_id)
-        if holds_token((message or "").encode(), token):
-            raise UserError("--message: contains a token of the Hub or a private key; remove it")
         # beside the folder, so that weights can be linked
         beside = folder.parent if os.access(folder.parent, os.W_OK) else None
-        with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as name:
-            stage, api = Path(name), HfApi(token=token)
-            skipped = _stage(stage, folder, repo_id, revision, token)
-            files = sorted(os.listdir(stage))
+        with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
+            files, skipped = _gather(folder, Path(links))
+            files = {path: _content(path, files[path], repo_id, revision) for path in files}
+            if (card := folder / "README.md") not in files:
+                with contextlib.suppress(Exception):  # it is no model that we know
+                    config = architecture_on_disk(str(folder)).read_config(str(folder), None)
+                    origin = "whose training is not recorded here"
+                    text = plain_card(repo_id.partition("/")[2], config, origin)
+                    files[card] = _content(card, text.encode(), repo_id, revision)
+            texts = {Path("--message"): (message or "").encode(), **files}
+            if secrets := [path for path in texts if holds_token(_head(texts[path]), token)]:
+                line = "contains a token of the Hub or a private key; remove it first"
+                raise RunFolderError(
+                    "; nothing was pushed\n".join(f"{path}: {line}" for path in secrets)
+                )
+            api = HfApi(token=token)
             api.create_repo(repo_id, private=private or None, exist_ok=True)
             if private and not api.model_info(repo_id).private:
                 raise UserError(
@@ -116,27 +115,29 @@ def push(
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
             before = api.model_info(repo_id, revision=revision)
             outcome = f"see {constants.ENDPOINT}/{repo_id}: all files arrived, or none"
+            additions = [CommitOperationAdd(path.name, files[path]) for path in files]
+            # Several files of weights one by one, in this thread: a process that is asked to end
+            # would wait for the threads of huggingface_hub's pool until all have been sent.
+            for addition in [a for a in additions if a.path_in_repo.endswith(_WEIGHTS)][1:]:
+                api.preupload_lfs_files(repo_id, [addition], revision=revision)
             # not upload_folder, which may make several commits
             commit = api.create_commit(
                 repo_id,
-                [CommitOperationAdd(name, stage / name) for name in files],
+                additions,
                 commit_message=message or f"Push {folder.resolve().name} with nanogpt_hf",
                 revision=revision,
             )
     except RunFolderError as error:
         raise RunFolderError(f"{error}; nothing was pushed") from error
     except Exception as error:  # the network, the Hub, its storage, ...
-        if isinstance(error, RuntimeError) and error.__cause__:  # in a thread that uploads
+        if isinstance(error, RuntimeError) and error.__cause__:  # of an upload
             error = error.__cause__
         outcome = "nothing was pushed" if _status(error) else outcome
         raise UserError(f"{repo_id}: {_reason(error)}; {outcome}") from error
-    former = [file.rfilename for file in before.siblings or ()]
-    stale = [
-        name
-        for name in former
-        if name not in files and name.endswith((*_WEIGHTS, ".bin", ".index.json"))
-    ]
-    return Pushed(commit.commit_url, files, skipped, stale, commit.oid != before.sha)
+    names = sorted(path.name for path in files)
+    left = sorted({file.rfilename for file in before.siblings or ()}.difference(names))
+    stale = [name for name in left if name.endswith((*_WEIGHTS, ".bin", ".index.json"))]
+    return Pushed(commit.commit_url, names, skipped, stale, commit.oid != before.sha)
 
 
 def _login(repo_id: str) -> str:
@@ -193,104 +194,73 @@ def _reason(error: BaseException) -> str:
     return f"the Hub answered {status}: {answer}"
 
 
-def _stage(stage: Path, folder: Path, repo_id: str, revision: str | None, token: str) -> list[str]:
-    """Fill `stage` with the files to push; return the names in `folder` that are skipped.
+def _gather(folder: Path, links: Path) -> tuple[dict[Path, Path | bytes], list[str]]:
+    """Read the files to push; also return the names in `folder` that are not pushed.
 
-    A training run may replace its model folder at any time; the staged files do not change.
+    Weights become hard links or copies in `links`, since a training run may replace its model
+    folder at any time. Raises RunFolderError if there is no model, or a link out of the folder.
     """
     run = RunFolder(folder.parent)
     of_run = folder in (run.best, run.final) and run.recipe.is_file()
     extra = [run.recipe, run.metrics, run.loss_plot] if of_run else []
-    try:
-        skipped = _gather(folder, [path for path in extra if path.is_file()], stage)
-        problems = [
-            f"{folder / path.name}: {problem}"
-            for path in sorted(stage.iterdir())
-            if (problem := _problem(path, token))
-        ]
-        if problems:
-            raise RunFolderError("; nothing was pushed\n".join(problems))
-        _prepare(stage, repo_id, f", revision={json.dumps(revision)}" if revision else "")
-        return skipped
-    except OSError as error:
-        raise RunFolderError(f"{folder}: cannot be read or copied: {error.strerror}") from error
-
-
-def _gather(folder: Path, extra: list[Path], stage: Path) -> list[str]:
-    """Link or copy the files to push into `stage`; return the names that are skipped."""
     for _ in range(_READ_ATTEMPTS):
         with contextlib.suppress(FileNotFoundError):  # a newer model has just replaced the folder
             inode, names = folder.stat().st_ino, sorted(os.listdir(folder))
-            chosen = filter_repo_objects(names, allow_patterns=_MODEL_FILES)
-            paths = [path for name in chosen if (path := folder / name).is_file()]
+            paths = [folder / name for name in names if _MODEL_FILE.fullmatch(name)]
+            paths = [path for path in paths if path.is_file()]
             if not any(path.suffix in _WEIGHTS for path in paths):
                 raise RunFolderError(f"{folder}: has no weights as safetensors, GGUF or ONNX")
-            for path in (*paths, *extra):
+            found = {}
+            for path in (*paths, *(path for path in extra if path.is_file())):
                 if not path.resolve().is_relative_to(path.parent.resolve()):
                     raise RunFolderError(
                         f"{path}: is a link to {path.resolve()}, outside its folder; replace it "
                         "by a copy"
                     )
-                link_or_copy(path, stage / path.name)
+                is_large = path.suffix in _WEIGHTS
+                found[path] = link_or_copy(path, links) if is_large else path.read_bytes()
             if folder.stat().st_ino == inode:
-                return [name for name in names if folder / name not in paths]
-        for file in stage.iterdir():
-            file.unlink()
+                return found, [name for name in names if folder / name not in paths]
     raise RunFolderError(
         f"{folder}: was replaced {_READ_ATTEMPTS} times while it was read; try again later"
     )
 
 
-def link_or_copy(path: Path, target: Path) -> None:
-    if path.suffix in _WEIGHTS:
-        with contextlib.suppress(OSError):  # another disk, or a file system without links
-            os.link(path.resolve(), target)  # the content stays if the name is removed
-            return
-    shutil.copyfile(path, target)
-
-
-def _problem(path: Path, token: str) -> str | None:
-    """Why a file must not be pushed, if so."""
+def link_or_copy(path: Path, folder: Path) -> Path:
+    """Link a file into `folder`; its content stays if the original is removed."""
+    target = folder / path.name
+    target.unlink(missing_ok=True)
     try:
-        if path.suffix == ".safetensors":
-            with safetensors.safe_open(path, framework="numpy"):
-                pass  # its header fits its size
-        elif path.suffix == ".json":
-            tree = json.loads(path.read_bytes())
-            if path.name.endswith(".index.json"):
-                missing = {n for n in tree["weight_map"].values() if not (path.parent / n).exists()}
-                if missing:
-                    return f"names {min(missing)}, which is missing"
-    except Exception as error:  # parsers raise many types
-        return f"is damaged: {one_line(error, 200)}"
-    with path.open("rb") as file:
-        if holds_token(file.read(_SCANNED if path.suffix in _WEIGHTS else -1), token):
-            return "contains a token of the Hub or a private key; remove it first"
-    return None
+        os.link(path.resolve(), target)
+    except OSError:  # another disk, or a file system without links
+        shutil.copyfile(path, target)
+    return target
 
 
-def _prepare(stage: Path, repo_id: str, revision: str) -> None:
-    """Redact recipe and configs, cut an unfinished line of the metrics, and name the repository in
-    the card.
-    """
-    card, recipe, metrics = (stage / name for name in ("README.md", "recipe.yaml", "metrics.jsonl"))
-    for path in (stage / name for name in _CONFIGS if (stage / name).exists()):
-        tree = json.loads(path.read_bytes())
+def _content(path: Path, content: Path | bytes, repo_id: str, revision: str | None) -> Path | bytes:
+    """The content of a file as other people get it."""
+    if isinstance(content, Path):
+        return content
+    if path.name == "README.md":
+        place = f'"{repo_id}"' + (f", revision={json.dumps(revision)}" if revision else "")
+        return content.replace(f'"{PLACEHOLDER}"'.encode(), place.encode())
+    if path.name == "recipe.yaml":
+        return redact(content.decode()).encode()
+    if path.name == "metrics.jsonl":  # a run may be writing its next line
+        return content[: content.rfind(b"\n") + 1]
+    if path.name in _CONFIGS:
+        try:
+            tree = json.loads(content)
+        except ValueError as error:
+            raise RunFolderError(f"{path}: is damaged: {one_line(error, 200)}") from None
         if (redacted := redact_tree(tree)) != tree:
-            path.write_text(json.dumps(redacted, indent=2) + "\n", encoding="utf-8")
-    if recipe.exists():
-        recipe.write_text(redact(recipe.read_text(encoding="utf-8")), encoding="utf-8")
-    if metrics.exists():  # a run may be writing its next line
-        content = metrics.read_bytes()
-        metrics.write_bytes(content[: content.rfind(b"\n") + 1])
-    if not card.exists() and (stage / "config.json").exists():
-        with contextlib.suppress(Exception):  # it is no model that we know
-            config = architecture_on_disk(str(stage)).read_config(str(stage), None)
-            text = plain_card(
-                repo_id.partition("/")[2], config, "whose training is not recorded here"
-            )
-            card.write_text(text, encoding="utf-8")
-    if card.exists():
-        text = card.read_text(encoding="utf-8", errors="replace")
-        text = text.replace(f'"{PLACEHOLDER}"', f'"{repo_id}"{revision}')
-        card.write_text(text, encoding="utf-8")
+            return f"{json.dumps(redacted, indent=2)}\n".encode()
+    return content
+
+
+def _head(content: Path | bytes) -> bytes:
+    """What is searched for secrets: a whole small file, or the start of a file of weights."""
+    if isinstance(content, bytes):
+        return content
+    with content.open("rb") as file:
+        return file.read(_SCANNED)

@@ -24,20 +24,6 @@ from nanogpt_hf.runs.state import TrainState
 MAX_SHARD_SIZE = "5GB"  # per file; larger models are split and get an index
 
 
-def save_model_folder(
-    folder: Path,
-    config: transformers.PreTrainedConfig,
-    weights: dict[str, torch.Tensor],
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    card: str,
-) -> None:
-    """Write `weights` (our names) as a plain GPT-2 folder, replacing an existing one; a link is
-    followed.
-    """
-    with replaced_folder(folder.resolve()) as partial:
-        write_model_folder(partial, config, weights, tokenizer, card)
-
-
 def save_trained(
     folder: Path,
     config: Config,
@@ -50,29 +36,26 @@ def save_trained(
     """Write the trained `weights` (our names), replacing `folder` atomically.
 
     Without LoRA: plain GPT-2. With LoRA: the adapter in peft's format; with `lora.merge` also,
-    plain GPT-2 with the adapter merged, and the adapter in `folder`/adapter.
+    plain GPT-2 with the adapter merged, and the adapter in `folder`/adapter. A link is followed.
     """
     is_adapter = config.lora.rank is not None and not config.lora.merge
     card = model_card(
         config, model_config, data.manifest, state, machine, config.finetune.model, is_adapter
     )
-    if config.lora.rank is None:
-        save_model_folder(folder, model_config, weights, data.tokenizer, card)
-        return
-    from nanogpt_hf.model.lora import merged_weights, save_adapter
-
-    adapter = (model_config, config.lora, config.finetune, weights)
     with replaced_folder(folder.resolve()) as partial:
+        if config.lora.rank is None:
+            write_model_folder(partial, model_config, weights, data.tokenizer, card)
+            return
+        from nanogpt_hf.model.lora import merged_weights, save_adapter
+
+        adapter = (model_config, config.lora, config.finetune, weights)
         if config.lora.merge:
-            write_model_folder(
-                partial, model_config, merged_weights(weights, config.lora), data.tokenizer, card
-            )
+            merged = merged_weights(weights, config.lora)
+            write_model_folder(partial, model_config, merged, data.tokenizer, card)
             save_adapter(partial / "adapter", *adapter)
         else:
             save_adapter(partial, *adapter)
-            data.tokenizer.model_max_length = model_config.max_position_embeddings
-            save_tokenizer(data.tokenizer, partial)
-            (partial / "README.md").write_text(card, encoding="utf-8")
+            _write_rest(partial, model_config, data.tokenizer, card)
 
 
 def write_model_folder(
@@ -87,6 +70,15 @@ def write_model_folder(
     and card if given.
     """
     architecture_of(config).write_model(folder, config, weights, max_shard_size)
+    _write_rest(folder, config, tokenizer, card)
+
+
+def _write_rest(
+    folder: Path,
+    config: transformers.PreTrainedConfig,
+    tokenizer: transformers.PreTrainedTokenizerBase | None,
+    card: str | None,
+) -> None:
     if tokenizer is not None:
         tokenizer.model_max_length = config.max_position_embeddings
         save_tokenizer(tokenizer, folder)
@@ -131,16 +123,11 @@ def fixed_input(config: transformers.PreTrainedConfig) -> torch.Tensor:
 
 @torch.no_grad()
 def logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
-    """Logits (2, T, V) on the fixed input, float32."""
-    return model.eval()(fixed_input(model.config)).logits.float()
+    """Logits (2, T, V) on the fixed input, float32.
 
-
-def finite_logits_of(model: transformers.PreTrainedModel) -> torch.Tensor:
-    """`logits_of`.
-
-    Raises DivergedError if they are not finite, since an export could not be compared with them.
+    Raises DivergedError if they are not finite, since exports could not be compared.
     """
-    logits = logits_of(model)
+    logits = model.eval()(fixed_input(model.config)).logits.float()
     if not logits.isfinite().all():
         raise DivergedError(
             "the model's logits are not finite: its training diverged, or its weights are "
@@ -176,14 +163,18 @@ def export_gpt2(
 
     Raises UserError if a weight is too large for `dtype`.
     """
-    original = finite_logits_of(model)
+    original = logits_of(model)
     weights = cast_weights(model, dtype)
     write_model_folder(folder, model.config, weights, tokenizer, card, max_shard_size)
     opened = transformers.AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, trust_remote_code=False
     )
     if tokenizer is not None:
-        check_tokenizer(folder, tokenizer)
+        again = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        text = "".join(str(tokenizer.decode([i])) for i in range(min(50, len(tokenizer))))
+        before, after = ((t.get_vocab(), t(text)["input_ids"]) for t in (tokenizer, again))
+        if before != after:
+            raise RuntimeError("the exported tokenizer differs after loading; nothing was written")
     return max_difference(logits_of(opened), original, exact=dtype == torch.float32)
 
 
@@ -198,14 +189,3 @@ def cast_weights(
                 f"--dtype: {name} is too large for {str(dtype).removeprefix('torch.')}; use bf16"
             )
     return weights
-
-
-def check_tokenizer(folder: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> None:
-    """Raises RuntimeError if the tokenizer loaded from `folder` differs from `tokenizer`."""
-    opened = transformers.AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-    text = "".join(str(tokenizer.decode([i])) for i in range(min(50, len(tokenizer))))
-    if (
-        opened.get_vocab() != tokenizer.get_vocab()
-        or opened(text)["input_ids"] != tokenizer(text)["input_ids"]
-    ):
-        raise RuntimeError("the exported tokenizer differs after loading; nothing was written")

@@ -4,11 +4,10 @@ prepared data. Code in these pickles is never run.
 nanoGPT uses GPT-2's layer names, but stores matrices in the layout of nn.Linear: (out, in).
 """
 
+import contextlib
 import hashlib
 import pickle
 import re
-import warnings
-import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,7 +38,6 @@ _GPT2_ROWS = (GPT2_VOCAB_SIZE, 50304)  # GPT-2's vocabulary, and as nanoGPT pads
 _MATRICES = tuple(f".{layer}.weight" for layer in GPT2_LAYOUT)
 BINS = {"train": "train.bin", "validation": "val.bin"}
 TOKENS_PER_READ = 2**22  # tokens read at once
-MAX_ROW_TOKENS = 2**30  # tokens; arrow's offsets within a batch have 31 bits
 
 
 @dataclass(frozen=True)
@@ -61,109 +59,88 @@ def load_nanogpt(
     `meta` is no vocabulary.
     """
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # torch warns about a foreign file before it raises
-            # Memory-mapped, since two thirds of the file are optimizer state. torch < 1.6 wrote no
-            # zip files.
-            mmap = zipfile.is_zipfile(path)
-            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
+        # memory-mapped, since two thirds of the file are optimizer state
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if missing := [name for name in _SIZES if name not in saved["model_args"]]:
             raise ValueError(f"its model_args have no {', '.join(missing)}")
-        tokenizer = _tokenizer(path, saved, saved["model_args"]["vocab_size"], meta)
-        config, state = _config(saved, tokenizer, activation_function), _clean_state(saved["model"])
-        if config.tie_word_embeddings:
-            state.pop("lm_head.weight", None)
-        _check_shapes(config, state)
+        tokenizer = _tokenizer(path, saved, meta)
+        # without torch.compile's prefix and causal masks
+        state = {
+            name.removeprefix("_orig_mod."): weight.float()
+            for name, weight in saved["model"].items()
+            if not name.endswith(".attn.bias")
+        }
+        config = _config(saved["model_args"], state, tokenizer, activation_function)
     except UserError:
         raise
     except Exception as error:  # torch and pickle raise many types for a damaged or foreign file
-        code = re.search(r"GLOBAL ([\w.]+)", str(error))
-        reason = (
-            f"it contains {code[1]}, which was not loaded"
-            if code
-            else one_line(error if isinstance(error, ValueError) else repr(error))
-        )
+        reason = one_line(error if isinstance(error, ValueError) else repr(error))
+        if code := re.search(r"GLOBAL ([\w.]+)", str(error)):
+            reason = f"it contains {code[1]}, which was not loaded"
         raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
-    transposed = {n: weight.T if n.endswith(_MATRICES) else weight for n, weight in state.items()}
-    return NanoGPT(config, from_gpt2_state_dict(transposed), tokenizer, _facts(saved))
+    weights = {n: weight.T if n.endswith(_MATRICES) else weight for n, weight in state.items()}
+    return NanoGPT(config, from_gpt2_state_dict(weights), tokenizer, _facts(saved))
 
 
-def _config(saved: dict[str, Any], tokenizer: Tokenizer, activation_function: str) -> GPTConfig:
-    sizes, end_of_text_id = saved["model_args"], tokenizer.end_of_text_id
-    head, embedding = (
-        next((w for name, w in saved["model"].items() if name.endswith(end)), None)
-        for end in ("lm_head.weight", "transformer.wte.weight")
-    )
-    rows = sizes["vocab_size"]
-    return GPTConfig(
-        vocab_size=tokenizer.vocab_size,
-        padded_vocab_size=rows if rows > tokenizer.vocab_size else None,
+def _config(
+    sizes: dict[str, Any],
+    state: dict[str, torch.Tensor],
+    tokenizer: Tokenizer,
+    activation_function: str,
+) -> GPTConfig:
+    """The configuration of a model with the weights `state`, from which a tied head is removed.
+
+    Raises ValueError for weights that do not fit `sizes`, or are not finite.
+    """
+    head, embedding = (state.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
+    config = GPTConfig(
+        **{name: sizes[name] for name in ("vocab_size", "n_embd", "n_layer", "n_head")},
         n_positions=sizes["block_size"],
-        n_embd=sizes["n_embd"],
-        n_layer=sizes["n_layer"],
-        n_head=sizes["n_head"],
         activation_function=activation_function,
         bias=sizes.get("bias", True),
         dropout=sizes.get("dropout", 0.0),
         tie_word_embeddings=head is None or embedding is None or torch.equal(head, embedding),
-        bos_token_id=end_of_text_id,
-        eos_token_id=end_of_text_id,
+        bos_token_id=tokenizer.end_of_text_id,
+        eos_token_id=tokenizer.end_of_text_id,
     )
-
-
-def _clean_state(model: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Weights in float32 by nanoGPT's names, without torch.compile's prefix and causal masks."""
-    state = {
-        name.removeprefix("_orig_mod."): weight.float()
-        for name, weight in model.items()
-        if not name.endswith(".attn.bias")
-    }
-    for name, weight in state.items():
-        if not weight.isfinite().all():
-            raise ValueError(f"{name} has NaN or infinity: the run that wrote it diverged")
-    return state
-
-
-def _check_shapes(config: GPTConfig, state: dict[str, torch.Tensor]) -> None:
+    if config.tie_word_embeddings:
+        state.pop("lm_head.weight", None)
     with torch.device("meta"):
         expected = gpt2_state_dict(config, GPTForCausalLM(config).state_dict())
-    shapes = {name: tuple(weight.shape) for name, weight in expected.items()}
-    for name in shapes.keys() & {"transformer.wte.weight", "lm_head.weight"}:
-        shapes[name] = (config.padded_vocab_size or config.vocab_size, config.n_embd)
-    for name in sorted(shapes.keys() | state.keys()):
-        shape = shapes.get(name)
-        if shape and name.endswith(_MATRICES):
-            shape = shape[::-1]
-        if not config.bias and name.endswith(".bias"):  # GPT-2's layout has zeros instead
-            shape = None
-        found = tuple(state[name].shape) if name in state else None
-        if found != shape:
-            raise ValueError(f"{name} is {found}, its model_args require {shape}")
+    shapes = {
+        name: tuple(weight.T.shape if name.endswith(_MATRICES) else weight.shape)
+        for name, weight in expected.items()
+        if config.bias or not name.endswith(".bias")  # GPT-2's layout has zeros instead
+    }
+    found = {name: tuple(weight.shape) for name, weight in state.items()}
+    for name in sorted(shapes.keys() | found.keys()):
+        if shapes.get(name) != found.get(name):
+            raise ValueError(
+                f"{name} is {found.get(name)}, its model_args require {shapes.get(name)}"
+            )
+        if not state[name].isfinite().all():
+            raise ValueError(f"{name} has NaN or infinity: the run that wrote it diverged")
+    if config.vocab_size > tokenizer.vocab_size:
+        config.padded_vocab_size, config.vocab_size = config.vocab_size, tokenizer.vocab_size
+    return config
 
 
 def _facts(saved: dict[str, Any]) -> dict[str, str]:
     """What train.py recorded about the training; values of another type are ignored."""
     facts = {"trained with": "nanoGPT"}
-    steps, loss = saved.get("iter_num"), saved.get("best_val_loss")
-    if type(steps) is int:
+    if type(steps := saved.get("iter_num")) is int:
         facts["steps"] = f"{steps:,}"
-    if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        loss = loss.item()
-    if type(loss) is float:
-        facts["best sampled validation loss"] = f"{loss:.4f}"
-    if dataset := _dataset(saved):
-        facts["data"] = dataset
+    with contextlib.suppress(TypeError, ValueError, RuntimeError):
+        facts["best sampled validation loss"] = f"{float(saved.get('best_val_loss', '')):.4f}"
+    with contextlib.suppress(KeyError, TypeError):
+        if re.fullmatch(r"[\w-]{1,80}", dataset := saved["config"]["dataset"]):
+            facts["data"] = dataset
     return facts
 
 
-def _dataset(saved: dict[str, Any]) -> str | None:
-    config = saved.get("config")
-    dataset = config.get("dataset") if isinstance(config, dict) else None
-    return dataset if isinstance(dataset, str) and re.fullmatch(r"[\w-]{1,80}", dataset) else None
-
-
-def _tokenizer(path: Path, saved: dict[str, Any], rows: int, meta: Path | None) -> Tokenizer:
+def _tokenizer(path: Path, saved: dict[str, Any], meta: Path | None) -> Tokenizer:
     """The characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
+    rows = saved["model_args"]["vocab_size"]
     if meta is not None:
         tokenizer = load_meta(meta)
         if tokenizer.vocab_size != rows:
@@ -174,10 +151,9 @@ def _tokenizer(path: Path, saved: dict[str, Any], rows: int, meta: Path | None) 
         return tokenizer
     if rows in _GPT2_ROWS:
         return gpt2_tokenizer()
-    usual_path = f"data/{_dataset(saved) or 'DATASET'}/meta.pkl in nanoGPT's folder"
     raise RunFolderError(
         f"{path}: its vocabulary of {rows:,} tokens is not GPT-2's; name its meta.pkl with --meta "
-        f"({usual_path})"
+        f"(data/{_facts(saved).get('data', 'DATASET')}/meta.pkl in nanoGPT's folder)"
     )
 
 
@@ -198,28 +174,18 @@ def load_meta(path: Path) -> Tokenizer:
     try:
         with path.open("rb") as file:
             meta = _PlainUnpickler(file).load()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
-    except Exception as error:  # damaged pickles raise almost anything
-        reason = str(error) if "plain container" in str(error) else "damaged, or no pickle"
-        raise DataError(f"{path}: not a meta.pkl of nanoGPT: {reason}") from None
-    characters = []
-    try:
         characters = [meta["itos"][i] for i in range(len(meta["itos"]))]
         ids = {character: i for i, character in enumerate(characters)}
         "".join(characters).encode()  # fails on half a surrogate pair
-        is_valid = (
-            ids == meta["stoi"]
-            and meta["vocab_size"] == len(ids) > 0
-            and all(len(c) == 1 for c in characters)
-        )
-    except (KeyError, TypeError, ValueError):
-        is_valid = False
-    if not is_valid:
-        raise DataError(
-            f"{path}: not a meta.pkl of nanoGPT: itos, stoi and vocab_size do not "
-            "describe characters"
-        )
+        if ids != meta["stoi"] or not meta["vocab_size"] == len(ids) == sum(map(len, ids)) > 0:
+            raise ValueError
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read: {error.strerror}") from None
+    except Exception as error:  # damaged pickles raise almost anything
+        reason = "damaged, or its itos, stoi and vocab_size do not describe characters"
+        if isinstance(error, pickle.UnpicklingError):
+            reason = str(error)
+        raise DataError(f"{path}: not a meta.pkl of nanoGPT: {reason}") from None
     return char_tokenizer(characters)
 
 
@@ -228,29 +194,16 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
     end-of-text tokens.
 
     The vocabulary is that of `meta`, else of the meta.pkl in `source`, else GPT-2's, as in
-    nanoGPT. The files are read in pieces. Raises DataError if they are no such files, or have
-    tokens beyond the vocabulary.
+    nanoGPT. Raises DataError if they are no such files, or have tokens beyond the vocabulary.
     """
     if meta is None and (source / "meta.pkl").is_file():
         meta = source / "meta.pkl"
-    tokenizer = load_meta(meta) if meta else gpt2_tokenizer()
-    end, digest, bins = tokenizer.end_of_text_id, hashlib.sha256(), {}
-    for split, name in BINS.items():  # check everything before anything is written
-        try:
-            tokens = np.memmap(source / name, dtype=np.uint16, mode="r")
-        except (OSError, ValueError) as error:
-            reason = getattr(error, "strerror", None) or error
-            raise DataError(
-                f"{source / name}: cannot be read: {reason}; give train.bin and val.bin"
-            ) from None
-        bins[split] = tokens, _row_ends(tokens, source / name, tokenizer, digest)
-    sizes = bytes_of_tokens(tokenizer)
-    facts = {
-        split: _write_rows(tokens, ends, sizes, folder / split)
-        for split, (tokens, ends) in bins.items()
+    tokenizer, digest = load_meta(meta) if meta else gpt2_tokenizer(), hashlib.sha256()
+    splits = {
+        split: _write_rows(source / name, folder / split, tokenizer, digest)
+        for split, name in BINS.items()
     }
     save_tokenizer(tokenizer.hf, folder / TOKENIZER)
-    has_end = any(tokens[ends[0] - 1] == end for tokens, ends in bins.values())
     manifest = Manifest(
         format=FORMAT,
         recipe={"source": str(source), "format": "text", "tokenizer": tokenizer.name},
@@ -258,21 +211,28 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
         file_state=None,  # there is no text whose changes could be noticed
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
-        end_of_text_id=end if has_end else None,
-        train=facts["train"],
-        validation=facts["validation"],
+        end_of_text_id=tokenizer.end_of_text_id if any(e for _, e in splits.values()) else None,
         versions=tool_versions(),
+        **{split: facts for split, (facts, _) in splits.items()},
     )
     write_manifest(folder, manifest)
     return manifest
 
 
-def _row_ends(tokens: np.ndarray, path: Path, tokenizer: Tokenizer, digest) -> np.ndarray:
-    """Where the rows end: after each end-of-text token, and at the end. Updates `digest` with the
-    bytes. Raises DataError for a token beyond the vocabulary.
+def _write_rows(
+    path: Path, folder: Path, tokenizer: Tokenizer, digest: Any
+) -> tuple[SplitFacts, bool]:
+    """Write the documents in `path` as rows, and update `digest` with its bytes.
+
+    Also returns whether documents end with the end-of-text token. The file is read in pieces.
     """
-    limit = MAX_ROW_TOKENS if tokenizer.end_of_text_id is None else len(tokens)
-    ends = [np.arange(limit, len(tokens), limit)]
+    try:
+        tokens = np.memmap(path, dtype=np.uint16, mode="r")
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise DataError(f"{path}: cannot be read: {reason}; give train.bin and val.bin") from None
+    writer, sizes, end = ShardWriter(folder), bytes_of_tokens(tokenizer), tokenizer.end_of_text_id
+    begin = row = 0  # of the first document that is not written
     for start in tqdm(range(0, len(tokens), TOKENS_PER_READ), path.name, disable=None):
         piece = tokens[start : start + TOKENS_PER_READ]
         digest.update(piece)
@@ -283,23 +243,12 @@ def _row_ends(tokens: np.ndarray, path: Path, tokenizer: Tokenizer, digest) -> n
                 f"vocabulary ({tokenizer.name}, {tokenizer.vocab_size:,} tokens); name the "
                 "matching meta.pkl with --meta"
             )
-        if tokenizer.end_of_text_id is not None:
-            ends.append(np.flatnonzero(piece == tokenizer.end_of_text_id) + start + 1)
-    return np.unique(np.concatenate([*ends, [len(tokens)]]))
-
-
-def _write_rows(
-    tokens: np.ndarray, ends: np.ndarray, sizes: np.ndarray, folder: Path
-) -> SplitFacts:
-    """Write rows; `sizes` are the bytes of each token of the vocabulary."""
-    writer, row, start = ShardWriter(folder), 0, 0
-    while row < len(ends):
-        last = max(row + 1, int(np.searchsorted(ends, start + TOKENS_PER_READ, "right")))
-        ids, lengths = (
-            np.array(tokens[start : ends[last - 1]]),
-            np.diff(ends[row:last], prepend=start),
-        )
-        no_mask, text_bytes = np.zeros(0, np.uint8), sizes[ids].sum(keepdims=True)
-        writer.write(Rows(ids, no_mask, lengths, np.arange(row, last), text_bytes))
-        start, row = int(ends[last - 1]), last
-    return writer.close()
+        ends, last = np.flatnonzero(piece == end) + start + 1, start + len(piece)
+        if last == len(tokens):
+            ends = np.union1d(ends, [last])
+        if len(ends):
+            ids, lengths = np.array(tokens[begin : ends[-1]]), np.diff(ends, prepend=begin)
+            documents, mask = np.arange(row, row + len(ends)), np.zeros(0, np.uint8)
+            writer.write(Rows(ids, mask, lengths, documents, sizes[ids].sum(keepdims=True)))
+            begin, row = int(ends[-1]), row + len(ends)
+    return writer.close(), end is not None and (row > 1 or int(tokens[-1]) == end)

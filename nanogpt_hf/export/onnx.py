@@ -13,7 +13,7 @@ import torch
 import transformers
 
 from nanogpt_hf.data.tokenizer import save_tokenizer
-from nanogpt_hf.export.model_folder import finite_logits_of, fixed_input, max_difference
+from nanogpt_hf.export.model_folder import fixed_input, logits_of, max_difference
 from nanogpt_hf.model.architecture import architecture_of
 
 FILE = "model.onnx"
@@ -70,7 +70,7 @@ def export_onnx(
 
     session = onnxruntime.InferenceSession(folder / FILE, providers=["CPUExecutionProvider"])
     ids = fixed_input(config)
-    original = finite_logits_of(model)
+    original = logits_of(model)
     difference = 0.0
     for batch, length in ((2, ids.shape[1]), (1, 1)):  # the traced sizes and others
         (logits,) = session.run(None, {"input_ids": ids[:batch, :length].numpy()})

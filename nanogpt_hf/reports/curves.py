@@ -15,16 +15,10 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-# The colors of Okabe and Ito, for color-blind readers too (https://jfly.uni-koeln.de/color/).
-BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY = (
-    "#0072B2",
-    "#D55E00",
-    "#009E73",
-    "#E69F00",
-    "#CC79A7",
-    "#56B4E9",
-)
-RUN_COLORS = (BLUE, VERMILION, GREEN, ORANGE, PURPLE, SKY)
+# The colors of Okabe and Ito, for color-blind readers too (https://jfly.uni-koeln.de/color/): blue,
+# vermilion, green, orange, purple, sky.
+RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
+BLUE, VERMILION, GREEN = RUN_COLORS[:3]
 _LINE_STYLES = ("-", "--", ":")
 _GRAY = "#555555"
 _MANY_POINTS = 40  # a curve of more points is smoothed, and its steep start may be cropped
@@ -32,14 +26,9 @@ _NAME_LENGTH = 24  # characters of a label
 
 
 def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
-    """Draw loss.png, with the band of the recipe's reference if the run can be compared with it.
-
-    Of reinforcement learning it shows rewards instead of losses.
-    """
-    if any("train/reward" in event for event in events):
-        draw_rewards(events, run.path.resolve().name, run.loss_plot)
-        return
-    reference = find_reference(config)
+    """Draw loss.png, with the band of the recipe's reference if the run can be compared with it."""
+    has_loss = not any("train/reward" in event for event in events)
+    reference = find_reference(config) if has_loss else None
     if reference and differences(reference, config)[0]:
         reference = None
     draw_curves(events, run.path.resolve().name, run.loss_plot, reference)
@@ -50,62 +39,46 @@ def draw_curves(
 ) -> None:
     """Draw training loss (raw and smoothed), validation loss and learning rate.
 
-    No plot without a training loss.
+    Of reinforcement learning: reward, held-out pass rates and entropy. No plot without a training
+    loss or reward.
     """
-    steps, losses = column(events, "train/loss")
+    is_rl = any("train/reward" in event for event in events)
+    steps, values = column(events, "train/reward" if is_rl else "train/loss")
     if not len(steps):
         return
-    figure, (loss_axes, rate_axes) = new_figure(2, height_ratios=[5, 1])
-    val_steps, val_losses = column(events, "val/loss")
-    if reference and reference.curve:
-        _draw_band(loss_axes, reference.curve, steps[-1])
-    smoothed = smooth(losses, len(steps) // 25)
+    figure, (axes, lower_axes) = new_figure(2, height_ratios=[5, 1])
+    if reference and reference.curve and not is_rl:
+        _draw_band(axes, reference.curve, steps[-1])
+    smoothed = smooth(values, len(steps) // 25)
     if len(steps) > _MANY_POINTS:
-        loss_axes.plot(steps, losses, color=BLUE, linewidth=0.7, alpha=0.3)
-        loss_axes.plot(steps, smoothed, color=BLUE, linewidth=2)
-    else:
-        loss_axes.plot(steps, losses, color=BLUE, linewidth=1.8)
-    labels = {"train": (smoothed[-1], BLUE)}
-    if len(val_steps):
-        _plot_evaluations(loss_axes, val_steps, val_losses, color=VERMILION, linewidth=1.4)
-        labels["validation"] = (val_losses[-1], VERMILION)
-        _mark_best(loss_axes, val_steps, val_losses, steps[-1])
-    _crop_start(loss_axes, steps, smoothed, val_steps, val_losses)
-    _label_ends(loss_axes, labels)
-    loss_axes.set_ylabel("loss (nats per token)")
-    _title(loss_axes, title, f"step {int(steps[-1]):,}")
-    rates = column(events, "train/learning_rate")
-    rate_axes.fill_between(*rates, color=_GRAY, alpha=0.15, linewidth=0)
-    rate_axes.plot(*rates, color=_GRAY, linewidth=1.4)
-    rate_axes.set_ylabel("learning\nrate")
-    rate_axes.set_ylim(bottom=0)
-    rate_axes.ticklabel_format(axis="y", scilimits=(-2, 2))
-    rate_axes.set_xlabel("step")
-    save_figure(figure, path)
-
-
-def draw_rewards(events: list[Event], title: str, path: Path) -> None:
-    """Draw training reward (raw and smoothed), held-out pass rates, and the entropy."""
-    steps, rewards = column(events, "train/reward")
-    if not len(steps):
-        return
-    figure, (axes, entropy_axes) = new_figure(2, height_ratios=[5, 1])
-    smoothed = smooth(rewards, len(steps) // 25)
-    axes.plot(steps, rewards, color=BLUE, linewidth=0.7, alpha=0.3)
+        axes.plot(steps, values, color=BLUE, linewidth=0.7, alpha=0.3)
     axes.plot(steps, smoothed, color=BLUE, linewidth=2)
     labels = {"train": (smoothed[-1], BLUE)}
-    rates = [name for name in names(events) if name.startswith("val/pass@")]
-    for name, color in zip(rates, (VERMILION, GREEN), strict=False):
-        val_steps, values = column(events, name)
-        _plot_evaluations(axes, val_steps, values, color=color, linewidth=1.8)
-        labels[name.removeprefix("val/")] = (values[-1], color)
-    axes.set_ylabel("reward; share of questions")
+    evaluations = {"val/loss": "validation"}
+    if is_rl:
+        rates = [name for name in names(events) if name.startswith("val/pass@")]
+        evaluations = {name: name.removeprefix("val/") for name in rates}
+    for (metric, name), color in zip(evaluations.items(), (VERMILION, GREEN), strict=False):
+        x, y = column(events, metric)
+        if len(x):
+            _plot_evaluations(axes, x, y, color=color, linewidth=1.6)
+            labels[name] = (y[-1], color)
+            if not is_rl:
+                _mark_best(axes, x, y, steps[-1])
+    if not is_rl:
+        _crop_start(axes, steps, smoothed, *column(events, "val/loss"))
     _label_ends(axes, labels)
-    _title(axes, title, f"step {int(steps[-1]):,}; pass@k on held-out questions")
-    entropy_axes.plot(*column(events, "train/entropy"), color=_GRAY, linewidth=1.4)
-    entropy_axes.set_ylabel("entropy\n(nats)")
-    entropy_axes.set_ylim(bottom=0)
-    entropy_axes.set_xlabel("step")
+    axes.set_ylabel("reward; share of questions" if is_rl else "loss (nats per token)")
+    note = f"step {int(steps[-1]):,}"
+    _title(axes, title, f"{note}; pass@k on held-out questions" if is_rl else note)
+    lower = column(events, "train/entropy" if is_rl else "train/learning_rate")
+    lower_axes.fill_between(*lower, color=_GRAY, alpha=0.15, linewidth=0)
+    lower_axes.plot(*lower, color=_GRAY, linewidth=1.4)
+    lower_axes.set_ylabel("entropy\n(nats)" if is_rl else "learning\nrate")
+    lower_axes.set_ylim(bottom=0)
+    if not is_rl:
+        lower_axes.ticklabel_format(axis="y", scilimits=(-2, 2))
+    lower_axes.set_xlabel("step")
     save_figure(figure, path)
 
 
@@ -142,25 +115,16 @@ def draw_comparison(
         if len(values):
             labels[name] = (values[-1], color)
     if train_curves:
-        _crop_start(axes, *_concatenated(train_curves), *_concatenated(list(curves.values())))
+        both = (*zip(*train_curves, strict=True), *zip(*curves.values(), strict=True))
+        _crop_start(axes, *map(np.concatenate, both))
     _label_ends(axes, labels)
-    axes.set_ylabel(
-        "validation loss (nats per token)" if metric == "val/loss" else "validation bits per byte"
-    )
-    axes.set_xlabel(
-        {"step": "step", "tokens": "training tokens", "seconds": "seconds of training"}[by]
-    )
-    _title(
-        axes,
-        f"{len(runs)} runs" if len(runs) > 1 else next(iter(runs)),
-        "thin: training loss, smoothed" if metric == "val/loss" else "",
-    )
+    is_loss, name = metric == "val/loss", next(iter(runs))
+    axes.set_ylabel("validation loss (nats per token)" if is_loss else "validation bits per byte")
+    axes.set_xlabel({"tokens": "training tokens", "seconds": "seconds of training"}.get(by, by))
+    title = f"{len(runs)} runs" if len(runs) > 1 else name
+    _title(axes, title, "thin: training loss, smoothed" if is_loss else "")
     save_figure(figure, path)
     return True
-
-
-def _concatenated(curves: list[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
-    return np.concatenate([x for x, _ in curves]), np.concatenate([y for _, y in curves])
 
 
 def _plot_evaluations(axes: "Axes", x: np.ndarray, values: np.ndarray, **style) -> None:
@@ -190,31 +154,20 @@ def new_figure(
 def _draw_band(axes: "Axes", curve: Curve, last_step: float) -> None:
     axes.fill_between(curve.step, curve.low, curve.high, color="#000000", alpha=0.1, linewidth=0)
     axes.plot(curve.step, curve.mean, color="#000000", alpha=0.25, linewidth=0.8)
-    axes.set_xlim(right=last_step * 1.02)
-    axes.plot(
-        [],
-        [],
-        color="#000000",
-        alpha=0.15,
-        linewidth=8,
-        label="band of the reference runs (validation)",
-    )
+    axes.set_xlim(-0.015 * last_step, 1.02 * last_step)
+    label = "band of the reference runs (validation)"
+    axes.plot([], [], color="#000000", alpha=0.15, linewidth=8, label=label)
     axes.legend(frameon=False, loc="upper right", fontsize=9)
 
 
 def _mark_best(axes: "Axes", steps: np.ndarray, losses: np.ndarray, last_step: float) -> None:
     best = int(losses.argmin())
-    axes.plot(
-        steps[best],
-        losses[best],
-        marker="o",
-        markersize=11,
-        markerfacecolor="none",
-        markeredgecolor=VERMILION,
-    )
+    point = (steps[best], losses[best])
+    ring = {"marker": "o", "markersize": 11, "markerfacecolor": "none"}
+    axes.plot(*point, markeredgecolor=VERMILION, **ring)
     axes.annotate(
         f"best {losses[best]:.4f} at step {int(steps[best]):,}",
-        (steps[best], losses[best]),
+        point,
         xytext=(0, 62),
         textcoords="offset points",
         bbox={"facecolor": "white", "edgecolor": "none", "alpha": 0.8, "pad": 1},
@@ -239,14 +192,7 @@ def _crop_start(
     low, high = shown.min(), shown.max()
     if first > high + 0.2 * (high - low):
         axes.set_ylim(low - 0.06 * (high - low), high + 0.06 * (high - low))
-        axes.annotate(
-            f"↑ from {first:.2f}",
-            (0.16, 0.985),
-            xycoords="axes fraction",
-            va="top",
-            color=_GRAY,
-            fontsize=9,
-        )
+        _note(axes, f"↑ from {first:.2f}", (0.16, 0.985), va="top", color=_GRAY, fontsize=9)
 
 
 def _label_ends(axes: "Axes", labels: dict[str, tuple[float, str]]) -> None:
@@ -259,14 +205,11 @@ def _label_ends(axes: "Axes", labels: dict[str, tuple[float, str]]) -> None:
         height = max((min(max(value, low), high) - low) / (high - low), height + 0.055)
         half = _NAME_LENGTH // 2
         text = name if len(name) <= _NAME_LENGTH else f"{name[: half - 1]}…{name[-half:]}"
-        axes.annotate(
-            text.replace("$", r"\$"),
-            (1.012, height),
-            xycoords="axes fraction",
-            va="center",
-            color=color,
-            weight="bold",
-        )
+        _note(axes, text, (1.012, height), va="center", color=color, weight="bold")
+
+
+def _note(axes: "Axes", text: str, place: tuple[float, float], **style: Any) -> None:
+    axes.annotate(text.replace("$", r"\$"), place, xycoords="axes fraction", **style)
 
 
 def _title(axes: "Axes", title: str, note: str) -> None:

@@ -7,7 +7,6 @@ writes a new one.
 
 import dataclasses
 import json
-import re
 from dataclasses import dataclass, field
 from datetime import date
 from importlib.metadata import version
@@ -95,11 +94,8 @@ def read_reference(path: Path) -> Reference:
 
 def write_reference(reference: Reference, path: Path) -> None:
     tree = {key: value for key, value in dataclasses.asdict(reference).items() if value}
-    text = json.dumps(tree, indent=2, ensure_ascii=False)
-    lists = re.compile(r"\[[^\[\]{}\"]*\]")  # one line per list of numbers
     with written_whole(path) as partial:
-        text = lists.sub(lambda found: f"[{' '.join(found[0][1:-1].split())}]", text)
-        partial.write_text(text + "\n", encoding="utf-8")
+        partial.write_text(f"{json.dumps(tree, indent=2, ensure_ascii=False)}\n", encoding="utf-8")
 
 
 def make_reference(runs: list[RunFolder], name: str) -> Reference:
@@ -110,7 +106,7 @@ def make_reference(runs: list[RunFolder], name: str) -> Reference:
     configs, curves = [load_config(run.recipe) for run in runs], []
     reference = Reference(name, experiment_of(configs[0]), text_facts(configs[0]))
     for run, config in zip(runs, configs, strict=True):
-        if different := [*differences(reference, config)[0], *differences(reference, config)[1]]:
+        if different := [key for knobs in differences(reference, config) for key in knobs]:
             raise UserError(f"{run.path}: differs in {', '.join(different)}; only the seed may")
         steps, losses = column(read_metrics(run), "val/loss")
         curves.append(dict(zip(steps.astype(int).tolist(), losses, strict=True)))
@@ -159,11 +155,11 @@ def experiment_of(config: Config) -> dict[str, Any]:
     The path of a local text is omitted: it is private.
     """
     experiment = {
-        key: get_value(config, key)
+        key: value
         for key, knob in KNOBS.items()
         if (is_fixed(key) or key.startswith("optim.") or key in ("train.max_steps", "eval.tokens"))
         and key not in _IRRELEVANT
-        and get_value(config, key) != knob.default
+        and (value := get_value(config, key)) != knob.default
     }
     if not is_mixture(config.data):
         source = Path(config.data.one_source).expanduser()
@@ -175,14 +171,13 @@ def experiment_of(config: Config) -> dict[str, Any]:
 def differences(reference: Reference, config: Config) -> tuple[dict[str, str], dict[str, str]]:
     """Messages by knob (or `text`): differences that forbid a comparison, and those that shift."""
     ours, messages = experiment_of(config), {}
+    text = reference.text and text_facts(config)
     for key, knob in KNOBS.items():
         here, there = (tree.get(key, knob.default) for tree in (ours, reference.experiment))
-        if here != there and not (key == "data.source" and None in (here, there)):
+        is_text = text and key.startswith("data.") and not key.startswith(_NOT_TEXT)
+        if here != there and not is_text and not (key == "data.source" and None in (here, there)):
             messages[key] = f"{key} is {here} here, {there} in the reference"
-    text = reference.text and text_facts(config)
     if text and reference.text:
-        is_text = re.compile(rf"data\.(?!{'|'.join(k[5:] for k in _NOT_TEXT)})")
-        messages = {key: line for key, line in messages.items() if not is_text.match(key)}
         differing = [
             f"{name} {text[name]} here, {value} in the reference"
             for name, value in reference.text.items()
@@ -201,9 +196,9 @@ def find_reference(config: Config, folder: Path = SHIPPED) -> Reference | None:
     ranked = []
     for path in sorted(folder.glob("*.json")):
         reference = read_reference(path)
-        incomparable, shifting = differences(reference, config)
-        if len(incomparable) <= 2:
-            ranked.append((len(incomparable), len(shifting), reference.name, reference))
+        incomparable, shifting = map(len, differences(reference, config))
+        if incomparable <= 2:
+            ranked.append((incomparable, shifting, reference.name, reference))
     return min(ranked, key=lambda row: row[:3])[3] if ranked else None
 
 
@@ -216,8 +211,7 @@ def judge(reference: Reference | None, config: Config, events: list[Event]) -> V
     if incomparable:
         reasons = "; ".join(incomparable.values())
         return Verdict("other", f"not comparable with reference {reference.name}: {reasons}")
-    judged = _judge_curve if reference.curve else _judge_points
-    kind, sentence = judged(reference, events)
+    kind, sentence = (_judge_curve if reference.curve else _judge_points)(reference, events)
     if kind == "above":
         causes = list(shifting.values())
         if skipped := sum(event.get("train/skipped_steps") or 0 for event in events):
@@ -232,53 +226,54 @@ def _judge_curve(reference: Reference, events: list[Event]) -> tuple[Any, str]:
     """Judge against the band over seeds, at the steps of evaluations that both have."""
     curve = reference.curve
     assert curve
-    runs = f"{len(reference.seeds)} reference runs of {reference.name}"
     for event in events:
         if "val/loss" in event and not is_number(event["val/loss"]):
             return "above", f"diverged: the loss was not finite at step {event['step']:,}"
-    steps, losses = column(events, "val/loss")
-    common, ours, theirs = np.intersect1d(steps, curve.step, return_indices=True)
-    if not common.any():
+    ours = dict(zip(*column(events, "val/loss"), strict=True))
+    band = zip(curve.step, curve.low, curve.high, strict=True)
+    rows = [(step, ours[step], low, high) for step, low, high in band if step in ours]
+    if not any(step for step, *_ in rows):
         first = next((step for step in curve.step if step), 0)
         return "early", (
             f"too early to judge: the reference was evaluated first at step {first:,} "
             f"(`--eval.every {first}`)"
         )
-    losses, low, high = losses[ours], np.array(curve.low)[theirs], np.array(curve.high)[theirs]
-    side = np.where(losses > high, 1, np.where(losses < low, -1, 0))
-    last = f"{losses[-1]:.3f} at step {int(common[-1]):,}"
-    band = f"{low[-1]:.3f} to {high[-1]:.3f}"
-    if side[-1] == 0:
-        outside = ", ".join(f"{int(step):,}" for step in common[side != 0])
+    kinds = [
+        "above" if loss > high else "below" if loss < low else "normal"
+        for _, loss, low, high in rows
+    ]
+    step, loss, low, high = rows[-1]
+    last, between = f"validation loss {loss:.3f} at step {step:,}", f"{low:.3f} to {high:.3f}"
+    runs = f"{len(reference.seeds)} reference runs of {reference.name}"
+    others = [i for i, kind in enumerate(kinds) if kind != kinds[-1]]
+    if kinds[-1] == "normal":
+        outside = ", ".join(f"{rows[i][0]:,}" for i in others)
         end = f"; it was outside at step {outside}" if outside else ""
-        return "normal", f"normal: validation loss {last} is inside the band {band} of {runs}{end}"
-    others = np.flatnonzero(side != side[-1])
-    since = int(common[others[-1] + 1 if len(others) else 0])
-    kind, end = ("above", "") if side[-1] > 0 else ("below", "; is validation text in training?")
-    sentence = f"{kind} the band of {runs} from step {since:,} on: validation loss {last} against "
-    return kind, f"{sentence}{band}{end}"
+        return "normal", f"normal: {last} is inside the band {between} of {runs}{end}"
+    since = rows[others[-1] + 1 if others else 0][0]
+    end = "; is validation text in training?" if kinds[-1] == "below" else ""
+    sentence = f"{kinds[-1]} the band of {runs} from step {since:,} on: {last} against {between}"
+    return kinds[-1], sentence + end
 
 
 def _judge_points(reference: Reference, events: list[Event]) -> tuple[Any, str]:
     """Judge the best loss against published losses, usually only those of finished runs."""
     steps, losses = column(events, "val/loss")
     published = "; published: " + "; ".join(
-        f"{point.loss:g}" + (f" at step {point.step:,}" if point.step else "") + f" ({point.what})"
+        f"{point.loss:g}{f' at step {point.step:,}' if point.step else ''} ({point.what})"
         for point in reference.points
     )
     if len(steps) == 0:
         return "early", f"too early to judge: no evaluation yet{published}"
     best = losses.argmin()
     at = f"validation loss {losses[best]:.3f} at step {int(steps[best]):,} of {int(steps[-1]):,}"
-    passed = "".join(
-        f", below {point.loss:g} since step {int(steps[losses <= point.loss][0]):,}"
-        for point in reference.points
-        if (losses <= point.loss).any()
-    )
-    goals = [point for point in reference.points if point.step and steps[-1] >= point.step]
-    if not goals:
-        return "early", f"too early to judge: best {at}{passed}{published}"
-    goal = max(goals, key=lambda point: point.step or 0)
-    if losses[best] > goal.loss + goal.tolerance:
+    for point in reference.points:
+        if losses[best] <= point.loss:
+            at += f", below {point.loss:g} since step {int(steps[losses <= point.loss][0]):,}"
+    goals = {p.step: p.loss + p.tolerance for p in reference.points if p.step}
+    reached = [step for step in goals if steps[-1] >= step]
+    if not reached:
+        return "early", f"too early to judge: best {at}{published}"
+    if losses[best] > goals[max(reached)]:
         return "above", f"above the published loss: best {at}{published}"
-    return "normal", f"normal: best {at}{passed}{published}"
+    return "normal", f"normal: best {at}{published}"

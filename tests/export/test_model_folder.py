@@ -5,7 +5,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from nanogpt_hf.data.tokenizer import char_tokenizer
-from nanogpt_hf.export.model_folder import save_model_folder
+from nanogpt_hf.export.model_folder import replaced_folder, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 CONFIG = GPTConfig(
@@ -24,7 +24,9 @@ def save(folder, seed: int = 0) -> GPTForCausalLM:
     torch.manual_seed(seed)
     model = GPTForCausalLM(CONFIG)
     tokenizer = char_tokenizer(list("abcd")).hf
-    save_model_folder(folder, CONFIG, dict(model.named_parameters()), tokenizer, f"card {seed}")
+    with replaced_folder(folder) as partial:
+        weights = dict(model.named_parameters())
+        write_model_folder(partial, CONFIG, weights, tokenizer, f"card {seed}")
     return model.eval()
 
 

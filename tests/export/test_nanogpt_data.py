@@ -26,6 +26,14 @@ def write_bins(folder, train, validation):
 
 
 @pytest.fixture
+def out(tmp_path):
+    """The folder to write, which `new_folder` makes and removes after an error."""
+    folder = tmp_path / "out"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
 def characters(tmp_path):
     """A folder of TEXT as written by nanoGPT's data/shakespeare_char/prepare.py."""
     known = sorted(set(TEXT))
@@ -51,15 +59,14 @@ def flat(blocks) -> list[int]:
     return stream.windows(np.array([0]), len(stream))[0].tolist()
 
 
-def test_import_bins_equals_prepare(tmp_path, characters):
+def test_import_bins_equals_prepare(tmp_path, out, characters):
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     ours = config_for(tmp_path / "ours", tmp_path / "text.txt", "char", validation_fraction=0.1)
     prepare(ours)
-    (tmp_path / "out").mkdir()
-    import_bins(characters, tmp_path / "out")
+    import_bins(characters, out)
     prepared, imported = (
         load_prepared(ours),
-        load_prepared(config_for(tmp_path / "out", characters, "char")),
+        load_prepared(config_for(out, characters, "char")),
     )
     for split in ("train", "validation"):
         assert flat(getattr(imported, split)) == flat(getattr(prepared, split))
@@ -73,14 +80,13 @@ def test_import_bins_equals_prepare(tmp_path, characters):
     assert names[0] == names[1]
 
 
-def test_import_bins_writes_one_row_per_document(tmp_path, monkeypatch):
+def test_import_bins_writes_one_row_per_document(tmp_path, out, monkeypatch):
     tokenizer = gpt2_tokenizer()
     texts = ["Hello world, naïve 日本", "a", "<|endoftext|> is text here", "the cat " * 30, "end\n"]
     rows = [[*ids.tolist(), END] for ids in tokenizer.encode_batch(texts)]
     source = write_bins(tmp_path / "bins", np.concatenate(rows), rows[0])
     monkeypatch.setattr(module, "TOKENS_PER_READ", 16)  # less than a document
-    (tmp_path / "out").mkdir()
-    manifest = import_bins(source, tmp_path / "out")
+    manifest = import_bins(source, out)
     assert manifest.train.documents == 5
     assert manifest.train.tokens == sum(map(len, rows))
     assert manifest.train.bytes == sum(len(text.encode()) for text in texts)
@@ -90,45 +96,35 @@ def test_import_bins_writes_one_row_per_document(tmp_path, monkeypatch):
     assert written["input_ids"][:] == rows
 
 
-def test_import_bins_without_end_of_text_is_one_row(tmp_path):
-    (tmp_path / "out").mkdir()
-    manifest = import_bins(write_bins(tmp_path / "bins", range(100), range(20)), tmp_path / "out")
+def test_import_bins_without_end_of_text_is_one_row(tmp_path, out):
+    manifest = import_bins(write_bins(tmp_path / "bins", range(100), range(20)), out)
     assert manifest.train.documents == manifest.validation.documents == 1
     assert manifest.end_of_text_id is None
-    assert (
-        len(load_prepared(config_for(tmp_path / "out", tmp_path / "bins", "gpt2")).train.stream)
-        == 100
-    )
+    assert len(load_prepared(config_for(out, tmp_path / "bins", "gpt2")).train.stream) == 100
 
 
-def test_imported_data_refuses_other_recipes_and_ignores_the_split(tmp_path, characters):
-    (tmp_path / "out").mkdir()
-    import_bins(characters, tmp_path / "out")
-    load_prepared(config_for(tmp_path / "out", characters, "char", validation_fraction=0.4))
+def test_imported_data_refuses_other_recipes_and_ignores_the_split(tmp_path, out, characters):
+    import_bins(characters, out)
+    load_prepared(config_for(out, characters, "char", validation_fraction=0.4))
     for source, tokenizer, knob in (
         (tmp_path, "char", "source"),
         (characters, "gpt2", "tokenizer"),
     ):
-        assert f"data.{knob} " in refusal(
-            load_prepared, config_for(tmp_path / "out", source, tokenizer)
-        )
+        assert f"data.{knob} " in refusal(load_prepared, config_for(out, source, tokenizer))
 
 
-def test_import_bins_refuses_unknown_tokens_and_malformed_files(tmp_path, characters, monkeypatch):
+UNKNOWN_TOKEN = np.array([*[0] * 321, 999, *[0] * 178], dtype=np.uint16).tobytes()
+
+
+@pytest.mark.parametrize(
+    ("content", "value"),
+    [(None, ""), (b"", ""), (b"abc", ""), (UNKNOWN_TOKEN, "token 999 at 321 ")],
+)
+def test_import_bins_refuses_unknown_tokens_and_malformed_files(
+    out, characters, monkeypatch, content, value
+):
     monkeypatch.setattr(module, "TOKENS_PER_READ", 100)
-    out = tmp_path / "out"
-    out.mkdir()
-
-    ids = np.zeros(500, dtype=np.uint16)
-    ids[321] = 999
-    for content, value in (
-        (ids.tobytes(), "token 999 at 321 "),
-        (b"abc", ""),
-        (b"", ""),
-        (None, ""),
-    ):
-        (characters / "val.bin").unlink(missing_ok=True)
-        if content is not None:
-            (characters / "val.bin").write_bytes(content)
-        assert f"val.bin: {value}" in refusal(import_bins, characters, out)
-        assert not list(out.iterdir())
+    (characters / "val.bin").unlink()
+    if content is not None:
+        (characters / "val.bin").write_bytes(content)
+    assert f"val.bin: {value}" in refusal(import_bins, characters, out)

@@ -4,7 +4,7 @@ import pytest
 from matplotlib import image
 
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.reports.curves import draw_comparison, draw_curves, draw_rewards
+from nanogpt_hf.reports.curves import draw_comparison, draw_curves
 from nanogpt_hf.reports.reference import Curve, Reference
 
 
@@ -53,15 +53,15 @@ def test_draw_curves_to_a_missing_folder_is_an_error(tmp_path):
         draw_curves(events(5), "a run", tmp_path / "no" / "loss.png")
 
 
-def test_draw_rewards_is_not_blank(tmp_path):
+def test_draw_curves_of_rewards_is_not_blank(tmp_path):
     train = [{"step": i, "train/reward": i / 30, "train/entropy": 1 - i / 40} for i in range(1, 31)]
     passed = [
         {"step": step, "val/pass@1": step / 40, "val/pass@4": step / 31} for step in (0, 15, 30)
     ]
-    draw_rewards(train + passed, "a run", tmp_path / "loss.png")
-    draw_rewards(train, "a run", tmp_path / "alone.png")
+    draw_curves(train + passed, "a run", tmp_path / "loss.png")
+    draw_curves(train, "a run", tmp_path / "alone.png")
     pixels = [image.imread(tmp_path / f"{name}.png") for name in ("loss", "alone")]
     assert pixels[0].shape[:2] == (624, 960)
     assert (pixels[0] != pixels[1]).any(axis=-1).sum() > 1000
-    draw_rewards(passed, "a run", tmp_path / "none.png")
+    draw_curves(passed, "a run", tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

@@ -57,19 +57,17 @@ def test_links_within_and_to_the_folder_are_pushed(hub, model, tmp_path):
     assert files["model.safetensors"] == (model / "weights.safetensors").read_bytes()
 
 
-def test_push_lists_all_damaged_files_and_secrets(push_refused, model, hub):
+def test_push_lists_all_files_with_secrets(push_refused, model, hub):
     key = "-----BEGIN RSA PRIVATE KEY-----\nMII\n"
-    (model / "config.json").write_text("no")
-    (model / "model.safetensors").write_text(key)
-    (model / "x.gguf").write_text(key)
-    (model / "LICENSE").write_text(key)
+    for name in ("model.safetensors", "x.gguf", "LICENSE"):
+        (model / name).write_text(key)
     (model / "vocab.json").write_text(json.dumps({hub.token: 1}))
     lines = push_refused()
-    named = [line.partition(": is ")[0].partition(": contains ")[0] for line in lines]
-    names = ("LICENSE", "config.json", "model.safetensors", "vocab.json", "x.gguf")
-    assert named == [str(model / name) for name in names]
-    assert sum("contains a token" in line for line in lines) == 3
+    names = ("LICENSE", "model.safetensors", "vocab.json", "x.gguf")
+    assert [line.partition(": contains ")[0] for line in lines] == [str(model / n) for n in names]
     assert hub.token not in "".join(lines)
+    (model / "config.json").write_text("no")
+    assert push_refused()[0].startswith(f"{model / 'config.json'}: is damaged: ")
 
 
 def test_adapter_config_does_not_name_the_home_folder(hub, model, monkeypatch):

@@ -14,7 +14,7 @@ from assertions import load_newest
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.export.model_folder import save_model_folder
+from nanogpt_hf.export.model_folder import replaced_folder, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
@@ -145,13 +145,9 @@ def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
         run = RunFolder(tmp_path / "run")  # a lock is not inherited by a fork
         run.lock()
         torch.manual_seed(seed)
-        save_model_folder(
-            run.best,
-            CONFIG,
-            dict(GPTForCausalLM(CONFIG).named_parameters()),
-            tokenizer,
-            f"card {seed}",
-        )
+        weights = dict(GPTForCausalLM(CONFIG).named_parameters())
+        with replaced_folder(run.best.resolve()) as partial:
+            write_model_folder(partial, CONFIG, weights, tokenizer, f"card {seed}")
         run.unlock()
 
     def content() -> dict[str, bytes]:
