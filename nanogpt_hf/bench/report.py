@@ -26,7 +26,7 @@ from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
-from nanogpt_hf.training.monitor import memory_peak
+from nanogpt_hf.training.micro_batch import peak_memory
 
 _TRACED_STEPS = 5
 
@@ -66,7 +66,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "tokens_per_second_per_device": per_device,
         "mfu": flops_per_token * per_device / peak if peak else None,
         "flops_per_second_per_device": flops_per_token * per_device,
-        "peak_memory": memory_peak(device),
+        "peak_memory": peak_memory(device),
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
         "communicated_bytes": communicated_bytes(work.step) if work.run.mesh.world_size > 1 else {},

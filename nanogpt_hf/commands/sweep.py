@@ -5,7 +5,7 @@ to continue: what is done is skipped, what was interrupted resumes, what failed 
 failed run does not stop the others. At the end there are a table (sweep.json) and a plot
 (sweep.png), with --depth 2,3,4 also a fitted scaling law.
 
-Values with commas, and lists, are quoted as in YAML: --eval.samples '["Once, ", "The "], []'.
+Values with commas are quoted as in YAML: --data.text_column '"a,b", c'. A list is one value.
 """
 
 import argparse
@@ -50,7 +50,9 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
     sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, mesh, **options), 0
     if arguments.dry_run:
-        rows = grid.planned_rows(sweep)
+        if not mesh.is_main:
+            return exit_status
+        rows = sweep.planned
         tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
         lines = [f"{plural(len(runs), 'run')} below {folder}", "", grid.table(rows)]
         lines += ["", "nothing was started"]

@@ -214,6 +214,7 @@ _ROWS = [
     ("tracking.layers", "DeepSpeed", "DeepSpeed gives no access to gradients and weights", FSDP2),
     # on the command line
     ("--auto-resume", "--resume | --overwrite", "it decides whether to resume", "give it alone"),
+    ("--overwrite", "--resume", "one continues the run, the other removes it", "give one of them"),
 ]
 
 

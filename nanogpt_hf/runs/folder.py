@@ -14,22 +14,21 @@ from nanogpt_hf.config.sources import source_changes
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.identity import is_fixed
-from nanogpt_hf.runs.replace import old_of, remove, remove_folder, restore_folder
+from nanogpt_hf.runs.replace import remove, remove_folder, restore_folder
 
-# the second: a kill came between two renames
-_STEP = re.compile(r"step_(\d{8,})|\.step_(\d{8,})\.old")
+# The format of run folders, which each checkpoint records; a run of another one is not resumed.
+VERSION = 1
+_STEP = re.compile(r"step_(\d{8,})")
 _LEFTOVER = re.compile(r"\.(step_\d{8,})\.(partial|old)")
 _LEFTOVER_FILE = re.compile(r"\.[0-9a-f]{12}\.partial.*")  # written_whole leaves them
 # a file in checkpoints/ until the first is written; else a volume may be missing
 _NONE_YET = ".no_checkpoint_yet"
-_MODEL_FILES = ("config.json", "adapter_config.json")
+_MODEL_FILES = {"config.json", "adapter_config.json"}
 
 
 def step_of(checkpoint: Path) -> int:
     """The step of a checkpoint, by its name."""
-    match = _STEP.fullmatch(checkpoint.name)
-    assert match, f"{checkpoint} is not the name of a checkpoint"
-    return int(match[1] or match[2])
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def _clear(folder: Path) -> None:
@@ -55,107 +54,64 @@ class RunFolder:
         self.best = self.path / "best"
         self.final = self.path / "final"
         self.trackers = self.path / "trackers"
-        self._recipe_yaml = ""  # recipe of the run that this object started or resumed
         self._lock_file = self.path / ".lock"
         self._lock = filelock.FileLock(self._lock_file)
 
     def check(self, *, resume: bool, overwrite: bool, auto_resume: bool = False) -> bool:
-        """Return whether to resume, without changing anything; with `auto_resume` that depends on
-        the folder.
+        """Return whether to resume; with `auto_resume` that depends on the folder, which is locked.
 
         Raises RunFolderError if a run must not write to the folder, or if it has no checkpoint
         to resume from.
         """
-        if resume and overwrite:
-            raise RunFolderError("--resume and --overwrite exclude each other")
-        self.check_unlocked()  # first, because a run that has just started has no checkpoints yet
-        if self.path.exists() and not self.path.is_dir():
-            raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
-        self._check_folders()
-        if (resume or auto_resume) and not self.checkpoint_folders():
-            if progress := self._progress():
+        self._check_links()
+        if resume or auto_resume:
+            if self.checkpoint_folders():
+                return True
+            if self.recipe.exists() and not (self.checkpoints / _NONE_YET).exists():
                 raise RunFolderError(
-                    f"{self.path}: holds a run ({progress}), but {self.checkpoints} has no "
-                    "checkpoint; if it is on a volume that is not mounted, mount it; else start "
-                    "again with --overwrite, or choose another --run-dir"
+                    f"{self.path}: holds a run, but {self.checkpoints} has no checkpoint; if it "
+                    "is on a volume that is not mounted, mount it; else start again with "
+                    "--overwrite, or choose another --run-dir"
                 )
             if resume:
                 raise RunFolderError(
                     f"{self.path}: no checkpoint to resume from yet; start again with --overwrite"
                 )
-        if auto_resume:
-            resume = bool(self.checkpoint_folders())
-            overwrite = not resume
-        if resume:
-            pass
-        elif self.recipe.exists():
-            if not overwrite:
+        if self.recipe.exists():
+            if not (overwrite or auto_resume):
                 raise RunFolderError(
                     f"{self.path}: holds a run; add --resume to continue, --overwrite to start "
                     "again, or choose another --run-dir"
                 )
-        elif self.path.exists() and not all(map(self._may_precede_a_run, self.path.iterdir())):
+        elif not all(map(self._may_precede_a_run, self.path.iterdir())):
             raise RunFolderError(
                 f"{self.path}: is not empty and holds no run; choose another --run-dir"
             )
-        return resume
+        return False
 
     def _may_precede_a_run(self, path: Path) -> bool:
-        """Whether `path` may be in a folder without a recipe: a leftover of a kill in `start`,
-        or empty.
-        """
+        """Whether `path` may be in a folder without a run: empty, or left by a killed `start`."""
         if path in (self.checkpoints, self.best, self.final):
-            return os.path.isdir(path) and set(os.listdir(path)) <= {_NONE_YET}
-        return path.name in (".lock", "lost+found") or bool(_LEFTOVER_FILE.fullmatch(path.name))
+            return set(os.listdir(path)) <= {_NONE_YET}
+        return path.name in (".lock", "lost+found")
 
-    def _check_folders(self) -> None:
-        """Raises RunFolderError if a folder of the run is a link or a mount that cannot be
-        written through.
+    def _check_links(self) -> None:
+        """Raises RunFolderError if a folder of the run is a file, or a link to nothing or to other
+        files.
         """
         for folder in (self.checkpoints, self.best, self.final, self.trackers):
-            target = Path(os.path.realpath(folder))
-            if os.path.lexists(folder) and not os.path.isdir(folder):
-                if not folder.is_symlink():
-                    raise RunFolderError(f"{folder}: is a file; move it away")
-                if not os.path.lexists(old_of(target)):  # `lock` restores it
-                    raise RunFolderError(
-                        f"{folder}: is a link to {target}, and there is no such folder; if it is "
-                        "on a volume that is not mounted, mount it; else remove the link"
-                    )
-            if folder in (self.best, self.final) and os.path.isdir(folder):
-                names = os.listdir(folder)
-                if (
-                    folder.is_symlink()
-                    and names
-                    and not any(name in names for name in _MODEL_FILES)
-                ):
-                    raise RunFolderError(
-                        f"{folder}: is a link to {target}, which is not a model folder; link an "
-                        "empty folder"
-                    )
-                if os.path.ismount(target) or not os.access(target.parent, os.W_OK):
-                    raise RunFolderError(
-                        f"{folder}: models replace it in one rename, for which {target.parent} "
-                        f"must be writable and {target} not a mount point; link a folder inside "
-                        "the volume"
-                    )
-
-    def _progress(self) -> str:
-        """Signs of a run beyond step 0, in words; '' if it never wrote a checkpoint."""
-        if (self.checkpoints / _NONE_YET).exists():
-            return ""
-        found = [f"{folder.name}/" for folder in (self.best, self.final) if self._is_there(folder)]
-        if self.metrics.is_file() and (
-            steps := re.findall(rb'"step": ([1-9]\d*)', self.metrics.read_bytes())
-        ):
-            found.append(f"metrics up to step {max(map(int, steps)):,}")
-        return ", ".join(found)
-
-    def _is_there(self, model_folder: Path) -> bool:
-        target = Path(os.path.realpath(model_folder))
-        return os.path.lexists(old_of(target)) or (
-            os.path.isdir(target) and bool(os.listdir(target))
-        )
+            if os.path.lexists(folder) and not folder.is_dir():
+                raise RunFolderError(
+                    f"{folder}: is a file, or a link to no folder; if that is on a volume that is "
+                    "not mounted, mount it; else remove this"
+                )
+        for folder in (self.best, self.final):
+            names = set(os.listdir(folder)) if folder.is_symlink() else ()
+            if names and not names & _MODEL_FILES:
+                raise RunFolderError(
+                    f"{folder}: is a link to {os.path.realpath(folder)}, which is not a model "
+                    "folder; link an empty folder"
+                )
 
     def differences(self, config: Config) -> list[str]:
         """Differences of `config` from the run's recipe, as `key: before -> now`."""
@@ -195,9 +151,8 @@ class RunFolder:
     def start(self, recipe_yaml: str) -> None:
         """Create the folder, remove a run that is in it, and write the resolved recipe.
 
-        Removes nothing before it is certain that new files can be written and all old ones removed.
+        Removes nothing before it is certain that new files can be written.
         """
-        self._recipe_yaml = recipe_yaml
         try:
             self.checkpoints.mkdir(parents=True, exist_ok=True)
             # replaced last: it would not fit the old checkpoints
@@ -209,17 +164,10 @@ class RunFolder:
             raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
 
     def _remove_run(self) -> None:
-        folders = (self.best, self.final, self.trackers)
-        for folder in (*self.checkpoint_folders(), *folders):
-            for inside, _, _ in os.walk(folder):
-                if not os.access(inside, os.W_OK | os.X_OK):
-                    raise RunFolderError(
-                        f"{inside}: cannot be written, so the run in {self.path} cannot be removed"
-                    )
         try:
             for checkpoint in reversed(self.checkpoint_folders()):
                 remove_folder(checkpoint)
-            for folder in folders:
+            for folder in (self.best, self.final, self.trackers):
                 _clear(folder)
             for file in (self.metrics, self.loss_plot, self.report, self.machine):
                 file.unlink(missing_ok=True)
@@ -243,7 +191,6 @@ class RunFolder:
 
     def update_recipe(self, recipe_yaml: str) -> None:
         """Write the recipe of a resumed run."""
-        self._recipe_yaml = recipe_yaml
         with written_whole(self.recipe) as partial:
             partial.write_text(recipe_yaml, encoding="utf-8")
 
@@ -265,7 +212,9 @@ class RunFolder:
                 if _LEFTOVER_FILE.fullmatch(path.name):
                     path.unlink()
         except OSError as error:
-            raise RunFolderError(f"{self.path}: cannot be written: {error.strerror}") from None
+            raise RunFolderError(
+                f"{self.path}: cannot be written: {error.strerror}; choose another --run-dir"
+            ) from None
 
     def check_unlocked(self) -> None:
         """Raises RunFolderError if another process is training in the folder."""
@@ -297,10 +246,8 @@ class RunFolder:
 
     def checkpoint_folders(self) -> list[Path]:
         """Complete checkpoints, oldest first."""
-        # hidden names come first
-        paths = sorted(self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()
-        by_step = {step_of(path): path for path in paths if _STEP.fullmatch(path.name)}
-        return [by_step[step] for step in sorted(by_step)]
+        paths = self.checkpoints.iterdir() if self.checkpoints.is_dir() else ()
+        return sorted((path for path in paths if _STEP.fullmatch(path.name)), key=step_of)
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step_{step:08d}"
@@ -310,11 +257,8 @@ class RunFolder:
 
         Keeps the `keep` newest, and the newest one after which a gradient was finite: later ones
         may hold weights that have just diverged. Checkpoints of later steps are removed: they
-        were damaged, or the run was rolled back. A recipe that was removed while the run trains
-        is written again, since a resume needs it.
+        were damaged, or the run was rolled back.
         """
-        if not self.recipe.exists():
-            self.update_recipe(self._recipe_yaml)
         (self.checkpoints / _NONE_YET).unlink(missing_ok=True)
         folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]
         sound = [folder for folder in folders if step_of(folder) < last_finite_step]

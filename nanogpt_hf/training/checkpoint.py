@@ -20,7 +20,7 @@ from safetensors import SafetensorError
 from nanogpt_hf.distributed.accelerator import is_sharded
 from nanogpt_hf.distributed.full_state import FullState, SavedTensors, set_scaler_state
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.folder import RunFolder, step_of
+from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
 from nanogpt_hf.runs.identity import differences
 from nanogpt_hf.runs.replace import remove_folder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
@@ -28,7 +28,6 @@ from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles
 
 logger = logging.getLogger(__name__)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
-VERSION = 1  # the format of checkpoints; another one is not read
 
 
 class DamagedError(RunFolderError):
@@ -77,19 +76,21 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
             if file_digest(folder / name) != checksums[name]:
                 raise ValueError(f"{name} was changed after it was written")
         facts = json.loads((folder / STATE).read_text(encoding="utf-8"))
-        version = facts.pop("version", None)
         weights, optimizer_state = (
             TensorFiles([folder / name for name in names if name.startswith(kind)])
             for kind in (MODEL, OPTIMIZER)
         )
     except (OSError, ValueError, KeyError, SafetensorError) as error:
         raise DamagedError(f"{folder}: damaged checkpoint: {error}") from None
-    if version != VERSION:
+    version, scaler = facts.pop("version", None), facts.pop("scaler", None)
+    fields = {field.name for field in dataclasses.fields(TrainState)}
+    if version != VERSION or facts.keys() != fields:
         raise RunFolderError(
-            f"{folder}: a checkpoint of version {version} instead of {VERSION}; continue with the "
-            "release that wrote it, or start again with --overwrite"
+            f"{folder}: is of a run folder of version {version}, or of unreleased code, and this "
+            f"is version {VERSION}; continue with the code that wrote it, or start again with "
+            "--overwrite"
         )
-    evaluation, scaler = facts.pop("evaluation"), facts.pop("scaler")
+    evaluation = facts.pop("evaluation")
     state = TrainState(**facts, evaluation=evaluation and MeasuredLoss(**evaluation))
     return Checkpoint(weights, optimizer_state, folder, state, scaler)
 

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
 from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import VERSION, RunFolder
 from nanogpt_hf.runs.replace import partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
@@ -31,7 +31,6 @@ from nanogpt_hf.training.checkpoint import (
     MODEL,
     OPTIMIZER,
     STATE,
-    VERSION,
     file_digest,
     recovery_advice,
 )

@@ -59,8 +59,8 @@ def train(run: Run) -> RunFolder:
                 while not train_steps(run, observers, stop):
                     before = run.state
                     observers.checkpoints.wait()
-                    run = start_again(run)
-                    observers.follow(run, before)
+                    start_again(run)
+                    observers.start_again(run, before)
     finally:
         folder.unlock()
     log_summary(run)
@@ -154,7 +154,6 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
             observers.checkpoints.wait()  # so that the disk does not need room for both at once
             save_model(run, run.folder.best)
         evaluated = observers.evaluate(run, evaluated)
-        observers.tracking.samples(evaluated.samples)
         metrics = observers.layers.evaluation_report(run.model)
         observers.tracking.evaluation(evaluated, is_best, metrics)
         observers.reports.plot(observers.tracking.events)

@@ -4,19 +4,20 @@ advice.
 
 import dataclasses
 import gc
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any
 
 import psutil
 import torch
 from accelerate import Accelerator
-from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list
 
 from nanogpt_hf.config.checks import divisors
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerate_config import requested_precision
@@ -57,28 +58,6 @@ def build_batches(
     )
 
 
-@contextmanager
-def state_restored(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> Iterator[None]:
-    """Context for a dry-run step of one micro-batch per pipeline stage; optimizer state and
-    counters are restored.
-
-    After an error, such as too little memory, counters are restored and gradients cleared.
-    """
-    scaler = scaler_state(accelerator, optimizer)
-    try:
-        with micro_batches_not_counted(accelerator, mesh_of(accelerator).pp_size):
-            yield
-    except BaseException:
-        for parameter in (
-            parameter for group in optimizer.param_groups for parameter in group["params"]
-        ):
-            parameter.grad = None
-        raise
-    reset_optimizer_state(accelerator, optimizer)
-    if scaler is not None:
-        set_scaler_state(accelerator, optimizer, scaler)
-
-
 def dry_run_step(run: Run, micro_batch_size: int) -> None:
     """Take one step at learning rate 0, which changes nothing in the run, of one micro-batch per
     pipeline stage.
@@ -89,11 +68,19 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     step of an uninterrupted run. Raises UserError if the optimizer has no state for some of the
     trainable parameters, since no checkpoint could be written.
     """
-    accelerator = run.accelerator
-    with state_restored(accelerator, run.optimizer):
-        batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
-        train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
-        FullState(accelerator, run.model, run.optimizer).check()
+    accelerator, optimizer = run.accelerator, run.optimizer
+    scaler = scaler_state(accelerator, optimizer)
+    batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
+    try:
+        with micro_batches_not_counted(accelerator, run.mesh.pp_size):
+            train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
+    except Exception:  # too little memory: a smaller size may be tried
+        run.model.zero_grad()
+        raise
+    FullState(accelerator, run.model, optimizer).check()
+    reset_optimizer_state(accelerator, optimizer)
+    if scaler is not None:
+        set_scaler_state(accelerator, optimizer, scaler)
 
 
 def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
@@ -116,20 +103,13 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
         dry_run_step(run, size)
     else:
         # a checkpoint's copy is in host memory, and is allocated after the search
-        reserved = (
-            FullState(accelerator, run.model, run.optimizer).saved_bytes()
-            if accelerator.device.type == "cpu"
-            else 0
-        )
-        size = largest_micro_batch(
-            accelerator, sizes, lambda size: dry_run_step(run, size), reserved
-        )
+        state = FullState(accelerator, run.model, run.optimizer)
+        reserved = state.saved_bytes() if accelerator.device.type == "cpu" else 0
+        size = largest_micro_batch(accelerator, sizes, partial(dry_run_step, run), reserved)
     accelerator.gradient_accumulation_steps = sequences // size
     if is_zero(accelerator):
         set_batch_sizes(accelerator, run.model, size, sequences * run.mesh.dp_size)
-    run.config = dataclasses.replace(
-        config, train=dataclasses.replace(config.train, micro_batch_size=size)
-    )
+    run.config = replace_knobs(config, {"train.micro_batch_size": size})
     run.batches = build_batches(run.config, accelerator, run.mesh, run.data.train, size)
 
 
@@ -143,29 +123,26 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     # whose frozen weights are not counted in 8 bits
     if accelerator.device.type != "cpu" or config.lora.quantize:
         return
-    model, precision = (
-        meta_model(config, build_config(config.model, vocab_size)),
-        str(accelerator.mixed_precision),
-    )
+    model = meta_model(config, build_config(config.model, vocab_size))
+    place = Placement(precision=str(accelerator.mixed_precision), on_cpu=True)
     needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
     if not is_sharded(accelerator):
         needed = footprint(
             model,
-            Placement(precision=precision, on_cpu=True),
+            place,
             micro_batch_size=config.train.min_micro_batch_size,
             block_size=config.data.block_size,
             accumulates=False,
             optim=config.optim,
         ).peak
-    free = (free_memory() + psutil.swap_memory().free) / mesh.local_world_size
-    if needed > (free := min(_gather(accelerator, int(free)))):
-        each = (
-            (f" for each of {mesh.local_world_size} processes") if mesh.local_world_size > 1 else ""
-        )
+    processes = mesh.local_world_size
+    free = min(_gather(accelerator, (free_memory() + psutil.swap_memory().free) // processes))
+    if needed > free:
+        each = f" for each of {processes} processes" if processes > 1 else ""
         raise UserError(
             f"the run needs about {format_bytes(needed)} of memory and {format_bytes(free)} are "
             f"free{each}; train a smaller model, or on a machine with more memory: "
-            f"{memory_advice(config, vocab_size, precision)}"
+            f"{memory_advice(config, vocab_size, place.precision)}"
         )
 
 
@@ -187,7 +164,7 @@ def largest_micro_batch(
         reset_peak_memory(accelerator)
         try:
             dry_run(size)
-            needed[size] = max(_gather(accelerator, peak_memory(accelerator)))
+            needed[size] = max(_gather(accelerator, peak_memory(accelerator.device) or 0))
         except Exception as error:
             if accelerator.num_processes > 1 or not needed or not is_out_of_memory(error):
                 raise
@@ -205,20 +182,17 @@ def next_size(sizes: list[int], needed: dict[int, int], available: int) -> int |
     one would fit.
     """
     larger = [size for size in sizes if size > max(needed)]
-    if len(needed) > 1:
-        (low, low_bytes), (high, high_bytes) = sorted(needed.items())[-2:]
-        per_sequence = max(0, high_bytes - low_bytes) / (high - low)
-        return max(
-            (size for size in larger if high_bytes + per_sequence * (size - high) <= available),
-            default=None,
-        )
-    return larger[0] if larger and max(needed.values()) < available else None
+    if len(needed) == 1:
+        return larger[0] if larger and max(needed.values()) < available else None
+    (low, low_bytes), (high, high_bytes) = sorted(needed.items())[-2:]
+    per_sequence = max(0, high_bytes - low_bytes) / (high - low)
+    fitting = (size for size in larger if high_bytes + per_sequence * (size - high) <= available)
+    return max(fitting, default=None)
 
 
 def _gather(accelerator: Accelerator, count: int) -> list[int]:
-    return cast(
-        torch.Tensor, accelerator.gather(torch.tensor([count], device=accelerator.device))
-    ).tolist()
+    counts: Any = accelerator.gather(torch.tensor([count], device=accelerator.device))
+    return counts.tolist()
 
 
 def available_memory(accelerator: Accelerator) -> int:
@@ -243,12 +217,21 @@ def reset_peak_memory(accelerator: Accelerator) -> None:
         ) from None
 
 
-def peak_memory(accelerator: Accelerator) -> int:
-    """Peak bytes of this process since `reset_peak_memory`."""
-    if accelerator.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1024
+def peak_memory(device: torch.device) -> int | None:
+    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now.
+
+    None if unknown.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if device.type == "mps":
+        return torch.mps.driver_allocated_memory()
+    try:
+        import resource
+    except ImportError:  # Windows
+        return None
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
 @contextmanager
@@ -269,40 +252,34 @@ def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
     """What takes the memory and how to save some, estimated by footprint.py."""
     model = meta_model(config, build_config(config.model, vocab_size))
     block_size, micro = config.data.block_size, config.train.min_micro_batch_size
-    counts = Counts.of(model)
-    optimizer = kind_of(config.optim)
+    counts, optimizer = Counts.of(model), kind_of(config.optim)
     state = (4 * counts.total + 4 * counts.trainable + optimizer.state_bytes(model, 1)) / 1e9
-
-    def activations(sequences: int, checkpointing: bool = False) -> float:
-        place = Placement(precision=precision, checkpointing=checkpointing)
-        return (
-            sequences
-            * block_size
-            * counts.backward_blocks
-            * saved_bytes_per_token(model, block_size, place)
-            / 1e9
+    tokens = block_size * counts.backward_blocks
+    whole, recomputed = (  # GB of a sequence's activations
+        tokens * saved_bytes_per_token(model, block_size, place) / 1e9
+        for place in (
+            Placement(precision=precision),
+            Placement(precision=precision, checkpointing=True),
         )
-
+    )
     remedies = []
     if micro > 1:
-        saved = activations(micro - micro // 2)
+        saved = whole * (micro - micro // 2)
         remedies.append(
             f"train.micro_batch_size {micro // 2} saves {saved:.1f} GB (same tokens per step, by "
             "more accumulation)"
         )
     if optimizer is OPTIMIZERS["adamw"]:
-        saved = (
-            optimizer.state_bytes(model, 1) - OPTIMIZERS["adamw_8bit"].state_bytes(model, 1)
-        ) / 1e9
+        saved = optimizer.state_bytes(model, 1) - OPTIMIZERS["adamw_8bit"].state_bytes(model, 1)
         remedies.append(
-            f"optim.state 8bit saves {saved:.1f} GB (needs torchao; not under DeepSpeed)"
+            f"optim.state 8bit saves {saved / 1e9:.1f} GB (needs torchao; not under DeepSpeed)"
         )
-    saved = activations(micro) - activations(micro, checkpointing=True)
     remedies.append(
-        f"an accelerate config that checkpoints activations saves about {saved:.1f} GB, one that "
-        f"shards over N devices {state:.1f} × (1 - 1/N) GB"
+        "an accelerate config that checkpoints activations saves about "
+        f"{micro * (whole - recomputed):.1f} GB, one that shards over N devices {state:.1f} × "
+        "(1 - 1/N) GB"
     )
     return (
         f"weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} "
-        f"sequences about {activations(micro):.1f} GB. {'; '.join(remedies)}"
+        f"sequences about {micro * whole:.1f} GB. {'; '.join(remedies)}"
     )

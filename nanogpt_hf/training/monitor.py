@@ -5,7 +5,6 @@ that the loop calls beside the training step: logging, statistics, checkpoints, 
 import contextlib
 import logging
 import math
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -21,6 +20,7 @@ from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import recovery_advice
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.layer_stats import LayerStats
+from nanogpt_hf.training.micro_batch import peak_memory
 from nanogpt_hf.training.run import Evaluated, Run
 from nanogpt_hf.training.source_losses import SourceLosses
 from nanogpt_hf.training.tracking import Tracking
@@ -33,36 +33,14 @@ _DECAY = 0.9  # weight of the past in the running average of the loss, per repor
 logger = logging.getLogger(__name__)
 
 
-def memory_peak(device: torch.device) -> int | None:
-    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now.
-
-    None if unknown.
-    """
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if device.type == "mps":
-        return torch.mps.driver_allocated_memory()
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (
-        1 if sys.platform == "darwin" else 1024
-    )
-
-
 class Monitor:
     """Reads gradient norms only at steps that are logged, so that the host waits for the device
     no more often.
     """
 
     def __init__(self, accelerator: Accelerator, config: Config, checkpoints: CheckpointWriter):
-        self.checkpoints, self.device, self.main = (
-            checkpoints,
-            accelerator.device,
-            accelerator.is_main_process,
-        )
-        self._warning = logging.WARNING if accelerator.is_main_process else logging.DEBUG
+        self.checkpoints, self.device = checkpoints, accelerator.device
+        self.main = accelerator.is_main_process
         self.ratio = config.train.rollback_ratio
         self.max_grad_norm = config.optim.max_grad_norm
         # on the device, of the steps that the state does not count yet
@@ -110,11 +88,8 @@ class Monitor:
             )
         if skipped := state.not_finite_steps:
             values["train/skipped_steps"] = skipped
-            logger.log(
-                self._warning,
-                f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped",
-            )
-        if (peak := memory_peak(self.device)) is not None:
+            self._warn(f"step {state.step:,}: {skipped} steps had no finite gradient: skipped")
+        if (peak := peak_memory(self.device)) is not None:
             values["train/memory_peak_bytes"] = peak
         state.reported_step, state.clipped_steps, state.not_finite_steps = state.step, 0, 0
         return values
@@ -146,12 +121,15 @@ class Monitor:
                 f"{ROLLBACKS_IN_A_ROW} rollbacks to step {state.step:,}; lower optim.learning_rate "
                 "and continue with --resume"
             )
-        logger.log(
-            self._warning,
+        self._warn(
             f"step {before.step:,}: the loss is above {self.ratio:g} times its running average; "
             f"rolling back to step {state.step:,} and skipping the data of "
-            f"{before.step - state.step:,} steps",
+            f"{before.step - state.step:,} steps"
         )
+
+    def _warn(self, line: str) -> None:
+        if self.main:
+            logger.warning(line)
 
 
 @dataclass
@@ -167,12 +145,11 @@ class Observers:
     checkpoints: CheckpointWriter
     push: BackgroundPush
 
-    def follow(self, run: Run, before: TrainState) -> None:
-        """Observe `run`, which has started again from a checkpoint after `before`."""
+    def start_again(self, run: Run, before: TrainState) -> None:
+        """Observe a run that has started again from a checkpoint after `before`."""
         if run.state.skipped_steps > before.skipped_steps:
             self.monitor.rolled_back(before, run.state)
-        self.tracking.follow(run)
-        self.sources = SourceLosses(run)
+        self.tracking.drop_later_events()
 
     def evaluate(self, run: Run, evaluated: Evaluated) -> Evaluated:
         """The method's evaluation of a step with those of the recipe's others. All processes call

@@ -85,9 +85,9 @@ def prepare_run(
     _check_before_the_data(config, folder, mesh)
     method = method_of(config)
     method.check(machine_settings(mesh, requested_machine()))
-    flags = {"--auto-resume": auto_resume, "--resume": resume, "--overwrite": overwrite}
-    check_settings({flag: flag for flag, is_given in flags.items() if is_given})
     options = {"resume": resume, "overwrite": overwrite, "auto_resume": auto_resume}
+    flags = [f"--{name.replace('_', '-')}" for name, is_given in options.items() if is_given]
+    check_settings(dict(zip(flags, flags, strict=True)))
 
     def prepare() -> tuple[PreparedData, dict[str, Any]]:
         # the main process alone decides: others might look after it has begun to write
@@ -127,10 +127,8 @@ def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> Non
 
 def _lock(config: Config, folder: RunFolder, options: dict[str, bool]) -> bool:
     """Lock the run folder; return whether the run resumes. Only the main process calls it."""
-    folder.check(**options)
     folder.lock()
-    resumes = folder.check(**options)  # again, since from now on no other run can write
-    if resumes:
+    if resumes := folder.check(**options):
         for change in folder.changes(config):  # raises if the recipe is another experiment
             logger.info(f"changed since the run began: {change}")
     if config.hub.push and config.hub.repo and (problem := check_login(config.hub.repo)):
@@ -145,10 +143,9 @@ def _start_or_resume(
     _check_shared_folder(accelerator, folder)
     run_facts, checkpoint = run_identity(config, data.manifest), None
     processes = mesh_of(accelerator).local_world_size
-    if not resume:
-        if stated_threads(processes) is None:
-            torch.set_num_threads(threads_of_a_process(torch.get_num_threads(), processes))
-    else:
+    if stated_threads(processes) is None:
+        torch.set_num_threads(threads_of_a_process(torch.get_num_threads(), processes))
+    if resume:
         if accelerator.device.type == "cpu":
             restore_threads(folder, processes)
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
@@ -208,9 +205,9 @@ def build_run(
     return _build(config, accelerator, data, folder, checkpoint)
 
 
-def start_again(run: Run) -> Run:
-    """The run at its newest checkpoint, as after `--resume`: because layers are unfrozen at its
-    step, or because the loss has spiked; then the data since the checkpoint is skipped.
+def start_again(run: Run) -> None:
+    """Build the run again at its newest checkpoint, as after `--resume`: because layers are
+    unfrozen at its step, or because the loss has spiked; then the data since it is skipped.
     """
     before, accelerator = run.state, run.accelerator
     # two models at once need not fit
@@ -218,12 +215,14 @@ def start_again(run: Run) -> Run:
     accelerator.free_memory()  # again, since now nothing refers to them
     spiked = run.saved is None or run.saved.step < before.step
     checkpoint = find_checkpoint(accelerator, run.folder, before.identity)
-    run = _build(run.config, accelerator, run.data, run.folder, checkpoint)
+    # whoever holds the run, such as the caller of `train`, has the new model, too
+    vars(run).update(vars(_build(run.config, accelerator, run.data, run.folder, checkpoint)))
     run.state.seconds = before.seconds
     run.saved = dataclasses.replace(run.state)
     if spiked:
         run.state.skipped_steps = before.skipped_steps + before.step - run.state.step
-    return run
+        # best/ may be of a later step than the checkpoint
+        run.state.best_loss, run.state.best_step = before.best_loss, before.best_step
 
 
 def _build(

@@ -9,15 +9,16 @@ import logging
 import math
 import os
 import re
-import signal
 import socket
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -34,12 +35,13 @@ from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import column, read_metrics
 
+if TYPE_CHECKING:
+    from nanogpt_hf.distributed.signals import StopRequest
+
 logger = logging.getLogger(__name__)
 
-_LARGEST_GRID = 1000  # runs
-_LONGEST_NAME = 120  # of characters, for a run folder
-_EXIT_INTERRUPTED = 130
-_LEGEND_ROWS = 24
+_LARGEST_GRID, _LONGEST_NAME, _LEGEND_ROWS = 1000, 120, 24  # runs, characters of a folder, runs
+_EXIT_INTERRUPTED, _POLL = 130, 0.1  # status of an interrupted run; seconds
 # Data knobs that leave the prepared tokens as they are; of the others each value has a data folder.
 _SAME_TOKENS = ("block_size", "order", "packing", "num_threads", "dir", "max_epochs", "streaming")
 Row = dict[str, Any]
@@ -69,6 +71,19 @@ class Sweep:
     def run_folder(self, run: GridRun) -> RunFolder:
         return RunFolder(self.folder / run.name)
 
+    @cached_property
+    def planned(self) -> list[Row]:
+        """The runs as they would be, with their sizes."""
+        from nanogpt_hf.planning.estimate import estimate  # imports transformers, which is slow
+        from nanogpt_hf.planning.placement import Placement
+
+        sizes = [estimate(run.config, Placement(on_cpu=True)) for run in self.runs]
+        return [
+            {"run": run.name, "status": "planned", **run.values, "parameters": size.parameters}
+            | {"steps": run.config.train.max_steps, "tokens": size.tokens, "flops": size.flops}
+            for run, size in zip(self.runs, sizes, strict=True)
+        ]
+
     def share(self, key: str, value: Any) -> Any:
         """The value of rank 0, on every rank."""
         if self.mesh.world_size == 1:
@@ -87,11 +102,10 @@ def build_grid(
     """
     axes = {key: _values(key, text) for key, text in dict(overrides).items()}
     swept = [key for key, texts in axes.items() if len(texts) > 1]
-    count = math.prod(map(len, axes.values()))
-    if not swept or count > _LARGEST_GRID:
-        wanted = f"{count:,} runs; at most {_LARGEST_GRID:,} in one grid"
-        none = "no knob has several values; give one, such as --optim.learning_rate 1e-3,3e-3"
-        raise UserError(f"cli.py sweep: {wanted if swept else none}")
+    if not swept:
+        raise UserError("cli.py sweep: no knob has several values: --optim.learning_rate 1e-3,3e-3")
+    if (count := math.prod(map(len, axes.values()))) > _LARGEST_GRID:
+        raise UserError(f"cli.py sweep: {count:,} runs; at most {_LARGEST_GRID:,} in one grid")
     runs, problems = {}, {}
     for texts in itertools.product(*axes.values()):
         try:
@@ -105,14 +119,9 @@ def build_grid(
             continue
         for key in ("finetune.model", "hub.push"):
             if value := get_value(run.config, key):
-                raise UserError(
-                    f"{key}: {value}: the runs of a sweep start from scratch and push nothing; "
-                    "leave it out"
-                )
+                raise UserError(f"{key}: {value}: a sweep trains from scratch and pushes nothing")
         if run.name in runs:
-            raise UserError(
-                f"cli.py sweep: several runs would be named {run.name}; give different values"
-            )
+            raise UserError(f"cli.py sweep: two runs named {run.name}; give different values")
         runs[run.name] = run
     if problems:
         raise ConfigError(problems)
@@ -120,22 +129,16 @@ def build_grid(
 
 
 def _values(key: str, text: str) -> list[str]:
-    """`1e-3,3e-3` -> its values as the texts that an override has."""
-    if not re.search(r"[,\[\]'\"]", text):
+    """`1e-3,3e-3` -> its values as the texts that an override has; a list in brackets is one."""
+    if text.startswith("[") or not re.search(r"[,'\"]", text):
         return [text]
     try:
         values = parse_flow_list(text)
-        if any(isinstance(value, dict) for value in values):
-            raise ValueError("a mapping is no value")
-        lists = [value for value in values if isinstance(value, list)]
-        if any(
-            not isinstance(part, str) or set(part) & set("[],") for part in itertools.chain(*lists)
-        ):
-            raise ValueError("a list holds names without commas or brackets")
     except ValueError as error:
         raise UserError(f"--{key}: expected values with commas between them: {error}") from None
-    texts = [f"[{', '.join(value)}]" if isinstance(value, list) else value for value in values]
-    return ["null" if text is None else text for text in texts] or [""]
+    if any(isinstance(value, dict | list) for value in values):
+        raise UserError(f"--{key}: {text}: lists and mappings cannot be swept")
+    return ["null" if value is None else value for value in values]
 
 
 def _grid_run(recipe: str, texts: dict[str, str], swept: list[str]) -> GridRun:
@@ -185,16 +188,18 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
     """Train the runs that are not done, in their order; return the status of each by name, and an
     exit status.
     """
+    from nanogpt_hf.distributed.signals import stop_on_signals
+
     statuses: dict[str, str] = {}
-    with _signals_passed_on() as current:
+    with stop_on_signals() as stop:
         for number, run in enumerate(sweep.runs, 1):
             done = not sweep.overwrite and is_done(sweep.run_folder(run), run.config)
             if sweep.share(f"done/{number}", done):
                 statuses[run.name] = "done"
                 continue
             logger.info(f"\nrun {number} of {len(sweep.runs)}: {run.name}")
-            status = current.run(_command(sweep, run), _environment(sweep, number))
-            if current.stopped or status in (EXIT_STOPPED, _EXIT_INTERRUPTED):
+            status = run_process(_command(sweep, run), _environment(sweep, number), stop)
+            if stop.reason or status in (EXIT_STOPPED, _EXIT_INTERRUPTED):
                 statuses[run.name] = "interrupted"
                 logger.info(f"{sweep.folder}: interrupted; run the same command again to continue")
                 return statuses, status if status == _EXIT_INTERRUPTED else EXIT_STOPPED
@@ -209,8 +214,9 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
 def is_done(folder: RunFolder, config: Config) -> bool:
     """Whether the run was trained to its last step and its last model is written."""
     newest = folder.newest_checkpoint()
-    written = any((folder.final / f"{kind}config.json").is_file() for kind in ("", "adapter_"))
-    return written and newest is not None and step_of(newest) == config.train.max_steps
+    if newest is None or not (folder.final / "config.json").is_file():
+        return False
+    return step_of(newest) == config.train.max_steps
 
 
 def _command(sweep: Sweep, run: GridRun) -> list[str]:
@@ -234,83 +240,44 @@ def _environment(sweep: Sweep, number: int) -> dict[str, str]:
     return environment
 
 
-class _CurrentRun:
-    """The process of the run that is training now."""
-
-    def __init__(self) -> None:
-        self.stopped = False
-        self._process: subprocess.Popen | None = None
-
-    def run(self, command: list[str], environment: dict[str, str]) -> int:
-        if self.stopped:  # by a signal between two runs
-            return EXIT_STOPPED
-        # --json - keeps stdout for its own output
-        stdout = 2 if sys.stdout is sys.stderr else None
-        self._process = subprocess.Popen(command, env=environment, stdout=stdout)
-        if self.stopped:
-            self._process.send_signal(signal.SIGTERM)
-        return self._process.wait()
-
-    def stop(self, number: int, frame: Any) -> None:
-        """Signal handler: the run saves and ends, and no other is started."""
-        self.stopped = True
-        if self._process is not None:
-            # Ctrl-C has reached it already, and a second SIGINT would interrupt a run that saves.
-            self._process.send_signal(signal.SIGTERM if number == signal.SIGINT else number)
-
-
-@contextmanager
-def _signals_passed_on() -> Iterator[_CurrentRun]:
-    current, before = _CurrentRun(), {}
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
-            before[number] = signal.signal(number, current.stop)
-    try:
-        yield current
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def planned_rows(sweep: Sweep) -> list[Row]:
-    """The runs as they would be, with their sizes."""
-    from nanogpt_hf.planning.estimate import estimate  # imports transformers, which is slow
-    from nanogpt_hf.planning.placement import Placement
-
-    rows = []
-    for run in sweep.runs:
-        sizes, steps = estimate(run.config, Placement(on_cpu=True)), run.config.train.max_steps
-        rows.append({"run": run.name, "status": "planned", **run.values})
-        rows[-1] |= {"parameters": sizes.parameters, "steps": steps}
-        rows[-1] |= {"tokens": sizes.tokens, "flops": sizes.flops}
-    return rows
+def run_process(command: list[str], environment: dict[str, str], stop: "StopRequest") -> int:
+    """Run a process and return its exit status; if `stop` has a reason it saves and ends, or is not
+    started.
+    """
+    if stop.reason:  # a signal between two runs
+        return EXIT_STOPPED
+    # --json - keeps stdout for its own output
+    stdout = 2 if sys.stdout is sys.stderr else None
+    process = subprocess.Popen(command, env=environment, stdout=stdout)
+    while process.poll() is None and not stop.reason:
+        time.sleep(_POLL)
+    if stop.reason:  # after Ctrl-C, which has reached it, a second SIGINT would end it at once
+        process.terminate()
+    return process.wait()
 
 
 def result_rows(sweep: Sweep, statuses: dict[str, str]) -> list[Row]:
     """The runs as they are."""
-    rows = planned_rows(sweep)
-    for row, run in zip(rows, sweep.runs, strict=True):
+    rows = []
+    for run, planned in zip(sweep.runs, sweep.planned, strict=True):
         events = read_metrics(sweep.run_folder(run))
-        last, flops_per_token = events[-1] if events else {}, row["flops"] / row["tokens"]
-        losses, bits = (
-            column(events, f"val/{name}")[1].tolist() for name in ("loss", "bits_per_byte")
-        )
-        row["status"] = statuses.get(run.name, "not started")
-        row["steps"], row["tokens"] = last.get("step", 0), last.get("tokens", 0)
-        row["flops"] = flops_per_token * row["tokens"]
-        row["val_loss"], row["best_val_loss"] = (
-            (losses[-1], min(losses)) if losses else (None, None)
-        )
-        row["val_bits_per_byte"] = bits[-1] if bits else None
-        row["seconds"] = last.get("seconds")
+        last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
+        losses, bits = (column(events, f"val/{name}")[1] for name in ("loss", "bits_per_byte"))
+        row = planned | {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
+        row |= {"tokens": last["tokens"], "seconds": last["seconds"]}
+        row["flops"] = planned["flops"] / planned["tokens"] * last["tokens"]
+        for name, values in (("val_loss", losses), ("val_bits_per_byte", bits)):
+            row[name] = float(values[-1]) if len(values) else None
+        row["best_val_loss"] = float(losses.min()) if len(losses) else None
+        rows.append(row)
     return rows
 
 
 def table(rows: Sequence[Row]) -> str:
     """The rows as aligned text."""
-    head = ["run", "parameters", "steps", "tokens", "FLOPs", "val loss", "best", "time", "status"]
-    lines = [head]
+    lines = [
+        ["run", "parameters", "steps", "tokens", "FLOPs", "val loss", "best", "time", "status"]
+    ]
     for row in rows:
         sizes = [f"{row[name]:,}" for name in ("parameters", "steps", "tokens")]
         losses = [row.get(name) for name in ("val_loss", "best_val_loss")]
@@ -320,20 +287,22 @@ def table(rows: Sequence[Row]) -> str:
     return align(lines, right=range(1, 8))
 
 
+def _is_measured(row: Row) -> bool:
+    return row["val_loss"] is not None and row["status"] == "done"
+
+
 def seed_means(rows: Sequence[Row], knobs: Sequence[str]) -> list[str]:
     """Mean and standard deviation of the final loss over the seeds that are done, for each
     combination of the other swept knobs.
     """
     losses: dict[str, list[float]] = {}
-    for row in rows if "train.seed" in knobs else ():
-        if row["val_loss"] is not None and row["status"] == "done":
-            others = ", ".join(f"{key} {row[key]}" for key in knobs if key != "train.seed")
-            losses.setdefault(others, []).append(row["val_loss"])
+    for row in filter(_is_measured, rows if "train.seed" in knobs else ()):
+        others = ", ".join(f"{key} {row[key]}" for key in knobs if key != "train.seed")
+        losses.setdefault(others, []).append(row["val_loss"])
     return [
-        f"{others or 'all'}: {np.mean(values):.4f} ± {np.std(values, ddof=1):.4f} over "
-        f"{len(values)} seeds"
-        for others, values in losses.items()
-        if len(values) > 1
+        f"{others or 'all'}: {np.mean(of):.4f} ± {np.std(of, ddof=1):.4f} over {len(of)} seeds"
+        for others, of in losses.items()
+        if len(of) > 1
     ]
 
 
@@ -341,29 +310,27 @@ def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
     """loss = coefficient × FLOPs^exponent, by least squares in logarithms over the best run of each
     depth; None without three depths that are done.
     """
-    best: dict[int, tuple[float, float]] = {}  # depth -> loss, FLOPs
-    for row in rows:
-        if "model.depth" in row and row["val_loss"] is not None and row["status"] == "done":
-            depth = row["model.depth"]
-            best[depth] = min((row["val_loss"], row["flops"]), best.get(depth, (math.inf, 0.0)))
+    measured = [row for row in rows if "model.depth" in row and _is_measured(row)]
+    measured.sort(key=lambda row: row["val_loss"], reverse=True)
+    best = {row["model.depth"]: (row["flops"], row["val_loss"]) for row in measured}
     if len(best) < 3:
         return None
-    losses, flops = np.log(np.array(list(best.values())).T)
+    flops, losses = np.log(np.array(list(best.values())).T)
     (exponent, intercept), covariance = np.polyfit(flops, losses, 1, cov=True)
-    law = {"coefficient": np.exp(intercept), "exponent": exponent}
-    law["standard_error"] = covariance[0, 0] ** 0.5
-    return {name: float(value) for name, value in law.items()}
+    law = {"coefficient": math.exp(intercept), "exponent": float(exponent)}
+    return law | {"standard_error": float(covariance[0, 0] ** 0.5)}
 
 
 def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     """Write sweep.json and sweep.png of the runs so far; return what sweep.json has."""
-    sweep.folder.mkdir(parents=True, exist_ok=True)
     rows = result_rows(sweep, statuses)
     tree: dict[str, Any] = {"sweep": sweep.folder.resolve().name, "runs": rows}
     tree["fit"] = fit_scaling(rows)
     tree["seed_means"] = seed_means(rows, list(sweep.runs[0].values))
+    sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    draw(sweep, tree)
+    if any(row["val_loss"] is not None for row in rows):
+        draw(sweep, tree)
     return tree
 
 
@@ -372,34 +339,29 @@ def draw(sweep: Sweep, tree: dict[str, Any]) -> None:
 
     Runs whose tokens differ are compared by bits per byte.
     """
-    knobs, rows = set(sweep.runs[0].values), tree["runs"]
-    metric = "val/bits_per_byte" if knobs & {"data.tokenizer", "data.source"} else "val/loss"
+    other_tokens = {"data.tokenizer", "data.source"} & set(sweep.runs[0].values)
+    metric, unit = ("bits_per_byte", ", bits per byte") if other_tokens else ("loss", " loss")
     figure, axes = new_figure(1, 2, sharex=False, sharey=True)
-    for number, (run, row) in enumerate(zip(sweep.runs, rows, strict=True)):
-        tokens, values = column(read_metrics(sweep.run_folder(run)), metric, "tokens")
+    for number, (run, row) in enumerate(zip(sweep.runs, tree["runs"], strict=True)):
+        events = read_metrics(sweep.run_folder(run))
+        tokens, values = column(events, f"val/{metric}", "tokens")
         late = tokens > tokens.max(initial=0) / 100  # the first would flatten the rest
-        if not late.any():
-            continue
-        style = ("-", "--", ":")[number // len(RUN_COLORS) % 3]
-        options: dict[str, Any] = {
-            "color": RUN_COLORS[number % len(RUN_COLORS)],
-            "linestyle": style,
-        }
+        again, color = divmod(number, len(RUN_COLORS))
+        style: dict[str, Any] = {"color": RUN_COLORS[color], "marker": "o", "markersize": 3.5}
+        style["linestyle"] = ("-", "--", ":")[again % 3]
         if number < _LEGEND_ROWS:
-            options["label"] = row["run"].replace("$", r"\$")
+            style["label"] = row["run"].replace("$", r"\$")
         for one, scale in zip(axes, (1.0, row["flops"] / max(row["tokens"], 1)), strict=True):
-            one.plot(tokens[late] * scale, values[late], marker="o", markersize=3.5, **options)
-    if not axes[0].lines:
-        return
-    if (law := tree["fit"]) and metric == "val/loss":
-        flops = [row["flops"] for row in rows if row["flops"]]
+            one.plot(tokens[late] * scale, values[late], **style)
+    if (law := tree["fit"]) and not other_tokens:
+        flops = [row["flops"] for row in tree["runs"] if row["flops"]]
         ends = np.geomspace(min(flops), max(flops))
         label = f"{law['coefficient']:.3g} · C$^{{{law['exponent']:.3f}}}$"
         fitted = law["coefficient"] * ends ** law["exponent"]
         axes[1].plot(ends, fitted, color="black", linestyle="--", linewidth=1, label=label)
     for one, label in zip(axes, ("training tokens", "FLOPs of training"), strict=True):
         one.set(xscale="log", xlabel=label)
-    axes[0].set_ylabel("validation loss" if metric == "val/loss" else "validation, bits per byte")
+    axes[0].set_ylabel(f"validation{unit}")
     axes[0].set_title(tree["sweep"].replace("$", r"\$"), loc="left", fontweight="bold")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
     save_figure(figure, sweep.folder / "sweep.png")

@@ -12,8 +12,7 @@ from typing import Any
 
 from accelerate import Accelerator
 
-from nanogpt_hf.config.load import config_to_dict
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -85,20 +84,12 @@ def _options(name: str, config: Config, run: RunFolder, step: int) -> dict[str, 
 
 def _configuration(config: Config, start: dict[str, Any]) -> dict[str, Any]:
     """The knobs by dotted name, and the values of `start` as `start.<name>`; secrets redacted."""
-    sections = {
-        **config_to_dict(config),
-        "start": {k: v for k, v in start.items() if k != "versions"},
+    values = {key: get_value(config, key) for key in KNOBS}
+    values |= {f"start.{name}": value for name, value in start.items() if name != "versions"}
+    values |= {f"start.versions.{name}": value for name, value in start["versions"].items()}
+    return {
+        name: _as_scalar(redact_tree(value)) for name, value in values.items() if value is not None
     }
-    sections["start"] |= {
-        f"versions.{name}": version for name, version in start["versions"].items()
-    }
-    flat = {
-        f"{section}.{name}": value
-        for section, values in sections.items()
-        for name, value in values.items()
-    }
-    shown = {name: redact_tree(value) for name, value in flat.items() if value is not None}
-    return {name: _as_scalar(value) for name, value in shown.items()}
 
 
 def _as_scalar(value: Any) -> Any:

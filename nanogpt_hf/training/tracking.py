@@ -4,7 +4,6 @@ import json
 import logging
 import math
 import shlex
-import sys
 import time
 from typing import Any
 
@@ -14,7 +13,7 @@ from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.blocks import MixedBlocks
 from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.formatting import format_duration, format_number
+from nanogpt_hf.formatting import format_duration, format_number, shows_bars
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
@@ -36,15 +35,14 @@ class Tracking:
     """
 
     def __init__(self, run: Run):
-        self.accelerator, self.config, self.folder = run.accelerator, run.config, run.folder
-        self.main = run.mesh.is_main
+        self.run, self.accelerator, self.config = run, run.accelerator, run.config
+        self.folder, self.main = run.folder, run.mesh.is_main
         self.flops_per_token = run.architecture.flops_per_token(
             run.model_config, run.config.data.block_size
         )
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
-        self.bar = None
-        self.follow(run)
+        self.drop_later_events()
         if self.main:
             start = describe_start(
                 step=run.state.step,
@@ -54,26 +52,24 @@ class Tracking:
             )
             if run.accelerator.log_with:
                 start_trackers(run.accelerator, run.config, run.folder, start)
-            add_start(
-                run.folder, start | {"data": run.state.identity and run.state.identity["data"]}
-            )
-        if self.main and logger.isEnabledFor(logging.INFO) and sys.stderr.isatty():
-            self.bar = tqdm(
-                total=run.config.train.max_steps,
-                initial=run.state.step,
-                unit="step",
-                dynamic_ncols=True,
-            )
+            data = run.state.identity and run.state.identity["data"]
+            add_start(run.folder, start | {"data": data})
+        self.bar = tqdm(
+            total=run.config.train.max_steps,
+            initial=run.state.step,
+            unit="step",
+            dynamic_ncols=True,
+            disable=not (self.main and shows_bars()),
+        )
         self._last_line = 0.0
 
-    def follow(self, run: Run) -> None:
-        """Log `run` from now on; drop the events after its state, since their steps run again.
+    def drop_later_events(self) -> None:
+        """Drop the events after the run's state, since their steps run again.
 
         Trackers keep those they received.
         """
-        self.run = run
         if self.main:
-            state = run.state
+            state = self.run.state
             # The training event of the state's own step is kept; its evaluation only if the state
             # contains it.
             trained = state.step + 1
@@ -84,9 +80,8 @@ class Tracking:
                 if event["step"] < (trained if "train/loss" in event else evaluated)
             ]
             with written_whole(self.folder.metrics) as partial:
-                partial.write_text(
-                    "".join(json.dumps(event) + "\n" for event in self.events), encoding="utf-8"
-                )
+                lines = (json.dumps(event) + "\n" for event in self.events)
+                partial.write_text("".join(lines), encoding="utf-8")
         self.restart_clock()
 
     def restart_clock(self) -> None:
@@ -98,37 +93,24 @@ class Tracking:
 
     def _write(self, values: dict[str, float]) -> None:
         # JSON has no NaN: values that are not finite become null
-        self._append(
-            {name: value if math.isfinite(value) else None for name, value in values.items()}
-        )
+        self._append({name: v if math.isfinite(v) else None for name, v in values.items()})
         self.accelerator.log(values, step=self.run.state.step)
 
     def _append(self, values: dict[str, Any]) -> None:
         state = self.run.state
-        event = {
-            "step": state.step,
-            "tokens": state.tokens,
-            "seconds": round(state.seconds, 3),
-            **values,
-        }
-        self.events.append(event)
+        event = {"step": state.step, "tokens": state.tokens, "seconds": round(state.seconds, 3)}
+        self.events.append(event | values)
         if self.main:
             try:
                 with self.folder.metrics.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps(event) + "\n")
+                    file.write(json.dumps(event | values) + "\n")
             except OSError as error:  # a resume removes an incomplete line
                 raise RunFolderError(
                     f"{self.folder.metrics}: cannot be written: {error.strerror}"
                 ) from None
 
-    def samples(self, samples: list[dict[str, str]]) -> None:
-        """Write the samples of `eval.samples` to metrics.jsonl."""
-        if samples:
-            self._append({"samples": samples})
-
     def step_done(self) -> None:
-        if self.bar:
-            self.bar.update(self.run.state.step - self.bar.n)  # negative after a rollback
+        self.bar.update(self.run.state.step - self.bar.n)  # negative after a rollback
 
     def train(self, loss: float, learning_rate: float, metrics: dict[str, float]) -> None:
         """Log the last step, with further metrics by name.
@@ -138,10 +120,8 @@ class Tracking:
         """
         now, tokens = time.perf_counter(), self.run.state.tokens
         elapsed = max(now - self._clock, 1e-9)
-        rate, waited = (
-            (tokens - self._clock_tokens) / elapsed,
-            self.run.batches.seconds_waited - self._clock_waited,
-        )
+        rate = (tokens - self._clock_tokens) / elapsed
+        waited = self.run.batches.seconds_waited - self._clock_waited
         self.restart_clock()
         values = {
             "train/loss": loss,
@@ -160,14 +140,12 @@ class Tracking:
         if "train/reward" in metrics:
             headline = f"reward {metrics['train/reward']:.4f}"
         speed = f"{rate:,.0f} tokens/s" + (f", MFU {values['train/mfu']:.1%}" if self.peak else "")
-        if self.bar:
-            self._show(f"{headline}, {speed}")
-        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+        self._show(f"{headline}, {speed}")
+        if self.bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            left = (self.config.train.max_steps * self.config.train.tokens_per_step - tokens) / rate
-            self._log(
-                f"{self._progress()}: train {headline}, {speed}, {format_duration(left)} left"
-            )
+            train = self.config.train
+            left = format_duration((train.max_steps * train.tokens_per_step - tokens) / rate)
+            self._log(f"train {headline}, {speed}, {left} left")
 
     def _epochs(self) -> dict[str, float]:
         """How often each source of a mixture has been read."""
@@ -182,29 +160,26 @@ class Tracking:
         """Show metrics next to the progress bar, if there is one."""
         score = self.run.state.best_loss
         best = "" if score is None else f", {method_of(self.config).describe_best(score)}"
-        if self.bar:
-            self.bar.set_postfix_str(f"{metrics}{best}")
+        self.bar.set_postfix_str(f"{metrics}{best}")
 
-    def _progress(self) -> str:
-        return f"step {self.run.state.step:,}/{self.config.train.max_steps:,}"
-
-    def _log(self, line: str) -> None:
+    def _log(self, *lines: str) -> None:
         if self.main:
-            logger.info(line)
+            step = f"step {self.run.state.step:,}/{self.config.train.max_steps:,}"
+            logger.info("\n".join((f"{step}: {lines[0]}", *lines[1:])))
 
     def evaluation(self, evaluated: Evaluated, is_best: bool, metrics: dict[str, float]) -> None:
-        """Log an evaluation, with further metrics by name."""
+        """Log an evaluation with its samples, and further metrics by name."""
+        if evaluated.samples:
+            self._append({"samples": evaluated.samples})
         self._write(evaluated.metrics | metrics)
         first, *others = evaluated.lines
-        self._log(f"{self._progress()}: {first}{' -> best/' if is_best else ''}")
-        for line in others:
-            self._log(line)
-        if self.bar:
-            self._show(evaluated.lines[0].partition(" (")[0])
+        self._log(f"{first}{' -> best/' if is_best else ''}", *others)
+        self._show(first.partition(" (")[0])
 
     def __enter__(self) -> "Tracking":
         train = self.config.train
-        self._log(
+        log = logger.info if self.main else logger.debug
+        log(
             f"{self.config.name}: {count_parameters(self.run.model_config):,} parameters; "
             f"{train.max_steps:,} steps of {train.tokens_per_step:,} tokens = "
             f"{train.micro_batch_size} sequences × {self.config.data.block_size} × "
@@ -215,8 +190,7 @@ class Tracking:
 
     def __exit__(self, *error: object) -> None:
         """Close the bar and the trackers."""
-        if self.bar:
-            self.bar.close()
+        self.bar.close()
         if self.accelerator.log_with:
             self.accelerator.end_training()
 
