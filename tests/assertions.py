@@ -44,11 +44,28 @@ def column(run: RunFolder, name: str) -> dict[int, float]:
     return dict(rows)
 
 
+def numbers(run: RunFolder) -> list[dict]:
+    """The events of metrics.jsonl without times and memory."""
+    measured = {"seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes"}
+    return [
+        {name: value for name, value in event.items() if name not in measured}
+        for event in read_metrics(run)
+    ]
+
+
 def weights(run: RunFolder) -> dict[str, torch.Tensor]:
     """The final model's."""
     loaded = load_file(run.final / "model.safetensors")
     assert len(loaded) > 10
     return loaded
+
+
+def same_weights(a: RunFolder, b: RunFolder) -> bool:
+    """Whether the final models are equal bit for bit."""
+    first, second = weights(a), weights(b)
+    return first.keys() == second.keys() and all(
+        torch.equal(first[name], second[name]) for name in first
+    )
 
 
 def replace_step(monkeypatch, step: Callable, method: methods.Method = methods.TEXT) -> None:

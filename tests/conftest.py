@@ -190,7 +190,7 @@ def refused(capsys, monkeypatch, tmp_path):
     from nanogpt_hf.commands import main
 
     def files() -> dict[Path, int | None]:
-        paths = [path for path in tmp_path.rglob("*") if path.suffix != ".lock"]
+        paths = [path for path in tmp_path.rglob("*") if not path.name.endswith(".lock")]
         return {path: path.stat().st_mtime_ns if path.is_file() else None for path in paths}
 
     def refused(*words: object) -> str:

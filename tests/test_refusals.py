@@ -281,7 +281,7 @@ REFUSALS = {
         ("--train.seed 1,[2", "--train.seed"),
         ("--train.seed 1,,2", "--train.seed"),
         ("--train.seed '1,{a: 2}'", "--train.seed", "mapping"),
-        ("--eval.samples \"['a,b'],[c]\"", "--eval.samples", "commas"),
+        ("--eval.samples \"a,['b']\"", "--eval.samples", "lists"),
         (
             (
                 f"--train.seed {','.join(map(str, range(40)))} --optim.beta1 "

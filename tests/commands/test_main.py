@@ -105,16 +105,9 @@ def test_auto_resume_starts_resumes_and_keeps_models(capsys, tmp_path, write_rec
     status, out, _ = run(capsys, *arguments, "--auto-resume", "--train.max_steps", "4")
     assert status == 0
     assert "resuming from" in out
-    for removed, contents in (
-        ("checkpoints", "best/, final/, metrics up to step 4"),
-        ("final", "best/, metrics up to step 4"),
-        ("best", "metrics up to step 4"),
-    ):
-        shutil.rmtree(tmp_path / "run" / removed)
-        for flag in ("--auto-resume", "--resume"):
-            line = refused(*arguments, flag)
-            assert f"({contents})" in line
-            assert str(tmp_path / "run" / "checkpoints") in line
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    for flag in ("--auto-resume", "--resume"):
+        assert str(tmp_path / "run" / "checkpoints") in refused(*arguments, flag)
     assert run(capsys, *arguments, "--overwrite")[0] == 0
 
 

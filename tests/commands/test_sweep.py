@@ -19,6 +19,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.data.manifest import DECIDING_KNOBS
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.signals import StopRequest
 from nanogpt_hf.errors import ConfigError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import sweep
@@ -32,13 +33,13 @@ def in_process(monkeypatch, forget_accelerate):
     """Train runs in this process; return the run folders' names, in order."""
     started = []
 
-    def run(self, command, environment):
+    def run(command, environment, stop):
         arguments = command[command.index("pretrain") :]
         started.append(Path(arguments[arguments.index("--run-dir") + 1]).name)
         forget_accelerate()
         return main(arguments)
 
-    monkeypatch.setattr(sweep._CurrentRun, "run", run)
+    monkeypatch.setattr(sweep, "run_process", run)
     return started
 
 
@@ -125,16 +126,22 @@ def test_folder_in_which_another_process_trains_is_refused(
 
 
 def test_signal_between_two_runs_starts_no_other(tmp_path):
-    current = sweep._CurrentRun()
-    current.stop(signal.SIGTERM, None)
-    assert current.run(["touch", str(tmp_path / "started")], {}) == 75
+    stop = StopRequest()
+    stop.reason = "received SIGTERM"
+    assert sweep.run_process(["touch", str(tmp_path / "started")], {}, stop) == 75
     assert not (tmp_path / "started").exists()
 
 
 def test_dry_run_lists_runs_with_sizes(write_recipe, tmp_path, monkeypatch, in_process, capsys):
     monkeypatch.chdir(tmp_path)
-    arguments = argv("--depth 1,2 --model.aspect_ratio 8 --dry-run --json x.json")
-    assert main(["sweep", str(write_recipe()), *arguments]) == 0
+    arguments = argv("sweep {} --depth 1,2 --model.aspect_ratio 8 --dry-run", write_recipe())
+    with monkeypatch.context() as patch:
+        launched = {"WORLD_SIZE": 2, "RANK": 1, "LOCAL_RANK": 1, "MASTER_ADDR": "a"}
+        for name, value in (launched | {"MASTER_PORT": 1}).items():  # rank 0 prints
+            patch.setenv(name, str(value))
+        assert main([*arguments, "--json", "y.json"]) == 0
+    assert (capsys.readouterr().out, Path("y.json").exists()) == ("", False)
+    assert main([*arguments, "--json", "x.json"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"2 runs below {Path('runs') / 'tiny-depth'}"
     first, second = json.loads(Path("x.json").read_text())["runs"]
@@ -166,9 +173,10 @@ def test_grid_has_every_combination_in_order(grid):
 
 
 def test_overrides_of_a_run_are_its_arguments(grid, write_recipe):
-    for run in grid(("eval.samples", '["Once upon", The], [], ["A"]'), ("lora.rank", "null")):
+    samples = ("eval.samples", "[Once upon, The]")  # a list is one value
+    for run in grid(("eval.sample_tokens", "4, 5"), samples, ("lora.rank", "null")):
         assert load_config(str(write_recipe()), run.overrides) == run.config
-        assert list(run.config.eval.samples) == run.values["eval.samples"]
+        assert run.config.eval.samples == ["Once upon", "The"]
     runs = grid(("data.text_column", '"a,b", c'), ("data.split", "x: y #1"))
     assert [run.config.data.text_column for run in runs] == ["a,b", "c"]
     assert (runs[0].config.data.split, runs[0].name) == ("x: y #1", "text_column=a-b")
@@ -212,7 +220,7 @@ def sizes(tmp_path, grid):
     """
     runs = grid(("model.depth", "1,2,4"), ("model.aspect_ratio", "8"), ("train.seed", "1"))
     sizes = sweep.Sweep("tiny", runs, tmp_path / "si$zes", Mesh.from_environment())
-    for row, share in zip(sweep.planned_rows(sizes), (1, 1, 0.5), strict=True):
+    for row, share in zip(sizes.planned, (1, 1, 0.5), strict=True):
         folder = sizes.folder / row["run"]
         folder.mkdir(parents=True)
         with (folder / "metrics.jsonl").open("w") as file:
@@ -229,7 +237,7 @@ def test_table_json_and_law_have_the_results(sizes):
     tree = sweep.write_results(sizes, done)
     assert (sizes.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((sizes.folder / "sweep.json").read_text()) == tree
-    planned, rows = sweep.planned_rows(sizes), tree["runs"]
+    planned, rows = sizes.planned, tree["runs"]
     assert rows[2]["flops"] == pytest.approx(planned[2]["flops"] / 2, rel=0.1)
     assert rows[1]["steps"] == planned[1]["steps"]
     text = sweep.table(rows)

@@ -30,15 +30,9 @@ VARIANTS = {
 
 def build_model(seed: int) -> GPTForCausalLM:
     torch.manual_seed(seed)
-    sizes = {
-        "vocab_size": 257,
-        "n_positions": 16,
-        "n_embd": 16,
-        "n_layer": 2,
-        "n_head": 2,
-        "eos_token_id": 1,
-    }
-    model = GPTForCausalLM(GPTConfig(**sizes, pad_token_id=0, bos_token_id=1, dropout=0.0))
+    sizes = {"vocab_size": 257, "n_positions": 16, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    ends = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 1}
+    model = GPTForCausalLM(GPTConfig(**sizes, **ends, dropout=0.0))
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.2)
     return model.double().train()
@@ -85,12 +79,8 @@ def full_batch(answers, rl, old, reference) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_objective_and_gradients_equal_bare_pytorch(answers, variant):
-    rl, model, old, reference = (
-        RlSection(**VARIANTS[variant]),
-        build_model(1),
-        build_model(2),
-        build_model(3),
-    )
+    rl = RlSection(**VARIANTS[variant])
+    model, old, reference = map(build_model, (1, 2, 3))
     loss, metrics = policy_objective(rl)(model, full_batch(answers, rl, old, reference))
     loss.backward()
     ours = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
@@ -167,12 +157,8 @@ def test_loss_and_gradients_equal_trl(answers, variant, tmp_path, byte_tokenizer
     # TRL pads prompts on the left without position ids, which moves learned positions: prompts of
     # one length
     answers = dataclasses.replace(answers, prompts=[[3, 4, 5, 6 + row // 4] for row in range(8)])
-    rl, model, old, reference = (
-        RlSection(**VARIANTS[variant]),
-        build_model(1),
-        build_model(2),
-        build_model(3),
-    )
+    rl = RlSection(**VARIANTS[variant])
+    model, old, reference = map(build_model, (1, 2, 3))
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer, pad_token="<|endoftext|>")
     config = GRPOConfig(
         output_dir=str(tmp_path),

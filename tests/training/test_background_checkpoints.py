@@ -6,44 +6,32 @@ import errno
 import os
 import signal
 import threading
-import time
 
 import pytest
 
 from assertions import replace_step
-from nanogpt_hf.commands import main
-from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training import checkpoint_writer, loop
 from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.step import train_step
 
-KNOBS = {
-    "optim__schedule": "constant",
-    "eval__every": 10_000,
-    "checkpoint__every": 3,
-    "checkpoint__keep": 9,
-}
 write_tensors = checkpoint_writer.write_tensors
 
 
 @pytest.fixture
-def pretrain(capsys, tmp_path, write_recipe, forget_accelerate):
-    def pretrain(*options, **overrides) -> tuple[int, list[str]]:
-        forget_accelerate()
-        capsys.readouterr()
-        recipe = write_recipe(**KNOBS | overrides)
-        status = main(
-            ["pretrain", str(recipe), "--run-dir", str(tmp_path / "run"), *map(str, options)]
-        )
-        return status, capsys.readouterr().err.splitlines()
-
-    return pretrain
+def knobs():
+    every = {"checkpoint__every": 3, "eval__every": 10_000}
+    return every | {"optim__schedule": "constant", "checkpoint__keep": 9}
 
 
 @pytest.fixture
 def run(tmp_path):
     return RunFolder(tmp_path / "run")
+
+
+def steps_of(run: RunFolder) -> list[int]:
+    return [step_of(folder) for folder in run.checkpoint_folders()]
 
 
 def at_step(monkeypatch, number: int, action) -> None:
@@ -77,6 +65,8 @@ def fail_writes(monkeypatch) -> None:
 
 
 def test_training_continues_while_a_checkpoint_is_written(pretrain, run, monkeypatch):
+    assert pretrain(train__max_steps=3).status == 0
+    before = tensors_of(run)
     event, folders = hold_writes(monkeypatch), []
 
     def release() -> None:
@@ -84,30 +74,18 @@ def test_training_continues_while_a_checkpoint_is_written(pretrain, run, monkeyp
         event.set()
 
     at_step(monkeypatch, 5, release)
-    assert pretrain(train__max_steps=7)[0] == 0
+    assert pretrain("--overwrite", train__max_steps=7).status == 0
     assert sorted(folders) == [".no_checkpoint_yet", ".step_00000003.partial"]
-    assert [folder.name for folder in run.checkpoint_folders()] == [
-        f"step_{step:08d}" for step in (3, 6, 7)
-    ]
-
-
-def test_checkpoint_has_the_state_of_its_step_though_training_continued(pretrain, run, monkeypatch):
-    assert pretrain(train__max_steps=3)[0] == 0
-    before = {
-        name: tensor.clone()
-        for part in read_checkpoint(run.checkpoint(3))[:2]
-        for name, tensor in part.items()
-    }
-    event = hold_writes(monkeypatch)
-    at_step(monkeypatch, 5, event.set)
-    assert pretrain("--overwrite", train__max_steps=6)[0] == 0
-    after = {
-        name: tensor
-        for part in read_checkpoint(run.checkpoint(3))[:2]
-        for name, tensor in part.items()
-    }
+    assert steps_of(run) == [3, 6, 7]
+    after = tensors_of(run)  # the state of its step though training continued
     assert len(before) > 40
     assert all(before[name].equal(after[name]) for name in before.keys() | after.keys())
+
+
+def tensors_of(run: RunFolder) -> dict:
+    """Those of step 3."""
+    files = read_checkpoint(run.checkpoint(3))[:2]
+    return {name: tensor.clone() for part in files for name, tensor in part.items()}
 
 
 @pytest.mark.parametrize("ending", ["signal", "error", "end"])
@@ -126,26 +104,20 @@ def test_end_of_the_run_waits_for_the_write(pretrain, run, monkeypatch, ending):
         with pytest.raises(ZeroDivisionError):
             pretrain(train__max_steps=50)
     else:
-        assert pretrain(train__max_steps=5 if ending == "end" else 50)[0] == (
-            0 if ending == "end" else 75
-        )
-    steps = [3] if ending == "error" else [3, 5]
-    assert [folder.name for folder in run.checkpoint_folders()] == [
-        f"step_{step:08d}" for step in steps
-    ]
-    read_checkpoint(run.checkpoint(steps[-1]))
+        steps, status = (5, 0) if ending == "end" else (50, 75)
+        assert pretrain(train__max_steps=steps).status == status
+    assert steps_of(run) == ([3] if ending == "error" else [3, 5])
+    read_checkpoint(run.newest_checkpoint())
     assert not list(run.checkpoints.glob("*.partial"))
 
 
 def test_write_error_stops_the_run_before_the_next_checkpoint(pretrain, run, monkeypatch):
-    assert pretrain(train__max_steps=3)[0] == 0
+    assert pretrain(train__max_steps=3).status == 0
     fail_writes(monkeypatch)
-    status, (line,) = pretrain("--resume", train__max_steps=100_000, checkpoint__every=50)
-    assert status == 2
-    assert line.startswith(
-        f"{run.checkpoint(50)}: the checkpoint cannot be written, older ones are intact: "
-    )
-    assert line.endswith("No space left on device")
+    ended = pretrain("--resume", train__max_steps=100_000, checkpoint__every=50)
+    assert (ended.status, ended.err.count("\n")) == (2, 1)
+    assert ended.line.startswith(f"{run.checkpoint(50)}: ")
+    assert ended.line.endswith("No space left on device")
     assert max(event["step"] for event in read_metrics(run)) < 100
     assert [path.name for path in run.checkpoints.iterdir()] == ["step_00000003"]
 
@@ -190,27 +162,6 @@ def test_rollback_waits_for_the_write(pretrain, run, monkeypatch):
 
     monkeypatch.setattr(loop, "sum_over_ranks", spiking)
     knobs = {"train__rollback_ratio": 2.0, "tracking__every": 1}
-    status, lines = pretrain(train__max_steps=8, **knobs)
-    assert status == 0, lines
+    assert pretrain(train__max_steps=8, **knobs).status == 0
     assert len(losses) == 5 + 5  # steps 1 to 5, and 4 to 8 again
-    assert [folder.name for folder in run.checkpoint_folders()] == [
-        f"step_{step:08d}" for step in (3, 6, 8)
-    ]
-
-
-def test_no_model_is_written_beside_a_checkpoint(pretrain, run, monkeypatch):
-    # the disk need not have room for both, and the one that does not fit is always the same
-    beside, save_trained = [], loop.save_trained
-
-    def slow(path, parts):
-        time.sleep(0.1)
-        return write_tensors(path, parts)
-
-    def save(path, *arguments):
-        beside.append((path.name, [partial.name for partial in run.checkpoints.glob(".*.partial")]))
-        return save_trained(path, *arguments)
-
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", slow)
-    monkeypatch.setattr(loop, "save_trained", save)
-    assert pretrain(eval__every=4, train__max_steps=4) == (0, [])
-    assert beside == [("best", []), ("final", [])]
+    assert steps_of(run) == [3, 6, 8]

@@ -10,6 +10,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.conversations import conversation_of
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -93,26 +94,12 @@ def arguments(base):
         path = base.parent / f"{name}.jsonl"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         sources.append({"source": str(path), "weight": weight})
+    fixed = "--from {} --data.format chat --data.block_size 128 --train.tokens_per_step 1280 "
+    fixed += "--train.micro_batch_size 1 --train.max_steps 4 --eval.every 2 --eval.tokens 512 "
+    fixed += "--data.source {} --data.dir {}"
 
-    def arguments(**knobs) -> list[str]:
-        values = {
-            "data.source": json.dumps(sources),
-            "data.format": "chat",
-            "data.dir": base.parent / "data",
-        }
-        values |= {
-            "data.block_size": 128,
-            "train.tokens_per_step": 1280,
-            "train.micro_batch_size": 1,
-        }
-        values |= {"train.max_steps": 4, "eval.every": 2, "eval.tokens": 512, "checkpoint.every": 2}
-        values |= {"model.dropout": 0.1, "optim.learning_rate": 1e-3, "optim.schedule": "constant"}
-        values |= {"tracking.every": 1} | knobs
-        return [
-            "--from",
-            str(base),
-            *(word for key, value in values.items() for word in (f"--{key}", str(value))),
-        ]
+    def arguments(sources=sources, folder=base.parent / "data") -> list[str]:
+        return argv(fixed, base, json.dumps(sources), folder)
 
     return arguments
 
@@ -173,8 +160,8 @@ def test_bad_row_of_a_source_names_its_file_and_line(arguments, base, tmp_path, 
         {"source": f"{base.parent}/talk.jsonl", "weight": 1},
         {"source": str(bad), "weight": 1},
     ]
-    knobs = {"data.source": json.dumps(sources), "data.dir": tmp_path / "data"}
-    assert main(["finetune", *arguments(**knobs), "--run-dir", str(tmp_path / "run")]) == 2
+    words = arguments(sources, tmp_path / "data")
+    assert main(["finetune", *words, "--run-dir", str(tmp_path / "run")]) == 2
     error = capsys.readouterr().err
     assert error == f"{bad}: line 2: answer: expected the index of a choice, 0 to 3, got 4\n"
     assert not (tmp_path / "run").exists()

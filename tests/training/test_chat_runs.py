@@ -18,38 +18,21 @@ from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import loop
-from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
 
 
 @pytest.fixture
-def write_chat_recipe(write_recipe, chat_file, byte_tokenizer):
-    def write(**overrides):
-        options = {
-            "data__source": str(chat_file),
-            "data__format": "chat",
-            "data__tokenizer": str(byte_tokenizer),
-        }
-        options |= {"model__n_positions": 128, "data__block_size": 128, "eval__tokens": "all"}
-        return write_recipe(
-            **options | {"train__tokens_per_step": 512, "train__micro_batch_size": 2} | overrides
-        )
-
-    return write
-
-
-@pytest.fixture
-def start(write_chat_recipe, tmp_path, forget_accelerate):
-    def start(name: str = "run", *, resume: bool = False, **overrides) -> RunFolder:
-        config = load_config(write_chat_recipe(**overrides))
-        prepare(config)
-        run = RunFolder(tmp_path / name)
-        forget_accelerate()
-        loop.train(prepare_run(config, run.path, resume=resume, overwrite=not resume))
-        return run
-
-    return start
+def knobs(chat_file, byte_tokenizer):
+    return {
+        "data__source": str(chat_file),
+        "data__format": "chat",
+        "data__tokenizer": str(byte_tokenizer),
+        "model__n_positions": 128,
+        "data__block_size": 128,
+        "eval__tokens": "all",
+        "train__tokens_per_step": 512,
+        "train__micro_batch_size": 2,
+    }
 
 
 def example_losses(model, config, split: str) -> list[tuple[float, int]]:
@@ -65,7 +48,7 @@ def example_losses(model, config, split: str) -> list[tuple[float, int]]:
             losses.append(
                 (
                     F.cross_entropy(logits, targets, reduction="sum").item(),
-                    int((targets != -100).sum()),
+                    (targets >= 0).sum().item(),
                 )
             )
     return losses
@@ -82,9 +65,9 @@ def block_loss(model, batch: dict[str, torch.Tensor]) -> float:
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_block_loss_equals_loss_of_single_examples(write_chat_recipe, packing, attention):
+def test_block_loss_equals_loss_of_single_examples(write_recipe, knobs, packing, attention):
     sizes = {"model__n_positions": 256, "data__block_size": 256, "train__tokens_per_step": 512}
-    config = load_config(write_chat_recipe(data__packing=packing, **sizes))
+    config = load_config(write_recipe(**knobs | sizes, data__packing=packing))
     prepare(config)
     data = load_prepared(config)
     model = build_model(build_config(config.model, data.manifest.vocab_size), 0).eval()
@@ -109,9 +92,7 @@ def test_block_loss_equals_loss_of_single_examples(write_chat_recipe, packing, a
 
 
 @pytest.mark.parametrize("packing", ["packed", "padded"])
-def test_gradient_is_per_assistant_token_over_uneven_micro_batches(
-    start, write_chat_recipe, packing
-):
+def test_gradient_is_per_assistant_token_over_uneven_micro_batches(start, packing):
     # two micro-batches with different numbers of assistant tokens against a single one
     halves = start("halves", train__max_steps=2, train__micro_batch_size=2, data__packing=packing)
     whole = start("whole", train__max_steps=2, train__micro_batch_size=4, data__packing=packing)
@@ -119,7 +100,7 @@ def test_gradient_is_per_assistant_token_over_uneven_micro_batches(
         assert column(halves, name) == pytest.approx(column(whole, name), abs=tolerance)
 
 
-def test_validation_loss_is_that_of_assistant_tokens(start, write_chat_recipe, tmp_path):
+def test_validation_loss_is_that_of_assistant_tokens(start):
     run = start(train__max_steps=30, eval__every=15)
     logged = column(run, "val/loss")
     assert logged[30] < logged[0] - 0.5
@@ -144,26 +125,13 @@ def test_validation_loss_is_that_of_assistant_tokens(start, write_chat_recipe, t
         assert prompt == "### User:\nred\n\n### Assistant:\n"
 
 
-def test_pretrain_on_chats_names_the_chat_command(
-    write_chat_recipe, tmp_path, capsys, forget_accelerate
-):
-    recipe = write_chat_recipe(train__max_steps=2)
-    assert main(["pretrain", str(recipe), "--run-dir", str(tmp_path / "run")]) == 0
-    out = capsys.readouterr().out
-    assert "54 conversations" in out
-    assert f"next: python cli.py chat {shlex.quote(str(tmp_path / 'run'))}" in out
-    forget_accelerate()
-    resume = [
-        "pretrain",
-        str(recipe),
-        "--run-dir",
-        str(tmp_path / "run"),
-        "--resume",
-        "--train.max_steps",
-        "4",
-    ]
-    assert main([*resume, "--data.packing", "padded"]) == 2
-    assert "data.packing: packed -> padded" in capsys.readouterr().err
+def test_pretrain_on_chats_names_the_chat_command(pretrain):
+    ended = pretrain(train__max_steps=2)
+    assert "54 conversations" in ended.out
+    assert f"next: python cli.py chat {shlex.quote(str(ended.run.path))}" in ended.out
+    ended = pretrain("--resume", "--data.packing", "padded", train__max_steps=4)
+    assert ended.status == 2
+    assert "data.packing: packed -> padded" in ended.err
 
 
 def test_finetune_with_chat_recipe_logs_samples(

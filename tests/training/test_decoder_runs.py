@@ -9,11 +9,7 @@ from safetensors.torch import load_file
 
 from assertions import run_without_this_package
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.model.build import load_model
-from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import loop
-from nanogpt_hf.training.start import prepare_run
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2"]
 
@@ -34,30 +30,9 @@ save_file(logits, sys.argv[2])
 """
 
 
-@pytest.fixture
-def train(write_recipe, tmp_path, forget_accelerate):
-    """Train a tiny decoder on the tiny text into a run folder."""
-
-    def train(architecture: str, name: str, resume: bool = False, **overrides) -> RunFolder:
-        sizes = {
-            "model__architecture": architecture,
-            "model__n_kv_head": 1,
-            "optim__schedule": "constant",
-        }
-        config = load_config(write_recipe(**sizes | overrides))
-        forget_accelerate()
-        loop.train(prepare_run(config, tmp_path / name, resume=resume, overwrite=not resume))
-        return RunFolder(tmp_path / name)
-
-    return train
-
-
-def test_commands_open_a_run_of_a_decoder(train, tmp_path, capsys, text_file):
-    run = str(
-        train(
-            "qwen3", "run", model__extra={"tie_word_embeddings": True}, tracking__layers=True
-        ).path
-    )
+def test_commands_open_a_run_of_a_decoder(start, tmp_path, capsys, text_file):
+    extra = {"model__extra": {"tie_word_embeddings": True}, "tracking__layers": True}
+    run = str(start(model__architecture="qwen3", model__n_kv_head=1, **extra).path)
     assert main(["sample", run, "--prompt", "The ", "--max-new-tokens", "5"]) == 0
     text = str(text_file)
     assert main(["evaluate", run, "--data", text, "--output", str(tmp_path / "loss.json")]) == 0
@@ -76,10 +51,11 @@ def test_commands_open_a_run_of_a_decoder(train, tmp_path, capsys, text_file):
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_final_folders_open_without_this_package(train, tmp_path):
+def test_final_folders_open_without_this_package(start, tmp_path):
     folders, expected = {}, {}
     for architecture in DECODERS:
-        folders[architecture] = str(train(architecture, architecture, train__max_steps=2).final)
+        knobs = {"model__architecture": architecture, "model__n_kv_head": 1}
+        folders[architecture] = str(start(architecture, train__max_steps=2, **knobs).final)
         with torch.no_grad():
             expected[architecture] = (
                 load_model(folders[architecture]).eval()(torch.arange(16)[None] % 20).logits

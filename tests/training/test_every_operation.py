@@ -1,8 +1,8 @@
 """SIGKILL before each change to the files of a run folder: no checkpoint and no model is lost."""
 
 import contextlib
-import itertools
 import shutil
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -81,8 +81,8 @@ def build_folder(run: RunFolder, source: RunFolder, steps: tuple[int, ...], cond
 
 def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
     """Lock the folder and count its sound checkpoints; at most `damaged` others may be left."""
-    assert run.check(resume=True, overwrite=False)
     run.lock()
+    assert run.check(resume=True, overwrite=False)
     sound = 0
     for folder in run.checkpoint_folders():
         with contextlib.suppress(RunFolderError):
@@ -96,12 +96,26 @@ def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
     return sound
 
 
+def each_kill(folder: Path, prepare: Callable, action: Callable, least: int) -> Iterator:
+    """Kill `action` at each of its changes below `folder`, which is prepared anew; yield the change
+    and whether `action` was killed. There are more than `least` changes.
+    """
+    was_killed, point = True, 0
+    while was_killed:
+        point += 1
+        prepare()
+        was_killed = operations.killed(folder, point, action)
+        yield point, was_killed
+    assert point > least
+
+
 @pytest.mark.parametrize(
     ("steps", "saved", "keep", "condition", "min_sound"),
     [
         ((2, 4), 6, 2, "", 2),
-        ((2, 4, 6), 8, 1, "", 2),  # the new one and the newest of before
-        ((4,), 4, 1, "", 1),
+        # the new one and the newest of before
+        pytest.param((2, 4, 6), 8, 1, "", 2, marks=pytest.mark.slow),
+        pytest.param((4,), 4, 1, "", 1, marks=pytest.mark.slow),
         ((2, 4), 4, 2, "damaged", 1),
         pytest.param((4,), 4, 1, "half replaced", 1, marks=pytest.mark.slow),
         ((2, 4), 6, 2, "half replaced", 2),
@@ -122,22 +136,20 @@ def test_killed_save_loses_no_checkpoint(
         run.lock()
         save_checkpoint(*parts, state, run, keep)
 
-    for point in itertools.count(1):
+    def prepare() -> None:
         build_folder(run, source, steps, condition)
-        was_killed = operations.killed(tmp_path, point, save)
+
+    for point, _ in each_kill(tmp_path, prepare, save, 12):
         assert count_sound_checkpoints(run, damaged=condition == "damaged") >= min_sound, (
             f"killed at {point}"
         )
         resumed = new_training()
         train(resumed, load_newest(run, *resumed).step, LAST)
         assert all(map(torch.equal, weights(resumed), expected)), f"killed at {point}"
-        if not was_killed:
-            break
-    assert point > 12
     assert load_newest(run, *resumed).evaluated_step == saved
 
 
-@pytest.mark.parametrize("links", [False, True], ids=["folder", "link"])
+@pytest.mark.parametrize("links", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
     tokenizer, run = char_tokenizer(list("abcd")).hf, RunFolder(tmp_path / "run")
 
@@ -161,22 +173,20 @@ def test_killed_model_replacement_leaves_old_or_new(tmp_path, links):
     for seed in range(2):
         write(seed)
         versions.append(content())
-    write(0)
-    for point in itertools.count(1):
-        was_killed = operations.killed(tmp_path, point, lambda: write(1))
-        assert run.check(resume=False, overwrite=True) is False
+
+    def restore() -> None:
+        if content() == versions[1]:
+            write(0)
+
+    for point, was_killed in each_kill(tmp_path, restore, lambda: write(1), 15):
         run.lock()
+        assert run.check(resume=False, overwrite=True) is False
         run.unlock()
         assert content() == versions[not was_killed] or content() == versions[1], (
             f"killed at {point}"
         )
         assert not list(tmp_path.rglob(".best*"))
         assert run.best.is_symlink() == links
-        if not was_killed:
-            break
-        if content() == versions[1]:
-            write(0)
-    assert point > 15
 
 
 def test_killed_start_never_mixes_two_runs(tmp_path, trained):
@@ -188,14 +198,17 @@ def test_killed_start_never_mixes_two_runs(tmp_path, trained):
         run.lock()
         run.start("name: after\n")
 
-    outcomes = set()
-    for point in itertools.count(1):
+    def prepare() -> None:
         build_folder(run, source, (2, 4), "")
         run.best.mkdir()
         (run.best / "config.json").write_text("{}")
         run.metrics.write_text('{"step": 4}\n')
-        was_killed = operations.killed(tmp_path, point, start)
+
+    outcomes = set()
+    for point, _ in each_kill(tmp_path, prepare, start, 12):
+        run.lock()
         resumes = run.check(resume=False, overwrite=False, auto_resume=True)
+        run.unlock()
         recipe = run.recipe.read_text()
         assert recipe == "name: before\n" or (recipe == "name: after\n" and not resumes), (
             f"killed at {point}"
@@ -203,12 +216,9 @@ def test_killed_start_never_mixes_two_runs(tmp_path, trained):
         if resumes:
             count_sound_checkpoints(run)
         outcomes.add(resumes)
-        if not was_killed:
-            break
     assert outcomes == {True, False}
     assert recipe == "name: after\n"
     assert not run.best.exists()
-    assert point > 12
 
 
 @pytest.mark.parametrize("method", ["start", "update_recipe"])
@@ -220,18 +230,18 @@ def test_killed_recipe_update_leaves_old_or_new(tmp_path, method):
         run.lock()
         getattr(run, method)("name: after\n")
 
-    for point in itertools.count(1):
+    def prepare() -> None:
         shutil.rmtree(run.path, ignore_errors=True)
         if method == "update_recipe":
             run.start("name: before\n")
-        was_killed = operations.killed(tmp_path, point, write)
+
+    for point, _ in each_kill(tmp_path, prepare, write, 4):
+        run.lock()
         assert run.check(resume=False, overwrite=False, auto_resume=True) is False
+        run.unlock()
         allowed = {"name: after\n"} | ({"name: before\n"} if method == "update_recipe" else set())
         assert not run.recipe.exists() or run.recipe.read_text() in allowed, f"killed at {point}"
-        if not was_killed:
-            break
     assert run.recipe.read_text() == "name: after\n"
-    assert point > 4
 
 
 def test_every_file_change_is_counted(tmp_path):

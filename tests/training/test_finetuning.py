@@ -12,14 +12,10 @@ from peft import AutoPeftModelForCausalLM
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
-from assertions import column, copy_at
-from nanogpt_hf.config.finetune import frozen_layers_at
-from nanogpt_hf.config.schema import EvalSection, FinetuneSection, OptimSection
+from assertions import column, copy_at, same_weights
 from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.build import load_model
-from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import loop
 from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.finetuning import finetune_config
@@ -95,17 +91,6 @@ def changed(run: RunFolder, base: Path) -> set[str]:
     return {name for name in before if not torch.equal(before[name], after[name])}
 
 
-def assert_same(a: RunFolder, b: RunFolder) -> None:
-    for file in ("model.safetensors", "adapter_model.safetensors"):
-        if (a.final / file).exists():
-            assert (a.final / file).read_bytes() == (b.final / file).read_bytes()
-            break
-    else:
-        raise AssertionError("there is no model to compare")
-    for name in ("train/loss", "train/grad_norm", "val/loss"):
-        assert column(a, name) == column(b, name)
-
-
 def test_only_unfrozen_parameters_change(start, tiny_base):
     run = start("frozen", FREEZING)
     names = changed(run, tiny_base)
@@ -151,7 +136,8 @@ def test_damaged_checkpoint_after_unfreezing_loads_an_older_one(start, uninterru
         if checkpoint >= run.checkpoint(4):  # the run unfreezes here
             (checkpoint / "optimizer.safetensors").write_bytes(b"")
     start("damaged", UNFREEZING, resume=True)
-    assert_same(whole, run)
+    assert same_weights(whole, run)
+    assert column(whole, "train/loss") == column(run, "train/loss")
 
 
 # peft 0.21 uses the old name
@@ -159,16 +145,15 @@ def test_damaged_checkpoint_after_unfreezing_loads_an_older_one(start, uninterru
 def test_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, uninterrupted, tiny_base):
     run, merged = uninterrupted("lora"), start("merged", LORA | {"lora.merge": "true"})
     tokens = torch.arange(20)[None]
-    with_adapter = (
-        AutoPeftModelForCausalLM.from_pretrained(run.final).eval()(input_ids=tokens).logits
+    with_adapter, saved_adapter, plain, base = (
+        kind.from_pretrained(folder).eval()(input_ids=tokens).logits
+        for kind, folder in (
+            (AutoPeftModelForCausalLM, run.final),
+            (AutoPeftModelForCausalLM, merged.final / "adapter"),
+            (GPT2LMHeadModel, merged.final),
+            (GPT2LMHeadModel, tiny_base),
+        )
     )
-    plain = GPT2LMHeadModel.from_pretrained(merged.final).eval()(input_ids=tokens).logits
-    saved_adapter = (
-        AutoPeftModelForCausalLM.from_pretrained(merged.final / "adapter")
-        .eval()(input_ids=tokens)
-        .logits
-    )
-    base = GPT2LMHeadModel.from_pretrained(tiny_base).eval()(input_ids=tokens).logits
     assert (base - plain).abs().max() > 1e-3
     torch.testing.assert_close(with_adapter, plain, atol=2e-5, rtol=0)
     assert torch.equal(with_adapter, saved_adapter)
@@ -180,35 +165,6 @@ def test_adapter_opens_with_peft_and_merged_as_plain_gpt2(start, uninterrupted, 
     }
     assert len(base_weights) > 40
     assert all(torch.equal(weight, before[name]) for name, weight in base_weights.items())
-
-
-@pytest.mark.parametrize(
-    ("step", "frozen"), [(0, 2), (9, 2), (10, 1), (19, 1), (20, 0), (29, 0), (30, -1), (1000, -1)]
-)
-def test_frozen_layers_at_step(step, frozen):
-    assert frozen_layers_at(step, FinetuneSection(freeze_layers=2, unfreeze_every=10)) == frozen
-    assert frozen_layers_at(step, FinetuneSection(freeze_layers=2)) == 2
-    assert frozen_layers_at(step, FinetuneSection()) == -1
-
-
-def test_layer_decay_scales_learning_rates(tiny_base):
-    model = load_model(str(tiny_base))
-    optimizer = build_optimizer(model, OptimSection(), layer_decay=0.5)
-    name_of = {parameter: name for name, parameter in model.named_parameters()}
-    scales = {
-        name_of[p]: group["scale"] for group in optimizer.param_groups for p in group["params"]
-    }
-    assert len(scales) == len(name_of)
-    assert scales["transformer.ln_f.weight"] == 1
-    for block, scale in enumerate((1 / 16, 1 / 8, 1 / 4, 1 / 2)):
-        assert {s for name, s in scales.items() if f".h.{block}." in name} == {scale}
-    assert scales["transformer.wte.weight"] == scales["transformer.wpe.weight"] == 1 / 32
-    decays = {
-        name_of[p]: group["weight_decay"]
-        for group in optimizer.param_groups
-        for p in group["params"]
-    }
-    assert all((decays[name] > 0) == (parameter.dim() > 1) for parameter, name in name_of.items())
 
 
 def test_layer_decay_applies_to_steps(start, tiny_base):
@@ -226,18 +182,6 @@ def test_layer_decay_applies_to_steps(start, tiny_base):
         for n in (f"transformer.h.{i}.mlp.c_fc.weight" for i in range(4))
     ]
     assert moved == pytest.approx([1e-2 / 16, 1e-2 / 8, 1e-2 / 4, 1e-2 / 2], rel=0.02)
-
-
-def test_out_of_patience():
-    waits = EvalSection(every=10, patience=2)
-    state = TrainState(step=30, evaluated_step=30, best_loss=1.0, best_step=10)
-    assert state.out_of_patience(waits)
-    assert not state.out_of_patience(EvalSection(every=10, patience=3))
-    assert not state.out_of_patience(EvalSection(every=10))
-    assert not TrainState(step=30, evaluated_step=20, best_loss=1.0, best_step=10).out_of_patience(
-        waits
-    )
-    assert not TrainState(step=30, evaluated_step=30).out_of_patience(waits)
 
 
 def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):

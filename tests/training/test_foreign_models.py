@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from tokenizers import processors
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
 
@@ -29,18 +30,9 @@ def base(tmp_path_factory, text_file):
         single=f"{START} $A", special_tokens=[(START, hf.convert_tokens_to_ids(START))]
     )
     hf.chat_template = TEMPLATE
-    sizes = {
-        "hidden_size": 32,
-        "num_hidden_layers": 3,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    }
-    sizes |= {
-        "intermediate_size": 48,
-        "max_position_embeddings": 2048,
-        "vocab_size": len(hf),
-        "pad_token_id": None,
-    }
+    sizes = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 48, "max_position_embeddings": 2048}
+    sizes |= {"vocab_size": len(hf), "pad_token_id": None}
     config = transformers.LlamaConfig(
         **sizes, bos_token_id=hf.bos_token_id, eos_token_id=hf.eos_token_id
     )
@@ -65,24 +57,10 @@ def finetune(base, text_file, tmp_path, monkeypatch, forget_accelerate):
 
     def finetune(*options: str, data=text_file, status: int = 0):
         forget_accelerate()
-        command = [
-            "finetune",
-            "--from",
-            str(base),
-            "--data",
-            str(data),
-            "--run-dir",
-            str(tmp_path / "run"),
-        ]
-        sizes = {
-            "data.block_size": 32,
-            "train.tokens_per_step": 128,
-            "train.max_steps": 4,
-            "eval.every": 4,
-        }
-        sizes |= {"train.micro_batch_size": 2, "eval.tokens": 128, "optim.learning_rate": 0.01}
-        knobs = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-        assert main([*command, *knobs, *options]) == status
+        start = "finetune --from {} --data {} --run-dir run --data.block_size 32 --eval.every 4 "
+        start += "--train.tokens_per_step 128 --train.max_steps 4 --train.micro_batch_size 2 "
+        start += "--eval.tokens 128 --optim.learning_rate 0.01"
+        assert main([*argv(start, base, data), *options]) == status
         return tmp_path / "run" / "final"
 
     return finetune

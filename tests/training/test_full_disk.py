@@ -10,10 +10,10 @@ from types import SimpleNamespace
 
 import pytest
 
+from assertions import numbers
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import char_tokenizer, save_tokenizer
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training import tracking
 
 pytestmark = pytest.mark.long
@@ -93,15 +93,6 @@ def test_full_disk_is_one_line_and_resumes_exactly(reference, volume, capsys, sh
     ):
         assert (run.path / file).read_bytes() == (complete.path / file).read_bytes()
     assert numbers(run) == numbers(complete)
-
-
-def numbers(run: RunFolder) -> list[dict]:
-    """The events of metrics.jsonl without times and memory."""
-    measured = ("seconds", "train/tokens_per_second", "train/data_wait", "train/memory_peak_bytes")
-    return [
-        {name: value for name, value in event.items() if name not in measured}
-        for event in read_metrics(run)
-    ]
 
 
 def test_plot_without_space_does_not_end_the_run(reference, volume, capsys):

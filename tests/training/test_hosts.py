@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -38,28 +39,16 @@ class Host:
         self.rank, self.namespace, self.folder = rank, name, folder
         self.interface = f"{name}e"
         self.log = folder.parent / f"host{rank}.log"
-        self.environment = {
-            "MASTER_ADDR": ADDRESSES[0],
-            "RANK": str(rank),
-            "WORLD_SIZE": "2",
-            "LOCAL_RANK": "0",
-            "LOCAL_WORLD_SIZE": "1",
-        }
+        ranks = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": 0, "LOCAL_WORLD_SIZE": 1}
+        self.environment = {name: str(value) for name, value in ranks.items()}
+        self.environment["MASTER_ADDR"] = ADDRESSES[0]
         self.program = self.start(str(Path(__file__).with_name("host.py")), stdin=subprocess.PIPE)
 
     def start(self, *words: str, **options) -> subprocess.Popen:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", self.namespace, sys.executable, *words],
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ
-            | {
-                "PYTHONPATH": str(ROOT),
-                "CUDA_VISIBLE_DEVICES": "",
-                "GLOO_SOCKET_IFNAME": self.interface,
-            },
-            **options,
-        )
+        command = ["ip", "netns", "exec", self.namespace, sys.executable, *words]
+        environment = {"PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": self.interface}
+        options["env"] = os.environ | environment | {"CUDA_VISIBLE_DEVICES": ""}
+        return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, **options)
 
     def send(
         self,
@@ -68,10 +57,10 @@ class Host:
         peer_timeout: float,
         folder: Path | None = None,
         busy: float = 0,
-        environment: dict[str, str] | None = None,
+        environment: Mapping[str, str] | tuple = (),
     ) -> None:
         command = {
-            "environment": self.environment | {"MASTER_PORT": str(port)} | (environment or {}),
+            "environment": self.environment | {"MASTER_PORT": str(port)} | dict(environment),
             "folder": str(folder or self.folder),
             "log": str(self.log),
             "arguments": [str(word) for word in arguments],
@@ -105,18 +94,8 @@ def hosts(tmp_path_factory):
             for name in names:
                 ip("netns", "add", name)
                 stack.callback(ip, "netns", "del", name)
-            ends = [("netns", name, "name", f"{name}e") for name in names]  # of the cable
-            ip(
-                "link",
-                "add",
-                *ends[0][2:],
-                *ends[0][:2],
-                "type",
-                "veth",
-                "peer",
-                *ends[1][2:],
-                *ends[1][:2],
-            )
+            a, b = (f"name {name}e netns {name}".split() for name in names)  # the cable's ends
+            ip("link", "add", *a, "type", "veth", "peer", *b)
             for name, address in zip(names, ADDRESSES, strict=True):
                 ip("-n", name, "address", "add", f"{address}/24", "dev", f"{name}e")
                 for interface in ("lo", f"{name}e"):
@@ -144,34 +123,19 @@ def recipe(tmp_path_factory, make_recipe):
 def one_process(tmp_path_factory, recipe):
     """The same recipe on one process."""
     folder = tmp_path_factory.mktemp("one_process")
-    assert (
-        main(
-            [
-                "pretrain",
-                str(recipe),
-                "--run-dir",
-                str(folder / "run"),
-                "--data.dir",
-                str(folder / "data"),
-            ]
-        )
-        == 0
-    )
+    words = ["--run-dir", str(folder / "run"), "--data.dir", str(folder / "data")]
+    assert main(["pretrain", str(recipe), *words]) == 0
     return RunFolder(folder / "run")
 
 
 ports = iter(range(29600, 29700))
 
 
-def send_both(
-    hosts, arguments, *, folder=None, peer_timeout=60, second=(), environment=None
-) -> None:
-    port = next(ports)
-    for host in hosts:
-        more = second if host.rank else ()
-        host.send(
-            port, ["pretrain", *arguments, *more], peer_timeout, folder, environment=environment
-        )
+def send_both(hosts, arguments, folders=(None, None), *, peer_timeout=60, **options) -> None:
+    port, second = next(ports), options.pop("second", [])
+    for host, folder in zip(hosts, folders, strict=True):
+        words = ["pretrain", *arguments, *(second if host.rank else [])]
+        host.send(port, words, peer_timeout, folder, **options)
 
 
 def wait_for_step(run: RunFolder, step: int) -> None:
@@ -206,21 +170,15 @@ def test_two_hosts_without_shared_files_stop_and_resume(hosts, one_process, reci
     wait_for_step(run, 6)
     os.kill(hosts[1].process, signal.SIGTERM)
     assert [host.status() for host in hosts] == [75, 75]
-    assert ("saved (another process asked for it); continue with --resume") in hosts[
-        0
-    ].log.read_text()
-    assert sorted(path.name for path in hosts[1].folder.iterdir() if path.name[0] != ".") == [
-        "data"
-    ]
+    assert "saved (another process asked for it)" in hosts[0].log.read_text()
+    assert [path.name for path in hosts[1].folder.glob("[!.]*")] == ["data"]
     for folder in run.checkpoint_folders():
         if folder != run.checkpoint(5):
             shutil.rmtree(folder)
     # the second host has no checkpoint: the first decides to resume
     send_both(hosts, [recipe, "--run-dir", "run", "--auto-resume"])
     assert [host.status() for host in hosts] == [0, 0]
-    assert (
-        f"resuming from {Path('run') / 'checkpoints' / 'step_00000005'}" in hosts[0].log.read_text()
-    )
+    assert f"resuming from {Path('run/checkpoints/step_00000005')}" in hosts[0].log.read_text()
     assert_same_experiment(run, one_process, samples=False)
 
 
@@ -235,10 +193,9 @@ FSDP2 = {
 
 def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path):
     folders = tmp_path / "first", tmp_path / "second"
-    port = next(ports)
-    for host, folder in zip(hosts, folders, strict=True):
+    for folder in folders:
         folder.mkdir()
-        host.send(port, ["pretrain", recipe, "--run-dir", "run"], 60, folder, environment=FSDP2)
+    send_both(hosts, [recipe, "--run-dir", "run"], folders, environment=FSDP2)
     assert [host.status() for host in hosts] == [2, 2], hosts[0].log.read_text()
     for host, folder in zip(hosts, folders, strict=True):
         assert "--run-dir" in host.log.read_text().splitlines()[-1]
@@ -264,18 +221,8 @@ def test_difference_between_hosts_is_one_line_on_both(
     else:
         (folders[1] / "input.txt").unlink()
         message = "input.txt: no such file or folder"
-    port = next(ports)
-    for host, folder in zip(hosts, folders, strict=True):
-        words = [
-            "pretrain",
-            recipe,
-            "--data.source",
-            "input.txt",
-            "--run-dir",
-            "run",
-            *(second if host.rank else []),
-        ]
-        host.send(port, words, 60, folder)
+    words = [recipe, "--data.source", "input.txt", "--run-dir", "run"]
+    send_both(hosts, words, folders, second=second)
     assert [host.status() for host in hosts] == [2, 2]
     for host in hosts:
         output = host.log.read_text()
@@ -305,12 +252,8 @@ def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, k
 @pytest.mark.parametrize("event", ["killed", "disconnected"])
 def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     first, second = hosts
-    send_both(
-        hosts,
-        [recipe, "--run-dir", "run", "--train.max_steps", "100000"],
-        folder=tmp_path,
-        peer_timeout=4,
-    )
+    words = [recipe, "--run-dir", "run", "--train.max_steps", "100000"]
+    send_both(hosts, words, (tmp_path, tmp_path), peer_timeout=4)
     run = RunFolder(tmp_path / "run")
     wait_for_step(run, 6)
     start = time.monotonic()
@@ -326,7 +269,5 @@ def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     assert time.monotonic() - start < 60
     line = first.log.read_text().splitlines()[-1]
     assert line.startswith("lost another process: ")
-    assert line.endswith(
-        f"--resume continues from {Path('run') / 'checkpoints' / run.newest_checkpoint().name}"
-    )
+    assert line.endswith(f"continues from {Path('run/checkpoints', run.newest_checkpoint().name)}")
     assert "Traceback" not in first.log.read_text()

@@ -1,112 +1,23 @@
 """Per-layer statistics: equal to plain PyTorch, and no effect on the run."""
 
 import math
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
-from torch.nn import functional as F
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, ModelSection, replace_knobs
-from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
-from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training import layer_stats, loop
+from nanogpt_hf.training import layer_stats
 from nanogpt_hf.training.layer_stats import LayerStats, attention_logit_max
-from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.tracking import read_metrics
 
 NAMES = ["embedding", "0", "1", "head"]
-
-
-@pytest.fixture
-def start(write_recipe, tmp_path, forget_accelerate):
-    def start(name: str, **overrides) -> RunFolder:
-        config = load_config(write_recipe(**overrides))
-        forget_accelerate()
-        loop.train(prepare_run(config, tmp_path / name))
-        return RunFolder(tmp_path / name)
-
-    return start
-
-
-def layer_of(name: str) -> str:
-    return (
-        name.split(".")[2]
-        if ".h." in name
-        else "embedding"
-        if ".wte." in name or ".wpe." in name
-        else "head"
-    )
-
-
-def norm(tensors) -> float:
-    return math.sqrt(sum(tensor.double().square().sum().item() for tensor in tensors))
-
-
-@pytest.mark.parametrize("max_grad_norm", [0.0, 0.1])
-def test_layer_norms_equal_plain_pytorch(start, write_recipe, max_grad_norm):
-    # two micro-batches per step; the norm is that before clipping
-    overrides = {
-        "train__max_steps": 2,
-        "optim__max_grad_norm": max_grad_norm,
-        "tracking__layers": True,
-    }
-    overrides |= {"tracking__every": 2, "checkpoint__every": 9, "eval__every": 9}
-    events = [event for event in read_metrics(start("run", **overrides)) if "train/loss" in event]
-    assert [event["step"] for event in events] == [2]
-
-    config = load_config(write_recipe(**overrides))
-    data = load_prepared(config)
-    model = build_model(build_config(config.model, data.manifest.vocab_size), config.train.seed)
-    options = {"order": "shuffled", "seed": 1337, "micro_batch_size": 8, "accumulation": 1}
-    batches = Batches(data.train, **options)
-    decays = (
-        [p for p in model.parameters() if p.dim() == 2],
-        [p for p in model.parameters() if p.dim() == 1],
-    )
-    groups = [
-        {"params": decays[0], "weight_decay": 0.1},
-        {"params": decays[1], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95))
-    for step, learning_rate in enumerate([1e-2 / 3, 2e-2 / 3]):
-        (batch,) = batches.micro_batches(step)
-        optimizer.zero_grad()
-        logits = model(batch["input_ids"]).logits
-        F.cross_entropy(logits.flatten(0, 1), batch["shift_labels"].flatten()).backward()
-        gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
-        before = {name: p.detach().clone() for name, p in model.named_parameters()}
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
-        for group in optimizer.param_groups:
-            group["lr"] = learning_rate
-        optimizer.step()
-    for layer in NAMES:
-        parameters = {
-            name: p.detach() for name, p in model.named_parameters() if layer_of(name) == layer
-        }
-        assert parameters
-        weight = norm(before[name] for name in parameters)
-        expected = {
-            "grad_norm": norm(gradients[name] for name in parameters),
-            "weight_norm": weight,
-            "update_ratio": norm(p - before[name] for name, p in parameters.items()) / weight,
-        }
-        for kind, value in expected.items():
-            assert events[0][f"layers/{layer}/{kind}"] == pytest.approx(value, rel=1e-4), (
-                layer,
-                kind,
-            )
-    total = math.sqrt(sum(events[0][f"layers/{layer}/grad_norm"] ** 2 for layer in NAMES))
-    assert total == pytest.approx(events[0]["train/grad_norm"], rel=1e-5)
 
 
 def test_layer_stats_change_no_number(start):
@@ -203,6 +114,16 @@ def test_attention_logit_max_equals_explicit_attention(monkeypatch, rows, packed
     assert unmasked > largest  # so the mask matters
 
 
+def stats_and_tokens() -> tuple[LayerStats, torch.Tensor]:
+    """Statistics on nine blocks and a shorter one, and the tokens that they are of."""
+    stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
+    knobs = {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True}
+    blocks = TokenBlocks(stream, 24, partial=True)
+    rows = [stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]
+    stats = LayerStats(Accelerator(), replace_knobs(Config(), knobs), blocks, 3)
+    return stats, torch.from_numpy(np.stack(rows).astype(np.int64))
+
+
 def queries_and_keys(model, x):
     attention = model.transformer.h[0].attn
     return (
@@ -216,16 +137,7 @@ def hooks_of(model) -> list[list]:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_activations_are_of_fixed_validation_tokens(model, compiled):
-    stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 9 + 5).astype(np.uint16)])
-    config = replace_knobs(
-        Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True}
-    )
-    stats = LayerStats(
-        Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size
-    )
-    tokens = torch.from_numpy(
-        np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in (0, 4, 8)]).astype(np.int64)
-    )
+    stats, tokens = stats_and_tokens()
     hidden = model.eval()(tokens, output_hidden_states=True).hidden_states
     model.train()
     if compiled:
@@ -270,13 +182,7 @@ def test_attention_logit_max_after_rotation_and_norms(architecture):
     model = build_model(build_config(section, 11), seed=0)
     for number, parameter in enumerate(model.parameters()):
         torch.nn.init.normal_(parameter, std=0.5, generator=torch.Generator().manual_seed(number))
-    stream = TokenStream([np.random.default_rng(0).integers(0, 11, 24 * 3 + 5).astype(np.uint16)])
-    config = replace_knobs(
-        Config(), {"data.block_size": 24, "train.micro_batch_size": 3, "tracking.layers": True}
-    )
-    stats = LayerStats(
-        Accelerator(), config, TokenBlocks(stream, 24, partial=True), config.train.micro_batch_size
-    )
+    stats, tokens = stats_and_tokens()
     report = stats.evaluation_report(model)
     assert stats.evaluation_report(model) == report  # the function for attention is restored
     model.set_attn_implementation("eager")
@@ -288,9 +194,6 @@ def test_attention_logit_max_after_rotation_and_norms(architecture):
             layer.register_forward_hook(
                 lambda _, __, output, name=name: normed.update({name: output.transpose(1, 2)})
             )
-        tokens = torch.from_numpy(
-            np.stack([stream.chunks[0][24 * i : 24 * i + 24] for i in range(3)]).astype(np.int64)
-        )
         with torch.no_grad():
             model(tokens)
         angles = model.model.rotary_emb(normed["q_norm"], torch.arange(24)[None])
@@ -298,10 +201,3 @@ def test_attention_logit_max_after_rotation_and_norms(architecture):
         logits = query @ key.repeat_interleave(2, dim=1).transpose(-1, -2) / math.sqrt(8)
         largest = logits.masked_fill(~torch.ones(24, 24).tril().bool(), -math.inf).max().item()
         assert report["layers/1/attention_logit_max"] == pytest.approx(largest, rel=1e-4)
-
-
-def test_layer_stats_off_measures_nothing():
-    stats = LayerStats(SimpleNamespace(), Config(), None, 1)
-    with stats.measured_step(None, None, 10):
-        pass
-    assert stats.step_report(1.0) == stats.evaluation_report(None) == {}

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, OptimSection, replace_knobs
 from nanogpt_hf.distributed.full_state import FullState
 from nanogpt_hf.errors import UserError
@@ -21,14 +22,10 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training import micro_batch
+from nanogpt_hf.training import micro_batch, step
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
-from nanogpt_hf.training.micro_batch import (
-    largest_micro_batch,
-    memory_advice,
-    next_size,
-    state_restored,
-)
+from nanogpt_hf.training.micro_batch import largest_micro_batch, memory_advice, next_size
+from nanogpt_hf.training.start import prepare_run
 
 
 @pytest.mark.parametrize(
@@ -56,9 +53,7 @@ class FakeMemory:
         self.tried, self.max_size = [], max_size
         monkeypatch.setattr(micro_batch, "available_memory", lambda accelerator: room)
         monkeypatch.setattr(micro_batch, "reset_peak_memory", lambda accelerator: None)
-        monkeypatch.setattr(
-            micro_batch, "peak_memory", lambda accelerator: 100 + 10 * self.tried[-1]
-        )
+        monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 100 + 10 * self.tried[-1])
 
     def dry_run(self, size: int) -> None:
         self.tried.append(size)
@@ -66,29 +61,25 @@ class FakeMemory:
             raise torch.OutOfMemoryError("CUDA out of memory")
 
 
-def test_few_dry_runs_find_largest_micro_batch(monkeypatch):
-    memory = FakeMemory(monkeypatch, room=5000)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 480
-    assert memory.tried == [1, 2, 480]
-    memory = FakeMemory(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 80
-    assert memory.tried == [1, 2, 80]
-    memory = FakeMemory(monkeypatch, room=1000)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run, reserved=500) == 40
-    assert memory.tried == [1, 2, 40]
-
-
-def test_out_of_memory_tries_smaller_sizes(monkeypatch):
-    memory = FakeMemory(monkeypatch, room=1000, max_size=50)
-    assert largest_micro_batch(Accelerator(), divisors(480), memory.dry_run) == 48
-    assert memory.tried == [1, 2, 80, 60, 48]
+@pytest.mark.parametrize(
+    ("room", "max_size", "reserved", "tried"),
+    [
+        (5000, None, 0, [1, 2, 480]),
+        (1000, None, 0, [1, 2, 80]),
+        (1000, None, 500, [1, 2, 40]),
+        (1000, 50, 0, [1, 2, 80, 60, 48]),  # too little memory: smaller sizes are tried
+    ],
+)
+def test_few_dry_runs_find_largest_micro_batch(monkeypatch, room, max_size, reserved, tried):
+    memory = FakeMemory(monkeypatch, room, max_size)
+    found = largest_micro_batch(Accelerator(), divisors(480), memory.dry_run, reserved)
+    assert (found, memory.tried) == (tried[-1], tried)
 
 
 def test_out_of_memory_at_one_sequence_is_raised(monkeypatch):
+    memory = FakeMemory(monkeypatch, room=1000, max_size=0)
     with pytest.raises(torch.OutOfMemoryError):
-        largest_micro_batch(
-            Accelerator(), divisors(480), FakeMemory(monkeypatch, room=1000, max_size=0).dry_run
-        )
+        largest_micro_batch(Accelerator(), divisors(480), memory.dry_run)
 
 
 def test_other_errors_are_raised(monkeypatch):
@@ -123,17 +114,17 @@ def test_peak_memory_is_measured():
     if child == 0:
         try:
             micro_batch.reset_peak_memory(accelerator)
-            before = micro_batch.peak_memory(accelerator)
+            before = micro_batch.peak_memory(accelerator.device)
             # new pages; an allocator may reuse those that an earlier test freed
             memory = mmap.mmap(-1, size)
             for page in range(0, size, mmap.PAGESIZE):  # torch's threads do not survive a fork
                 memory[page] = 1
             # code that is loaded at its first use counts, too
-            assert 0.9 * size < micro_batch.peak_memory(accelerator) - before < 1.5 * size
+            assert 0.9 * size < micro_batch.peak_memory(accelerator.device) - before < 1.5 * size
             memory.close()
-            assert micro_batch.peak_memory(accelerator) - before > 0.9 * size
+            assert micro_batch.peak_memory(accelerator.device) - before > 0.9 * size
             micro_batch.reset_peak_memory(accelerator)
-            assert micro_batch.peak_memory(accelerator) - before < 0.5 * size
+            assert micro_batch.peak_memory(accelerator.device) - before < 0.5 * size
             assert before < micro_batch.available_memory(accelerator)
             os._exit(0)
         except BaseException:
@@ -142,61 +133,38 @@ def test_peak_memory_is_measured():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_dry_run_step_leaves_no_trace():
-    torch.manual_seed(0)
-    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    accelerator = Accelerator(gradient_accumulation_steps=3)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
-    before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    tokens = torch.arange(8)[None]
-    with state_restored(accelerator, optimizer), accelerator.accumulate(model):
-        optimizer.param_groups[0]["lr"] = optimizer.param_groups[1]["lr"] = 0.0
-        accelerator.backward(model(tokens, labels=tokens).loss)
-        assert accelerator.sync_gradients
-        optimizer.step()
-        assert len(optimizer.state) == len(before)
-        optimizer.zero_grad()
-    assert not optimizer.state
-    assert (accelerator.gradient_accumulation_steps, accelerator.step) == (3, 0)
-    assert all(torch.equal(parameter, before[name]) for name, parameter in model.named_parameters())
-    assert all(parameter.grad is None for parameter in model.parameters())
+@pytest.fixture
+def run(write_recipe, tmp_path):
+    """A run that has taken its dry-run step, with two micro-batches per step."""
+    run = prepare_run(load_config(write_recipe()), tmp_path / "run")
+    yield run
+    run.folder.unlock()
 
 
-def test_dry_run_step_without_memory_leaves_no_trace():
-    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    accelerator = Accelerator(gradient_accumulation_steps=3)
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
-    tokens = torch.arange(8)[None]
+@pytest.mark.parametrize("fails", [False, True])
+def test_dry_run_step_leaves_no_trace(run, monkeypatch, fails):
+    before = {name: parameter.clone() for name, parameter in run.model.named_parameters()}
+    if fails:
 
-    def step() -> None:
-        with state_restored(accelerator, optimizer), accelerator.accumulate(model):
-            accelerator.backward(model(tokens, labels=tokens).loss)
+        def update(*arguments):
             raise torch.OutOfMemoryError("no memory for the optimizer state")
 
-    with pytest.raises(torch.OutOfMemoryError):
-        step()
-    assert (accelerator.gradient_accumulation_steps, accelerator.step) == (3, 0)
-    assert all(parameter.grad is None for parameter in model.parameters())
+        monkeypatch.setattr(step, "update", update)
+        with pytest.raises(torch.OutOfMemoryError):
+            micro_batch.dry_run_step(run, 2)
+    else:
+        micro_batch.dry_run_step(run, 2)
+    assert not run.optimizer.state
+    assert (run.accelerator.gradient_accumulation_steps, run.accelerator.step) == (2, 0)
+    for name, parameter in run.model.named_parameters():
+        assert torch.equal(parameter, before[name])
+        assert parameter.grad is None
 
 
-def test_parameters_unknown_to_the_optimizer_are_refused():
-    model = GPTForCausalLM(GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    accelerator = Accelerator()
-    model, optimizer = accelerator.prepare(model, build_optimizer(model, Config().optim))
-    replaced = model.transformer.h[0].mlp.fc
-    # like torchao's fp8 layers
-    replaced.weight = torch.nn.Parameter(replaced.weight.detach().clone())
-    tokens = torch.arange(8)[None]
-    accelerator.backward(model(tokens, labels=tokens).loss)
-    optimizer.step()
-    with pytest.raises(
-        UserError,
-        match=(
-            r"^1 of \d+ parameters .*, first "
-            r"transformer.h.0.mlp.fc.weight, are unknown"
-        ),
-    ):
-        FullState(accelerator, model, optimizer).check()
+def test_parameter_without_state_is_refused(run):
+    del run.optimizer.param_groups[0]["params"][-1]
+    with pytest.raises(UserError, match=r"^1 of \d+ parameters .*, first .* are unknown"):
+        micro_batch.dry_run_step(run, 2)
 
 
 def trained(folder, recipe, *arguments: str) -> RunFolder:
@@ -208,7 +176,7 @@ def test_auto_equals_the_size_found_and_resume_keeps_it(
     tmp_path, write_recipe, monkeypatch, forget_accelerate
 ):
     recipe = write_recipe(model__dropout=0.1)  # 8 sequences per step
-    monkeypatch.setattr(micro_batch, "peak_memory", lambda accelerator: 0)
+    monkeypatch.setattr(micro_batch, "peak_memory", lambda device: 0)
     monkeypatch.setattr(
         micro_batch, "next_size", lambda sizes, needed, room: None if 4 in needed else 4
     )
@@ -229,14 +197,8 @@ def test_auto_equals_the_size_found_and_resume_keeps_it(
 
 
 def test_auto_measures_memory(tmp_path, write_recipe):
-    run = trained(
-        tmp_path / "run",
-        write_recipe(),
-        "--train.micro_batch_size",
-        "auto",
-        "--train.max_steps",
-        "2",
-    )
+    options = ("--train.micro_batch_size", "auto", "--train.max_steps", "2")
+    run = trained(tmp_path / "run", write_recipe(), *options)
     # one micro-batch per step fits any machine
     assert "micro_batch_size: 8\n" in run.recipe.read_text()
 
