@@ -25,11 +25,13 @@ def saved_block_bytes(
     their casts, tables of angles.
     """
     model = copy.deepcopy(model).train()
+    if half:
+        model.bfloat16()
     blocks = architecture_of(model).blocks(model)
     if len(set(getattr(model.config, "layer_types", None) or ())) <= 1:
         del blocks[:-1]  # the top block has no other kind of attention: faster
     with FakeTensorMode(allow_non_fake_inputs=True):
-        _make_fake(model, torch.bfloat16 if half else None)
+        model.to_empty(device="cpu")
         batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
         one, two = (_saved_bytes(model, blocks[-1], tokens, autocast) for tokens in batches)
     return (two - one) / block_size
@@ -52,30 +54,6 @@ def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
         setattr(config, name, getattr(config, name) // tp)
     with torch.device("meta"):
         return type(model)(config)
-
-
-def _make_fake(model: nn.Module, dtype: torch.dtype | None) -> None:
-    """Replace parameters and buffers on the meta device by fake ones on the CPU; those that are
-    shared stay shared.
-    """
-    replaced: dict[int, Any] = {}
-    for module in model.modules():
-        if hasattr(module, "gradient_checkpointing"):
-            module.gradient_checkpointing = False  # pyright: ignore[reportArgumentType]
-        kinds: Any = {"remove_duplicate": False, "recurse": False}
-        for named, register in (
-            (module.named_parameters, module.register_parameter),
-            (module.named_buffers, module.register_buffer),
-        ):
-            for name, tensor in list(named(**kinds)):
-                if id(tensor) not in replaced:
-                    is_float = dtype is not None and tensor.is_floating_point()
-                    kind = dtype if is_float else tensor.dtype
-                    fake: Any = torch.empty(tensor.shape, dtype=kind, device="cpu")
-                    if isinstance(tensor, nn.Parameter):
-                        fake = nn.Parameter(fake, tensor.requires_grad)
-                    replaced[id(tensor)] = fake
-                register(name, replaced[id(tensor)])
 
 
 def _saved_bytes(

@@ -4,8 +4,6 @@ parallelism, and sharding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -16,7 +14,6 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.stages import head_in_blocks, split_blocks
-from nanogpt_hf.planning.counts import Counts, CountsOf
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
 from nanogpt_hf.planning.placement import Placement
@@ -61,14 +58,9 @@ class Candidate:
 
     def bytes_sent(self, between_machines: bool) -> float:
         """Per step, by one GPU, inside its machine or between machines."""
-        crossing = sum(
-            transfer.size / transfer.neighbors for transfer in self.transfers if transfer.neighbors
-        )
-        return (
-            crossing
-            if between_machines
-            else sum(transfer.size for transfer in self.transfers) - crossing
-        )
+        parts = self.transfers
+        crossing = sum(part.size / part.neighbors for part in parts if part.neighbors)
+        return crossing if between_machines else sum(part.size for part in parts) - crossing
 
 
 def candidates(
@@ -82,11 +74,10 @@ def candidates(
     seconds = (
         config.train.tokens_per_step * per_token / (cluster.gpus * cluster.gpu.bf16_flops * mfu)
     )
-    counts_of = cache(Counts.of)
     found = []
     for place in _placements(config, model, cluster):
         compute = seconds * (4 / 3 if place.checkpointing else 1)  # the forward pass is repeated
-        found += _costed(config, model, cluster, place, compute, counts_of)
+        found += _costed(config, model, cluster, place, compute)
     return found
 
 
@@ -128,10 +119,8 @@ def _model_parallel_sizes(
             for tp, cp in ((size, 1), (1, size)):
                 if problem_with(config, cluster, tp, cp) is None:
                     yield tp, cp, 1
-        if (
-            size <= model.config.num_hidden_layers
-            and problem_with(config, cluster, pp=size) is None
-        ):
+        fits = size <= model.config.num_hidden_layers
+        if fits and problem_with(config, cluster, pp=size) is None:
             yield 1, 1, size
 
 
@@ -154,12 +143,7 @@ def problem_with(
 
 
 def _costed(
-    config: Config,
-    model: PreTrainedModel,
-    cluster: Cluster,
-    place: Placement,
-    compute: float,
-    counts_of: CountsOf,
+    config: Config, model: PreTrainedModel, cluster: Cluster, place: Placement, compute: float
 ) -> Iterator[Candidate]:
     """The layouts of a placement: with the largest micro-batch that fits, or 1; in a pipeline
     with all that fit.
@@ -168,11 +152,7 @@ def _costed(
     sequences = config.train.tokens_per_step // block_size // place.dp
     for size in reversed(divisors(sequences)):
         accumulation = sequences // size
-        batch: dict[str, Any] = {
-            "micro_batch_size": size,
-            "block_size": block_size,
-            "counts_of": counts_of,
-        }
+        batch = {"micro_batch_size": size, "block_size": block_size}
         memory = footprint(model, place, accumulates=accumulation > 1, optim=config.optim, **batch)
         if accumulation < place.pp or (size > 1 and memory.peak > cluster.usable_memory):
             continue
@@ -210,6 +190,5 @@ def waiting_seconds(
         seconds[transfer.overlaps] += transfer.size / (LINK_SHARE * rate)
     waiting = seconds[""] + max(0.0, seconds["computation"] - compute)
     bubble = (place.pp - 1) / accumulation * (compute + waiting)
-    return waiting + max(
-        0.0, seconds["the last backward pass"] - 2 / 3 * compute / accumulation
-    ), bubble
+    last = seconds["the last backward pass"] - 2 / 3 * compute / accumulation
+    return waiting + max(0.0, last), bubble

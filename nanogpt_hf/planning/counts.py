@@ -1,7 +1,8 @@
 """Numbers of parameters of a model, or of the part of it that one device has."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -51,6 +52,7 @@ class Counts:
     backward_blocks: int  # from the lowest trainable block up: those below have no backward pass
 
     @classmethod
+    @lru_cache(maxsize=256)  # layouts share them
     def of(cls, model: PreTrainedModel, tp: int = 1, stage: StageShare | None = None) -> "Counts":
         """The counts of `model`, which may be on the meta device; with tensor parallelism those of
         one rank.
@@ -60,15 +62,13 @@ class Counts:
         last the head, which may be a copy.
         """
         architecture = architecture_of(model)
-        blocks, embedding = (
-            architecture.blocks(model),
-            next(model.get_input_embeddings().parameters()),
-        )
+        blocks = architecture.blocks(model)
+        embedding = next(model.get_input_embeddings().parameters())
         stage = stage or StageShare(len(blocks))
         trainable = [any(p.requires_grad for p in block.parameters()) for block in blocks]
         embeddings = [p for module in architecture.embeddings(model) for p in module.parameters()]
         frozen_below = 0
-        if True in trainable and not any(p.requires_grad for p in embeddings):
+        if any(trainable) and not any(p.requires_grad for p in embeddings):
             frozen_below = trainable.index(True)
         split = _split_parameters(model) if tp > 1 else set()
 
@@ -77,20 +77,14 @@ class Counts:
 
         in_blocks = count(blocks.parameters())
         block = in_blocks // len(blocks)
-        above = {
-            id(p): p
-            for layer in (architecture.final_norm(model), _head(model))
-            for p in layer.parameters()
-        }
         below = {id(p): p for p in embeddings}
-        outside = count(
-            ((below if stage.has_embedding else {}) | (above if stage.has_head else {})).values()
-        )
-        # the rest of the model, such as adapters outside the blocks, is with the last stage
-        known = {id(p) for p in blocks.parameters()} | below.keys() | above.keys()
-        outside += (
-            count(p for p in model.parameters() if id(p) not in known) if stage.has_head else 0
-        )
+        top = architecture.final_norm(model), _head(model)
+        above = {id(p): p for layer in top for p in layer.parameters()}
+        held = (below if stage.has_embedding else {}) | (above if stage.has_head else {})
+        if stage.has_head:  # and the rest of the model, such as adapters outside the blocks
+            inside = {id(p) for p in blocks.parameters()} | below.keys()
+            held |= {id(p): p for p in model.parameters() if id(p) not in inside}
+        outside = count(held.values())
         whole, all_trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
         total = outside + (in_blocks if stage.blocks == len(blocks) else block * stage.blocks)
         return cls(
@@ -102,9 +96,6 @@ class Counts:
             head_is_trainable=embedding.requires_grad,
             backward_blocks=min(stage.blocks, len(blocks) - frozen_below),
         )
-
-
-CountsOf = Callable[[PreTrainedModel, int, StageShare], Counts]
 
 
 def _head(model: PreTrainedModel) -> Any:

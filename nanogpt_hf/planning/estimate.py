@@ -5,6 +5,7 @@ it.
 import dataclasses
 from collections import Counter
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -86,41 +87,27 @@ def estimate(
         accumulation = accumulation_steps(config, place.dp)
     except ValueError as error:
         raise UserError(str(error)) from None
-    block_size, tokens = (
-        config.data.block_size,
-        config.train.max_steps * config.train.tokens_per_step,
-    )
+    block_size = config.data.block_size
+    tokens = config.train.max_steps * config.train.tokens_per_step
     micro = config.train.min_micro_batch_size
     sequences = micro * accumulation  # per process and step
     flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
-
     update_flops = kind_of(config.optim).update_flops(model)
 
-    def footprint_of(size: int, placement: Placement) -> Footprint:
-        return footprint(
-            model,
-            placement,
-            micro_batch_size=size,
-            block_size=block_size,
-            accumulates=size < sequences,
-            optim=config.optim,
-        )
+    @cache
+    def footprint_of(size: int, place: Placement) -> Footprint:
+        batch = {"micro_batch_size": size, "block_size": block_size}
+        return footprint(model, place, accumulates=size < sequences, optim=config.optim, **batch)
 
-    on_gpu = dataclasses.replace(place, on_cpu=False)
-    peaks = {
-        placement: {size: footprint_of(size, placement).peak for size in divisors(sequences)}
-        for placement in {place, on_gpu}
-    }
-
-    def largest_micro_batch(memory: float, placement: Placement) -> int | None:
-        return max(
-            (size for size, peak in peaks[placement].items() if peak <= USABLE_MEMORY * memory),
-            default=None,
-        )
+    def largest_micro_batch(memory: float, place: Placement) -> int | None:
+        usable = USABLE_MEMORY * memory
+        fitting = (n for n in divisors(sequences) if footprint_of(n, place).peak <= usable)
+        return max(fitting, default=None)
 
     devices = []
     if memory:
         devices.append(Device("this much memory", memory, largest_micro_batch(memory, place), None))
+    on_gpu = dataclasses.replace(place, on_cpu=False)
     for name, gpu in GPUS.items():
         seconds = tokens * flops_per_token / (gpu.bf16_flops * mfu * place.processes)
         devices.append(Device(name, gpu.memory, largest_micro_batch(gpu.memory, on_gpu), seconds))
@@ -129,17 +116,21 @@ def estimate(
     # model.
     padding = padding_rows(model.config) * model.config.hidden_size
     total, trainable = model.num_parameters(), model.num_parameters(only_trainable=True)
-    embedding_is_trainable = next(model.get_input_embeddings().parameters()).requires_grad
-    by_part = _by_part(model)
+    if next(model.get_input_embeddings().parameters()).requires_grad:
+        trainable -= padding
+    by_part = Counter[str]()
+    for name, parameter in model.named_parameters():
+        by_part[part_of(name)] += parameter.numel()
     by_part["token embedding and head"] -= padding
     in_float32 = dataclasses.replace(config.optim, state="float32")  # as checkpoints hold it
+    float32_state = kind_of(in_float32).state_bytes(model, 1)
     return Estimate(
         recipe=config.name,
         machine=str(place),
         vocabulary=vocabulary,
         parameters=total - padding,
-        trainable=trainable - padding if embedding_is_trainable else trainable,
-        by_part=by_part,
+        trainable=trainable,
+        by_part=dict(by_part),
         micro_batch_size=micro,
         block_size=block_size,
         accumulation=accumulation,
@@ -154,9 +145,7 @@ def estimate(
         epochs=_epochs(tokens, manifest),
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
-        run_bytes=run_bytes(
-            total, kind_of(in_float32).state_bytes(model, 1), config.checkpoint.keep
-        ),
+        run_bytes=run_bytes(total, float32_state, config.checkpoint.keep),
     )
 
 
@@ -205,19 +194,14 @@ def _meta_model(
     return meta_model(config, build_config(config.model, size)), f"{size:,}, {source}"
 
 
-def _by_part(model: PreTrainedModel) -> dict[str, int]:
-    counts = Counter()
-    for name, parameter in model.named_parameters():
-        counts[part_of(name)] += parameter.numel()
-    return dict(counts)
-
-
 def _data_bytes(config: Config, manifest: Manifest | None, vocab_size: int) -> int | None:
-    sizes = [
-        _source_bytes(source.data, manifest is not None, vocab_size)
-        for source in sources_of(config.data)
-    ]
-    return None if None in sizes else sum(size or 0 for size in sizes)
+    total = 0
+    for source in sources_of(config.data):
+        size = _source_bytes(source.data, manifest is not None, vocab_size)
+        if size is None:
+            return None
+        total += size
+    return total
 
 
 def _source_bytes(data: DataSection, prepared: bool, vocab_size: int) -> int | None:

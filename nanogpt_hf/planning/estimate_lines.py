@@ -3,7 +3,7 @@
 import dataclasses
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.formatting import format_bytes
+from nanogpt_hf.formatting import align, format_bytes
 from nanogpt_hf.planning.estimate import Estimate
 from nanogpt_hf.planning.placement import Placement, shipped_config
 from nanogpt_hf.planning.proposal import Proposal, seconds
@@ -13,69 +13,46 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
     """The proposed layout, why it is, and what others would cost."""
     cluster, layout = proposal.cluster, proposal.layout
     assert layout is not None
-    machines = (
-        (f" in {cluster.gpus // cluster.per_machine} machines")
-        if cluster.gpus > cluster.per_machine
-        else ""
-    )
     rates = (
         f"{cluster.gpu.bf16_flops / 1e12:,.0f} TFLOP/s, {cluster.gpu.link / 1e9:,.0f} GB/s to "
         "the others"
     )
-    rates += f", {cluster.network / 1e9:,.4g} GB/s between machines" if machines else ""
+    machines = ""
+    if cluster.gpus > cluster.per_machine:
+        machines = f" in {cluster.gpus // cluster.per_machine} machines"
+        rates += f", {cluster.network / 1e9:,.4g} GB/s between machines"
     step = f"{layout.accumulation} per step" if layout.accumulation > 1 else "one per step"
-    rows: list[tuple[str, ...]] = [
-        (
-            "",
-            "micro-batch",
-            "memory",
-            "sent inside",
-            "between machines",
-            "computes",
-            "waits",
-            "bubble",
-            "step",
-        )
-    ]
+    header = "micro-batch|memory|sent inside|between machines|computes|waits|bubble|step"
+    rows = [["", *header.split("|")]]
     for other in proposal.best:
         mark = "*" if other is layout else " "
-        checkpointing = ", checkpointing" if other.place.checkpointing else ""
-        parts = (
+        times = [
             other.compute_seconds,
             other.waiting_seconds,
             other.bubble_seconds,
             other.step_seconds,
-        )
+        ]
         sent = (format_bytes(other.bytes_sent(between)) for between in (False, True))
-        memory = format_bytes(other.memory.peak)
-        times = (
-            ["does not fit", "", "", ""]
-            if cluster.lacks(other)
-            else [seconds(value) for value in parts]
-        )
         rows.append(
-            (
-                f"{mark} {other.place.name}{checkpointing}",
+            [
+                f"{mark} {other.place.name}{', checkpointing' * other.place.checkpointing}",
                 str(other.micro_batch_size),
-                memory,
+                format_bytes(other.memory.peak),
                 *sent,
-                *times,
-            )
+                *(["does not fit", "", "", ""] if cluster.lacks(other) else map(seconds, times)),
+            ]
         )
     shipped = shipped_config(layout.place)
     return [
-        (
-            f"layout over {cluster.gpus} × {cluster.name}{machines}: "
-            f"{format_bytes(cluster.gpu.memory)}, {rates}"
-        ),
-        f"  {layout.place.name}"
-        f"{', activation checkpointing' if layout.place.checkpointing else ''}; "
+        f"layout over {cluster.gpus} × {cluster.name}{machines}: "
+        f"{format_bytes(cluster.gpu.memory)}, {rates}",
+        f"  {layout.place.name}{', activation checkpointing' * layout.place.checkpointing}; "
         f"micro-batches of {layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
         *(f"  - {reason}" for reason in proposal.reasons),
         "per GPU and step, the best of each kind:",
         *_table(rows),
         *(
-            (f"  {transfer.name}: {format_bytes(transfer.size)} per GPU and step")
+            f"  {transfer.name}: {format_bytes(transfer.size)} per GPU and step"
             for transfer in layout.transfers
         ),
         f"to run it: --train.micro_batch_size {layout.micro_batch_size}, and "
@@ -90,12 +67,10 @@ def estimate_figures(estimate: Estimate, proposal: Proposal | None) -> dict:
     values = dataclasses.asdict(estimate)
     values["memory"] = memory | values["memory"]
     if proposal and (layout := proposal.layout):
-        values["layout"] = {
-            "name": layout.place.name,
-            "reasons": proposal.reasons,
-            "step_seconds": layout.step_seconds,
-            **{key: value for key, value in dataclasses.asdict(layout).items() if key != "memory"},
-        }
+        costs = dataclasses.asdict(layout)
+        del costs["memory"]
+        head = {"name": layout.place.name, "reasons": proposal.reasons}
+        values["layout"] = head | {"step_seconds": layout.step_seconds} | costs
     return values
 
 
@@ -111,46 +86,35 @@ def estimate_lines(estimate: Estimate, place: Placement) -> list[str]:
     return [line for lines in parts for line in [*lines, ""]]
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def _table(rows: list[list[str]]) -> list[str]:
     """Rows as lines, the first column to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    cells = (
-        [row[0].ljust(widths[0])] + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-        for row in rows
-    )
-    return ["  " + "  ".join(cell).rstrip() for cell in cells]
+    return [f"  {line}" for line in align(rows, range(1, len(rows[0]))).splitlines()]
 
 
 def _model(estimate: Estimate) -> list[str]:
-    trains = (
-        "" if estimate.trainable == estimate.parameters else (f", {estimate.trainable:,} trainable")
-    )
-    rows = [(part, f"{count:,}") for part, count in estimate.by_part.items()]
+    trains = f", {estimate.trainable:,} trainable"
     return [
-        (
-            f"{estimate.recipe}: {estimate.parameters:,} parameters{trains}; vocabulary "
-            f"{estimate.vocabulary}"
-        ),
-        *_table(rows),
+        f"{estimate.recipe}: {estimate.parameters:,} parameters"
+        f"{trains * (estimate.trainable != estimate.parameters)}; vocabulary "
+        f"{estimate.vocabulary}",
+        *_table([[part, f"{count:,}"] for part, count in estimate.by_part.items()]),
     ]
 
 
 def _memory(estimate: Estimate, place: Placement) -> list[str]:
     memory, phases = estimate.memory, estimate.memory.phases
     unit, name = (1e9, "GB") if memory.peak >= 1e9 else (1e6, "MB")
-    rows = [(name, *phases)]
+    rows = [[name, *phases]]
     for part in phases[memory.peak_phase]:
         values = [parts[part] for parts in phases.values()]
         if any(values):
-            rows.append((part, *(f"{value / unit:,.2f}" for value in values)))
-    rows.append(("sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in phases.values())))
+            rows.append([part, *(f"{value / unit:,.2f}" for value in values)])
+    rows.append(["sum", *(f"{sum(parts.values()) / unit:,.2f}" for parts in phases.values())])
+    several = f", {estimate.accumulation} per step" if estimate.accumulation > 1 else ""
     lines = [
         f"memory of a device: peak {format_bytes(memory.peak)}, at {memory.peak_phase}",
-        (
-            f"  {estimate.machine}; micro-batches of {estimate.micro_batch_size} × "
-            f"{estimate.block_size:,} tokens"
-        )
-        + (f", {estimate.accumulation} per step" if estimate.accumulation > 1 else ""),
+        f"  {estimate.machine}; micro-batches of {estimate.micro_batch_size} × "
+        f"{estimate.block_size:,} tokens{several}",
         *_table(rows),
     ]
     if memory.offloaded:
@@ -168,39 +132,29 @@ def _memory(estimate: Estimate, place: Placement) -> list[str]:
 
 def _devices(estimate: Estimate, place: Placement) -> list[str]:
     gpus = f"{place.processes} GPUs" if place.processes > 1 else "one GPU"
-    rows = [("", "memory", "largest micro-batch", f"time at {estimate.mfu:g} of the peak")]
+    rows = [["", "memory", "largest micro-batch", f"time at {estimate.mfu:g} of the peak"]]
     for device in estimate.devices:
         fits = str(device.micro_batch_size) if device.micro_batch_size else "not even 1"
-        rows.append((device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)))
+        rows.append([device.name, f"{device.memory / 1e9:.0f} GB", fits, _time(device.seconds)])
+    update = 1 - estimate.flops_per_token * estimate.tokens / estimate.flops
     return [
-        (
-            f"on {gpus}: {estimate.flops_per_token / 1e9:,.2f} GFLOPs per token, "
-            f"{estimate.flops:.2e} in total"
-        ),
-        *_update(estimate),
+        f"on {gpus}: {estimate.flops_per_token / 1e9:,.2f} GFLOPs per token, "
+        f"{estimate.flops:.2e} in total",
+        *[f"  {update:.2%} of them are the optimizer's update"][
+            : bool(estimate.update_flops_per_step)
+        ],
         *_table(rows),
-        (
-            "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; "
-            "the time excludes"
-        ),
+        "  a micro-batch fits if a tenth of the memory stays free for fragments and libraries; "
+        "the time excludes",
         "  evaluations and counts all parameters as trainable",
     ]
-
-
-def _update(estimate: Estimate) -> list[str]:
-    if not estimate.update_flops_per_step:
-        return []
-    share = 1 - estimate.flops_per_token * estimate.tokens / estimate.flops
-    return [f"  {share:.2%} of them are the optimizer's update"]
 
 
 def _tokens(estimate: Estimate) -> list[str]:
     best = estimate.chinchilla_tokens
     lines = [
-        (
-            f"tokens: {_amount(estimate.tokens)}, {estimate.tokens / estimate.parameters:,.1f} per "
-            "parameter"
-        ),
+        f"tokens: {_amount(estimate.tokens)}, {estimate.tokens / estimate.parameters:,.1f} per "
+        "parameter",
         f"  compute-optimal is about 20 (Chinchilla, arXiv:2203.15556): {_amount(best)};",
         f"  this is {float(f'{estimate.tokens / best:.2g}'):,g} times as many",
     ]

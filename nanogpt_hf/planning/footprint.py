@@ -17,7 +17,7 @@ from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.activations import narrower, saved_block_bytes
-from nanogpt_hf.planning.counts import Counts, CountsOf, StageShare, stages_of
+from nanogpt_hf.planning.counts import Counts, StageShare, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
@@ -61,22 +61,15 @@ def footprint(
     block_size: int,
     accumulates: bool,
     optim: OptimSection | None = None,
-    counts_of: CountsOf | None = None,
 ) -> Footprint:
     """The footprint of a training step; `model` may be on the meta device.
 
     `accumulates`: whether a step has several micro-batches, so that gradients stay allocated
     after the first one. `optim`: that of the recipe; without it AdamW with float32 state. Of a
     pipeline it is the stage with the highest peak, of other kinds of parallelism any device.
-    `counts_of`: Counts.of, or a cache of it.
     """
-    batch, counts_of = (micro_batch_size, block_size, accumulates), counts_of or Counts.of
-    footprints = [
-        _footprint(
-            model, place, stage, counts_of(model, place.tp, stage), *batch, optim or OptimSection()
-        )
-        for stage in stages_of(model, place)
-    ]
+    step = micro_batch_size, block_size, accumulates, optim or OptimSection()
+    footprints = [_footprint(model, place, stage, *step) for stage in stages_of(model, place)]
     return max(footprints, key=lambda estimated: estimated.peak)
 
 
@@ -84,25 +77,27 @@ def _footprint(
     model: PreTrainedModel,
     place: Placement,
     stage: StageShare,
-    counts: Counts,
     micro_batch_size: int,
     block_size: int,
     accumulates: bool,
     optim: OptimSection,
 ) -> Footprint:
     config, value = model.config, place.compute_bytes
+    counts = Counts.of(model, place.tp, stage)
     rows = micro_batch_size * block_size // place.cp
     residual = 4 * rows * config.hidden_size  # float32
     full_block = rows * _block_activation_bytes(model, block_size, place)
     saved_block = rows * saved_bytes_per_token(model, block_size, place)
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
-    passing = residual + value * rows * _mlp_gradient_values(model, place.tp)
+    architecture = architecture_of(model)
+    last = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
+    copies_of_input = 2 if hasattr(last, "lora_A") else 1  # an adapter has a gradient of its own
+    passing = residual + value * rows * (last.in_features // place.tp * copies_of_input)
     recomputed = full_block if place.checkpointing else 0
     state, offloaded = _state(counts, place, _optimizer_bytes(model, counts, place, optim))
     in_float32 = dataclasses.replace(optim, state="float32")
-    checkpoint = 4 * counts.total / place.shards + _optimizer_bytes(
-        model, counts, place, in_float32
-    )
+    checkpoint = _optimizer_bytes(model, counts, place, in_float32)
+    checkpoint += 4 * counts.total / place.shards
     # processes of a machine: of copies one is saved
     savers = min(place.per_machine, place.processes // place.copies)
     host_copy = 0 if place.on_cpu else savers * checkpoint
@@ -160,10 +155,8 @@ def _footprint(
     if update_bytes := kind_of(optim).update_bytes:
         copies = update_bytes(model, place.on_cpu, place.shards, place.processes)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
-    zeros = dict.fromkeys(PARTS, 0.0)
-    return Footprint(
-        {name: zeros | state | parts for name, parts in phases.items()}, offloaded, host_copy
-    )
+    phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
+    return Footprint(phases, offloaded, host_copy)
 
 
 def _loss(
@@ -253,13 +246,6 @@ def _linear_input_bytes(
     return saved
 
 
-def _mlp_gradient_values(model: PreTrainedModel, tp: int) -> int:
-    """Values per token of the gradient of the MLP's last input; an adapter has a second one."""
-    architecture = architecture_of(model)
-    projection = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
-    return projection.in_features // tp * (2 if hasattr(projection, "lora_A") else 1)
-
-
 def _optimizer_bytes(
     model: PreTrainedModel, counts: Counts, place: Placement, optim: OptimSection
 ) -> float:
@@ -291,7 +277,7 @@ def _state(
         state["gradients"] *= place.shards
     offloaded_parts = []
     if place.offloads_optimizer or place.offloads_weights:
-        offloaded_parts += ["gradients", "optimizer"]
+        offloaded_parts = ["gradients", "optimizer"]
     if place.offloads_weights:
         offloaded_parts.append("weights")
     offloaded = sum(state[part] for part in offloaded_parts)

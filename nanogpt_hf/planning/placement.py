@@ -1,7 +1,7 @@
 """How a launch distributes a model: read from an accelerate config, and written as one."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -81,51 +81,44 @@ class Placement:
         return self.compute_bytes if self.zero else 4
 
     @property
-    def model_parallel(self) -> dict[str, int]:
-        return {"tensor": self.tp, "context": self.cp, "pipeline": self.pp}
+    def _sizes(self) -> dict[str, int | str]:
+        """The kinds of parallelism with their sizes."""
+        sizes: dict[str, int | str] = {"PP": self.pp, "CP": self.cp, "TP": self.tp}
+        sizes = {name: size for name, size in sizes.items() if size != 1}
+        if self.kind == "FSDP2" and self.copies > 1:
+            sizes["HSDP"] = f"{self.copies}×{self.shards}"
+        elif self.dp * self.cp > 1 or not sizes:
+            sizes[self.kind] = self.dp
+        return sizes
 
     @property
     def family(self) -> str:
         """The kinds of parallelism without their sizes, such as `TP × FSDP2`."""
-        sizes = {"PP": self.pp, "CP": self.cp, "TP": self.tp}
-        names = [name for name, size in sizes.items() if size > 1]
-        if self.dp * self.cp > 1 or not names:
-            names.append("HSDP" if self.kind == "FSDP2" and self.copies > 1 else self.kind)
-        return " × ".join(names)
+        return " × ".join(self._sizes)
 
     @property
     def name(self) -> str:
         """Such as `TP 2 × FSDP2 4`."""
         if self.processes == 1:
             return self.family
-        sizes = {
-            "PP": self.pp,
-            "CP": self.cp,
-            "TP": self.tp,
-            "HSDP": f"{self.copies}×{self.shards}",
-        }
-        return " × ".join(f"{name} {sizes.get(name, self.dp)}" for name in self.family.split(" × "))
+        return " × ".join(f"{name} {size}" for name, size in self._sizes.items())
 
     @property
     def complexity(self) -> tuple[int, bool]:
         """A key that sorts the simplest placement first."""
-        kinds = ["one process", "DDP", "FSDP2"].index(self.kind) + ("HSDP" in self.family)
-        return 10 * sum(
-            size > 1 for size in self.model_parallel.values()
-        ) + kinds, self.checkpointing
+        kinds = ["one process", "DDP", "FSDP2"].index(self.kind) + ("HSDP" in self._sizes)
+        return 10 * len(self._sizes.keys() & {"PP", "CP", "TP"}) + kinds, self.checkpointing
 
     def __str__(self) -> str:
         parts = [plural(self.processes, "process")]
         if self.kind != "one process":
             parts.append(self.kind)
-        parts += [
-            f"{size}-way {name}-parallel" for name, size in self.model_parallel.items() if size > 1
-        ]
+        sizes = {"tensor": self.tp, "context": self.cp, "pipeline": self.pp}
+        parts += [f"{size}-way {name}-parallel" for name, size in sizes.items() if size > 1]
         if self.shards > 1 and self.copies > 1:
             parts.append(f"{self.copies} copies over {self.shards} processes each")
-        parts.append(
-            "float32" if self.precision == "no" else (f"{self.precision} with float32 weights")
-        )
+        precision = f"{self.precision} with float32 weights"
+        parts.append("float32" if self.precision == "no" else precision)
         if self.checkpointing:
             parts.append("activation checkpointing")
         if self.offloads_weights or self.offloads_optimizer:
@@ -145,17 +138,15 @@ def read_placement(path: str) -> Placement:
         raise UserError(f"--config_file {path}: no such file; name one {_EXAMPLE}")
     try:
         config = load_config_from_file(path)
-        if isinstance(config, ClusterConfig):
-            return _placement(path, config)
+        if not isinstance(config, ClusterConfig):
+            raise ValueError(f"its compute_environment is not supported; name one {_EXAMPLE}")
+        return _placement(path, config)
     except UserError:
         raise
     except Exception as error:  # bad YAML, unknown keys, bad values
         raise UserError(
             f"--config_file {path}: not an accelerate config: {one_line(error)}"
         ) from None
-    raise UserError(
-        f"--config_file {path}: its compute_environment is not supported; name one {_EXAMPLE}"
-    )
 
 
 def _placement(path: str, config: Any) -> Placement:
@@ -202,38 +193,38 @@ def _placement(path: str, config: Any) -> Placement:
         if is_wrong:
             raise UserError(f"--config_file {path}: {problem}")
     tp, cp, pp = sizes["tp"], sizes["cp"], sizes["pp"]
-    place: dict[str, Any] = {
-        "processes": processes,
-        "tp": tp,
-        "cp": cp,
-        "pp": pp,
-        "per_machine": processes // max(1, int(config.num_machines or 1)),
-        "precision": precision,
-        "on_cpu": bool(config.use_cpu),
-        "compiles": str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
-    }
+    place = Placement(
+        processes=processes,
+        tp=tp,
+        cp=cp,
+        pp=pp,
+        per_machine=processes // max(1, int(config.num_machines or 1)),
+        precision=precision,
+        on_cpu=bool(config.use_cpu),
+        compiles=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
+    )
     if is_fsdp:
-        place |= {
-            "kind": "FSDP2",
-            "shards": processes // (tp * pp * sizes["dp_replicate"]),
-            "checkpointing": _true(fsdp.get("fsdp_activation_checkpointing")),
-            "reshard": _true(fsdp.get("fsdp_reshard_after_forward", True)),
-            "offloads_weights": _true(fsdp.get("fsdp_offload_params")),
-        }
-    elif "DEEPSPEED" in kind:
-        offloads = {
-            name: deepspeed.get(f"offload_{name}_device") not in (None, "none")
+        return replace(
+            place,
+            kind="FSDP2",
+            shards=processes // (tp * pp * sizes["dp_replicate"]),
+            checkpointing=_true(fsdp.get("fsdp_activation_checkpointing")),
+            reshard=_true(fsdp.get("fsdp_reshard_after_forward", True)),
+            offloads_weights=_true(fsdp.get("fsdp_offload_params")),
+        )
+    if "DEEPSPEED" in kind:
+        weights, optimizer = (
+            deepspeed.get(f"offload_{name}_device") not in (None, "none")
             for name in ("param", "optimizer")
-        }
-        place |= {
-            "kind": f"ZeRO-{stage}",
-            "shards": processes,
-            "offloads_weights": offloads["param"] and stage == 3,
-            "offloads_optimizer": offloads["optimizer"],
-        }
-    elif processes > tp * cp * pp:
-        place["kind"] = "DDP"
-    return Placement(**place)
+        )
+        return replace(
+            place,
+            kind=f"ZeRO-{stage}",
+            shards=processes,
+            offloads_weights=weights and stage == 3,
+            offloads_optimizer=optimizer,
+        )
+    return replace(place, kind="DDP") if place.dp > 1 else place
 
 
 def _true(value: object) -> bool:
@@ -252,45 +243,59 @@ def shipped_config(place: Placement) -> str | None:
     return f"accelerate_configs/{name}.yaml" if name else None
 
 
+_CONFIG = """\
+# {name}: {written}
+compute_environment: LOCAL_MACHINE
+distributed_type: {kind}
+num_machines: {machines}
+num_processes: {place.processes}
+machine_rank: 0{address}
+mixed_precision: {precision}
+use_cpu: {on_cpu}
+"""
+_ADDRESS = """  # 1, 2, ... on the other machines
+main_process_ip: 10.0.0.1  # edit: the address of the first machine
+main_process_port: 29500"""
+_FSDP = """\
+fsdp_config:
+  fsdp_version: 2
+  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
+  fsdp_reshard_after_forward: true
+  fsdp_cpu_ram_efficient_loading: false
+  fsdp_activation_checkpointing: {checkpointing}
+  fsdp_offload_params: false
+"""
+_SIZES = """\
+parallelism_config:
+  parallelism_config_dp_replicate_size: {copies}
+  parallelism_config_dp_shard_size: {shards}
+  parallelism_config_tp_size: {place.tp}
+  parallelism_config_cp_size: {place.cp}
+"""
+
+
 def config_text(place: Placement) -> str:
     """The accelerate config of a placement, as YAML."""
-    machines = max(1, place.processes // place.per_machine)
-    kind = "FSDP" if place.kind == "FSDP2" else "MULTI_GPU" if place.processes > 1 else "'NO'"
-    lines = [
-        f"# {place.name}: {WRITTEN}",
-        "compute_environment: LOCAL_MACHINE",
-        f"distributed_type: {kind}",
-        f"num_machines: {machines}",
-        f"num_processes: {place.processes}",
-        "machine_rank: 0" + ("  # 1, 2, ... on the other machines" if machines > 1 else ""),
-    ]
-    if machines > 1:
-        lines += [
-            "main_process_ip: 10.0.0.1  # edit: the address of the first machine",
-            "main_process_port: 29500",
-        ]
-    lines += [f"mixed_precision: {place.precision}", "use_cpu: false"]
-    if kind == "FSDP":
-        lines += [
-            "fsdp_config:",
-            "  fsdp_version: 2",
-            "  fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP",
-            "  fsdp_reshard_after_forward: true",
-            "  fsdp_cpu_ram_efficient_loading: false",
-            f"  fsdp_activation_checkpointing: {str(place.checkpointing).lower()}",
-            "  fsdp_offload_params: false",
-        ]
+    machines, is_fsdp = max(1, place.processes // place.per_machine), place.kind == "FSDP2"
+    kind = "FSDP" if is_fsdp else "MULTI_GPU" if place.processes > 1 else "'NO'"
+    copies = place.copies if is_fsdp else place.dp
+    text = _CONFIG + _FSDP * is_fsdp
     if place.compiles:
-        lines += ["dynamo_config:", "  dynamo_backend: INDUCTOR"]
-    copies = place.copies if kind == "FSDP" else place.dp
-    if place.tp * place.cp * place.pp > 1 or (kind == "FSDP" and copies > 1):
-        sizes = {
-            "dp_replicate": copies,
-            "dp_shard": place.shards // place.cp,
-            "tp": place.tp,
-            "cp": place.cp,
-        }
-        sizes |= {"pp": place.pp} if place.pp > 1 else {}
-        lines.append("parallelism_config:")
-        lines += [f"  parallelism_config_{name}_size: {size}" for name, size in sizes.items()]
-    return "\n".join(lines) + "\n"
+        text += "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
+    if place.tp * place.cp * place.pp > 1 or (is_fsdp and copies > 1):
+        text += _SIZES
+    if place.pp > 1:
+        text += "  parallelism_config_pp_size: {place.pp}\n"
+    return text.format(
+        place=place,
+        name=place.name,
+        written=WRITTEN,
+        kind=kind,
+        precision="'no'" if place.precision == "no" else place.precision,
+        on_cpu=str(place.on_cpu).lower(),
+        checkpointing=str(place.checkpointing).lower(),
+        machines=machines,
+        address=_ADDRESS * (machines > 1),
+        copies=copies,
+        shards=place.shards // place.cp,
+    )

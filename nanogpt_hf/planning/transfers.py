@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.context_parallel import heads_of, needs_ring
-from nanogpt_hf.planning.counts import Counts, CountsOf, stages_of
+from nanogpt_hf.planning.counts import Counts, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 
@@ -48,7 +48,6 @@ def transfers(
     micro_batch_size: int,
     block_size: int,
     accumulation: int,
-    counts_of: CountsOf | None = None,
 ) -> list[Transfer]:
     """What one device sends per step; of a pipeline one of the middle, with as many parameters as
     the largest stage.
@@ -64,10 +63,8 @@ def transfers(
     came from. A stage of a pipeline sends activations on and their gradients back.
     """
     config, value, stages = model.config, place.compute_bytes, stages_of(model, place)
-    counts_of = counts_of or Counts.of
-    counts = max(
-        (counts_of(model, place.tp, stage) for stage in stages), key=lambda counts: counts.total
-    )
+    shares = [Counts.of(model, place.tp, stage) for stage in stages]
+    counts = max(shares, key=lambda counts: counts.total)
     blocks = max(stage.blocks for stage in stages)
     # for a layer, per step
     values = micro_batch_size * block_size // place.cp * config.hidden_size * accumulation

@@ -91,33 +91,6 @@ def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
 
 
 @pytest.mark.slow
-def test_7b_on_8_gpus_of_80_gb_is_sharded():
-    _, model, found = proposal_for(LLAMA_7B, cluster(8))
-    layout = found.layout
-    assert (layout.place.name, layout.micro_batch_size, layout.place.checkpointing) == (
-        "FSDP2 8",
-        1,
-        False,
-    )
-    state = layout.memory.phases[LOSS]
-    assert state["weights"] == pytest.approx(bytes_of_shards(model, 8), rel=1e-3)
-    assert state["gradients"] >= state["weights"]
-    # 32 blocks keep for each of 4,096 tokens at least the inputs of the norms, in float32, and of
-    # seven matrix products
-    values = 2 * (3 * 4096 + 4096 + 2 * 4096 + 11008) + 4 * 2 * 4096
-    assert state["activations"] > 32 * 4096 * values
-    assert 13.7e9 < 16 * model.num_parameters() / 8 < 13.9e9
-    assert {other.place.family for other in found.best} >= {
-        "DDP",
-        "FSDP2",
-        "TP × FSDP2",
-        "CP × FSDP2",
-        "PP × FSDP2",
-    }
-    assert found.cluster.lacks(next(other for other in found.best if other.place.family == "DDP"))
-
-
-@pytest.mark.slow
 def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     _, model, found = proposal_for(LLAMA_70B, cluster(64))
     layout = found.layout
@@ -126,7 +99,10 @@ def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     assert layout.memory.phases[LOSS]["weights"] == pytest.approx(
         bytes_of_shards(model, 64), rel=1e-3
     )
-    hsdp = next(other for other in found.best if other.place.family == "HSDP")
+    by_family = {other.place.family: other for other in found.best}
+    assert by_family.keys() >= {"DDP", "FSDP2", "TP × FSDP2", "CP × FSDP2", "PP × FSDP2"}
+    assert found.cluster.lacks(by_family["DDP"])
+    hsdp = by_family["HSDP"]
     assert hsdp.memory.peak > 16 * model.num_parameters() / 8 > 80e9
     # with a slow network only activations should cross it
     _, _, slow = proposal_for(LLAMA_70B, cluster(64, gigabits=10.0))
@@ -232,29 +208,15 @@ def test_written_config_is_read_as_the_proposed_placement(tmp_path):
             shipped = shipped_config(layout.place)
             assert shipped is None or (ROOT / shipped).is_file() or "cp_fsdp2" in shipped
             seen.add(layout.place.family)
-    assert seen >= {
-        "one process",
-        "DDP",
-        "FSDP2",
-        "HSDP",
-        "TP",
-        "TP × FSDP2",
-        "CP × FSDP2",
-        "PP",
-        "PP × DDP",
-        "PP × FSDP2",
-    }
+    assert seen >= {"one process", "DDP", "FSDP2", "HSDP", "TP", "TP × FSDP2", "CP × FSDP2"}
+    assert seen >= {"PP", "PP × DDP", "PP × FSDP2"}
 
 
 def test_gpu_is_chosen_by_name_or_memory():
     assert gpu_of("A100", None) == ("A100", GPUS["A100"])
     assert gpu_of("A100", 40e9)[1].memory == 40e9
-    assert [gpu_of(None, memory)[0] for memory in (24e9, 48e9, 80e9, None)] == [
-        "RTX 4090",
-        "L40S",
-        "H100",
-        "H100",
-    ]
+    fitting = [gpu_of(None, memory)[0] for memory in (24e9, 48e9, 80e9, None)]
+    assert fitting == ["RTX 4090", "L40S", "H100", "H100"]
 
 
 def test_layouts_divide_the_sequences_of_a_step():
