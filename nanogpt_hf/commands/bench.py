@@ -80,11 +80,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     # The imports below take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
 
-    from nanogpt_hf.doctor.probes import small_config
+    from nanogpt_hf.data.synthetic import small_config
 
     logging.disable_progress_bar()
     if config is None:
-        config = dataclasses.replace(small_config(arguments.mesh.world_size), name="bench")
+        config = small_config("bench", arguments.mesh.world_size)
     if arguments.scaling:
         _scale(arguments, config, overrides, counts)
     else:

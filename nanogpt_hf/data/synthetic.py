@@ -1,11 +1,11 @@
-"""Synthetic data: random tokens in place of prepared data, for `bench` and `doctor`."""
+"""A small recipe, and random tokens in place of prepared data, for `bench` and `doctor`."""
 
 import contextlib
 from dataclasses import dataclass
 
 import numpy as np
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.manifest import find_manifest
@@ -22,6 +22,16 @@ class SyntheticData:
     vocab_size: int
     end_of_text_id: None = None
     end_of_turn_id: None = None
+
+
+def small_config(name: str, world_size: int) -> Config:
+    """The recipe if none is given: 0.8 M parameters, one micro-batch per process and step."""
+    return Config(
+        name=name,
+        model=ModelSection(n_layer=4, n_head=4, n_embd=128, n_positions=128),
+        data=DataSection(tokenizer="char", block_size=128, dir="data"),
+        train=TrainSection(micro_batch_size=8, tokens_per_step=8 * 128 * world_size),
+    )
 
 
 def prepared_if_any(

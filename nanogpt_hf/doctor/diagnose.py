@@ -7,19 +7,21 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.synthetic import vocab_size_of
+from nanogpt_hf.data.synthetic import small_config, vocab_size_of
 from nanogpt_hf.distributed.accelerate_config import requested_settings
 from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.doctor import findings, machine, probes
-from nanogpt_hf.doctor.findings import ADVICE, Finding
+from nanogpt_hf.doctor import machine
+from nanogpt_hf.doctor.machine import Place, Process
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.formatting import plural
+from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.planning.estimate import run_bytes
@@ -28,6 +30,37 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.machine import describe_host, versions
 
 PATIENCE = 60  # seconds that processes wait for each other
+_MIN_DISK = 5e9  # bytes, enough for caches, compiled kernels and a small run
+_SAME_LAUNCH = (
+    "check that all machines run it with the same num_processes, main_process_ip and "
+    "main_process_port"
+)
+# By backend: environment variables to try on every machine, and what they mean.
+SETTINGS = {
+    "nccl": (
+        "NCCL_DEBUG=INFO           NCCL logs which network and links it uses, and what failed",
+        "NCCL_SOCKET_IFNAME=eth0   the interface to the other machines, if NCCL uses docker0 or a "
+        "VPN",
+        "NCCL_IB_DISABLE=1         sockets instead of InfiniBand that is not set up: slower",
+        "NCCL_P2P_DISABLE=1        no peer-to-peer access between the GPUs of a machine, which an "
+        "IOMMU can break",
+        "GLOO_SOCKET_IFNAME=eth0   the same for gloo, with which doctor collects its findings",
+    ),
+    "gloo": (
+        "GLOO_SOCKET_IFNAME=eth0   the interface to the other machines; `ip addr` lists them",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line of the report, with details below it and figures for the JSON."""
+
+    level: str  # ok, warning, fault
+    topic: str
+    text: str
+    lines: tuple[str, ...] = ()
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 class Report:
@@ -64,9 +97,11 @@ class Report:
             write_json(self.file, [dataclasses.asdict(finding) for finding in self.findings])
         return 1 if faults else 0
 
-    def give_up(self, topic: str, text: str, lines: tuple[str, ...] = ()) -> None:
+    def give_up(self, topic: str, text: str) -> None:
         """Report a fault and exit at once: destroying the process group could hang."""
         status = 1
+        tries = "environment variables to try on every machine:"
+        lines = (_SAME_LAUNCH, tries, *SETTINGS[self.backend])
         try:
             self.add(Finding("fault", topic, text, lines))
             status = self.end()
@@ -74,7 +109,7 @@ class Report:
             os._exit(status)
 
     @contextmanager
-    def together(self, topic: str, seconds: float | None = None) -> Iterator[None]:
+    def together(self, topic: str) -> Iterator[None]:
         """Around communication: a failure or a hang becomes a fault with advice, and the process
         exits.
 
@@ -82,72 +117,165 @@ class Report:
         other processes' timer is longer than the main process's: the first process that exits
         ends the job.
         """
-        seconds = seconds or PATIENCE
-        late = f"no response from the other processes within {seconds:g} s"
-        limit = seconds if self.prints else 2 * seconds
-        clock = threading.Timer(limit, self.give_up, (topic, late, ADVICE[self.backend]))
+        if self.alone:
+            yield
+            return
+        late = f"no response from the other processes within {PATIENCE:g} s"
+        limit = PATIENCE if self.prints else 2 * PATIENCE
+        clock = threading.Timer(limit, self.give_up, (topic, late))
         clock.daemon = True
-        if not self.alone:
-            clock.start()
+        clock.start()
         try:
             yield
         except RuntimeError as error:  # from gloo and NCCL
-            if self.alone:
-                raise
             # without source location and details
             reason = re.sub(r"^\[\S+\] |\. .*", "", " ".join(str(error).split()))
-            self.give_up(
-                topic,
-                f"communication between the processes failed: {reason}",
-                ADVICE[self.backend],
-            )
+            self.give_up(topic, f"communication between the processes failed: {reason}")
         finally:
             clock.cancel()
 
 
 def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: Mesh) -> int:
     """Report on this machine, without a recipe for a small model; return the exit status."""
-    config = recipe or probes.small_config(mesh.world_size)
+    config = recipe or small_config("doctor", mesh.world_size)
     folder = RunFolder(run_dir or (Path("runs") / config.name if recipe else "runs"))
 
-    report.add(*findings.judge_versions(versions(), machine.outside_ranges()))
-    report.add(findings.Finding("ok", "machine", describe_host()))
+    text = ", ".join(f"{name} {version}" for name, version in versions().items())
+    report.add(Finding("ok", "versions", text, figures=versions()))
+    report.add(*(Finding("warning", "versions", text) for text in machine.outside_ranges()))
+    report.add(Finding("ok", "machine", describe_host()))
     places, needed = machine.places_of_a_run(folder.path, config.data.dir), None
     if recipe:
         parameters = count_parameters(build_config(config.model, vocab_size_of(config)))
         # AdamW's state is the largest
         needed = run_bytes(parameters, 8 * parameters, config.checkpoint.keep)
-    report.add(*findings.judge_places(places, needed))
+    report.add(*judge_places(places, needed))
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder, mesh)
             if mesh.world_size > 1:
                 report.backend = "nccl" if "nccl" in str(accelerator.state.backend) else "gloo"
-            gather = probes.build_gather(mesh.world_size)
+            gather = machine.build_gather(mesh.world_size)
     except UserError as error:
-        report.add(findings.Finding("fault", "launch", str(error)))
+        report.add(Finding("fault", "launch", str(error)))
         return report.end()
-    requested, actual, gpus = (
-        requested_settings(),
-        actual_settings(accelerator),
-        torch.cuda.device_count(),
-    )
-    report.add(
-        *findings.judge_launch(requested, actual, mesh.world_size, mesh.local_world_size, gpus)
-    )
+    settings = requested_settings(), actual_settings(accelerator)
+    report.add(*judge_launch(*settings, mesh, torch.cuda.device_count()))
     with report.together("processes"):
         processes = gather(machine.this_process(accelerator, places))
-    report.add(*findings.judge_processes(processes))
+    report.add(*judge_processes(processes))
     for host, process in {p.host: p for p in reversed(processes)}.items():
         if host != processes[0].host:
-            report.add(*findings.judge_places(process.places, None, host=f"{host}: "))
+            report.add(*judge_places(process.places, None, host=f"{host}: "))
     if len(processes) == 1:
-        report.add(findings.Finding("ok", "all-reduce", "n/a with one process"))
+        report.add(Finding("ok", "all-reduce", "n/a with one process"))
     else:
         with report.together("all-reduce"):
-            rows, equal = probes.all_reduce_times(accelerator.device, gather)
-        link = probes.find_link(processes, report.backend)
-        report.add(findings.judge_all_reduce(rows, equal, link, report.backend))
+            rows, equal = machine.all_reduce_times(accelerator.device, gather)
+        report.add(judge_all_reduce(rows, equal, report.backend))
     status = report.end()
     accelerator.end_training()
     return status
+
+
+def judge_places(places: list[Place], needed: int | None, host: str = "") -> list[Finding]:
+    """Judge the disk of each folder.
+
+    `needed`: the largest size of the run folder, the first of them.
+    """
+    findings = []
+    for place, required in zip(places, [needed, *[None] * len(places)], strict=False):
+        level, more = "fault", ""
+        if not place.writable:
+            more = ", which is not writable: choose another folder"
+        elif required and place.free < required:
+            more = f", but the run's checkpoints and models need {format_bytes(required)}"
+        elif place.free < _MIN_DISK:
+            level, more = "warning", f", less than {format_bytes(_MIN_DISK)}"
+        else:
+            level = "ok"
+            more = f"; the run needs up to {format_bytes(required)}" if required else ""
+        text = f"{host}{place.what}: {format_bytes(place.free)} free in {place.path}{more}"
+        figures = dataclasses.asdict(place) | {"needed": required}
+        findings.append(Finding(level, "disk", text, figures=figures))
+    return findings
+
+
+def judge_launch(
+    requested: dict[str, str], actual: dict[str, str], mesh: Mesh, gpus: int
+) -> list[Finding]:
+    """Compare settings of the accelerate config with the actual ones; this host has `gpus`."""
+    local = mesh.local_world_size
+    facts = ", ".join(f"{name} {value}" for name, value in actual.items())
+    problems = [
+        f"the accelerate config requests {name} {value}, the launch has {actual[name]}"
+        for name, value in requested.items()
+        if value.lower() != actual[name].lower()
+    ]
+    if actual["device"] == "cuda" and gpus > local:
+        problems.append(
+            f"this host has {gpus} GPUs and uses {local}: set num_processes in the "
+            "accelerate config"
+        )
+    return [
+        Finding("ok", "launch", f"{plural(mesh.world_size, 'process')}, {facts}", figures=actual),
+        *(Finding("warning", "launch", problem) for problem in problems),
+    ]
+
+
+def judge_processes(processes: list[Process]) -> list[Finding]:
+    """List the processes; find shared GPUs, more threads than cores, and versions that differ
+    from rank 0.
+    """
+    hosts = Counter(p.host for p in processes)
+    lines = tuple(
+        f"rank {p.rank}  {p.host}  pid {p.pid}  {p.device}, {format_bytes(p.free)} of "
+        f"{format_bytes(p.memory)} free, {plural(p.threads, 'thread')}"
+        for p in processes
+    )
+    text = f"{plural(len(processes), 'process')} on {plural(len(hosts), 'host')}"
+    figures = {"ranks": [dataclasses.asdict(p) for p in processes]}
+    findings = [Finding("ok", "processes", text, lines, figures)]
+    for (host, gpu), count in Counter((p.host, p.gpu) for p in processes if p.gpu).items():
+        if count > 1:
+            text = f"{count} processes share one GPU of {host} ({gpu}): start one per GPU"
+            findings.append(Finding("fault", "processes", text))
+    for host, count in hosts.items():
+        here = [p for p in processes if p.host == host]
+        threads, cores = sum(p.threads for p in here), here[0].cores
+        if here[0].gpu is None and count > 1 and threads > cores:
+            text = (
+                f"{host}: {threads} threads on {cores} cores: set "
+                f"OMP_NUM_THREADS={max(1, cores // count)}"
+            )
+            findings.append(Finding("warning", "processes", text))
+    first = processes[0]
+    for p in processes[1:]:
+        names = first.versions | p.versions
+        differing = [n for n in names if first.versions.get(n) != p.versions.get(n)]
+        if differing:
+            here, there = (
+                ", ".join(f"{n} {q.versions.get(n, 'none')}" for n in differing) for q in (p, first)
+            )
+            where = f"on the same host {p.host}" if p.host == first.host else f"on {p.host}"
+            text = (
+                f"rank {p.rank} {where} has {here}, rank 0 has {there}: use one environment for all"
+            )
+            findings.append(Finding("fault", "versions", text))
+    return findings
+
+
+def judge_all_reduce(rows: list[tuple[int, float, float]], equal: bool, backend: str) -> Finding:
+    """Rows of (bytes, seconds, bus GB/s), whether the sums are equal, and the settings of the
+    backend.
+    """
+    best = max(speed for *_, speed in rows)
+    lines = [
+        f"{size >> 10:>9,} KiB {seconds * 1e3:>10,.2f} ms {speed:>8.2f} GB/s"
+        for size, seconds, speed in rows
+    ]
+    lines += ["if your link is much faster than this, try:", *SETTINGS[backend]]
+    level, text = "ok", f"{backend}, {best:.2f} GB/s at best, sums equal on all processes"
+    if not equal:
+        level, text = "fault", f"{backend}: the processes get different sums"
+    return Finding(level, "all-reduce", text, tuple(lines), {"rows": rows, "equal": equal})

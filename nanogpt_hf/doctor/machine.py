@@ -1,23 +1,36 @@
-"""Inspect the machine: dependencies, folders and disks, processes, devices and their links."""
+"""Inspect the machine and time an all-reduce: dependencies, folders and disks, processes, devices.
 
+Nothing here judges or prints.
+"""
+
+import hashlib
 import os
-import re
 import shutil
 import socket
-import subprocess
+import statistics
 import tempfile
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import psutil
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.runs.machine import versions
+
+# one value per process -> all of them by rank, on all processes
+Gather = Callable[[Any], list[Any]]
+_SIZES = (1 << 12, 1 << 16, 1 << 20, 1 << 24, 1 << 26)
+_SIZES_ON_GPUS = (1 << 28, 1 << 30)
 
 
 @dataclass(frozen=True)
@@ -56,22 +69,14 @@ def outside_ranges() -> list[str]:
             "nanogpt_hf is not installed, so the versions it needs are unknown: pip install -e ."
         ]
     problems = []
-    for line in lines:
-        needed = Requirement(line)
+    for needed in map(Requirement, lines):
         if needed.marker and not needed.marker.evaluate({"extra": ""}):
             continue
-        try:
+        wanted, found = f"{needed.name}{needed.specifier}", None
+        with suppress(metadata.PackageNotFoundError):
             found = metadata.version(needed.name)
-        except metadata.PackageNotFoundError:
-            problems.append(
-                f"{needed.name} is missing, needs {needed.specifier}: pip install {needed.name}"
-            )
-            continue
-        if not needed.specifier.contains(found, prereleases=True):
-            problems.append(
-                f"{needed.name} {found} is outside {needed.specifier}: pip install "
-                f"'{needed.name}{needed.specifier}'"
-            )
+        if found is None or not needed.specifier.contains(found, prereleases=True):
+            problems.append(f"{wanted} is needed, found {found}: pip install '{wanted}'")
     return problems
 
 
@@ -102,16 +107,17 @@ def places_of_a_run(run_folder: Path, data_folder: str) -> list[Place]:
 
 def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
     device, ram = accelerator.device, psutil.virtual_memory()
-    on_gpu = device.type == "cuda"
-    free, memory = torch.cuda.mem_get_info(device) if on_gpu else (ram.available, ram.total)
+    name, gpu, free, memory = str(device), None, ram.available, ram.total
+    if device.type == "cuda":
+        name = f"{device} {torch.cuda.get_device_name(device)}"
+        gpu = str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
+        free, memory = torch.cuda.mem_get_info(device)
     return Process(
         rank=accelerator.process_index,
         host=socket.gethostname(),
         pid=os.getpid(),
-        device=f"{device} {torch.cuda.get_device_name(device)}" if on_gpu else str(device),
-        gpu=str(getattr(torch.cuda.get_device_properties(device), "uuid", device))
-        if on_gpu
-        else None,
+        device=name,
+        gpu=gpu,
         free=free,
         memory=memory,
         cores=allowed_cores(),
@@ -121,93 +127,49 @@ def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
     )
 
 
-# GB/s per direction, from the specifications: per NVLink (2 to 4: 25, 5: 50), per PCIe lane after
-# encoding.
-_NVLINK = {7: 25, 8: 25, 9: 25, 10: 50}  # by the major compute capability
-_PCIE_LANE = {3: 0.985, 4: 1.969, 5: 3.938}  # by generation
-
-
-@dataclass(frozen=True)
-class Link:
-    """The interconnect that an all-reduce uses."""
-
-    name: str
-    detected_by: str
-    peak: float | None = None  # bus bandwidth, GB/s
-    peak_source: str = "n/a"  # how `peak` was computed
-
-
-def _nvidia_smi(*arguments: str) -> str:
-    """The output of nvidia-smi without colors; '' if it is missing or fails."""
-    try:
-        done = subprocess.run(
-            ["nvidia-smi", *arguments], capture_output=True, text=True, timeout=20
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return re.sub(r"\x1b\[[0-9;]*m", "", done.stdout) if done.returncode == 0 else ""
-
-
-def gpu_link(uuids: list[str], capability: int) -> Link:
-    """The slowest connection between any two of these GPUs of one machine, by nvidia-smi."""
-    query = "--query-gpu=uuid,index,pcie.link.gen.max,pcie.link.width.max"
-    rows = [line.split(", ") for line in _nvidia_smi(query, "--format=csv,noheader").splitlines()]
-    cards = [row[1:] for row in rows if any(row[0].endswith(uuid) for uuid in uuids)]
-    matrix = [
-        line.split()
-        for line in _nvidia_smi("topo", "-m").splitlines()
-        if re.match(r"GPU\d+\s", line)
-    ]
-    try:
-        numbers = [int(number) for number, _, _ in cards]
-        connections = [matrix[a][1 + b] for a in numbers for b in numbers if a < b]
-        lanes = min((int(generation), int(width)) for _, generation, width in cards)
-    except (ValueError, IndexError):
-        connections, lanes = [], (0, 0)
-    if not connections or len(cards) != len(uuids):
-        return Link("unknown", "nvidia-smi does not list these GPUs")
-    detected_by = f"nvidia-smi topo -m shows {', '.join(sorted(set(connections)))}"
-    if all(connection.startswith("NV") for connection in connections):
-        count, each = (
-            min(int(connection[2:]) for connection in connections),
-            _NVLINK.get(capability),
-        )
-        return Link(
-            "NVLink",
-            detected_by,
-            each and count * each,
-            f"{count} links × {each} GB/s per direction" if each else "n/a",
-        )
-    each = _PCIE_LANE.get(lanes[0])
-    peak = each and lanes[1] * each
-    return Link(
-        "PCIe",
-        detected_by,
-        peak,
-        f"{lanes[1]} lanes of generation {lanes[0]} × {each} GB/s per direction" if each else "n/a",
-    )
-
-
-def network_link(backend: str) -> Link:
-    """The network between machines; its peak is known only if an environment variable names the
-    interface.
+def build_gather(world_size: int) -> Gather:
+    """A function that gathers one value per process, always with gloo, which works when NCCL is
+    the problem.
     """
-    name = os.environ.get(f"{backend.upper()}_SOCKET_IFNAME", "").lstrip("=")
-    if backend == "nccl" and os.environ.get("NCCL_IB_DISABLE") != "1":
-        return Link(
-            "network",
-            "several hosts; NCCL_DEBUG=INFO logs whether it uses InfiniBand or Ethernet",
-        )
-    # Mbit/s, 0 where not known
-    speed = psutil.net_if_stats()[name].speed if name in psutil.net_if_stats() else 0
-    if not speed:
-        return Link(
-            "network",
-            f"several hosts; {backend.upper()}_SOCKET_IFNAME names no interface of known speed",
-        )
-    return Link(
-        "network",
-        f"several hosts, interface {name}",
-        speed / 8000,
-        f"{name} at {speed:,} Mbit/s / 8",
-    )
+    if world_size == 1:
+        return lambda value: [value]
+    group = dist.new_group(backend="gloo")
+
+    def gather(value: Any) -> list[Any]:
+        values = [None] * world_size
+        dist.all_gather_object(values, value, group=group)
+        return values
+
+    return gather
+
+
+def all_reduce_times(
+    device: torch.device, gather: Gather
+) -> tuple[list[tuple[int, float, float]], bool]:
+    """Bytes, seconds (median of 5, of the slowest process) and bus GB/s for several sizes, until an
+    all-reduce takes a second; and whether all processes get the same sums.
+
+    The bus bandwidth is that of nccl-tests (doc/PERFORMANCE.md): size / time × 2(n - 1) / n, the
+    traffic of each process's link, to compare with the hardware for any number of processes.
+    """
+    rows, equal, processes = [], True, dist.get_world_size()
+    for size in (*_SIZES, *(_SIZES_ON_GPUS if device.type == "cuda" else ())):
+        random = torch.Generator(device).manual_seed(dist.get_rank())
+        tensor = torch.randn(size // 4, device=device, generator=random)
+        dist.all_reduce(tensor)  # opens connections
+        sums = hashlib.sha256(tensor.cpu().numpy().tobytes()).hexdigest()
+        equal &= len(set(gather(sums))) == 1
+        slowest = max(gather(statistics.median(_seconds(tensor) for _ in range(5))))
+        rows.append((size, slowest, size / slowest * 2 * (processes - 1) / processes / 1e9))
+        if slowest > 1:
+            break
+    return rows, equal
+
+
+def _seconds(tensor: torch.Tensor) -> float:
+    """How long an all-reduce of `tensor` takes; the device is idle before it."""
+    started = time.perf_counter()
+    dist.all_reduce(tensor)
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)
+    return time.perf_counter() - started
