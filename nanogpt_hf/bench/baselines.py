@@ -87,12 +87,9 @@ def pairs_with_bare(work: Workload, windows: int, steps: int) -> list[Pair]:
         work.step()
     pairs = []
     for window in range(windows):
-        if window % 2:
-            ours = time_of(device, work.step, steps)
-            pairs.append((ours, time_of(device, theirs, steps)))
-        else:
-            other = time_of(device, theirs, steps)
-            pairs.append((time_of(device, work.step, steps), other))
+        first, second = (work.step, theirs) if window % 2 else (theirs, work.step)
+        pair = time_of(device, first, steps), time_of(device, second, steps)
+        pairs.append(pair if window % 2 else pair[::-1])
     return pairs
 
 

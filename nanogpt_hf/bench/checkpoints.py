@@ -12,28 +12,17 @@ from accelerate.utils import broadcast_object_list
 
 from nanogpt_hf.bench.clock import spread, time_of
 from nanogpt_hf.bench.workload import Workload
-from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
 
-def checkpoint_times(work: Workload, windows: int) -> dict[str, Any] | str:
+def checkpoint_times(work: Workload, windows: int) -> dict[str, Any]:
     """Bytes of a checkpoint; seconds that training waits for it, of the next step, and until it is
-    on the disk.
+    on the disk: saved into a temporary folder in the current one.
 
-    The reason if it cannot be written.
-    """
-    try:
-        return _times(work, windows)
-    except RunFolderError as error:
-        return f"n/a: {error}"
-
-
-def _times(work: Workload, windows: int) -> dict[str, Any]:
-    """Save checkpoints into a temporary folder in the current one.
-
-    The first is not counted: it allocates the memory for the copy.
+    The first is not counted: it allocates the memory for the copy. Raises RunFolderError if it
+    cannot be written.
     """
     run, device = work.run, work.run.accelerator.device
     waits, steps, writes = [], [], []

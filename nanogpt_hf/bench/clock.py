@@ -1,11 +1,10 @@
 """Time training steps: repeated windows with their spread, and the phases of a step."""
 
-import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 
+import numpy as np
 import torch
 from accelerate.utils import gather
 
@@ -17,20 +16,13 @@ _PROFILED_STEPS = 3
 PHASES = ("data wait", "set-up", "forward", "backward", "optimizer")
 
 
-@dataclass(frozen=True)
-class Spread:
-    """Median and quartiles of repeated measurements."""
-
-    median: float
-    low: float
-    high: float
+Spread = dict[str, float]
 
 
 def spread(values: list[float]) -> Spread:
-    low, _, high = (
-        statistics.quantiles(values, n=4, method="inclusive") if len(values) > 1 else values * 3
-    )
-    return Spread(statistics.median(values), low, high)
+    """Median and quartiles of repeated measurements."""
+    median, low, high = np.quantile(values, (0.5, 0.25, 0.75)).tolist()
+    return {"median": median, "low": low, "high": high}
 
 
 def synchronize(device: torch.device) -> None:

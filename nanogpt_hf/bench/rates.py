@@ -1,12 +1,10 @@
 """Tokens per second of generation, data loader and tokenizer."""
 
 import os
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -14,8 +12,6 @@ from nanogpt_hf.bench.clock import Spread, spread, time_of
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.completions import generate_completions
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.generate import generate_tokens
@@ -43,10 +39,8 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
     if work.run.mesh.world_size > 1:
         return None
     model = cast(PreTrainedModel, work.run.accelerator.unwrap_model(work.run.model))
-    new, device = (
-        min(_NEW_TOKENS, work.run.model_config.max_position_embeddings - 1),
-        work.run.accelerator.device,
-    )
+    new = min(_NEW_TOKENS, work.run.model_config.max_position_embeddings - 1)
+    device = work.run.accelerator.device
     model.eval()
 
     def with_cache() -> int:
@@ -88,70 +82,19 @@ def generation_rates(work: Workload, windows: int) -> dict[str, Spread] | None:
     return rates
 
 
-def loader_rates(work: Workload, windows: int) -> dict[str, Spread]:
-    """Tokens per second of the batches of one process, and the speed relative to an open np.memmap.
+def loader_rate(work: Workload, windows: int) -> Spread:
+    """Tokens per second of the batches of one process."""
+    batches = work.run.batches
+    step = batches.micro_batch_size * batches.accumulation * batches.blocks.block_size
+    draws = max(1, 100_000 // step)
 
-    The memmap reads the same windows of text from one flat file, inputs and targets separately,
-    as nanoGPT does. Conversations have no such counterpart.
-    """
-    batches, blocks = work.run.batches, work.run.batches.blocks
-    draws = max(1, 100_000 // (batches.micro_batch_size * batches.accumulation * blocks.block_size))
-    tokens = draws * batches.micro_batch_size * batches.accumulation * blocks.block_size
-
-    def ours() -> None:
-        for step in range(draws):
-            for _ in batches.micro_batches(step):
+    def draw() -> int:
+        for number in range(draws):
+            for _ in batches.micro_batches(number):
                 pass
+        return draws * step
 
-    ours()
-    if not isinstance(blocks, TokenBlocks):
-        return {"loader": spread([tokens / time_of(_CPU, ours) for _ in range(windows)])}
-    with tempfile.TemporaryDirectory() as folder:
-        pairs = _pairs_with_memmap(ours, draws, batches, blocks, Path(folder) / "flat.bin", windows)
-    return {
-        "loader": spread([tokens / seconds for seconds, _ in pairs]),
-        "times an open np.memmap": spread(
-            [memmap_seconds / seconds for seconds, memmap_seconds in pairs]
-        ),
-    }
-
-
-def _pairs_with_memmap(
-    ours: Callable[[], None],
-    draws: int,
-    batches: Batches,
-    blocks: TokenBlocks,
-    path: Path,
-    windows: int,
-) -> list[tuple[float, float]]:
-    """Seconds of `ours` and of the same draws from a memmap, closed on return (Windows deletes
-    no open file).
-    """
-    flat = _flat_copy(blocks.stream, path)
-
-    def memmap() -> None:
-        for step in range(draws):
-            _draw_from(flat, batches, blocks, step)
-
-    memmap()
-    return [(time_of(_CPU, ours), time_of(_CPU, memmap)) for _ in range(windows)]
-
-
-def _flat_copy(stream: TokenStream, path: Path) -> np.memmap:
-    flat = np.memmap(path, dtype=stream.chunks[0].dtype, mode="w+", shape=len(stream))
-    np.concatenate(stream.chunks, out=flat)
-    return flat
-
-
-def _draw_from(flat: np.memmap, batches: Batches, blocks: TokenBlocks, step: int) -> None:
-    size = blocks.block_size
-    starts = (batches.indices(step) * blocks.stride).reshape(-1, batches.micro_batch_size)
-    for index in range(batches.accumulation):
-        for shift in (0, 1):
-            positions = (starts[batches.micro_batch_number(index)] + shift).tolist()
-            torch.stack(
-                [torch.from_numpy(flat[at : at + size].astype(np.int64)) for at in positions]
-            )
+    return _rate(_CPU, draw, windows)
 
 
 def tokenizer_rate(data: DataSection, windows: int) -> Spread:
@@ -166,7 +109,7 @@ def tokenizer_rate(data: DataSection, windows: int) -> Spread:
     return _rate(_CPU, lambda: sum(map(len, tokenizer.encode_batch(texts))), windows)
 
 
-def or_reason(measure: Callable[[], Spread]) -> Spread | str:
+def or_reason(measure: Callable[[], Any]) -> Any:
     """The measurement, or the reason why there is none."""
     try:
         return measure()

@@ -1,6 +1,5 @@
 """Measure all figures of a bench, and format them."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ import torch
 from nanogpt_hf.bench import baselines, rates
 from nanogpt_hf.bench.checkpoints import checkpoint_times
 from nanogpt_hf.bench.clock import (
-    Spread,
     communication,
     phases_of_step,
     profiler,
@@ -51,14 +49,15 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         torch.cuda.reset_peak_memory_stats()
     steps = warm_up(work)
     step = spread([time_of(device, work.step, steps) for _ in range(windows)])
-    rate = train.tokens_per_step / step.median
+    rate = train.tokens_per_step / step["median"]
     model_config = work.run.model_config
     peak = peak_flops(device)
     flops_per_token = architecture_of(model_config).flops_per_token(
         model_config, config.data.block_size
     )
     per_device = rate / work.run.mesh.world_size
-    figures |= {
+    few, fewer = min(windows, 5), min(windows, 3)
+    return figures | {
         "windows": windows,
         "steps_per_window": steps,
         "step_seconds": step,
@@ -70,18 +69,11 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
         "communicated_bytes": communicated_bytes(work.step) if work.run.mesh.world_size > 1 else {},
-        "checkpoint": checkpoint_times(work, min(windows, 3)),
-        "generation": rates.generation_rates(work, min(windows, 5)),
-        **rates.loader_rates(work, windows),
-        "tokenizer": rates.or_reason(lambda: rates.tokenizer_rate(config.data, min(windows, 5))),
+        "checkpoint": rates.or_reason(lambda: checkpoint_times(work, fewer)),
+        "generation": rates.generation_rates(work, few),
+        "loader": rates.loader_rate(work, windows),
+        "tokenizer": rates.or_reason(lambda: rates.tokenizer_rate(config.data, few)),
     }
-    return {name: _plain(value) for name, value in figures.items()}
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _plain(part) for name, part in value.items()}
-    return dataclasses.asdict(value) if isinstance(value, Spread) else value
 
 
 def summary_lines(figures: dict[str, Any]) -> list[str]:
@@ -127,16 +119,11 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
     if generation := figures["generation"]:
         rates = [f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items()]
         lines.append(f"generation  {', '.join(rates)}")
-    loader = f"loader      {figures['loader']['median'] / 1e6:,.1f} M tokens/s"
-    if ratio := figures.get("times an open np.memmap"):
-        loader += f", {ratio['median']:.2f} times an open np.memmap"
+    lines.append(f"loader      {figures['loader']['median'] / 1e6:,.1f} M tokens/s")
     rate = figures["tokenizer"]
-    tokenizer = (
-        rate
-        if isinstance(rate, str)
-        else (f"{rate['median'] / 1e6:,.2f} M tokens/s on one process")
-    )
-    return [*lines, loader, f"tokenizer   {tokenizer}"]
+    if not isinstance(rate, str):
+        rate = f"{rate['median'] / 1e6:,.2f} M tokens/s on one process"
+    return [*lines, f"tokenizer   {rate}"]
 
 
 def _checkpoint(times: dict[str, Any] | str, step: float) -> str:
@@ -170,13 +157,12 @@ def compare_with_baseline(
     ours, theirs = (spread(list(side)) for side in zip(*pairs, strict=True))
     ratio = spread([ours_seconds / theirs_seconds for ours_seconds, theirs_seconds in pairs])
     line = (
-        f"against     {baseline}: {ratio.median:.3f} of its time per step ({ratio.low:.3f} to "
-        f"{ratio.high:.3f}); ours {ours.median * 1e3:,.2f} ms, theirs {theirs.median * 1e3:,.2f} "
-        f"ms; {windows} pairs of {steps} steps"
+        f"against     {baseline}: {ratio['median']:.3f} of its time per step ({ratio['low']:.3f} "
+        f"to {ratio['high']:.3f}); ours {ours['median'] * 1e3:,.2f} ms, theirs "
+        f"{theirs['median'] * 1e3:,.2f} ms; {windows} pairs of {steps} steps"
     )
-    return _plain(
-        {"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs, "steps_per_window": steps}
-    ), line
+    figures = {"ratio": ratio, "ours_seconds": ours, "theirs_seconds": theirs}
+    return figures | {"steps_per_window": steps}, line
 
 
 def write_trace(work: Workload, path: Path) -> None:

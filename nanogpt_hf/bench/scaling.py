@@ -1,5 +1,6 @@
 """Scaling over numbers of processes, each launched like a run: throughput, efficiency, plot."""
 
+import dataclasses
 import json
 import os
 import subprocess
@@ -8,13 +9,15 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.planning.placement import Placement, config_text
+from nanogpt_hf.reports.curves import new_figure, save_figure
 
 
 @dataclass(frozen=True)
@@ -25,28 +28,22 @@ class Point:
     efficiency: float  # throughput per process, relative to one process alone
 
 
-def machine_config(processes: int, split: str = "ddp") -> str:
-    """An accelerate config for this machine, bf16 on GPUs, float32 on the CPU.
+def machine_of(processes: int, split: str = "ddp") -> Placement:
+    """Processes on this machine, bf16 on GPUs, float32 on the CPU.
 
     `split`: ddp, fsdp2, tp or pp.
     """
     gpu = torch.cuda.is_available()
-    kind = "FSDP" if split == "fsdp2" else "MULTI_GPU"
-    lines = {
-        "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": kind if processes > 1 else "'NO'",
-        "num_machines": 1,
-        "num_processes": processes,
-        "machine_rank": 0,
-        "main_process_port": 0,
-        "mixed_precision": "bf16" if gpu else "'no'",
-        "use_cpu": str(not gpu).lower(),
+    place = Placement(
+        processes, per_machine=processes, precision="bf16" if gpu else "no", on_cpu=not gpu
+    )
+    kinds: dict[str, dict[str, Any]] = {
+        "ddp": {"kind": "DDP"},
+        "fsdp2": {"kind": "FSDP2", "shards": processes},
+        "tp": {"tp": processes},
+        "pp": {"pp": processes},
     }
-    if processes > 1 and split == "fsdp2":
-        lines["fsdp_config"] = "{fsdp_version: 2, fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP}"
-    if processes > 1 and split in ("tp", "pp"):
-        lines["parallelism_config"] = f"{{parallelism_config_{split}_size: {processes}}}"
-    return "".join(f"{key}: {value}\n" for key, value in lines.items())
+    return dataclasses.replace(place, **kinds[split]) if processes > 1 else place
 
 
 def measure(
@@ -65,8 +62,9 @@ def measure(
         log(f"{plural(count, 'process')} with {plural(threads, 'CPU thread')} each ...")
         with tempfile.TemporaryDirectory() as folder:
             machine, output = Path(folder) / "machine.yaml", Path(folder) / "bench.json"
-            machine.write_text(machine_config(count, split), encoding="utf-8")
+            machine.write_text(config_text(machine_of(count, split)), encoding="utf-8")
             options = ["--config_file", machine, f"--num_cpu_threads_per_process={threads}"]
+            options.append("--main_process_port=0")  # a free one
             # accelerate's own has no pipelines
             launch = ["-m", "nanogpt_hf", "launch", *options, "bench"]
             words = [sys.executable, *launch, *arguments(count), "--json", output]
@@ -98,21 +96,10 @@ def table(points: list[Point]) -> list[str]:
 
 def draw(points: list[Point], title: str, path: Path) -> None:
     """Draw throughput over processes, with the line of linear scaling, as a PNG."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(6.4, 4.4), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    figure, (axes,) = new_figure(1)
     counts, rates = [p.processes for p in points], [p.tokens_per_second for p in points]
-    axes.plot(
-        counts,
-        [rates[0] * n for n in counts],
-        color="#969696",
-        linestyle="--",
-        label="linear scaling",
-    )
-    axes.plot(counts, rates, color="#2171b5", marker="o", label="measured")
+    axes.plot(counts, [rates[0] * n for n in counts], "--", color="#969696", label="linear scaling")
+    axes.plot(counts, rates, "o-", color="#2171b5", label="measured")
     for point in points:
         axes.annotate(
             f"{point.efficiency:.0%}",
@@ -120,17 +107,11 @@ def draw(points: list[Point], title: str, path: Path) -> None:
             xytext=(0, -16),
             textcoords="offset points",
             ha="center",
-            color="#08519c",
         )
     axes.set_title(title.replace("$", r"\$"), loc="left", fontweight="bold")
-    axes.set_xlabel("processes")
-    axes.set_xticks(counts)
-    axes.set_ylabel("tokens per second, all processes")
+    axes.set(xlabel="processes", xticks=counts, ylabel="tokens per second, all processes")
     axes.set_ylim(bottom=0)
     axes.margins(x=0.08)
-    axes.yaxis.set_major_formatter(lambda value, _: f"{value:,.0f}")
+    axes.yaxis.set_major_formatter("{x:,.0f}")
     axes.legend(frameon=False)
-    axes.grid(alpha=0.25)
-    axes.spines[["top", "right"]].set_visible(False)
-    with written_whole(path) as partial:
-        figure.savefig(partial, format="png")
+    save_figure(figure, path)

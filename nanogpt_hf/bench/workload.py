@@ -2,13 +2,12 @@
 processes.
 """
 
-import dataclasses
 from dataclasses import dataclass
 from typing import cast
 
 from accelerate import Accelerator
 
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
@@ -61,14 +60,12 @@ def strong_scaling(config: Config, processes: int) -> Config:
             f"--processes: {processes} does not divide a step of {sequences} "
             "sequences; try --scaling weak"
         )
-    return dataclasses.replace(config, train=dataclasses.replace(train, micro_batch_size=sizes[-1]))
+    return replace_knobs(config, {"train.micro_batch_size": sizes[-1]})
 
 
 def weak_scaling(config: Config, processes: int) -> Config:
     """`config` with `processes` times the tokens per step: as many per process as the recipe has
     for one.
     """
-    train = dataclasses.replace(
-        config.train, tokens_per_step=config.train.tokens_per_step * processes
-    )
-    return dataclasses.replace(config, train=train)
+    tokens = config.train.tokens_per_step * processes
+    return replace_knobs(config, {"train.tokens_per_step": tokens})

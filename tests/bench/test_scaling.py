@@ -5,11 +5,13 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 import yaml
 
 from nanogpt_hf.bench import scaling
-from nanogpt_hf.bench.scaling import Point, draw, machine_config, measure, table
+from nanogpt_hf.bench.scaling import Point, draw, machine_of, measure, table
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.planning.placement import config_text
 
 
 @pytest.fixture
@@ -51,21 +53,23 @@ def test_measure_reports_a_failed_launch_in_one_line(monkeypatch):
         measure([1], lambda count: [], lambda line: None)
 
 
-def test_machine_config_starts_several_processes():
-    assert yaml.safe_load(machine_config(1))["distributed_type"] == "NO"
-    # MULTI_CPU would start one
-    assert yaml.safe_load(machine_config(3))["distributed_type"] == "MULTI_GPU"
-
-
-def test_machine_config_splits_the_model():
-    pipeline = yaml.safe_load(machine_config(2, "pp"))
-    assert pipeline["parallelism_config"] == {"parallelism_config_pp_size": 2}
-    assert yaml.safe_load(machine_config(4, "tp"))["parallelism_config"] == {
-        "parallelism_config_tp_size": 4
-    }
-    sharded = yaml.safe_load(machine_config(2, "fsdp2"))
-    assert (sharded["distributed_type"], sharded["fsdp_config"]["fsdp_version"]) == ("FSDP", 2)
-    assert yaml.safe_load(machine_config(1, "tp")) == yaml.safe_load(machine_config(1))
+@pytest.mark.parametrize(
+    ("processes", "split", "kind", "stated"),
+    [
+        (1, "tp", "NO", {}),
+        (3, "ddp", "MULTI_GPU", {}),  # MULTI_CPU would start one
+        (2, "fsdp2", "FSDP", {"fsdp_version": 2}),
+        (4, "tp", "MULTI_GPU", {"parallelism_config_tp_size": 4}),
+        (2, "pp", "MULTI_GPU", {"parallelism_config_pp_size": 2}),
+    ],
+)
+def test_machine_starts_processes_and_splits_the_work(processes, split, kind, stated):
+    machine = yaml.safe_load(config_text(machine_of(processes, split)))
+    gpu = torch.cuda.is_available()
+    assert (machine["distributed_type"], machine["num_processes"]) == (kind, processes)
+    assert (machine["mixed_precision"], machine["use_cpu"]) == ("bf16" if gpu else "no", not gpu)
+    sizes = machine.get("fsdp_config", {}) | machine.get("parallelism_config", {})
+    assert stated.items() <= sizes.items()
 
 
 def test_draw_writes_a_png(tmp_path):

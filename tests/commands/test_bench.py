@@ -23,18 +23,9 @@ def bench(tmp_path_factory, make_recipe):
         patch.setenv("ACCELERATE_USE_CPU", "true")
         patch.chdir(folder)
         patch.setattr("nanogpt_hf.commands.bench.show", lines.append)
-        arguments = [
-            recipe,
-            "--windows",
-            3,
-            "--against",
-            "bare",
-            "--json",
-            "figures.json",
-            "--profile",
-            "trace.json",
-        ]
-        status = main(["bench", *map(str, arguments)])
+        options = "--windows 3 --against bare --json figures.json --profile trace.json"
+        arguments = [str(recipe), *options.split()]
+        status = main(["bench", *arguments])
     for state in (AcceleratorState, GradientState, PartialState):
         state._reset_state()
     return status, lines, folder
@@ -44,27 +35,9 @@ def test_bench_prints_each_measurement(bench):
     status, lines, _ = bench
     assert status == 0
     assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
-    topics = [
-        "tokens",
-        "machine",
-        "step",
-        "  data",
-        "  set-up",
-        "  forward",
-        "  backward",
-        "  optimizer",
-    ]
-    topics += [
-        "throughput",
-        "MFU",
-        "memory",
-        "checkpoint",
-        "generation",
-        "loader",
-        "tokenizer",
-        "against",
-        "trace",
-    ]
+    topics = ["tokens", "machine", "step", "  data", "  set-up", "  forward", "  backward"]
+    topics += ["  optimizer", "throughput", "MFU", "memory", "checkpoint", "generation", "loader"]
+    topics += ["tokenizer", "against", "trace"]
     assert [line[: len(topic)] for line, topic in zip(lines[1:], topics, strict=True)] == topics
     assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
 
@@ -75,19 +48,10 @@ def test_bench_json_has_the_measurements(bench):
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
-    assert set(figures["phases_seconds"]) == {
-        "data wait",
-        "set-up",
-        "forward",
-        "backward",
-        "optimizer",
-    }
-    assert set(figures["generation"]) == {
-        "with cache",
-        "without",
-        "16 at once",
-        "by transformers' generate",
-    }
+    phases = {"data wait", "set-up", "forward", "backward", "optimizer"}
+    assert set(figures["phases_seconds"]) == phases
+    kinds = {"with cache", "without", "16 at once", "by transformers' generate"}
+    assert set(figures["generation"]) == kinds
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 
@@ -98,11 +62,8 @@ def test_bench_trace_is_of_our_step_and_no_other_file_is_written(bench):
         for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
     }
     assert "aten::_fused_adamw_" in names
-    assert sorted(path.name for path in folder.iterdir()) == [
-        "figures.json",
-        "tiny.yaml",
-        "trace.json",
-    ]
+    written = sorted(path.name for path in folder.iterdir())
+    assert written == ["figures.json", "tiny.yaml", "trace.json"]
 
 
 @pytest.mark.long
