@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import transformers
@@ -115,46 +115,39 @@ class AnswerSampler:
         errors are not counted as zeros.
         """
         chat = ChatFormat(self.tokenizer, fixed_day=True) if self.tokenizer.chat_template else None
-        samples = len(seeds) // len(questions)
+        samples, rows = len(seeds) // len(questions), range(len(seeds))
         encoded = [self.encode(chat, question) for question in questions]
-        rows = len(seeds)
-        # Every process generates as many batches; those added at the end are dropped.
-        batches = -(-rows // (self.batch_size * mesh.dp_size)) * mesh.dp_size
-        parts, values, errors = [], [], []
+        # Every process generates as many batches, which repeat the last row at their end.
+        batches = -(-len(rows) // (self.batch_size * mesh.dp_size)) * mesh.dp_size
+        found, errors = [], []
         unwrapped: Any = accelerator.unwrap_model(model)
         end_ids = answer_end_ids(unwrapped, chat) if chat else end_ids_of(unwrapped)
         for batch in range(mesh.dp_rank, batches, mesh.dp_size):
-            numbers = [
-                min(batch * self.batch_size + row, rows - 1) for row in range(self.batch_size)
-            ]
+            own = rows[batch * self.batch_size :][: self.batch_size]
+            padded = [*own, *[rows[-1]] * (self.batch_size - len(own))]
             # Compiled blocks would be recompiled for every length.
             with eval_mode(model), accelerator.autocast(), torch.compiler.set_stance("force_eager"):
                 part = generate_completions(
                     unwrapped,
-                    [encoded[number // samples] for number in numbers],
-                    seeds=[seeds[number] for number in numbers],
+                    [encoded[row // samples] for row in padded],
+                    seeds=[seeds[row] for row in padded],
                     max_new_tokens=self.max_new_tokens,
                     temperature=self.temperature,
                     end_ids=end_ids,
                     all_ended=lambda ended: _all_ended(accelerator, mesh, ended),
                 )
-            real = rows - batch * self.batch_size  # those before are not copies of the last row
-            texts = self._texts(part)[: max(0, real)]
             rewards = self.reward.rewards(
-                texts, [questions[number // samples] for number in numbers[: len(texts)]]
+                self._texts(part)[: len(own)], [questions[row // samples] for row in own]
             )
-            parts.append(part)
-            values += [*rewards.values, *[0.0] * (self.batch_size - len(texts))]
+            columns = *(column.tolist() for column in part), rewards.values
+            found += zip(own, *columns, strict=False)
             errors += rewards.errors
-        local = [torch.cat([getattr(part, name) for part in parts]) for name in Completions._fields]
-        ids, lengths, ended, rewards = (
-            self._from_all_ranks(accelerator, mesh, tensor)[:rows]
-            for tensor in (*local, torch.tensor(values))
-        )
-        errors = gather_object(errors) if mesh.world_size > 1 else errors
+        found, errors = gather_object(found), gather_object(errors)
         self.reward.check(errors)
-        prompts = [encoded[number // samples] for number in range(rows)]
-        return Answers(prompts, Completions(ids, lengths, ended), rewards, errors, samples)
+        _, *columns = zip(*sorted(found), strict=True)
+        *completions, rewards = map(torch.tensor, columns)
+        prompts = [encoded[row // samples] for row in rows]
+        return Answers(prompts, Completions(*completions), rewards, errors, samples)
 
     def _texts(self, completions: Completions) -> list[str]:
         """The text of each completion, without special tokens."""
@@ -166,16 +159,6 @@ class AnswerSampler:
         """The text of some of the answers."""
         chosen = [part[list(rows)] for part in answers.completions]
         return self._texts(Completions(*chosen))
-
-    def _from_all_ranks(
-        self, accelerator: Accelerator, mesh: Mesh, local: torch.Tensor
-    ) -> torch.Tensor:
-        """The rows of all processes in the order of their batches."""
-        if mesh.world_size == 1:
-            return local
-        gathered = cast(torch.Tensor, accelerator.gather(local.to(accelerator.device))).cpu()
-        by_rank = gathered.view(mesh.dp_size, -1, self.batch_size, *gathered.shape[1:])
-        return by_rank.transpose(0, 1).reshape(gathered.shape)
 
 
 def pass_at_k(passed: torch.Tensor, k: int) -> torch.Tensor:
@@ -198,9 +181,5 @@ def _all_ended(accelerator: Accelerator, mesh: Mesh, ended: bool) -> bool:
     """Whether generation is over; the forward pass of a sharded model needs all processes."""
     if not is_sharded(accelerator):
         return ended
-    return (
-        sum_over_ranks(
-            accelerator, mesh, torch.tensor(int(not ended), device=accelerator.device)
-        ).item()
-        == 0
-    )
+    running = torch.tensor(int(not ended), device=accelerator.device)
+    return not sum_over_ranks(accelerator, mesh, running).item()

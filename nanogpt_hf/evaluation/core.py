@@ -8,20 +8,17 @@ counts if each token of the continuation is the most probable one.
 """
 
 import argparse
-import dataclasses
 import random
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
 from functools import partial
-from typing import TYPE_CHECKING
+from itertools import chain, takewhile
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.evaluation.base import LIMIT, Evaluation, Loaded, Request, Result, Subject
 from nanogpt_hf.evaluation.tasks import prefix_token_id
 from nanogpt_hf.formatting import plural
 
 if TYPE_CHECKING:
-    import numpy as np
-    import torch
     from transformers import PreTrainedModel
 
     from nanogpt_hf.data.tokenizer import Tokenizer
@@ -30,26 +27,6 @@ if TYPE_CHECKING:
 _GPT2_SCORE = 0.256525  # GPT-2 1.6B's, as stated by nanochat's README
 _EXAMPLE_SEED = 1234  # nanochat's; the number of the question is added
 _AT_ONCE = 16  # questions that share batches: the same ones on any number of processes
-
-
-@dataclass(frozen=True)
-class CoreTaskScore:
-    """The accuracy in a task, and how much of the way from guessing to all questions that is."""
-
-    label: str
-    kind: str
-    num_fewshot: int
-    questions: int
-    accuracy: float
-    centered: float
-
-
-@dataclass(frozen=True)
-class ScoredText:
-    """Token ids of a prompt; the tokens from `start` on are scored."""
-
-    ids: "np.ndarray"
-    start: int
 
 
 class CoreScore(Evaluation):
@@ -79,14 +56,12 @@ def _measure(bundle: "CoreBundle", tokenizer: "Tokenizer", subject: Subject) -> 
     width = max(len(task.label) for task in bundle.tasks)
     scores = {}
     for task in bundle.tasks:
-        with subject.bar("question", len(task.questions), task.label) as progress:
-            score = evaluate_core_task(subject, tokenizer, task, progress=progress)
-        scores[task.label] = dataclasses.asdict(score)
+        score = scores[task.label] = _score_task(subject, tokenizer, task)
         yield Result(
             [
                 f"  {task.label:<{width}}  {task.num_fewshot:>2} examples  accuracy "
-                f"{score.accuracy:.4f}  centered {score.centered:7.4f}  "
-                f"{plural(score.questions, 'question')}"
+                f"{score['accuracy']:.4f}  centered {score['centered']:7.4f}  "
+                f"{plural(len(task.questions), 'question')}"
             ]
         )
     mean = sum(score["centered"] for score in scores.values()) / len(scores)
@@ -102,17 +77,12 @@ def _measure(bundle: "CoreBundle", tokenizer: "Tokenizer", subject: Subject) -> 
     )
 
 
-def evaluate_core_task(
-    subject: Subject,
-    tokenizer: "Tokenizer",
-    task: "CoreTask",
-    progress: Callable[[int], object] = lambda questions: None,
-) -> CoreTaskScore:
-    """Measure a model, whole on every process, in a task.
+def _score_task(subject: Subject, tokenizer: "Tokenizer", task: "CoreTask") -> dict[str, Any]:
+    """The accuracy in a task of a model that is whole on every process, and how much of the way
+    from guessing to all questions that is.
 
     The processes share the questions in groups, and no batch has texts of two groups: so the
-    batches, and all digits of the result, are the same on any number of processes. `progress` is
-    called with the number of questions done.
+    batches, and all digits of the result, are the same on any number of processes.
     """
     import torch
 
@@ -120,37 +90,44 @@ def evaluate_core_task(
     from nanogpt_hf.evaluation.loss import eval_mode
 
     mesh, accelerator, model = subject.mesh, subject.accelerator, subject.model
-    count, positions = len(task.questions), model.config.max_position_embeddings
+    count, together = len(task.questions), mesh.dp_size * _AT_ONCE
     correct = torch.zeros(count, dtype=torch.int64)
-    with torch.no_grad(), eval_mode(model), accelerator.autocast():
-        for first in range(mesh.dp_rank * _AT_ONCE, count, mesh.dp_size * _AT_ONCE):
-            numbers = range(first, min(first + _AT_ONCE, count))
-            texts = [scored_texts(task, number, tokenizer, positions) for number in numbers]
-            together = [text for own in texts for text in own]
-            values = iter(_score(model, task.kind, together, subject.batch_size))
+    with (
+        subject.bar("question", count, task.label) as progress,
+        torch.no_grad(),
+        eval_mode(model),
+        accelerator.autocast(),
+    ):
+        for first in range(0, count, together):
+            numbers = range(count)[first + mesh.dp_rank * _AT_ONCE :][:_AT_ONCE]
+            positions = model.config.max_position_embeddings
+            texts = [_scored_texts(task, number, tokenizer, positions) for number in numbers]
+            values = iter(_score(model, task.kind, list(chain(*texts)), subject.batch_size))
             for number, own in zip(numbers, texts, strict=True):
-                correct[number] = _is_correct(task, number, [next(values) for _ in own])
-            progress(min(mesh.dp_size * _AT_ONCE, count - (first - mesh.dp_rank * _AT_ONCE)))
-    if mesh.world_size > 1:
-        correct = sum_over_ranks(accelerator, mesh, correct.to(accelerator.device)).cpu()
+                found = [next(values) for _ in own]
+                is_best = found.index(min(found)) == task.questions[number].gold
+                correct[number] = found[0] if task.kind == "language_modeling" else is_best
+            progress(min(together, count - first))
+    correct = sum_over_ranks(accelerator, mesh, correct.to(accelerator.device))
     accuracy = correct.sum().item() / count
-    centered = (accuracy - task.baseline) / (1 - task.baseline)
-    return CoreTaskScore(task.label, task.kind, task.num_fewshot, count, accuracy, centered)
+    return {
+        "label": task.label,
+        "kind": task.kind,
+        "num_fewshot": task.num_fewshot,
+        "questions": count,
+        "accuracy": accuracy,
+        "centered": (accuracy - task.baseline) / (1 - task.baseline),
+    }
 
 
-def example_numbers(number: int, count: int, num_fewshot: int) -> list[int]:
-    """Which of `count` questions precede question `number` as solved examples."""
-    others = random.Random(_EXAMPLE_SEED + number).sample(range(count - 1), num_fewshot)
-    return [other + (other >= number) for other in others]
-
-
-def prompts(task: "CoreTask", number: int) -> list[str]:
+def _prompts(task: "CoreTask", number: int) -> list[str]:
     """The texts of a question, one per option; of language_modeling also, as the first, the one
     without an answer.
     """
+    others = range(len(task.questions) - 1)
     examples = ""
-    for other in example_numbers(number, len(task.questions), task.num_fewshot):
-        question = task.questions[other]
+    for other in random.Random(_EXAMPLE_SEED + number).sample(others, task.num_fewshot):
+        question = task.questions[other + (other >= number)]
         context, continuation = question.options[question.gold]
         examples += f"{context}{task.delimiter}{continuation}\n\n"
     options = task.questions[number].options
@@ -163,90 +140,66 @@ def prompts(task: "CoreTask", number: int) -> list[str]:
     return texts
 
 
-def scored_texts(
+def _scored_texts(
     task: "CoreTask", number: int, tokenizer: "Tokenizer", positions: int
-) -> list[ScoredText]:
+) -> list[tuple[list[int], int]]:
     """The texts of a question as tokens, after the token that starts a document, cut at their
-    start to `positions`.
+    start to `positions`; each with the number of its first token that is scored.
     """
-    import numpy as np
-
-    start = [prefix_token_id(tokenizer.hf)]
-    tokens = [
-        np.concatenate((start, ids)).astype(np.int64)
-        for ids in tokenizer.encode_batch(prompts(task, number))
-    ]
+    start = prefix_token_id(tokenizer.hf)
+    texts = tokenizer.encode_batch(_prompts(task, number))
+    tokens = [[start, *ids.tolist()] for ids in texts]
     if task.kind == "schema":
-        suffix = common_prefix_length([ids[::-1] for ids in tokens])
+        suffix = _common_start([ids[::-1] for ids in tokens])
         starts = [len(ids) - suffix for ids in tokens]
     else:
-        starts = [common_prefix_length(tokens)] * len(tokens)
+        starts = [_common_start(tokens)] * len(tokens)
     if task.kind == "language_modeling":
         tokens, starts = tokens[1:], starts[1:]
     cuts = [max(0, len(ids) - positions) for ids in tokens]
     return [
-        ScoredText(ids[cut:], max(1, s - cut))
-        for ids, s, cut in zip(tokens, starts, cuts, strict=True)
+        (ids[cut:], max(1, start - cut))
+        for ids, start, cut in zip(tokens, starts, cuts, strict=True)
     ]
 
 
-def common_prefix_length(sequences: "list[np.ndarray]") -> int:
-    import numpy as np
-
-    length = min(map(len, sequences))
-    equal = np.all([ids[:length] == sequences[0][:length] for ids in sequences], axis=0)
-    return length if equal.all() else int(equal.argmin())
-
-
-def _is_correct(task: "CoreTask", number: int, values: list[float]) -> bool:
-    if task.kind == "language_modeling":
-        return bool(values[0])
-    return min(range(len(values)), key=values.__getitem__) == task.questions[number].gold
+def _common_start(sequences: list[list[int]]) -> int:
+    """How many tokens at the start of all sequences are equal."""
+    columns = zip(*sequences, strict=False)
+    return sum(1 for _ in takewhile(lambda column: len(set(column)) == 1, columns))
 
 
 def _score(
-    model: "PreTrainedModel", kind: str, texts: list[ScoredText], batch_size: int
+    model: "PreTrainedModel", kind: str, texts: list[tuple[list[int], int]], batch_size: int
 ) -> list[float]:
     """For each text its mean loss per scored token, or of language_modeling 1 if the model would
     write these tokens.
     """
-    import numpy as np
     import torch
+    from torch.nn import functional as F
 
     # texts of similar lengths need little padding
-    order = sorted(range(len(texts)), key=lambda n: len(texts[n].ids))
+    order = sorted(range(len(texts)), key=lambda number: len(texts[number][0]))
     values = [0.0] * len(texts)
     for first in range(0, len(order), batch_size):
         numbers = order[first : first + batch_size]
-        batch = [texts[number] for number in numbers]
-        ids = np.zeros((len(batch), max(len(text.ids) for text in batch)), dtype=np.int64)
-        targets = np.full_like(ids, -100)
-        for row, text in enumerate(batch):
-            end = len(text.ids)
-            ids[row, :end] = text.ids
-            targets[row, text.start - 1 : end - 1] = text.ids[text.start :]
-        inputs, labels = (torch.from_numpy(array).to(model.device) for array in (ids, targets))
-        for number, value in zip(
-            numbers, _score_rows(model, kind, inputs, labels).tolist(), strict=True
-        ):
+        ids = torch.zeros(len(numbers), len(texts[numbers[-1]][0]), dtype=torch.int64)
+        labels = torch.full_like(ids, -100)
+        for row, number in enumerate(numbers):
+            text, start = texts[number]
+            ids[row, : len(text)] = torch.tensor(text)
+            labels[row, start - 1 : len(text) - 1] = torch.tensor(text[start:])
+        # logits of the tokens before would cost time and memory
+        kept = ids.shape[1] - int((labels != -100).any(0).float().argmax())
+        wanted = labels[:, -kept:].to(model.device)
+        logits = model(
+            input_ids=ids.to(model.device), use_cache=False, logits_to_keep=kept
+        ).logits.float()
+        if kind == "language_modeling":
+            scores = ((logits.argmax(-1) == wanted) | (wanted == -100)).all(1)
+        else:
+            losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none")
+            scores = losses.view_as(wanted).sum(1) / (wanted != -100).sum(1)
+        for number, value in zip(numbers, scores.tolist(), strict=True):
             values[number] = value
     return values
-
-
-def _score_rows(
-    model: "PreTrainedModel", kind: str, input_ids: "torch.Tensor", labels: "torch.Tensor"
-) -> "torch.Tensor":
-    from torch.nn import functional as F
-
-    # logits of the tokens before would cost time and memory
-    first = int((labels != -100).any(0).float().argmax())
-    logits = model(
-        input_ids=input_ids, use_cache=False, logits_to_keep=input_ids.shape[1] - first
-    ).logits.float()
-    wanted = labels[:, first:]
-    if kind == "language_modeling":
-        return ((logits.argmax(-1) == wanted) | (wanted == -100)).all(1)
-    losses = F.cross_entropy(logits.flatten(0, 1), wanted.flatten(), reduction="none").view_as(
-        wanted
-    )
-    return losses.sum(1) / (wanted != -100).sum(1)

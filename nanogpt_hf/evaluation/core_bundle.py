@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import random
+import tempfile
 import zipfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import yaml
@@ -19,10 +19,8 @@ from huggingface_hub import constants
 
 from nanogpt_hf.data.files import download, file_digest, is_url, without_login
 from nanogpt_hf.errors import DataError, one_line
-from nanogpt_hf.place import make_once
 
 _SHUFFLE_SEED = 1337  # nanochat's, so that --limit takes the same questions
-_SHA256 = "sha256"  # the file that marks an unpacked bundle as complete
 
 
 @dataclass(frozen=True)
@@ -63,66 +61,54 @@ def load_bundle(source: str, sha256: str | None = None, limit: int | None = None
     Raises DataError, one line, if there is no such bundle, the zip has another sha256, or a file
     cannot be read.
     """
-    if sha256 and not is_url(source):
+    name = without_login(source)
+    if is_url(source):
+        folder = _downloaded(source, sha256)
+    elif sha256:
         raise DataError("--core-sha256: checks a download; leave it out for a folder")
-    folder = _unpacked(source, sha256) if is_url(source) else Path(os.path.expanduser(source))
-    entries_file, baselines_file = folder / "core.yaml", folder / "eval_meta_data.csv"
-    if not entries_file.is_file():
+    else:
+        folder = Path(os.path.expanduser(source))
+    if not (folder / "core.yaml").is_file():
+        raise DataError(f"--core: {name}: no bundle of CORE, which has core.yaml in it")
+    try:
+        tasks, files = _read(folder, limit)
+    except (OSError, ValueError, LookupError, TypeError, yaml.YAMLError) as error:
         raise DataError(
-            f"--core: {without_login(source)}: no bundle of CORE, which has core.yaml in it"
-        )
-    tasks, files = [], [entries_file, baselines_file]
-    with _reading(baselines_file), baselines_file.open(encoding="utf-8", newline="") as file:
+            f"--core: {name}: not as in a bundle of CORE: {type(error).__name__}: {one_line(error)}"
+        ) from None
+    return CoreBundle(name, tasks, file_digest(files).removeprefix("sha256:"))
+
+
+def _read(folder: Any, limit: int | None) -> tuple[list[CoreTask], list[Any]]:
+    """The tasks of a folder, a path on disk or in a zip, and their files."""
+    tasks, files = [], [folder / "core.yaml", folder / "eval_meta_data.csv"]
+    with files[1].open(encoding="utf-8", newline="") as file:
         baselines = {
             row["Eval Task"]: 0.01 * float(row["Random baseline"]) for row in csv.DictReader(file)
         }
-    with _reading(entries_file):
-        for entry in yaml.safe_load(entries_file.read_text(encoding="utf-8"))["icl_tasks"]:
-            files.append(folder / "eval_data" / entry["dataset_uri"])
-            options_of = _OPTIONS[entry["icl_task_type"]]
-            with _reading(files[-1]):
-                questions = _read_questions(files[-1], options_of)[:limit]
-            task = CoreTask(
-                entry["label"],
-                entry["icl_task_type"],
-                entry["num_fewshot"][0],
-                entry.get("continuation_delimiter", " "),
-                baselines[entry["label"]],
-                questions,
+    for entry in yaml.safe_load(files[0].read_text(encoding="utf-8"))["icl_tasks"]:
+        files.append(folder / "eval_data" / entry["dataset_uri"])
+        options_of = _OPTIONS[entry["icl_task_type"]]
+        with files[-1].open(encoding="utf-8") as file:
+            rows = [json.loads(line) for line in file if line.strip()]
+        questions = [CoreQuestion(options_of(row), row.get("gold", 0)) for row in rows]
+        random.Random(_SHUFFLE_SEED).shuffle(questions)  # in nanochat's order
+        task = CoreTask(
+            entry["label"],
+            entry["icl_task_type"],
+            entry["num_fewshot"][0],
+            entry.get("continuation_delimiter", " "),
+            baselines[entry["label"]],
+            questions[:limit],
+        )
+        if len(task.questions) <= task.num_fewshot:
+            raise DataError(
+                f"--limit: {task.label}: {task.num_fewshot} solved examples precede each "
+                f"question, so it needs at least {task.num_fewshot + 1}, and has "
+                f"{len(task.questions)}"
             )
-            if len(questions) <= task.num_fewshot:
-                raise DataError(
-                    f"--limit: {task.label}: {task.num_fewshot} solved examples precede each "
-                    f"question, so it needs at least {task.num_fewshot + 1}, and has "
-                    f"{len(questions)}"
-                )
-            tasks.append(task)
-    return CoreBundle(without_login(source), tasks, file_digest(files).removeprefix("sha256:"))
-
-
-@contextmanager
-def _reading(path: Path) -> Iterator[None]:
-    """Context for reading a file of a bundle: an error becomes one line that names the file."""
-    try:
-        yield
-    except (
-        *(OSError, ValueError, LookupError, TypeError, AttributeError),
-        *(yaml.YAMLError, csv.Error),
-    ) as error:
-        raise DataError(
-            f"--core: {path}: not as in a bundle of CORE: {type(error).__name__}: {one_line(error)}"
-        ) from None
-
-
-def _read_questions(
-    path: Path, options_of: Callable[[dict[str, Any]], list[tuple[str, str]]]
-) -> list[CoreQuestion]:
-    """The questions in nanochat's order."""
-    with path.open(encoding="utf-8") as file:
-        rows = [json.loads(line) for line in file if line.strip()]
-    questions = [CoreQuestion(options_of(row), row.get("gold", 0)) for row in rows]
-    random.Random(_SHUFFLE_SEED).shuffle(questions)
-    return questions
+        tasks.append(task)
+    return tasks, files
 
 
 # The options of a question by the type of its task.
@@ -133,35 +119,25 @@ _OPTIONS: dict[str, Callable[[dict[str, Any]], list[tuple[str, str]]]] = {
 }
 
 
-def _unpacked(url: str, sha256: str | None) -> Path:
-    """The folder of a downloaded bundle, in the cache of the Hugging Face libraries."""
+def _downloaded(url: str, sha256: str | None) -> zipfile.Path:
+    """The folder with core.yaml in the zip at a URL, which the cache of the Hugging Face libraries
+    keeps.
+    """
     name = hashlib.sha256(url.encode()).hexdigest()[:16]
-    folder = Path(constants.HF_ASSETS_CACHE) / "nanogpt_hf" / "core" / name
-    marker = folder / _SHA256
-
-    def write(partial: Path) -> str:
-        archive = download(url, partial, sha256=sha256, knobs=("--core", "--core-sha256"))
-        digest = file_digest([archive]).removeprefix("sha256:")
-        try:
-            with zipfile.ZipFile(archive) as file:
-                file.extractall(partial / "bundle")
-        except (zipfile.BadZipFile, RuntimeError, NotImplementedError) as error:
-            raise DataError(f"--core: {without_login(url)}: cannot be unpacked: {error}") from None
-        archive.unlink()
-        (partial / _SHA256).write_text(digest, encoding="utf-8")
-        return digest
-
-    digest, _ = make_once(
-        folder,
-        find=lambda: marker.read_text(encoding="utf-8") if marker.is_file() else None,
-        check=lambda: None,
-        write=write,
-        last=_SHA256,
-    )
-    if sha256 and sha256.lower() != digest:
+    archive = Path(constants.HF_ASSETS_CACHE) / "nanogpt_hf" / f"core_{name}.zip"
+    if not archive.is_file():
+        archive.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
+            knobs = ("--core", "--core-sha256")
+            file = download(url, Path(folder), sha256=sha256, knobs=knobs)
+            if not zipfile.is_zipfile(file):
+                raise DataError(f"--core: {without_login(url)}: is not a zip; nothing was kept")
+            file.replace(archive)
+    elif sha256 and (digest := file_digest([archive])) != f"sha256:{sha256.lower()}":
         raise DataError(
-            f"--core-sha256: {folder} was downloaded from {without_login(url)} with sha256 "
-            f"{digest}, not {sha256}"
+            f"--core-sha256: {archive} was downloaded from {without_login(url)} with {digest}, "
+            f"not {sha256}"
         )
-    found = sorted(path.parent for path in (folder / "bundle").rglob("core.yaml"))
-    return found[0] if found else folder / "bundle"
+    with zipfile.ZipFile(archive) as file:
+        found = [name for name in file.namelist() if PurePosixPath(name).name == "core.yaml"]
+    return zipfile.Path(archive, min(found, default="").removesuffix("core.yaml"))

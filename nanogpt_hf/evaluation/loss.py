@@ -12,13 +12,13 @@ from typing import Literal
 import numpy as np
 import torch
 from accelerate import Accelerator
-from transformers import PreTrainedModel
 
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks, TokenBlocks
 from nanogpt_hf.data.manifest import MixedManifest
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.corpus import Corpus
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.objective import Objective
@@ -128,41 +128,31 @@ def evaluate_data(
         return whole and (whole, {})
     each = tokens if tokens == "all" else tokens // len(manifest.sources)
     parts: dict[str, MeasuredLoss] = {}
+    mean, period = MeasuredLoss(0.0, 0, 0.0), sum(source.weight for source in manifest.sources)
     for source, part in zip(manifest.sources, blocks.parts, strict=True):
-        evaluation = evaluate(
-            part, tokens=each, bytes_per_token=source.manifest.validation.bytes_per_token
-        )
-        if evaluation is None:
+        bytes_per_token = source.manifest.validation.bytes_per_token
+        found = evaluate(part, tokens=each, bytes_per_token=bytes_per_token)
+        if found is None:
             return None
-        parts[source.name] = evaluation
-    return mixed_evaluation(
-        list(parts.values()), [source.weight for source in manifest.sources]
-    ), parts
-
-
-def mixed_evaluation(parts: list[MeasuredLoss], weights: list[int]) -> MeasuredLoss:
-    """The evaluations of sources as one, weighted by the sources' shares of the mixture."""
-    shares = [weight / sum(weights) for weight in weights]
-    return MeasuredLoss(
-        sum(share * part.loss for share, part in zip(shares, parts, strict=True)),
-        sum(part.tokens for part in parts),
-        sum(share * part.bytes_per_token for share, part in zip(shares, parts, strict=True)),
-    )
+        parts[source.name], share = found, source.weight / period
+        mean = MeasuredLoss(
+            mean.loss + share * found.loss,
+            mean.tokens + found.tokens,
+            mean.bytes_per_token + share * bytes_per_token,
+        )
+    return mean, parts
 
 
 @torch.no_grad()
 def evaluate_text(
-    accelerator: Accelerator,
-    mesh: Mesh,
-    model: PreTrainedModel,
+    subject: Subject,
     corpus: Corpus,
     *,
     block_size: int,
     stride: int,
-    batch_size: int,
     progress: Callable[[int], object] = lambda windows: None,
 ) -> MeasuredTextLoss:
-    """Measure `model`, whole on every process, on `corpus`. All processes call it and get the same
+    """Measure a model, whole on every process, on `corpus`. All processes call it and get the same
     numbers.
 
     A window starts `stride` tokens after the previous one and predicts only tokens that the
@@ -171,19 +161,21 @@ def evaluate_text(
     The windows' losses are summed in float64 at the end, so the number of processes does not
     change the result. `progress` is called with the number of windows done.
     """
+    accelerator, mesh, model = subject.accelerator, subject.mesh, subject.model
     blocks = TokenBlocks(corpus.stream, block_size, stride=stride, partial=True)
     windows = np.arange(len(blocks))
     already_predicted = np.where(windows > 0, block_size - stride, 0)
     nats = torch.zeros(len(windows), dtype=torch.float64)
     architecture = architecture_of(model)
     with eval_mode(model):
-        for rows, batch in _rank_batches(accelerator, mesh, blocks, windows, batch_size, pad=False):
+        size = subject.batch_size
+        for rows, batch in _rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
                 losses = architecture.row_losses(model, batch["input_ids"], batch["shift_labels"])
             nats[rows] = losses.cpu().double()
-            progress(min(batch_size * mesh.dp_cp_size, len(windows) - rows[0]))
+            progress(min(size * mesh.dp_cp_size, len(windows) - rows[0]))
     if mesh.world_size > 1:
         nats = sum_over_ranks(accelerator, mesh, nats.to(accelerator.device)).cpu()
     counts = blocks.targets_of(windows) - already_predicted

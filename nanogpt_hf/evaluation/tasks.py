@@ -12,8 +12,6 @@ import math
 import os
 import random
 import sys
-import urllib.error
-import urllib.request
 import warnings
 from collections.abc import Iterator
 from functools import partial
@@ -24,7 +22,7 @@ from typing import TYPE_CHECKING, Any, cast
 import yaml
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.errors import UserError, did_you_mean, one_line
 from nanogpt_hf.evaluation.base import (
     LIMIT,
     TASKS,
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 QUESTIONS = "rl:"  # prefix of the tasks of the `rl` command; lm-eval has some of the same names
-_SECONDS_FOR_THE_HUB = 5
 _RESAMPLES = 1000  # for a standard error that has no formula; lm-eval's 100,000 take minutes
 _PYTHON_SEED, _OTHER_SEED = 0, 1234  # lm-eval's defaults, to ask the same questions
 
@@ -108,8 +105,9 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
         raise UserError(f"{where}: needs lm-eval; run `pip install 'nanogpt_hf[lm-eval]'`")
     files = [name for name in names if Path(name).suffix in (".yaml", ".yml")]
     specs = {name: _read_local_task(Path(name), where) for name in files}
-    with _quietly(), _go_offline_if_unreachable(len(files) < len(names)) as offline:
+    with _quietly():
         import numpy as np
+        from huggingface_hub import constants
         from lm_eval.tasks import TaskManager
 
         random.seed(_PYTHON_SEED)  # for tasks that draw while they are loaded
@@ -124,14 +122,16 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
                     f"{where}: lm-eval has no task {name!r}{did_you_mean(name, manager.all_tasks)}"
                 )
             try:
-                part = manager.load(matches)
+                # the data files of a local task are beside it
+                with contextlib.chdir(Path(name).parent if name in specs else os.curdir):
+                    part = manager.load(matches)
             except Exception as error:
                 # the network, the Hub, a loading script, a package that the task needs
-                reason = " ".join(str(error).split()) or type(error).__name__
+                reason = one_line(error) or type(error).__name__
                 hint = (
-                    "; the Hub is out of reach, and only what was downloaded before can be used"
-                ) * offline
-                raise UserError(f"{where}: {name} cannot be loaded: {reason:.300}{hint}") from None
+                    "; HF_HUB_OFFLINE is set, so only what was downloaded before can be used"
+                ) * constants.HF_HUB_OFFLINE
+                raise UserError(f"{where}: {name} cannot be loaded: {reason}{hint}") from None
             for kind in loaded:
                 loaded[kind] |= part[kind]
         for name, task in loaded["tasks"].items():
@@ -147,14 +147,11 @@ def load_tasks(names: list[str], where: str = "--tasks") -> dict[str, Any]:
 
 
 def _read_local_task(path: Path, where: str) -> dict[str, Any]:
-    """A task's YAML with the paths of its data files.
-
-    `!function`, which would run code, is refused.
-    """
+    """A task's YAML; `!function`, which would run code, is refused."""
     try:
         task = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        reason = one_line(error)
         hint = "; a local task holds no Python" if "!function" in reason else ""
         raise UserError(f"{where}: {path} cannot be read as a task: {reason}{hint}") from None
     if not isinstance(task, dict) or not isinstance(task.get("task"), str):
@@ -165,26 +162,7 @@ def _read_local_task(path: Path, where: str) -> dict[str, Any]:
         raise UserError(
             f"{where}: {path}: `include` is not supported in a local task; write the lines out"
         )
-    options = task.get("dataset_kwargs")
-    if isinstance(options, dict) and "data_files" in options:
-        task["dataset_kwargs"] = options | {
-            "data_files": _beside(options["data_files"], path, where)
-        }
     return task
-
-
-def _beside(files: Any, path: Path, where: str) -> Any:
-    match files:
-        case dict():
-            return {split: _beside(names, path, where) for split, names in files.items()}
-        case list():
-            return [_beside(name, path, where) for name in files]
-    if "://" in str(files):
-        return files
-    data_file = path.resolve().parent / str(files)
-    if not data_file.is_file():
-        raise UserError(f"{where}: {path}: its data file {data_file} does not exist")
-    return str(data_file)
 
 
 def prefix_token_id(tokenizer: "PreTrainedTokenizerBase") -> int:
@@ -204,17 +182,16 @@ def run_tasks(subject: Subject, loaded: dict[str, Any], limit: int | None = None
     from accelerate.utils import broadcast_object_list
 
     from nanogpt_hf.distributed.accelerator import is_sharded
+    from nanogpt_hf.evaluation.loss import eval_mode
 
     accelerator, model, mesh = subject.accelerator, subject.model, subject.mesh
-    with _quietly(subject.bars):
+    with _quietly(subject.bars), eval_mode(model):
         from lm_eval.evaluator import evaluate
         from lm_eval.models.huggingface import HFLM
 
         unwrapped: Any = accelerator.unwrap_model(model)
-        was_training = model.training
-        own = copy.deepcopy(
-            subject.tokenizer
-        )  # lm-eval adds a padding token, which must not be saved
+        # lm-eval adds a padding token, which must not be saved
+        own = copy.deepcopy(subject.tokenizer)
         own.model_max_length = sys.maxsize  # lm-eval truncates; transformers would only warn
         lm: Any = cast(Any, HFLM)(
             pretrained=unwrapped,
@@ -231,7 +208,6 @@ def run_tasks(subject: Subject, loaded: dict[str, Any], limit: int | None = None
         if not is_sharded(accelerator) and fewest >= mesh.world_size:
             lm._rank, lm._world_size, lm.accelerator = mesh.rank, mesh.world_size, accelerator
         try:
-            model.eval()
             with torch.no_grad(), accelerator.autocast():
                 answer: Any = evaluate(
                     lm, task_dict=loaded, limit=limit, log_samples=False, bootstrap_iters=_RESAMPLES
@@ -242,8 +218,6 @@ def run_tasks(subject: Subject, loaded: dict[str, Any], limit: int | None = None
             raise UserError(
                 "the model's tokenizer has no token for some character of the tasks' text"
             ) from None
-        finally:
-            model.train(was_training)
     results: list[Any] = [None if answer is None else _plain(answer["results"])]
     if mesh.world_size > 1:
         broadcast_object_list(results, from_process=0)
@@ -284,38 +258,3 @@ def _quietly(show_progress: bool = False) -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
-
-
-@contextlib.contextmanager
-def _go_offline_if_unreachable(wanted: bool) -> Iterator[bool]:
-    """Context that is true if the Hub cannot be reached; then `datasets` does not try for half a
-    minute per task.
-    """
-    import huggingface_hub
-    from datasets import config as datasets_config
-
-    settings: list[Any] = [huggingface_hub.constants, datasets_config]
-    before = [setting.HF_HUB_OFFLINE for setting in settings]
-    offline = any(before) or (wanted and not _hub_answers())
-    try:
-        for setting in settings:
-            setting.HF_HUB_OFFLINE = offline
-        yield offline
-    finally:
-        for setting, value in zip(settings, before, strict=True):
-            setting.HF_HUB_OFFLINE = value
-
-
-def _hub_answers() -> bool:
-    from huggingface_hub import constants
-
-    endpoint = os.environ.get("HF_ENDPOINT") or constants.ENDPOINT
-    try:
-        urllib.request.urlopen(
-            urllib.request.Request(endpoint, method="HEAD"), timeout=_SECONDS_FOR_THE_HUB
-        ).close()
-    except urllib.error.HTTPError as error:  # an error is an answer
-        error.close()
-    except (OSError, ValueError):
-        return False
-    return True

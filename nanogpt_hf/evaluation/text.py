@@ -77,14 +77,7 @@ def _measure(
     yield Result([f"{subject.name} on {corpus.name}: {documents}, {size}"])
     with subject.bar("window") as progress:
         measured = evaluate_text(
-            subject.accelerator,
-            subject.mesh,
-            subject.model,
-            corpus,
-            block_size=block_size,
-            stride=stride,
-            batch_size=subject.batch_size,
-            progress=progress,
+            subject, corpus, block_size=block_size, stride=stride, progress=progress
         )
     if not math.isfinite(measured.loss):
         yield Result(

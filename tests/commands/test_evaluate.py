@@ -77,14 +77,8 @@ def test_evaluate_on_two_processes_equals_one(
     rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [letter_model, "--data", text, "--stride", 5, "--batch-size", 3]
-    arguments += [
-        "--tasks",
-        ",".join([*letter_tasks, "rl:regex"]),
-        "--questions",
-        questions,
-        "--samples",
-        4,
-    ]
+    arguments += ["--tasks", ",".join([*letter_tasks, "rl:regex"]), "--questions", questions]
+    arguments += ["--samples", 4]
     arguments += ["--core", core_bundle.write(tmp_path / "bundle"), "--max-new-tokens", 2]
     out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
@@ -112,30 +106,14 @@ def test_evaluate_on_two_processes_equals_one(
 
 def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
     checkpoint, model = shared / "models" / "nanogpt-shakespeare-char", tmp_path / "model"
-    assert (
-        main(
-            argv(
-                "import-nanogpt {} {} --meta {}",
-                checkpoint / "ckpt.pt",
-                model,
-                checkpoint / "meta.pkl",
-            )
-        )
-        == 0
-    )
+    files = checkpoint / "ckpt.pt", model, checkpoint / "meta.pkl"
+    assert main(argv("import-nanogpt {} {} --meta {}", *files)) == 0
     text = (shared / "data" / "tinyshakespeare.txt").read_text()
-    (tmp_path / "validation.txt").write_text(text[int(len(text) * 0.9) :])
+    validation, output = tmp_path / "validation.txt", tmp_path / "out.json"
+    validation.write_text(text[int(len(text) * 0.9) :])
     capsys.readouterr()
-    measure(
-        capsys,
-        model,
-        "--data",
-        tmp_path / "validation.txt",
-        "--batch-size",
-        64,
-        "--output",
-        tmp_path / "out.json",
-    )
-    figures = json.loads((tmp_path / "out.json").read_text())["text"]
+    arguments = argv("{} --data {} --batch-size 64 --output {}", model, validation, output)
+    measure(capsys, *arguments)
+    figures = json.loads(output.read_text())["text"]
     assert figures["loss"] == pytest.approx(1.8983, abs=1e-4)
     assert figures["tokens_predicted"] == 111_539
