@@ -5,13 +5,12 @@ as questions.
 import dataclasses
 import hashlib
 import importlib.util
-import itertools
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, overload
+from typing import Any
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
@@ -39,16 +38,11 @@ class Generated(Sequence[Question]):
     def __len__(self) -> int:
         return GENERATED_QUESTIONS
 
-    @overload
-    def __getitem__(self, index: int) -> Question: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[Question]: ...
-    def __getitem__(self, index: int | slice) -> Question | list[Question]:
+    def __getitem__(self, index: Any) -> Any:
+        chosen = range(len(self))[index]
         if isinstance(index, slice):
-            return [self.generate(i) for i in range(*index.indices(len(self)))]
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        return self.generate(index)
+            return [self.generate(number) for number in chosen]
+        return self.generate(chosen)
 
 
 def load_task(
@@ -145,25 +139,22 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
         )
     size = GENERATED_QUESTIONS * _WINDOW
 
-    def split(held_out: bool) -> tuple[Any, Callable[[int], Any]]:
+    def split(held_out: bool) -> tuple[Any, Generated]:
         seed_of_split = derive_seed(seed, "questions", int(held_out)) % 2**31
         dataset = reasoning_gym.create_dataset(name, size=size, seed=seed_of_split, **options)
 
-        def item(index: int) -> Any:
-            candidates: Iterator[int] = itertools.count(index * _WINDOW)
-            found = (
-                dataset[number % size] for number in itertools.islice(candidates, 100 * _WINDOW)
-            )
-            for entry in found:
+        def generate(index: int) -> Question:
+            for number in range(index * _WINDOW, (index + 100) * _WINDOW):
+                entry = dataset[number % size]
                 if is_held_out(entry["question"]) == held_out:
-                    return entry
+                    return GymQuestion(_user(entry["question"]), str(entry["answer"]), entry)
             raise UserError(f"{where}: {GYM}{name}: has too few questions to hold some of them out")
 
-        return dataset, item
+        return dataset, Generated(generate)
 
     try:
-        (train, train_item), (_, held_out_item) = split(False), split(True)
-        train_item(0)
+        (dataset, train), (_, held_out) = split(False), split(True)
+        train[0]
     except UserError:
         raise
     except Exception as error:  # from the task's own checks
@@ -171,20 +162,13 @@ def _reasoning_gym(name: str, options: dict[str, Any], seed: int, where: str) ->
             f"rl.options: {GYM}{name}: {type(error).__name__}: {one_line(error)}"
         ) from None
 
-    def questions(item: Callable[[int], Any]) -> Generated:
-        def generate(index: int) -> Question:
-            entry = item(index)
-            return GymQuestion(_user(entry["question"]), str(entry["answer"]), entry)
-
-        return Generated(generate)
-
     def score(completion: str, question: Question) -> float:
         assert isinstance(question, GymQuestion)
-        return float(train.score_answer(completion.strip(), question.entry))
+        return float(dataset.score_answer(completion.strip(), question.entry))
 
     digest = hashlib.sha256(repr(sorted(options.items())).encode()).hexdigest()[:16]
     revision = f"reasoning-gym {version('reasoning-gym')}, options {digest}"
-    return Task(f"{GYM}{name}", questions(train_item), questions(held_out_item), score, revision)
+    return Task(f"{GYM}{name}", train, held_out, score, revision)
 
 
 @dataclass(frozen=True)

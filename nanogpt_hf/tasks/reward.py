@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from nanogpt_hf.errors import EXIT_USER_ERROR, UserError, one_line
+from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.tasks.task import Question, Score
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
@@ -40,7 +40,7 @@ def _user_code(seconds: float) -> Iterator[None]:
 
     Its end restores the current folder, and torch's settings.
     """
-    process, before = os.getpid(), [get() for get, _ in _SETTINGS]
+    before = [get() for get, _ in _SETTINGS]
     try:
         with time_limit(seconds), chdir(os.curdir):
             yield
@@ -52,8 +52,6 @@ def _user_code(seconds: float) -> Iterator[None]:
         what = traceback.format_exception_only(error)[-1]  # str(error) may raise
         raise _UserCodeError(f"raises {one_line(what, 150)}") from None
     finally:
-        if os.getpid() != process:  # it called os.fork(): a second process must not train
-            os._exit(EXIT_USER_ERROR)
         for (get, set_again), value in zip(_SETTINGS, before, strict=True):
             if get() != value:
                 set_again(value)

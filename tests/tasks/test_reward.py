@@ -67,16 +67,6 @@ def test_failing_reward_is_zero_and_counted_or_one_line(message):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_process_that_a_reward_forks_does_not_train():
-    def score(completion, question):
-        if not (child := os.fork()):
-            raise ValueError
-        return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-
-    assert RewardFunction(score, 5.0, "stop").rewards(["4"], [QUESTION]).values == [2.0]
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_reward_that_catches_every_exception_cannot_hang():
     def score(completion, question):
         while True:
