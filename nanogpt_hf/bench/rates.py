@@ -1,11 +1,15 @@
-"""Tokens per second of generation, data loader and tokenizer."""
+"""Tokens per second of generation, data loader and tokenizer; seconds of a checkpoint."""
 
 import os
-from collections.abc import Callable
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from accelerate.utils import broadcast_object_list
 from transformers import PreTrainedModel
 
 from nanogpt_hf.bench.clock import Spread, spread, time_of
@@ -15,6 +19,9 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.generate import generate_tokens
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
 _CPU = torch.device("cpu")
 _NEW_TOKENS = 128
@@ -115,3 +122,56 @@ def or_reason(measure: Callable[[], Any]) -> Any:
         return measure()
     except UserError as error:
         return f"n/a: {error}"
+
+
+def checkpoint_times(work: Workload, windows: int) -> dict[str, Any]:
+    """Bytes of a checkpoint; seconds that training waits for it, of the next step, and until it is
+    on the disk: saved into a temporary folder in the current one.
+
+    The first is not counted: it allocates the memory for the copy. Raises RunFolderError if it
+    cannot be written.
+    """
+    run, device = work.run, work.run.accelerator.device
+    waits, steps, writes = [], [], []
+    with _temporary_folder(work) as folder:
+        writer = CheckpointWriter(run.accelerator, folder, keep=1)
+        for number in range(1, windows + 2):
+            writer.wait()  # else the one before would count
+            state, start = TrainState(step=number, last_finite_step=number), time.perf_counter()
+            waits.append(
+                time_of(device, lambda state=state: writer.save(run.model, run.optimizer, state))
+            )
+            # every other one is timed alone: a step would share the machine with the write
+            if number % 2:
+                writer.wait()
+                writes.append(time.perf_counter() - start)
+            else:
+                steps.append(time_of(device, work.step))
+        writer.wait()
+        newest = folder.newest_checkpoint()
+        size = sum(file.stat().st_size for file in newest.iterdir()) if newest else 0
+    return {
+        "bytes": size,
+        "wait_seconds": spread(waits[1:]),
+        "next_step_seconds": spread(steps),
+        "write_seconds": spread(writes),
+    }
+
+
+@contextmanager
+def _temporary_folder(work: Workload) -> Iterator[RunFolder]:
+    """A folder of the main process, for all processes."""
+    is_main = work.run.mesh.is_main
+    made = (
+        tempfile.TemporaryDirectory(prefix=".bench_", dir="." if os.access(".", os.W_OK) else None)
+        if is_main
+        else None
+    )
+    path = [made.name if made else ""]
+    try:
+        broadcast_object_list(path, from_process=0)
+        yield RunFolder(Path(path[0]))
+    finally:
+        work.run.accelerator.wait_for_everyone()
+        if made:
+            made.cleanup()

@@ -7,7 +7,6 @@ from typing import Any
 import torch
 
 from nanogpt_hf.bench import baselines, rates
-from nanogpt_hf.bench.checkpoints import checkpoint_times
 from nanogpt_hf.bench.clock import (
     communication,
     phases_of_step,
@@ -69,7 +68,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
         "communicated_bytes": communicated_bytes(work.step) if work.run.mesh.world_size > 1 else {},
-        "checkpoint": rates.or_reason(lambda: checkpoint_times(work, fewer)),
+        "checkpoint": rates.or_reason(lambda: rates.checkpoint_times(work, fewer)),
         "generation": rates.generation_rates(work, few),
         "loader": rates.loader_rate(work, windows),
         "tokenizer": rates.or_reason(lambda: rates.tokenizer_rate(config.data, few)),

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
     from nanogpt_hf.config.schema import Config
-    from nanogpt_hf.planning.proposal import Proposal
+    from nanogpt_hf.planning.candidates import Proposal
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -168,11 +168,10 @@ def _proposal(
     arguments: argparse.Namespace, config: "Config", base: "PreTrainedConfig | None"
 ) -> "Proposal":
     """The layout over --gpus, written to --write-config."""
-    from nanogpt_hf.planning.candidates import Cluster
+    from nanogpt_hf.planning.candidates import Cluster, propose
     from nanogpt_hf.planning.estimate import planned_model
     from nanogpt_hf.planning.hardware import NETWORK, gpu_of
     from nanogpt_hf.planning.placement import config_text
-    from nanogpt_hf.planning.proposal import propose
 
     name, gpu = gpu_of(arguments.gpu, arguments.memory)
     per_machine = min(arguments.per_machine, arguments.gpus)

@@ -4,9 +4,9 @@ import dataclasses
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.formatting import align, format_bytes
+from nanogpt_hf.planning.candidates import Proposal, seconds
 from nanogpt_hf.planning.estimate import Estimate
 from nanogpt_hf.planning.placement import Placement, shipped_config
-from nanogpt_hf.planning.proposal import Proposal, seconds
 
 
 def layout_lines(proposal: Proposal, config: Config) -> list[str]:

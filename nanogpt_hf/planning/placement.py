@@ -156,7 +156,7 @@ def _placement(path: str, config: Any) -> Placement:
     parallelism = config.parallelism_config or {}
     mesh = {key.removeprefix("parallelism_config_"): value for key, value in parallelism.items()}
     names = ("dp_replicate", "tp", "cp", "pp")
-    sizes = {name: int(mesh.get(f"{name}_size") or 1) for name in names}
+    sizes: dict[str, Any] = {name: int(mesh.get(f"{name}_size") or 1) for name in names}
     shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
     is_fsdp, stage = "FSDP" in kind, int(deepspeed.get("zero_stage", 2))
     for is_wrong, problem in (
@@ -192,12 +192,10 @@ def _placement(path: str, config: Any) -> Placement:
     ):
         if is_wrong:
             raise UserError(f"--config_file {path}: {problem}")
-    tp, cp, pp = sizes["tp"], sizes["cp"], sizes["pp"]
+    copies = sizes.pop("dp_replicate")
     place = Placement(
         processes=processes,
-        tp=tp,
-        cp=cp,
-        pp=pp,
+        **sizes,
         per_machine=processes // max(1, int(config.num_machines or 1)),
         precision=precision,
         on_cpu=bool(config.use_cpu),
@@ -207,7 +205,7 @@ def _placement(path: str, config: Any) -> Placement:
         return replace(
             place,
             kind="FSDP2",
-            shards=processes // (tp * pp * sizes["dp_replicate"]),
+            shards=place.dp * place.cp // copies,
             checkpointing=_true(fsdp.get("fsdp_activation_checkpointing")),
             reshard=_true(fsdp.get("fsdp_reshard_after_forward", True)),
             offloads_weights=_true(fsdp.get("fsdp_offload_params")),

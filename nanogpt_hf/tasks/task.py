@@ -1,9 +1,11 @@
-"""Tasks with verifiable answers: questions, their reference answers, and a score of a
-completion.
+"""Tasks with verifiable answers: questions, their reference answers, and scores of a completion: 1
+for a right answer, 0 for any other.
 """
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from decimal import Decimal, InvalidOperation
 
 from nanogpt_hf.data.conversations import Conversation
 
@@ -39,3 +41,72 @@ class Task:
     held_out: Sequence[Question]
     score: Score
     revision: str
+
+
+# GSM8K ends a solution with a line such as `#### 1,234`
+_NUMBER = re.compile(r"####\s*\$?\s*(-?[\d,]*\.?\d+)")
+_LETTER_FIRST = re.compile(r"\(?([A-Z])(?:[).:]|$)")
+_LETTER_NAMED = re.compile(r"\banswer(?:\s+is)?\s*:?\s*\(?([A-Z])\b(?!\s+[a-z])", re.IGNORECASE)
+
+
+def final_number(text: str) -> Decimal | None:
+    """The number after the last ####, without commas; None if there is none."""
+    numbers = _NUMBER.findall(text)
+    try:
+        return Decimal(numbers[-1].replace(",", "")) if numbers else None
+    except InvalidOperation:  # pragma: no cover  (the pattern allows only numbers)
+        return None
+
+
+def chosen_letter(text: str) -> str | None:
+    """The letter of a choice: at the start, as in `B`, `(B)` and `B.
+
+    Paris`, or as in `the answer is B`.
+    """
+    if first := _LETTER_FIRST.match(text.strip()):
+        return first[1]
+    named = _LETTER_NAMED.findall(text)
+    return named[-1].upper() if named else None
+
+
+def _gsm8k(completion: str, question: Question) -> float:
+    number = final_number(completion)
+    return float(number is not None and number == final_number(question.answer))
+
+
+def _multiple_choice(completion: str, question: Question) -> float:
+    letter = chosen_letter(completion)
+    return float(letter is not None and letter == chosen_letter(question.answer))
+
+
+def exact_match(completion: str, question: Question) -> float:
+    """1 if the completion is the reference answer, up to white space."""
+    return float(completion.split() == question.answer.split())
+
+
+def _regex(completion: str, question: Question) -> float:
+    return float(re.search(question.answer, completion) is not None)
+
+
+# The tasks whose questions are the conversations of `data.source`; the last message of each is the
+# reference answer.
+SCORES: dict[str, Score] = {
+    "exact": exact_match,
+    "gsm8k": _gsm8k,
+    "multiple_choice": _multiple_choice,
+    "regex": _regex,
+}
+
+
+def reference_problem(task: str, answer: str) -> str | None:
+    """Why a reference answer cannot be compared with, if so."""
+    if task == "gsm8k" and final_number(answer) is None:
+        return "has no number after ####"
+    if task == "multiple_choice" and chosen_letter(answer) is None:
+        return "names no letter, such as B"
+    if task == "regex":
+        try:
+            re.compile(answer)
+        except re.error as error:
+            return f"is no regular expression: {error}"
+    return None

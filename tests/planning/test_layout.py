@@ -9,12 +9,11 @@ from pathlib import Path
 import pytest
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.planning.candidates import Cluster, candidates, waiting_seconds
+from nanogpt_hf.planning.candidates import Cluster, candidates, propose, waiting_seconds
 from nanogpt_hf.planning.estimate import planned_model
 from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.hardware import GPUS, gpu_of
 from nanogpt_hf.planning.placement import Placement, config_text, read_placement, shipped_config
-from nanogpt_hf.planning.proposal import propose
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 
 ROOT = Path(__file__).parents[2]

@@ -2,8 +2,7 @@
 
 import pytest
 
-from nanogpt_hf.tasks.scores import SCORES, reference_problem
-from nanogpt_hf.tasks.task import Question
+from nanogpt_hf.tasks.task import SCORES, Question, reference_problem
 
 
 def score(task: str, completion: str, answer: str) -> float:
