@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import torch
@@ -54,27 +56,22 @@ class _Timeline:
     """When the phases of a step end: on the device, by CUDA events, or by the clock."""
 
     def __init__(self, on_cuda: bool):
-        self._phases: list[str] = []
-        self._times: list[float] = []
-        self._events: list[torch.cuda.Event] | None = [] if on_cuda else None
+        self._on_cuda = on_cuda
+        self._marks: list[tuple[str, Any]] = []
 
     def mark(self, phase: str) -> None:
         """The time since the previous mark belongs to `phase`."""
-        self._phases.append(phase)
-        if self._events is None:
-            self._times.append(time.perf_counter())
-        else:
-            self._events.append(torch.cuda.Event(enable_timing=True))
-            self._events[-1].record()
+        now: Any = time.perf_counter()
+        if self._on_cuda:
+            now = torch.cuda.Event(enable_timing=True)
+            now.record()
+        self._marks.append((phase, now))
 
     def seconds(self) -> dict[str, float]:
         """Seconds by phase; on CUDA after a synchronization."""
-        times = self._times
-        if self._events is not None:
-            times = [self._events[0].elapsed_time(event) / 1e3 for event in self._events]
-        seconds = dict.fromkeys(map(str, PHASES), 0.0)
-        for phase, start, end in zip(self._phases[1:], times, times[1:], strict=False):
-            seconds[phase] += end - start
+        seconds: dict[str, float] = dict.fromkeys(PHASES, 0.0)
+        for (_, start), (phase, end) in pairwise(self._marks):
+            seconds[phase] += start.elapsed_time(end) / 1e3 if self._on_cuda else end - start
         return seconds
 
 
