@@ -49,6 +49,7 @@ SIZE = {
     "bias": False,
     "dropout": 0.0,
 }
+FOUR = {"processes": 4, "shards": 4}
 NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
 
 
@@ -282,60 +283,44 @@ def test_saved_bytes_per_token_with_dropout():
     assert on_cpu == 64 * width + factors + matrices
 
 
-def state(placement: Placement) -> dict[str, float]:
-    with torch.device("meta"):
-        model = build()
-    estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulates=True)
-    parts = estimate.phases[LOSS] | {"offloaded": estimate.offloaded}
-    return {
-        part: parts[part] / model.num_parameters()
-        for part in ("weights", "gradients", "optimizer", "offloaded")
-    }
-
-
 @pytest.mark.parametrize(
-    ("placement", "bytes_each"),
+    ("placement", "state", "copied"),
     [
-        (Placement(), (4, 4, 8, 0)),
-        (Placement(kind="DDP", processes=4), (4, 4, 8, 0)),
-        (Placement(kind="FSDP2", processes=4, shards=4), (1, 1, 2, 0)),
-        (Placement(kind="FSDP2", processes=4, shards=2), (2, 2, 4, 0)),
-        (Placement(kind="FSDP2", processes=4, shards=4, offloads_weights=True), (0, 0, 0, 4)),
-        # ZeRO keeps float32 weights with the optimizer state
-        (Placement(kind="ZeRO-2", processes=4, shards=4, precision="bf16"), (2, 1, 3, 0)),
-        (Placement(kind="ZeRO-3", processes=4, shards=4, precision="bf16"), (0.5, 1, 3, 0)),
+        (Placement(), (4, 4, 8, 0), (0, 12)),
+        (Placement(on_cpu=True), (4, 4, 8, 0), (12, 0)),
+        # one process saves
+        (Placement(kind="DDP", processes=16, per_machine=8), (4, 4, 8, 0), (0, 12)),
+        (Placement(kind="FSDP2", **FOUR), (1, 1, 2, 0), (0, 12)),
+        (Placement(kind="FSDP2", **FOUR, on_cpu=True), (1, 1, 2, 0), (3, 0)),
+        (Placement(kind="FSDP2", processes=4, shards=2), (2, 2, 4, 0), (0, 12)),
+        # those of one machine
+        (Placement(kind="FSDP2", processes=16, shards=16), (0.25, 0.25, 0.5, 0), (0, 6)),
+        (Placement(kind="FSDP2", processes=16, shards=8), (0.5, 0.5, 1, 0), (0, 12)),
         (
-            Placement(
-                kind="ZeRO-2", processes=4, shards=4, precision="bf16", offloads_optimizer=True
-            ),
+            Placement(kind="FSDP2", **FOUR, offloads_weights=True),
+            (0, 0, 0, 4),
+            (0, 12),
+        ),
+        # ZeRO keeps float32 weights with the optimizer state
+        (Placement(kind="ZeRO-2", precision="bf16", **FOUR), (2, 1, 3, 0), (0, 12)),
+        (Placement(kind="ZeRO-3", precision="bf16", **FOUR), (0.5, 1, 3, 0), (0, 12)),
+        (
+            Placement(kind="ZeRO-2", precision="bf16", offloads_optimizer=True, **FOUR),
             (2, 0, 0, 4),
+            (0, 12),
         ),
     ],
 )
-def test_state_bytes_per_parameter(placement, bytes_each):
-    assert tuple(map(pytest.approx, bytes_each)) == tuple(state(placement).values())
-
-
-@pytest.mark.parametrize(
-    ("placement", "bytes_each", "on_device"),
-    [
-        (Placement(on_cpu=True), 0, 12),
-        (Placement(on_cpu=True, kind="FSDP2", processes=4, shards=4), 0, 3),
-        (Placement(), 12, 0),
-        (Placement(kind="DDP", processes=16, per_machine=8), 12, 0),  # one process saves
-        (Placement(kind="FSDP2", processes=16, shards=16, per_machine=8), 6, 0),
-        # those of one machine
-        (Placement(kind="FSDP2", processes=16, shards=8, per_machine=8), 12, 0),
-        (Placement(kind="ZeRO-3", processes=4, shards=4, per_machine=4), 12, 0),
-    ],
-)
-def test_checkpoint_copy_bytes_per_parameter(placement, bytes_each, on_device):
+def test_bytes_per_parameter(placement, state, copied):
     with torch.device("meta"):
         model = build()
     estimate = footprint(model, placement, micro_batch_size=1, block_size=64, accumulates=True)
-    for parts in estimate.phases.values():
-        assert parts[CHECKPOINT] == pytest.approx(on_device * model.num_parameters())
-    assert estimate.host_copy == pytest.approx(bytes_each * model.num_parameters())
+    copies = {phase[CHECKPOINT] for phase in estimate.phases.values()}
+    parts = estimate.phases[LOSS]
+    found = [parts[part] for part in ("weights", "gradients", "optimizer")]
+    found += [estimate.offloaded, *copies, estimate.host_copy]
+    each = [size / model.num_parameters() for size in found]
+    assert each == pytest.approx([*state, *copied])
 
 
 def test_checkpoint_copy_has_float32_state_of_trainable_parameters():
