@@ -24,7 +24,8 @@ _LARGEST = 1e15  # reward; float32 holds the sums and squares of more than a mil
 _SETTINGS: list[tuple[Callable[[], Any], Callable[[Any], Any]]] = [
     (torch.is_grad_enabled, torch.set_grad_enabled),
     (torch.get_default_dtype, torch.set_default_dtype),
-    (torch.get_default_device, torch.set_default_device),
+    # to none: a stated device, even the CPU, is a mode that every call of torch passes
+    (torch.get_default_device, lambda _: torch.set_default_device(None)),
     (torch.get_num_threads, torch.set_num_threads),
     (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
 ]
