@@ -116,10 +116,11 @@ def push(
             before = api.model_info(repo_id, revision=revision)
             outcome = f"see {constants.ENDPOINT}/{repo_id}: all files arrived, or none"
             additions = [CommitOperationAdd(path.name, files[path]) for path in files]
-            # Several files of weights one by one, in this thread: a process that is asked to end
-            # would wait for the threads of huggingface_hub's pool until all have been sent.
-            for addition in [a for a in additions if a.path_in_repo.endswith(_WEIGHTS)][1:]:
-                api.preupload_lfs_files(repo_id, [addition], revision=revision)
+            # Weights one by one, in this thread: a process that is asked to end would wait for the
+            # threads of huggingface_hub's pool until all files have been sent.
+            for addition in additions:
+                if addition.path_in_repo.endswith(_WEIGHTS):
+                    api.preupload_lfs_files(repo_id, [addition], revision=revision)
             # not upload_folder, which may make several commits
             commit = api.create_commit(
                 repo_id,

@@ -212,8 +212,9 @@ def import_bins(source: Path, folder: Path, meta: Path | None = None) -> Manifes
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
         end_of_text_id=tokenizer.end_of_text_id if any(e for _, e in splits.values()) else None,
+        train=splits["train"][0],
+        validation=splits["validation"][0],
         versions=tool_versions(),
-        **{split: facts for split, (facts, _) in splits.items()},
     )
     write_manifest(folder, manifest)
     return manifest

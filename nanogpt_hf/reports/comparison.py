@@ -35,11 +35,13 @@ def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
     head = ["run", "steps", "tokens", "time", "tokens/s", f"best {metric}", "at step", "last"]
     rows = [head]
     for name, run in runs.items():
-        time, speed, step = format_duration(run["seconds"]), run["tokens_per_second"], "best_step"
-        rows.append([name, f"{run['steps']:,}", f"{run['tokens']:,}", time])
-        rows[-1].append("–" if speed is None else f"{speed:,.0f}")
-        rows[-1] += [_loss(run["best"]), "–" if run[step] is None else f"{run[step]:,}"]
-        rows[-1].append(_loss(run["last"]))
+        time, best, last = format_duration(run["seconds"]), _loss(run["best"]), _loss(run["last"])
+        speed, step = (
+            "–" if value is None else f"{value:,.0f}"
+            for value in (run["tokens_per_second"], run["best_step"])
+        )
+        counts = [f"{run[count]:,}" for count in ("steps", "tokens")]
+        rows.append([name, *counts, time, speed, best, step, last])
     tables = [rows]
     for kind in dict.fromkeys((metric, "train/loss")):
         prefix = f"{kind}/"

@@ -2,16 +2,19 @@
 
 import base64
 import hashlib
-import json
 import math
+import shlex
+from dataclasses import replace
 from datetime import datetime
 from importlib.resources import files
 from pathlib import Path
-from string import Template
 from typing import Any
 
+from jinja2 import Environment
+from markupsafe import Markup
+
 import nanogpt_hf
-from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports import sections
 from nanogpt_hf.reports.reference import Reference, Verdict, find_reference, judge
@@ -19,6 +22,7 @@ from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import AXES, Event, column, names, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.runs.redact import redact
 
 MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to draw them
 
@@ -56,55 +60,54 @@ def render(run: RunFolder, events: list[Event]) -> str:
     reference = find_reference(config) if config and has_loss else None
     verdict = judge(reference, config, events) if config and has_loss else None
     data, reports_per_point = _chart_data(events, verdict, reference)
-    style, script = _asset("page.css"), _asset("page.js")
+    style, script = (Markup(_asset(f"page.{kind}")) for kind in ("css", "js"))
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
-    return Template(_asset("page.html")).substitute(
-        name=sections.escape(run.path.resolve().name),
+    is_adapter = config is not None and config.lora.rank is not None and not config.lora.merge
+    png = run.loss_plot.read_bytes() if run.loss_plot.is_file() else b""
+    environment = Environment(autoescape=True, finalize=_redacted)
+    environment.policies["json.dumps_kwargs"] = {"allow_nan": False, "separators": (",", ":")}
+    return environment.from_string(_asset("page.html")).render(
+        name=run.path.resolve().name,
         policy=policy,
         style=style,
         script=script,
-        state=sections.escape(sections.state_line(run, config, events)),
-        verdict=sections.verdict_section(verdict),
-        missing=(f'<p class="note">Missing: {sections.escape("; ".join(missing))}.</p>')
-        if missing
-        else "",
-        summary=sections.summary_section(events),
-        averaging=(f"Each point is the mean of {reports_per_point} training reports.")
-        if reports_per_point > 1
-        else "",
-        plot=_plot_image(run),
-        samples=sections.samples_section(events),
-        evaluations=sections.evaluations_section(events),
-        recipe=sections.recipe_section(config),
-        machine=sections.machine_section(machine),
-        loading=sections.loading_section(run, config),
-        version=sections.escape(nanogpt_hf.__version__),
-        date=sections.escape(datetime.now().astimezone().isoformat(" ", "minutes")),
-        data=_json_in_html(data),
+        state=sections.state_line(run, config, events),
+        verdict=verdict and replace(verdict, sentence=_capitalized(verdict.sentence)),
+        missing="; ".join(missing),
+        tiles=sections.summary_tiles(events),
+        averaged=reports_per_point,
+        plot=Markup(base64.b64encode(png).decode()),  # for browsers without JavaScript
+        samples=sections.samples(events),
+        evaluations=sections.evaluation_table(events),
+        knobs=config and sections.knob_rows(config),
+        recipe=config and config_to_yaml(config),
+        machine=sections.machine_rows(machine),
+        best=repr(str(run.best)) if run.best.is_dir() else "",
+        path=shlex.quote(str(run.path)),
+        package="peft" if is_adapter else "transformers",
+        loader="AutoPeftModelForCausalLM" if is_adapter else "AutoModelForCausalLM",
+        version=nanogpt_hf.__version__,
+        date=datetime.now().astimezone().isoformat(" ", "minutes"),
+        data=data,
     )
+
+
+def _redacted(value: Any) -> Any:
+    """A value of the template, which is escaped afterwards; markup and numbers as they are."""
+    return redact(value) if type(value) is str else value
+
+
+def _capitalized(text: str) -> str:
+    return text[:1].upper() + text[1:]
 
 
 def _asset(name: str) -> str:
     return files("nanogpt_hf.reports").joinpath(name).read_text("utf-8")
 
 
-def _plot_image(run: RunFolder) -> str:
-    """loss.png as an image, for browsers without JavaScript."""
-    if not run.loss_plot.is_file():
-        return ""
-    png = base64.b64encode(run.loss_plot.read_bytes()).decode()
-    return f'<img alt="Losses by step" src="data:image/png;base64,{png}">'
-
-
 def _hash(text: str) -> str:
     return "sha256-" + base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
-
-
-def _json_in_html(tree: Any) -> str:
-    """JSON in which no text can end the script element around it."""
-    text = json.dumps(tree, allow_nan=False, separators=(",", ":"))
-    return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
 def _chart_data(

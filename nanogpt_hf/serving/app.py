@@ -11,6 +11,7 @@ import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator
+from functools import partial
 from typing import Any
 
 from starlette.applications import Starlette
@@ -68,10 +69,8 @@ async def _read_body(request: HTTPRequest) -> bytes:
     """The body of a POST. Raises ApiError if it is too large, too slow or not declared as JSON."""
     # A page of another site can send a form or plain text to this server without asking, but not
     # JSON.
-    if (
-        request.headers.get("content-type", "").partition(";")[0].strip().lower()
-        != "application/json"
-    ):
+    kind = request.headers.get("content-type", "").partition(";")[0]
+    if kind.strip().lower() != "application/json":
         raise ApiError(415, "the header Content-Type must be application/json")
     body = bytearray()
     try:
@@ -136,14 +135,10 @@ async def _respond(served: Served, http: HTTPRequest, chat: bool) -> Response:
     texts = await _unless_disconnected(http, generation)
     choices = []
     for index, (choice, text) in enumerate(zip(generation.choices, texts, strict=True)):
-        answer = (
-            {"message": {"role": "assistant", "content": text, "refusal": None}}
-            if chat
-            else {"text": text}
-        )
-        choices.append(
-            {"index": index, **answer, "logprobs": None, "finish_reason": choice.finish_reason}
-        )
+        message = {"role": "assistant", "content": text, "refusal": None}
+        answer = {"message": message} if chat else {"text": text}
+        end = {"logprobs": None, "finish_reason": choice.finish_reason}
+        choices.append({"index": index, **answer, **end})
     return JSONResponse({**head, "choices": choices, "usage": generation.usage()}, headers=headers)
 
 
@@ -204,12 +199,6 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
         except Exception as error:
             raise _error_of(error) from None
 
-    async def completions(http: HTTPRequest) -> Response:
-        return await answered(http, chat=False)
-
-    async def chat_completions(http: HTTPRequest) -> Response:
-        return await answered(http, chat=True)
-
     async def index(http: HTTPRequest) -> Response:
         return Response(page, headers=page_headers, media_type="text/html")
 
@@ -220,21 +209,18 @@ def build_app(served: Served, hosts: list[str]) -> Starlette:
 
     async def http_error(http: HTTPRequest, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
-        message = (
-            f"{http.method} {http.url.path:.100}: {error.detail}; the API is under /v1, the "
-            "chat page at /"
-        )
-        return JSONResponse(
-            ApiError(error.status_code, message).body(), error.status_code, error.headers
-        )
+        where = f"{http.method} {http.url.path:.100}: {error.detail}"
+        message = f"{where}; the API is under /v1, the chat page at /"
+        body = ApiError(error.status_code, message).body()
+        return JSONResponse(body, error.status_code, error.headers)
 
     return Starlette(
         routes=[
             Route("/", index),
             Route("/v1/models", models),
             Route("/v1/models/{name:path}", model),
-            Route("/v1/completions", completions, methods=["POST"]),
-            Route("/v1/chat/completions", chat_completions, methods=["POST"]),
+            Route("/v1/completions", partial(answered, chat=False), methods=["POST"]),
+            Route("/v1/chat/completions", partial(answered, chat=True), methods=["POST"]),
         ],
         middleware=[Middleware(TrustedHostMiddleware, allowed_hosts=hosts, www_redirect=False)],
         exception_handlers={ApiError: api_error, HTTPException: http_error},

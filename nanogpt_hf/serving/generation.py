@@ -50,13 +50,13 @@ class Served:
 
     def entry(self) -> dict[str, Any]:
         """The model in the list of models; `max_model_len` and `chat` are not in OpenAI's API."""
-        about = {"max_model_len": self.context, "chat": self.chat is not None}
         return {
             "id": self.name,
             "object": "model",
             "created": self.created,
             "owned_by": "nanogpt_hf",
-            **about,
+            "max_model_len": self.context,
+            "chat": self.chat is not None,
         }
 
     def encode(self, request: Request) -> tuple[list[list[int]], int]:
@@ -180,22 +180,13 @@ class Generation:
         self._served.sequences -= self._unfinished
         self._unfinished = 0
         usage, seconds = self.usage(), time.monotonic() - self._began
-        ended = all(choice.finish_reason for choice in self.choices)
-        _log.info(
-            "%d tokens read, %d generated in %.1f s%s",
-            usage["prompt_tokens"],
-            usage["completion_tokens"],
-            seconds,
-            "" if ended else "; not finished",
-        )
+        end = "" if all(choice.finish_reason for choice in self.choices) else "; not finished"
+        counts = usage["prompt_tokens"], usage["completion_tokens"]
+        _log.info("%d tokens read, %d generated in %.1f s%s", *counts, seconds, end)
         for choice in self.choices:
             choice.job.canceled = True
 
     def usage(self) -> dict[str, int]:
         completion = sum(choice.length for choice in self.choices)
-        total = self.prompt_tokens + completion
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": completion,
-            "total_tokens": total,
-        }
+        counts = {"prompt_tokens": self.prompt_tokens, "completion_tokens": completion}
+        return counts | {"total_tokens": self.prompt_tokens + completion}

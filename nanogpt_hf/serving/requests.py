@@ -11,16 +11,17 @@ from nanogpt_hf.errors import did_you_mean
 MAX_CHOICES = 16  # sequences per request
 _MAX_STOPS, _MAX_STOP_LENGTH = 4, 1000
 
-# Name -> type and inclusive bounds. `max_completion_tokens` is the newer name of `max_tokens` in
-# chat completions.
-_NUMBERS: dict[str, tuple[type, float, float]] = {
-    "temperature": (float, 0, 2),
-    "top_p": (float, 0, 1),
-    "top_k": (int, 1, 2**31),  # not in OpenAI's API; `sample` has it
-    "seed": (int, -(2**63), 2**63 - 1),
-    "n": (int, 1, MAX_CHOICES),
-    "max_tokens": (int, 1, 2**31),
+# Name -> type, inclusive bounds and default.
+_NUMBERS: dict[str, tuple[type, float, float, float | None]] = {
+    "temperature": (float, 0, 2, 1.0),
+    "top_p": (float, 0, 1, None),
+    "top_k": (int, 1, 2**31, None),  # not in OpenAI's API; `sample` has it
+    "seed": (int, -(2**63), 2**63 - 1, None),
+    "n": (int, 1, MAX_CHOICES, 1),
+    "max_tokens": (int, 1, 2**31, None),
 }
+# of chat completions: the newer name of `max_tokens`
+_NEWER_NAME = "max_completion_tokens"
 # no effect on text
 _IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key")
 # Parameters of the API that are not supported, and the values that are accepted because they change
@@ -96,9 +97,8 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
         raise ApiError(400, f"the body is not a JSON object but {_short(tree)}")
     given = {name: value for name, value in tree.items() if value is not None}
     text = "messages" if chat else "prompt"
-    more = ("max_completion_tokens", "truncation") if chat else ()
-    known = {"model", text, "stop", "stream", "stream_options", *more}
-    known |= {*_NUMBERS, *_IGNORED, *_UNSUPPORTED}
+    known = {"model", text, "stop", "stream", "stream_options"}
+    known |= {*_NUMBERS, *_IGNORED, *_UNSUPPORTED, *((_NEWER_NAME, "truncation") if chat else ())}
     for name in given.keys() - known:
         raise _wrong(name[:100], f"unknown parameter{did_you_mean(name[:100], known)}")
     if given.get("model", model) != model:
@@ -107,33 +107,30 @@ def parse_request(body: bytes, model: str, chat: bool) -> Request:
     for name, values in _UNSUPPORTED.items():
         value = given.get(name)
         if value is not None and not any(type(value) is type(v) and value == v for v in values):
-            raise ApiError(
-                400,
-                f"{name}: this server does not support it; leave it out",
-                name,
-                "unsupported_parameter",
-            )
+            message = f"{name}: this server does not support it; leave it out"
+            raise ApiError(400, message, name, "unsupported_parameter")
     if text not in given:
         raise _wrong(text, "is missing")
-    if "max_completion_tokens" in given:
-        given["max_tokens"] = _number(given, "max_completion_tokens")
-    numbers = {name: _number(given, name) for name in _NUMBERS}
-    seed = numbers["seed"]
+    numbers = {name: _number(given, name, *bounds) for name, bounds in _NUMBERS.items()}
+    if _NEWER_NAME in given:
+        numbers["max_tokens"] = _number(given, _NEWER_NAME, *_NUMBERS["max_tokens"])
+    if numbers["seed"] is None:
+        numbers["seed"] = secrets.randbelow(2**62)
+    truncation = given.get("truncation", "disabled")
+    if truncation not in ("disabled", "auto"):
+        raise _wrong("truncation", f"expected disabled or auto, got {_short(truncation)}")
+    stream_options = given.get("stream_options", {})
+    if not isinstance(stream_options, dict):
+        raise _wrong("stream_options", f"expected an object, got {_short(stream_options)}")
+    limit = MAX_CHOICES // numbers["n"]
     return Request(
+        **numbers,
         messages=_messages(given["messages"]) if chat else [],
-        prompts=[]
-        if chat
-        else _texts(given["prompt"], "prompt", MAX_CHOICES // (numbers["n"] or 1)),
-        truncate=_one_of(given, "truncation", ("disabled", "auto")) == "auto",
-        temperature=1.0 if numbers["temperature"] is None else numbers["temperature"],
-        top_p=numbers["top_p"],
-        top_k=numbers["top_k"],
-        seed=secrets.randbelow(2**62) if seed is None else seed,
-        n=numbers["n"] or 1,
-        max_tokens=numbers["max_tokens"],
+        prompts=[] if chat else _texts(given["prompt"], "prompt", limit),
+        truncate=truncation == "auto",
         stop=_stops(given.get("stop", [])),
         stream=_flag(given, "stream"),
-        include_usage=_include_usage(given),
+        include_usage=_flag(stream_options, "include_usage"),
     )
 
 
@@ -166,15 +163,15 @@ def _stops(value: object) -> list[str]:
     return stops
 
 
-def _number(given: dict[str, Any], name: str) -> Any:
-    kind, low, high = _NUMBERS["max_tokens" if name == "max_completion_tokens" else name]
-    value = given.get(name)
+def _number(
+    given: dict[str, Any], name: str, kind: type, low: float, high: float, default: float | None
+) -> Any:
+    value = given.get(name, default)
     if value is None:
         return None
-    is_whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise _wrong(name, f"expected a number, got {_short(value)}")
-    if kind is int and not is_whole:
+    if kind is int and value % 1:
         raise _wrong(name, f"expected a whole number, got {_short(value)}")
     if not low <= value <= high:
         raise _wrong(name, f"must be at least {low} and at most {high}, got {_short(value)}")
@@ -186,20 +183,6 @@ def _flag(given: dict[str, Any], name: str) -> bool:
     if not isinstance(value, bool):
         raise _wrong(name, f"expected true or false, got {_short(value)}")
     return value
-
-
-def _one_of(given: dict[str, Any], name: str, values: tuple[str, ...]) -> str:
-    value = given.get(name, values[0])
-    if value not in values:
-        raise _wrong(name, f"expected {' or '.join(values)}, got {_short(value)}")
-    return value
-
-
-def _include_usage(given: dict[str, Any]) -> bool:
-    options = given.get("stream_options", {})
-    if not isinstance(options, dict):
-        raise _wrong("stream_options", f"expected an object, got {_short(options)}")
-    return _flag(options, "include_usage")
 
 
 def _messages(value: object) -> list[dict[str, str]]:

@@ -54,7 +54,7 @@ COMMANDS = [
 def test_missing_path_is_one_line_without_a_request(
     command, hub_of_stranger, text_file, write_recipe, capsys
 ):
-    for path in PATHS:
+    for path in PATHS if command[0] == "sample" else PATHS[:2]:  # one function judges them all
         names = {"MODEL": path, "TEXT": str(text_file), "RECIPE": str(write_recipe())}
         capsys.readouterr()
         assert main([names.get(argument, argument) for argument in command]) == 2

@@ -7,13 +7,14 @@ import threading
 
 import pytest
 
+from assertions import file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.export.model_folder import replaced_folder
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs import files
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.replace import replaced_folder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
 
@@ -132,6 +133,15 @@ def test_planted_partial_folder_is_not_followed(tmp_path):
     with replaced_folder(tmp_path / "best") as partial:
         (partial / "x").write_text("x")
     assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+def test_replaced_folder_has_the_new_files_only_and_the_old_ones_after_an_error(tmp_path):
+    for name in ("first", "second"):
+        with replaced_folder(tmp_path / "best") as partial:
+            (partial / name).write_text(name)
+    with pytest.raises(ZeroDivisionError), replaced_folder(tmp_path / "best") as partial:
+        (partial / "third").write_text(str(1 / 0))
+    assert file_contents(tmp_path) == {"best/second": b"second"}
 
 
 def test_written_file_has_default_permissions(tmp_path):

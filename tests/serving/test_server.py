@@ -77,12 +77,14 @@ def complete(client, prompt="abc", **options):
     )
 
 
+def roles(*texts) -> list[dict]:
+    """Messages of the user and the assistant in turn."""
+    return [{"role": ("user", "assistant")[i % 2], "content": t} for i, t in enumerate(texts)]
+
+
 def ask(client, *questions, **options):
-    messages = [
-        {"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(questions)
-    ]
     return client.chat.completions.create(
-        model="parrot", messages=messages, **{"max_tokens": 12, "seed": 5} | options
+        model="parrot", messages=roles(*questions), **{"max_tokens": 12, "seed": 5} | options
     )
 
 
@@ -104,12 +106,8 @@ def wait_until(condition):
 
 def test_models_are_listed_with_context_and_chat(chat, base):
     (model,) = chat.models.list().data
-    assert (model.id, model.object, model.max_model_len, model.chat) == (
-        "parrot",
-        "model",
-        256,
-        True,
-    )
+    facts = (model.id, model.object, model.max_model_len, model.chat)
+    assert facts == ("parrot", "model", 256, True)
     assert chat.models.retrieve("parrot") == model
     assert base.models.retrieve("letters").chat is False
     with pytest.raises(openai.NotFoundError, match="'parrot' only") as caught:
@@ -121,26 +119,15 @@ def test_models_are_listed_with_context_and_chat(chat, base):
     "options", [[], ["--temperature", "0"], ["--top-p", "0.7"], ["--top-k", "3"]]
 )
 def test_completions_equal_sample(base, letter_model, capsys, options):
-    words = [
-        "sample",
-        letter_model,
-        "--prompt",
-        "abc",
-        "--max-new-tokens",
-        12,
-        "--seed",
-        7,
-        "--num-samples",
-        2,
-    ]
-    assert main([*map(str, words), *options]) == 0
+    line = "sample {} --prompt abc --max-new-tokens 12 --seed 7 --num-samples 2"
+    assert main([*argv(line, letter_model), *options]) == 0
     first, second = capsys.readouterr().out.split("\n\n--- sample 2 of 2 ---\n")
-    given = {
+    given = {"temperature": 0.8} | {
         name[2:].replace("-", "_"): float(value)
         for name, value in zip(options[::2], options[1::2], strict=True)
     }
-    top_k = {"top_k": given.pop("top_k")} if "top_k" in given else {}
-    answer = complete(base, n=2, seed=7, **{"temperature": 0.8} | given, extra_body=top_k)
+    top_k = {"top_k": given.pop("top_k", None)}
+    answer = complete(base, n=2, seed=7, **given, extra_body=top_k)
     assert ["abc" + choice.text for choice in answer.choices] == [first, second[:-1]]
     assert [choice.finish_reason for choice in answer.choices] == ["length", "length"]
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (3, 24)
@@ -175,19 +162,12 @@ def test_streams_equal_whole_answers(chat, base):
 
 
 def test_a_stream_ends_with_done(base_server):
-    _, body = post(
-        base_server, "/v1/completions", b'{"prompt": "abc", "max_tokens": 2, "stream": true}'
-    )
-    events = body.decode().split("\n\n")
-    assert events[-2:] == ["data: [DONE]", ""]
-    assert [
-        json.loads(event.removeprefix("data: "))["choices"][0]["finish_reason"]
-        for event in events[:-2]
-    ] == [
-        None,
-        None,
-        "length",
-    ]
+    sent = b'{"prompt": "abc", "max_tokens": 2, "stream": true}'
+    _, body = post(base_server, "/v1/completions", sent)
+    *events, last, end = body.decode().split("\n\n")
+    assert (last, end) == ("data: [DONE]", "")
+    choices = [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    assert [choice["finish_reason"] for choice in choices] == [None, None, "length"]
 
 
 def test_several_prompts_get_a_choice_each(base):
@@ -205,10 +185,8 @@ def test_a_stop_string_ends_the_text_before_it(base):
     answer = complete(base, max_tokens=20, stop=[stop, "nowhere"])
     assert (answer.choices[0].text, answer.choices[0].finish_reason) == (expected, "stop")
     assert answer.usage.completion_tokens == len(expected) + 3
-    assert (
-        "".join(c.choices[0].text for c in complete(base, max_tokens=20, stop=stop, stream=True))
-        == expected
-    )
+    pieces = complete(base, max_tokens=20, stop=stop, stream=True)
+    assert "".join(piece.choices[0].text for piece in pieces) == expected
 
 
 def test_the_end_of_text_token_finishes_with_stop(base, base_server, monkeypatch):
@@ -242,20 +220,14 @@ def test_truncation_drops_the_oldest_messages(chat):
         ask(chat, *questions)
     response = chat.chat.completions.with_raw_response.create(
         model="parrot",
-        messages=[
-            {"role": ("user", "assistant")[i % 2], "content": text}
-            for i, text in enumerate(questions)
-        ],
+        messages=roles(*questions),
         max_tokens=30,
         extra_body={"truncation": "auto"},
     )
     dropped = int(response.headers["X-Dropped-Messages"])
     assert dropped in (2, 4, 6)
-    assert (
-        response.parse().usage.prompt_tokens
-        == ask(chat, *questions[dropped:]).usage.prompt_tokens
-        <= 226
-    )
+    expected = ask(chat, *questions[dropped:]).usage.prompt_tokens
+    assert response.parse().usage.prompt_tokens == expected <= 226
 
 
 def test_a_model_without_chat_template_refuses_chat(base):
@@ -303,21 +275,17 @@ def test_models_of_transformers_chat_with_their_own_template(
     )
     tokenizer.chat_template = CHATML
     tokenizer.save_pretrained(folder)
-    sizes = {
-        "hidden_size": 32,
-        "intermediate_size": 64,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 4,
-        "head_dim": 8,
-    }
-    ends = {"bos_token_id": None, "eos_token_id": tokenizer.eos_token_id, "pad_token_id": None}
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "head_dim": 8}
     config = config_class(
         vocab_size=len(tokenizer),
+        num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=128,
         initializer_range=0.3,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=None,
         **sizes,
-        **ends,
     )
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -336,50 +304,36 @@ def test_models_of_transformers_chat_with_their_own_template(
     assert f"abc{text.choices[0].text}\n" == sampled
 
 
-WRONG = [
-    ({"model": "gpt-4"}, "model", 404),
-    ({"prompt": None}, "prompt", 400),
-    ({"prompt": 3}, "prompt", 400),
-    ({"prompt": [1, 2]}, "prompt", 400),
-    ({"prompt": ["a"] * 17}, "prompt", 400),
-    ({"prompt": []}, "prompt", 400),
-    ({"prompt": ""}, "prompt", 400),
-    ({"prompt": "X"}, "prompt", 400),
-    ({"prompt": "\ud800"}, "prompt", 400),
-    ({"temperature": -1}, "temperature", 400),
-    ({"temperature": 2.1}, "temperature", 400),
-    ({"temperature": "hot"}, "temperature", 400),
-    ({"temperature": float("nan")}, "temperature", 400),
-    ({"temperature": True}, "temperature", 400),
-    ({"top_p": 1.5}, "top_p", 400),
-    ({"top_k": 0}, "top_k", 400),
-    ({"n": 17}, "n", 400),
-    ({"max_tokens": 0}, "max_tokens", 400),
-    ({"max_tokens": 1.5}, "max_tokens", 400),
-    ({"seed": 10**30}, "seed", 400),
-    ({"seed": 10**400}, "seed", 400),
-    ({"temperature": 10**400}, "temperature", 400),
-    ({"stop": 5}, "stop", 400),
-    ({"stop": [""]}, "stop", 400),
-    ({"stop": ["a"] * 5}, "stop", 400),
-    ({"stream": "yes"}, "stream", 400),
-    ({"stream_options": True}, "stream_options", 400),
-    ({"logprobs": 0}, "logprobs", 400),
-    ({"echo": True}, "echo", 400),
-    ({"logit_bias": {"1": 5}}, "logit_bias", 400),
-    ({"temprature": 1}, "temprature", 400),
-    ({"messages": []}, "messages", 400),
-    ({"\ud800": 1}, "?", 400),
+WRONG: list[tuple[str, list]] = [
+    ("prompt", [None, 3, [1, 2], ["a"] * 17, [], "", "X", "\ud800"]),
+    ("temperature", [-1, 2.1, "hot", float("nan"), True, 10**400]),
+    ("top_p", [1.5]),
+    ("top_k", [0]),
+    ("n", [17]),
+    ("max_tokens", [0, 1.5]),
+    ("seed", [10**30, 10**400]),
+    ("stop", [5, [""], ["a"] * 5]),
+    ("stream", ["yes"]),
+    ("stream_options", [True]),
+    ("logprobs", [0]),
+    ("echo", [True]),
+    ("logit_bias", [{"1": 5}]),
+    ("temprature", [1]),
+    ("messages", [[]]),
+    ("\ud800", [1]),
+    ("model", ["gpt-4"]),
 ]
 
 
-@pytest.mark.parametrize(("wrong", "param", "status"), WRONG)
-def test_a_wrong_parameter_is_named(base_server, wrong, param, status):
-    body = json.dumps({"prompt": "abc", "max_tokens": 1} | wrong).encode()
-    got, answer = post(base_server, "/v1/completions", body)
-    error = json.loads(answer)["error"]
-    assert (got, error["param"], error["type"]) == (status, param, "invalid_request_error")
-    assert param in error["message"]
+@pytest.mark.parametrize(("param", "values"), WRONG)
+def test_a_wrong_parameter_is_named(base_server, param, values):
+    for value in values:
+        body = json.dumps({"prompt": "abc", "max_tokens": 1, param: value}).encode()
+        status, answer = post(base_server, "/v1/completions", body)
+        error, named = json.loads(answer)["error"], "?" if param == "\ud800" else param
+        assert status == (404 if param == "model" else 400), value
+        assert (error["param"], error["type"]) == (named, "invalid_request_error")
+        assert named in error["message"]
 
 
 @pytest.mark.parametrize(
@@ -389,10 +343,9 @@ def test_a_wrong_parameter_is_named(base_server, wrong, param, status):
      [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "http://x"}}]}]],
 )  # fmt: skip
 def test_wrong_messages_are_refused(chat_server, messages):
-    got, answer = post(
-        chat_server, "/v1/chat/completions", json.dumps({"messages": messages}).encode()
-    )
-    assert (got, json.loads(answer)["error"]["param"]) == (400, "messages")
+    body = json.dumps({"messages": messages}).encode()
+    status, answer = post(chat_server, "/v1/chat/completions", body)
+    assert (status, json.loads(answer)["error"]["param"]) == (400, "messages")
 
 
 def test_content_in_parts_is_joined(chat):
@@ -404,15 +357,8 @@ def test_content_in_parts_is_joined(chat):
 
 
 def test_parameters_that_change_nothing_are_accepted(base):
-    options = {
-        "presence_penalty": 0,
-        "frequency_penalty": 0.0,
-        "logit_bias": {},
-        "echo": False,
-        "user": "ada",
-        "n": None,
-    }
-    assert complete(base, **options).choices == complete(base).choices
+    options = {"presence_penalty": 0, "frequency_penalty": 0.0, "logit_bias": {}, "echo": False}
+    assert complete(base, user="ada", n=None, **options).choices == complete(base).choices
 
 
 def test_malformed_requests_get_a_4xx_and_the_server_lives(base_server, base):
@@ -476,9 +422,8 @@ def test_many_clients_at_once_lose_nothing(base_server, base):
         barrier.wait(60)
         if seed % 2:
             return complete(base, seed=seed, max_tokens=6).choices[0].text
-        return "".join(
-            c.choices[0].text for c in complete(base, seed=seed, max_tokens=6, stream=True)
-        )
+        pieces = complete(base, seed=seed, max_tokens=6, stream=True)
+        return "".join(piece.choices[0].text for piece in pieces)
 
     with ThreadPoolExecutor(12) as pool:
         assert list(pool.map(client, range(12))) == expected
