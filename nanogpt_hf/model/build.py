@@ -7,7 +7,7 @@ import pickle
 import shlex
 import warnings
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line
 from nanogpt_hf.model.architecture import (
     GPT2,
     architecture_of,
-    architecture_of_recipe,
+    architecture_of_type,
     architecture_on_disk,
     count_parameters,
 )
@@ -37,7 +37,7 @@ def build_config(
     Raises UserError if there is no such architecture, or model.extra does not fit it.
     """
     try:
-        architecture = architecture_of_recipe(section)
+        architecture = architecture_of_type(section.architecture)
     except ValueError as error:
         raise UserError(f"model.architecture: {error}") from None
     try:
@@ -75,13 +75,9 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
     """The model in a folder or on the Hub, in float32; of an adapter, its base with the adapter
     merged in.
 
-    `options` go to from_pretrained. Raises UserError if there is no model that we can read.
+    `options` are those of Architecture.read_model. Raises UserError if no model can be read.
     """
-    name = folder_or_hub_id(name)
-    folder = Path(name)
-    is_adapter = (folder / "adapter_config.json").is_file()
-    if folder.exists() and not (is_adapter or (folder / "config.json").is_file()):
-        raise UserError(f"{name}: not a model folder (no config.json in it)")
+    name, is_adapter = _find(name)
     try:
         with warnings.catch_warnings():
             # torch also warns about a pickle that it is about to refuse
@@ -91,11 +87,23 @@ def load_model(name: str, revision: str | None = None, **options: Any) -> PreTra
 
                 return load_merged(name)
             architecture = architecture_on_disk(name, revision)
-            if folder.exists():
-                _check_enough_weights(folder)
+            if Path(name).exists():
+                _check_enough_weights(Path(name))
             return architecture.read_model(name, revision, **options)
     except Exception as error:  # a damaged file, a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
+
+
+def _find(name: str) -> tuple[str, bool]:
+    """The folder or Hub id, and whether it is an adapter.
+
+    Raises UserError if it is a folder without a model.
+    """
+    name = folder_or_hub_id(name)
+    is_adapter = (Path(name) / "adapter_config.json").is_file()
+    if Path(name).exists() and not (is_adapter or (Path(name) / "config.json").is_file()):
+        raise UserError(f"{name}: not a model folder (no config.json in it)")
+    return name, is_adapter
 
 
 def _cannot_load(name: str, error: Exception) -> UserError:
@@ -145,11 +153,15 @@ def start_model(
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
         return build_model(model_config, config.train.seed, config.model.init)
-    options: dict[str, Any] = (
-        {"dropout": config.model.dropout} if config.model.architecture == "gpt2" else {}
-    )
-    if lora.quantize:
-        options["quantization_config"] = _quantization(lora.quantize)
+    options: dict[str, Any] = {}
+    if config.model.architecture == GPT2.name:
+        options["dropout"] = config.model.dropout
+    if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=lora.quantize == "8bit",
+            load_in_4bit=lora.quantize == "4bit",
+            bnb_4bit_quant_type="nf4",
+        )
     model = load_model(finetune.model, finetune.revision, **options)
     # training/finetuning.py has checked that all its own tokens stay
     if vocab_size > model.config.vocab_size:
@@ -161,16 +173,13 @@ def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
     """Add rows to embedding and head until there are `tokens`; a new row is the mean of the
     others.
     """
-    embedding, head = (
-        cast(Any, model.get_input_embeddings()),
-        cast(Any, model.get_output_embeddings()),
-    )
+    embedding: Any = model.get_input_embeddings()
+    head: Any = model.get_output_embeddings()
     tied = head.weight is embedding.weight
     for layer in (embedding, head):
         weight = layer.weight.detach()
-        layer.weight = nn.Parameter(
-            torch.cat([weight, weight.mean(0, keepdim=True).expand(tokens - len(weight), -1)])
-        )
+        new = weight.mean(0, keepdim=True).expand(tokens - len(weight), -1)
+        layer.weight = nn.Parameter(torch.cat([weight, new]))
     if tied:
         head.weight = embedding.weight
     embedding.num_embeddings = head.out_features = model.config.vocab_size = tokens
@@ -202,33 +211,25 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
 
     Raises UserError if there is none, or none that can be fine-tuned as it is.
     """
-    name = folder_or_hub_id(name)
-    folder = Path(name)
-    if (folder / "adapter_config.json").is_file():
+    name, is_adapter = _find(name)
+    if is_adapter:
         raise UserError(
             f"{name}: is an adapter; merge it into a whole model first: python cli.py export "
             f"{shlex.quote(name)} OUT"
         )
-    if folder.exists() and not (folder / "config.json").is_file():
-        raise UserError(f"{name}: not a model folder (no config.json in it)")
     try:
-        config = architecture_on_disk(name, revision).read_config(name, revision)
-        file = None if folder.exists() else cached_file(name, CONFIG_NAME, revision=revision)
+        architecture = architecture_on_disk(name, revision)
+        config = architecture.read_config(name, revision)
+        is_folder = Path(name).exists()
+        file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)
     except Exception as error:  # a config with nonsense in it, the network, ...
         raise _cannot_load(name, error) from error
     try:
-        architecture_of(config).recipe_knobs(config)
+        architecture.recipe_knobs(config)
     except ValueError as error:
         raise UserError(f"{name}: {error}") from None
     return config, commit
-
-
-def _quantization(bits: str) -> BitsAndBytesConfig:
-    if bits == "8bit":
-        return BitsAndBytesConfig(load_in_8bit=True)
-    # the QLoRA paper's type, arXiv:2305.14314
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
 
 
 def describe_trainable(model: PreTrainedModel, config: Config, step: int = 0) -> str:

@@ -9,16 +9,6 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers import GPT2Config, PreTrainedConfig
 
-# Larger sizes are damage or a mistake: building such a model would take hours, or run out of memory
-# without a message.
-LARGEST = {
-    "n_layer": 1000,
-    "n_head": 10_000,
-    "n_embd": 100_000,
-    "n_positions": 100_000_000,
-    "vocab_size": 100_000_000,
-}
-
 
 @strict
 class GPTConfig(PreTrainedConfig):
@@ -36,6 +26,15 @@ class GPTConfig(PreTrainedConfig):
         "max_position_embeddings": "n_positions",
         "num_attention_heads": "n_head",
         "num_hidden_layers": "n_layer",
+    }
+
+    base_model_tp_plan = {  # noqa: RUF012
+        "h.*.attn.q_proj": "colwise",
+        "h.*.attn.k_proj": "colwise",
+        "h.*.attn.v_proj": "colwise",
+        "h.*.attn.o_proj": "rowwise",
+        "h.*.mlp.fc": "colwise",
+        "h.*.mlp.proj": "rowwise",
     }
 
     vocab_size: int = 50257
@@ -58,14 +57,9 @@ class GPTConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         super().__post_init__(**kwargs)
-        for name, largest in LARGEST.items():
-            if not 1 <= getattr(self, name) <= largest:
-                raise ValueError(
-                    f"{name} must be from 1 to {largest:,}, got {getattr(self, name)!s:.40}"
-                )
         if not 0 <= self.dropout <= 1:
             raise ValueError(f"dropout must be from 0 to 1, got {self.dropout}")
-        if self.n_embd % self.n_head:
+        if self.n_head < 1 or self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not a multiple of n_head {self.n_head}")
         if self.padded_vocab_size is not None and self.padded_vocab_size < self.vocab_size:
             raise ValueError(

@@ -112,6 +112,17 @@ def drop_zero_biases(model: PreTrainedModel) -> None:
         model.config.bias = False
 
 
+def check_loaded(name: Any, kind: str, info: dict[str, Any]) -> None:
+    """Raises ValueError if loading a model found missing, unexpected or misshapen weights."""
+    wrong = [
+        f"{problem.replace('_', ' ')}: {sorted(map(str, keys))[:3]}"
+        for problem, keys in info.items()
+        if keys
+    ]
+    if wrong:
+        raise ValueError(f"{name} is not a {kind} checkpoint; {'; '.join(wrong)}")
+
+
 class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
     """Mixin of a model with our names that reads and writes GPT-2's files."""
 
@@ -145,15 +156,7 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
         model, info = loaded
-        wrong = [
-            (f"{kind.replace('_', ' ')}: {sorted(map(str, keys))[:3]}")
-            for kind, keys in info.items()
-            if keys
-        ]
-        if wrong:
-            raise ValueError(
-                f"{pretrained_model_name_or_path} is not a GPT-2 checkpoint; {'; '.join(wrong)}"
-            )
+        check_loaded(pretrained_model_name_or_path, "GPT-2", info)
         if zeros_for_no_bias:
             drop_zero_biases(model)
         return (model, info) if output_loading_info else model

@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, inject_adapter_in_model
@@ -35,19 +36,21 @@ def _unwarned() -> Iterator[None]:
         yield
 
 
-def _rank(section: LoraSection) -> int:
-    if section.rank is None:
-        raise ValueError("lora.rank is not set")
-    return section.rank
+def _sizes(section: LoraSection) -> tuple[int, Any]:
+    """Rank and alpha; alpha / rank is the factor of B·A."""
+    assert section.rank is not None, "lora.rank is not set"
+    return section.rank, 2 * section.rank if section.alpha is None else section.alpha
 
 
-def _alpha(section: LoraSection) -> float:
-    return 2 * _rank(section) if section.alpha is None else section.alpha
-
-
-def scaling(section: LoraSection) -> float:
-    """The factor of B·A: alpha / rank."""
-    return _alpha(section) / _rank(section)
+def _peft_config(section: LoraSection, **options: Any) -> LoraConfig:
+    rank, alpha = _sizes(section)
+    return LoraConfig(
+        r=rank,
+        lora_alpha=alpha,
+        lora_dropout=section.dropout,
+        task_type="CAUSAL_LM",
+        **options,
+    )
 
 
 def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> None:
@@ -55,13 +58,7 @@ def add_adapters(model: PreTrainedModel, section: LoraSection, seed: int) -> Non
 
     The same seed draws the same adapters everywhere.
     """
-    config = LoraConfig(
-        r=_rank(section),
-        lora_alpha=_alpha(section),  # pyright: ignore[reportArgumentType]  (a float works)
-        lora_dropout=section.dropout,
-        target_modules=list(section.targets),
-        task_type="CAUSAL_LM",
-    )
+    config = _peft_config(section, target_modules=list(section.targets))
     with torch.random.fork_rng(devices=[]), _unwarned():
         torch.manual_seed(derive_seed(seed, "weights"))
         inject_adapter_in_model(config, model)
@@ -72,9 +69,10 @@ def merged_weights(
 ) -> dict[str, torch.Tensor]:
     """The weights of a model with adapters -> those of an equal model without. Names are ours."""
     merged = {name: weight for name, weight in weights.items() if ".lora_" not in name}
+    rank, alpha = _sizes(section)
     for name in [name for name in merged if name.endswith(".base_layer.weight")]:
         layer = name.removesuffix("base_layer.weight")
-        merged[name] = merged[name] + scaling(section) * weights[layer + _B] @ weights[layer + _A]
+        merged[name] = merged[name] + alpha / rank * weights[layer + _B] @ weights[layer + _A]
     return {name.replace(".base_layer.", "."): weight for name, weight in merged.items()}
 
 
@@ -115,8 +113,7 @@ def save_adapter(
     """Write the adapters among `weights` (our names) in peft's format, for the standard model
     they were trained on.
     """
-    if finetune.model is None:
-        raise ValueError("finetune.model is not set")
+    assert finetune.model is not None, "adapters are trained on finetune.model"
     layers_on_disk = architecture_of(model_config).layers_on_disk
     # layer on disk -> how many of ours are adapted in it; alpha / rank stays if both are multiplied
     adapted = {
@@ -125,20 +122,14 @@ def save_adapter(
             layers_on_disk or {target: (target,) for target in section.targets}
         ).items()
     }
-    base = Path(finetune.model)
-    config = LoraConfig(
-        r=_rank(section),
-        lora_alpha=_alpha(section),  # pyright: ignore[reportArgumentType]  (a float works)
-        lora_dropout=section.dropout,
+    several = {layer: count for layer, count in adapted.items() if count > 1}
+    base, (rank, alpha) = Path(finetune.model), _sizes(section)
+    config = _peft_config(
+        section,
         target_modules=[layer for layer, count in adapted.items() if count],
-        rank_pattern={
-            layer: count * _rank(section) for layer, count in adapted.items() if count > 1
-        },
-        alpha_pattern={
-            layer: count * _alpha(section) for layer, count in adapted.items() if count > 1
-        },
+        rank_pattern={layer: count * rank for layer, count in several.items()},
+        alpha_pattern={layer: count * alpha for layer, count in several.items()},
         fan_in_fan_out=bool(layers_on_disk),  # GPT-2's matrices are (in, out)
-        task_type="CAUSAL_LM",
         inference_mode=True,
         base_model_name_or_path=str(base.resolve()) if base.is_dir() else finetune.model,
         revision=finetune.revision,

@@ -19,10 +19,10 @@ from transformers import (
     PreTrainedModel,
     masking_utils,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from nanogpt_hf.model.loss_gpt import Head, cap_logits, head_loss
+from nanogpt_hf.model.loss_gpt import IGNORED, Head, SummedLoss, cap_logits, shifted_labels
 
 
 def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
@@ -38,7 +38,7 @@ def model_class_of(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel
     return type(standard.__name__, (_WithSummedLoss, standard), {"__module__": __name__})
 
 
-class _WithSummedLoss(PreTrainedModel):
+class _WithSummedLoss(SummedLoss, PreTrainedModel):
     """Mixin for a causal LM of transformers: the loss of loss_gpt.py, and a vocabulary that is
     padded in memory.
 
@@ -47,36 +47,25 @@ class _WithSummedLoss(PreTrainedModel):
     """
 
     def __init__(self, config: PreTrainedConfig):
-        vocab_size, config.vocab_size = (
-            config.vocab_size,
-            getattr(config, "padded_vocab_size", config.vocab_size),
-        )
+        vocab_size = config.vocab_size
+        config.vocab_size = getattr(config, "padded_vocab_size", vocab_size)
         super().__init__(config)
         config.vocab_size = vocab_size
-        head: Any = self.get_output_embeddings()
-        self._softcap = getattr(config, "final_logit_softcapping", None)
-        self._is_linear = _head_is_linear(config, self._softcap)
+        self.softcap = getattr(config, "final_logit_softcapping", None)
+        self._is_linear = _head_is_linear(config, self.softcap)
         if self._is_linear:
-            self.set_output_embeddings(Head.of(head, self._softcap))
+            head: Any = self.get_output_embeddings()
+            self.set_output_embeddings(Head.of(head, self.softcap))
 
-    def summed_loss(self, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
-        head: Any = self.get_output_embeddings()
-        return head_loss(head, hidden, targets, self.config.vocab_size, self._softcap)
-
-    def row_losses(self, input_ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
-        if not self._is_linear:
-            rows = zip(input_ids, targets, strict=True)
-            return torch.stack(
-                [
-                    self(ids[None], shift_labels=row[None], num_items_in_batch=1).loss
-                    for ids, row in rows
-                ]
-            )
-        with _no_search_for_packing(None):
-            hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
-        return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
+    def row_losses(self, input_ids, targets):
+        if self._is_linear:
+            with _no_search_for_packing(None):
+                return super().row_losses(input_ids, targets)
+        losses = [
+            self(ids[None], shift_labels=row[None], num_items_in_batch=1).loss
+            for ids, row in zip(input_ids, targets, strict=True)
+        ]
+        return torch.stack(losses)
 
     @can_return_tuple
     def forward(
@@ -93,42 +82,26 @@ class _WithSummedLoss(PreTrainedModel):
 
         A head that computes more than capped products has transformers' own loss.
         """
-        shift_labels = kwargs.pop("shift_labels", None)
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        shift_labels = shifted_labels(labels, kwargs)
         if shift_labels is None:
             out = super().forward(
                 input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs
             )
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
-        use_cache = bool(use_cache)
-        targets = shift_labels.reshape(-1)
-        items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-        if not self._is_linear:
-            with _no_search_for_packing(kwargs.get("position_ids")):
-                out = super().forward(input_ids=input_ids, use_cache=use_cache, **kwargs)
-            out.logits = out.logits[..., : self.config.vocab_size]
-            logits = out.logits.float().flatten(0, 1)
-            out.loss = F.cross_entropy(logits, targets.to(logits.device), reduction="sum") / items
-            return out
+        compute = self.base_model if self._is_linear else super().forward
         with _no_search_for_packing(kwargs.get("position_ids")):
-            out = self.base_model(input_ids=input_ids, use_cache=use_cache, **kwargs)
-        hidden, logits = out.last_hidden_state, None
-        loss = self.summed_loss(hidden.flatten(0, 1), targets.to(hidden.device)) / items
-        if not (self.training if skip_logits is None else skip_logits):
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            out = compute(input_ids=input_ids, use_cache=bool(use_cache), **kwargs)
+        if self._is_linear:
+            return self.with_loss(
+                out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep
             )
-            head: Any = self.get_output_embeddings()
-            logits = cap_logits(head(hidden[:, kept]), self._softcap)[..., : self.config.vocab_size]
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-        )
+        out.logits = out.logits[..., : self.config.vocab_size]
+        targets = shift_labels.reshape(-1).to(out.logits.device)
+        items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+        logits = out.logits.float().flatten(0, 1)
+        out.loss = F.cross_entropy(logits, targets, reduction="sum") / items
+        return out
 
 
 @contextmanager

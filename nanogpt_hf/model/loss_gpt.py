@@ -9,12 +9,14 @@ included.
 """
 
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 # Logits are computed for at most this many (row, vocabulary) pairs at once: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
@@ -143,6 +145,63 @@ def head_loss(
     if isinstance(head, Head):
         return head(hidden, targets, vocab_size)
     return _recomputed_loss(head, hidden, targets, vocab_size, softcap)
+
+
+class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
+    """Mixin of a causal LM whose logits are the product with its head, perhaps capped: logits and
+    loss of hidden states.
+    """
+
+    config: Any
+    softcap: float | None = None
+
+    def summed_loss(self, hidden, targets):
+        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
+        head: Any = self.get_output_embeddings()
+        return head_loss(head, hidden, targets, self.config.vocab_size, self.softcap)
+
+    def row_losses(self, input_ids, targets):
+        """(B, T), (B, T) -> the summed loss of each row, (B,)."""
+        hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
+        return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
+
+    def with_loss(self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep):
+        """The output of the base model, with the loss if there are labels, and with logits.
+
+        The loss is the mean over the labels that are counted, or their sum divided by
+        `num_items_in_batch`. `skip_logits` (default: when training on labels) omits the logits to
+        save memory.
+        """
+        hidden, loss, logits = out.last_hidden_state, None, None
+        if skip_logits is None:
+            skip_logits = self.training and shift_labels is not None
+        if shift_labels is not None:
+            targets = shift_labels.reshape(-1).to(hidden.device)
+            items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
+            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets) / items
+        if not skip_logits:
+            kept = (
+                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+            )
+            head: Any = self.get_output_embeddings()
+            # Without padded rows, so that they are never sampled and saving loses nothing.
+            logits = cap_logits(head(hidden[:, kept]), self.softcap)[..., : self.config.vocab_size]
+        return CausalLMOutputWithPast(
+            loss=loss,
+            logits=logits,
+            past_key_values=out.past_key_values,
+            hidden_states=out.hidden_states,
+            attentions=out.attentions,
+        )
+
+
+def shifted_labels(labels, arguments):
+    """`shift_labels`, which are removed from the `arguments`, or the `labels` shifted by one."""
+    # as an argument of forward, the Trainer would require it in every batch
+    shift_labels = arguments.pop("shift_labels", None)
+    if shift_labels is None and labels is not None:
+        return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return shift_labels
 
 
 def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap):

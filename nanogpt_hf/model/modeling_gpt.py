@@ -24,14 +24,14 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import DynamicCache
 from transformers.masking_utils import create_causal_mask
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+from transformers.modeling_outputs import BaseModelOutputWithPast
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
 from .configuration_gpt import GPTConfig
 from .layout_gpt import GPT2Files
-from .loss_gpt import Head, head_loss
+from .loss_gpt import Head, SummedLoss, shifted_labels
 
 
 def eager_attention_forward(
@@ -199,7 +199,7 @@ class GPTModel(GPTPreTrainedModel):
 
 
 class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
-    GPT2Files, GPTPreTrainedModel, GenerationMixin
+    GPT2Files, SummedLoss, GPTPreTrainedModel, GenerationMixin
 ):
     """A GPT that predicts the next token; reads and writes GPT-2 checkpoints (layout_gpt.py)."""
 
@@ -212,14 +212,6 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
             config.n_embd, config.padded_vocab_size or config.vocab_size, bias=False
         )
         self.post_init()
-
-    def _logits(self, hidden):
-        # Without padded rows, so that they are never sampled and saving loses nothing.
-        return self.lm_head(hidden)[..., : self.config.vocab_size]
-
-    def summed_loss(self, hidden, targets):
-        """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
-        return head_loss(self.lm_head, hidden, targets, self.config.vocab_size)
 
     @can_return_tuple
     def forward(
@@ -239,17 +231,11 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         """Logits (B, T, V), and the loss if labels (B, T) are given; label -100 is not counted.
 
         `labels` are the input ids, shifted here by one; `shift_labels` are already shifted. The
-        loss is the mean over the counted labels, or their sum divided by `num_items_in_batch`.
-        `skip_logits` (default: when training on labels) omits the logits to save memory.
+        others are those of `with_loss` (loss_gpt.py).
         """
-        # as an argument, the Trainer would require it in every batch
-        shift_labels = kwargs.pop("shift_labels", None)
-        if shift_labels is None and labels is not None:
-            shift_labels = F.pad(labels, (0, 1), value=-100)[..., 1:]
+        shift_labels = shifted_labels(labels, kwargs)
         if use_cache is None and shift_labels is not None:
             use_cache = False
-        if skip_logits is None:
-            skip_logits = self.training and shift_labels is not None
         out = self.transformer(
             input_ids,
             attention_mask=attention_mask,
@@ -259,23 +245,7 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
             use_cache=use_cache,
             **kwargs,
         )
-        hidden, loss, logits = out.last_hidden_state, None, None
-        if shift_labels is not None:
-            targets = shift_labels.reshape(-1).to(hidden.device)
-            items = (targets != -100).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets) / items
-        if not skip_logits:
-            kept = (
-                slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
-            )
-            logits = self._logits(hidden[:, kept])
-        return CausalLMOutputWithPast(
-            loss=loss,
-            logits=logits,
-            past_key_values=out.past_key_values,
-            hidden_states=out.hidden_states,
-            attentions=out.attentions,
-        )
+        return self.with_loss(out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep)
 
     def resize_token_embeddings(self, *args, **kwargs):
         self.config.padded_vocab_size = None  # exactly the size that was asked for
