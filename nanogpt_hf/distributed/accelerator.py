@@ -48,11 +48,17 @@ from nanogpt_hf.runs.folder import RunFolder
 
 
 class _Accelerator(Accelerator):
-    """Accelerate's, for models that are split before `prepare`; it has the mesh of the launch."""
+    """Accelerate's, for models that are split before `prepare`; it has the mesh of the launch, and
+    the pipeline that the prepared model is a stage of.
+    """
 
     def __init__(self, mesh: Mesh, **options: Any):
-        self.mesh = mesh
+        self.mesh, self.pipeline = mesh, None
         super().__init__(**options)
+
+    def free_memory(self, *objects: Any) -> Any:
+        self.pipeline = None
+        return super().free_memory(*objects)
 
     @property
     def multi_device(self) -> bool:
@@ -83,14 +89,21 @@ def mesh_of(accelerator: Accelerator) -> Mesh:
     return accelerator.mesh if isinstance(accelerator, _Accelerator) else Mesh()
 
 
-def _check_processes(accelerator: Accelerator) -> None:
-    started = mesh_of(accelerator).world_size
-    if accelerator.num_processes != started:
+def _start(mesh: Mesh, **options: Any) -> Accelerator:
+    """Start an Accelerator. Raises UserError if it sees other processes than the launcher
+    started.
+    """
+    default_to_cpu(mesh)
+    timeout = InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)
+    with one_line_of_accelerate():
+        accelerator = _Accelerator(mesh, kwargs_handlers=[timeout], **options)
+    if accelerator.num_processes != mesh.world_size:
         raise UserError(
-            f"the launcher started {started} processes, but accelerate sees "
+            f"the launcher started {mesh.world_size} processes, but accelerate sees "
             f"{accelerator.num_processes}: each would work alone; check distributed_type and "
             "use_cpu in the accelerate config"
         )
+    return accelerator
 
 
 def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
@@ -102,14 +115,7 @@ def build_evaluation_accelerator(mesh: Mesh) -> Accelerator:
     """
     check_config()
     ignore_layout()
-    default_to_cpu(mesh)
-    with one_line_of_accelerate():
-        accelerator = _Accelerator(
-            mesh.with_whole_models(),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
-        )
-    _check_processes(accelerator)
-    return accelerator
+    return _start(mesh.with_whole_models())
 
 
 def build_accelerator(
@@ -122,7 +128,6 @@ def build_accelerator(
     accelerate config sets.
     """
     accumulation = check_launch(config, mesh)
-    default_to_cpu(mesh)
     hide_pipeline_stages(mesh)
     if requested("DEEPSPEED") and not torch.accelerator.is_available():
         deepspeed.reduce_with_gloo()
@@ -130,17 +135,12 @@ def build_accelerator(
     plugin = GradientAccumulationPlugin(
         num_steps=accumulation, sync_with_dataloader=False, sync_each_batch=requested("FSDP")
     )
-    with one_line_of_accelerate():
-        accelerator = _Accelerator(
-            mesh,
-            gradient_accumulation_plugin=plugin,
-            log_with=[*config.tracking.trackers, *trackers] or None,
-            project_config=ProjectConfiguration(
-                project_dir=str(run.path), logging_dir=str(run.trackers)
-            ),
-            kwargs_handlers=[InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)],
-        )
-    _check_processes(accelerator)
+    accelerator = _start(
+        mesh,
+        gradient_accumulation_plugin=plugin,
+        log_with=[*config.tracking.trackers, *trackers] or None,
+        project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
+    )
     provided = accelerator.distributed_type.value if torch.distributed.is_initialized() else "NO"
     for kind in ("FSDP", "DEEPSPEED"):
         if requested(kind) and provided != kind:
@@ -209,23 +209,19 @@ def precision_of(accelerator: Accelerator) -> str:
 
 def describe_machine(accelerator: Accelerator) -> str:
     """One line such as `8 × NVIDIA H200, MULTI_GPU, bf16`."""
-    kind = (
-        ""
-        if accelerator.distributed_type == DistributedType.NO
-        else f", {accelerator.distributed_type.value}"
-    )
-    mesh = mesh_of(accelerator)
-    for name, size in (
-        ("tensor", mesh.tp_size),
-        ("context", mesh.cp_size),
-        ("pipeline", mesh.pp_size),
-    ):
-        kind += f", {size}-way {name}-parallel" if size > 1 else ""
-    kind += f" ({mesh.pp_schedule})" if mesh.pp_size > 1 else ""
-    return (
-        f"{accelerator.num_processes} × {describe_device(accelerator.device)}{kind}, "
-        f"{precision_of(accelerator)}"
-    )
+    mesh, kind = mesh_of(accelerator), accelerator.distributed_type
+    split = {
+        "tensor-parallel": mesh.tp_size,
+        "context-parallel": mesh.cp_size,
+        f"pipeline-parallel ({mesh.pp_schedule})": mesh.pp_size,
+    }
+    words = [
+        f"{accelerator.num_processes} × {describe_device(accelerator.device)}",
+        *([] if kind == DistributedType.NO else [kind.value]),
+        *(f"{size}-way {name}" for name, size in split.items() if size > 1),
+        precision_of(accelerator),
+    ]
+    return ", ".join(words)
 
 
 def actual_settings(accelerator: Accelerator) -> dict[str, str]:
@@ -250,9 +246,11 @@ def prepared_blocks(
     Accelerate's checkpointing draws new dropout masks in the backward pass, which makes the
     gradient wrong; that of transformers repeats them.
     """
-    fsdp = getattr(accelerator.state, "fsdp_plugin", None)
+    if (size := mesh_of(accelerator).tp_size) > 1:
+        cast(Any, model)._tp_size = size  # accelerate compares it with its config
+    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
     checkpointing = fsdp is not None and fsdp.activation_checkpointing
-    if fsdp is not None and checkpointing:
+    if fsdp and checkpointing:
         fsdp.activation_checkpointing = False
         # the name until transformers 5.2x
         enable = (
@@ -274,7 +272,7 @@ def prepared_blocks(
         yield
     finally:  # for the next model of this run, after unfreezing or a loss spike
         plugin.backend = backend
-        if checkpointing and fsdp is not None:
+        if fsdp and checkpointing:
             fsdp.activation_checkpointing = True
 
 

@@ -58,10 +58,7 @@ def share_positions(model: PreTrainedModel, mesh: DeviceMesh, *, ring: bool, rot
     if ring:
         before, after = _enter_ring(mesh, rotation), DTensor.to_local
     else:
-        before, after = (
-            partial(change, group=mesh.get_group())
-            for change in (_positions_for_heads, _heads_for_positions)
-        )
+        before = after = partial(_exchange, group=mesh.get_group())
 
     def attend(
         module: Any,
@@ -138,22 +135,13 @@ def _enter_ring(mesh: DeviceMesh, rotation: str) -> partial[DTensor]:
     return partial(DTensor.from_local, device_mesh=mesh, placements=[Shard(2)], run_check=False)
 
 
-def _positions_for_heads(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, H, T/n, D) -> (B, H/n, T, D)."""
-    n, (b, h, t, d) = group.size(), x.shape
-    # (n, B, H/n, T/n, D), by positions
-    x = _exchange(x.reshape(b, n, h // n, t, d).transpose(0, 1), group)
-    return x.permute(1, 2, 0, 3, 4).reshape(b, h // n, n * t, d)
+def _exchange(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """(B, H, T/n, D) -> (B, H/n, T, D): all positions of a part of the heads.
 
-
-def _heads_for_positions(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """(B, T, H/n, D) -> (B, T/n, H, D)."""
-    n, (b, t, h, d) = group.size(), x.shape
-    # (n, B, T/n, H/n, D), by heads
-    x = _exchange(x.reshape(b, n, t // n, h, d).transpose(0, 1), group)
-    return x.permute(1, 2, 0, 3, 4).reshape(b, t // n, n * h, d)
-
-
-def _exchange(parts: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """Send part i of the first dimension to process i; receive one from each."""
-    return wait_tensor(all_to_all_single_autograd(parts.contiguous(), None, None, group))
+    Of the output of attention, (B, T, H/n, D) -> (B, T/n, H, D): all heads of a part of the
+    positions.
+    """
+    n, (b, whole, part, d) = group.size(), x.shape
+    x = x.reshape(b, n, whole // n, part, d).transpose(0, 1).contiguous()
+    x = wait_tensor(all_to_all_single_autograd(x, None, None, group))  # part i is of process i
+    return x.permute(1, 2, 0, 3, 4).reshape(b, whole // n, n * part, d)

@@ -64,19 +64,14 @@ def configure(deepspeed_config: dict, config: Config, accumulation: int) -> None
                 f"DeepSpeed's {name} to nvme is not supported, since its state cannot "
                 "be saved: use cpu"
             )
-    ours = {
-        "gradient_accumulation_steps": (accumulation, "train.tokens_per_step"),
-        "gradient_clipping": (config.optim.max_grad_norm, "optim.max_grad_norm"),
-    }
-    if config.train.micro_batch_size == "auto":
-        # until the largest that fits is known
-        deepspeed_config["train_micro_batch_size_per_gpu"] = 1
-    else:
-        ours["train_micro_batch_size_per_gpu"] = (
-            config.train.micro_batch_size,
-            "train.micro_batch_size",
-        )
-    for key, (value, knob) in ours.items():
+    micro_batch = config.train.micro_batch_size
+    for key, value, knob in (
+        ("gradient_accumulation_steps", accumulation, "train.tokens_per_step"),
+        ("gradient_clipping", config.optim.max_grad_norm, "optim.max_grad_norm"),
+        ("train_micro_batch_size_per_gpu", micro_batch, "train.micro_batch_size"),
+    ):
+        if value == "auto":  # until the largest that fits is known
+            value = deepspeed_config[key] = 1
         stated = deepspeed_config.get(key, "auto")
         if stated not in ("auto", value):
             raise UserError(conflict(key, stated, value, knob))
@@ -180,14 +175,9 @@ def set_state(
     """Set a tensor of the optimizer state of a parameter; the number of steps is one for all."""
     if key in ADAMW_STATE:
         set_flat(parameter, value, key)
-    else:
-        set_step_count(optimizer, value)
-
-
-def set_step_count(optimizer: AcceleratedOptimizer, steps: torch.Tensor) -> None:
-    """Set the number of steps taken, which ZeRO counts once for all parameters."""
+        return
     for state in _states(optimizer):
-        state["step"] = steps.clone() if torch.is_tensor(state["step"]) else int(steps)
+        state["step"] = value.clone() if torch.is_tensor(state["step"]) else int(value)
 
 
 def loss_scaler(accelerator: Accelerator, optimizer: AcceleratedOptimizer) -> dict[str, Any] | None:
@@ -204,16 +194,12 @@ def reset_state(optimizer: AcceleratedOptimizer) -> None:
     from deepspeed.utils import lazy_init_hp_params_optimizer_state
 
     zero: Any = optimizer.optimizer
+    is_torchs = isinstance(zero.optimizer, torch.optim.AdamW)
     # created, not zeroed: a step that overflowed in fp16 has no state
     for flat in _flats(optimizer):
-        step = (
-            torch.zeros((), device=flat.device)
-            if isinstance(zero.optimizer, torch.optim.AdamW)
-            else 0
-        )
-        zero.optimizer.state[flat] = {"step": step} | {
-            key: torch.zeros_like(flat.data) for key in ADAMW_STATE
-        }
+        state: dict[str, Any] = {key: torch.zeros_like(flat.data) for key in ADAMW_STATE}
+        state["step"] = torch.zeros((), device=flat.device) if is_torchs else 0
+        zero.optimizer.state[flat] = state
     # ZeRO-2: DeepSpeed 0.19 itself makes only the first group's state accessible
     if hasattr(zero, "bit16_groups"):
         for group, flat in zip(

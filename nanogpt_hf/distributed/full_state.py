@@ -22,7 +22,7 @@ from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.optimizer import OptimizerKind, set_learning_rate
-from nanogpt_hf.optim.state import Item, state_items
+from nanogpt_hf.optim.state import Item, local_part, state_items
 from nanogpt_hf.runs.tensor_files import Box, Layout
 
 Tensors = Iterator[tuple[str, torch.Tensor]]
@@ -47,7 +47,7 @@ def named_parameters(accelerator: Accelerator, model: Any) -> dict[str, torch.nn
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    pipeline = pipeline_of(model)
+    pipeline = pipeline_of(accelerator)
     return pipeline.named_parameters() if pipeline else dict(model.named_parameters())
 
 
@@ -59,7 +59,7 @@ def own_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
 
 def full_weights(accelerator: Accelerator, model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """The model's full weights on the main process's CPU; {} on other processes."""
-    pipeline, full = pipeline_of(model), {}
+    pipeline, full = pipeline_of(accelerator), {}
     for name, tensor in own_weights(accelerator, model):  # one whole tensor is on the device
         whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
         if pipeline.is_main_of_stage if pipeline else accelerator.is_main_process:
@@ -171,12 +171,12 @@ class FullState:
         A parameter without any saved optimizer state may have just been unfrozen. The state of
         other pipeline stages is compared there.
         """
-        pipeline, here = pipeline_of(self.model), self.trained
-        everywhere = pipeline.whole_parameters() if pipeline else self.parameters
-        elsewhere = everywhere.keys() - here.keys()
+        pipeline, here = pipeline_of(self.accelerator), self.trained
+        own = {name: full_shape(parameter) for name, parameter in self.parameters.items()}
+        shapes = pipeline.shapes if pipeline else own
+        elsewhere = shapes.keys() - here.keys()
         saved_state = {n: s for n, s in optimizer_state.items() if not _parameter_of(n, elsewhere)}
         with_state = {_parameter_of(name, here) for name in saved_state}
-        shapes = {name: full_shape(parameter) for name, parameter in everywhere.items()}
         if self.is_zero:
             state = deepspeed.state_shapes(here)
         else:
@@ -204,7 +204,7 @@ class FullState:
                     value = value.to(self.accelerator.device, torch.float32)
                     deepspeed.set_weight(parameter, value)
                 else:
-                    _local(parameter).copy_(value)
+                    local_part(parameter).copy_(value)
 
     def set_optimizer_state(self, saved: SavedTensors) -> None:
         """Load saved optimizer state into the optimizer's own.
@@ -224,7 +224,7 @@ class FullState:
                 value = saved.read(name, box_of(item.tensor))
                 fresh.discard(cast(str, _parameter_of(name, self.trained)))
                 if torch.is_tensor(item.value):
-                    local = _local(item.value)
+                    local = local_part(item.value)
                     self._kind.restore(local, value.to(local.device))
                 else:
                     item.set_number(value)
@@ -283,7 +283,3 @@ def _parameter_of(name: str, parameters: Container[str]) -> str | None:
         if name in parameters:
             return name
     return None
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

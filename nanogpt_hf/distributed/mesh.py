@@ -43,21 +43,17 @@ class Mesh:
 
         `check_environment` has checked that they are numbers.
         """
-        environment = os.environ
-
-        def number(name: str, default: int) -> int:
-            return int(environment.get(name) or default)
-
-        named = {key: name for key, name in SIZE_VARIABLES.items() if environment.get(key)}
-        stated = {name: number(key, 1) for key, name in named.items()}
+        # an empty variable is none
+        given = {name: value for name, value in os.environ.items() if value}
+        stated = {name: int(given[key]) for key, name in SIZE_VARIABLES.items() if key in given}
         return cls(
-            rank=number("RANK", 0),
-            world_size=number("WORLD_SIZE", 1),
-            local_rank=number("LOCAL_RANK", 0),
-            local_world_size=number("LOCAL_WORLD_SIZE", 1),
+            rank=int(given.get("RANK", 0)),
+            world_size=int(given.get("WORLD_SIZE", 1)),
+            local_rank=int(given.get("LOCAL_RANK", 0)),
+            local_world_size=int(given.get("LOCAL_WORLD_SIZE", 1)),
             **{name: stated.get(name, 1) for name in ("tp_size", "cp_size", "pp_size")},
-            pp_schedule=environment.get("PARALLELISM_CONFIG_PP_SCHEDULE") or SCHEDULES[0],
-            cp_rotation=environment.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY") or ROTATIONS[0],
+            pp_schedule=given.get("PARALLELISM_CONFIG_PP_SCHEDULE", SCHEDULES[0]),
+            cp_rotation=given.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", ROTATIONS[0]),
             stated_sizes=stated,
         )
 

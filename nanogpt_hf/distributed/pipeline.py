@@ -19,12 +19,11 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.stages import Stage, own_blocks
+from nanogpt_hf.model.stages import Links, Stage, own_blocks
+from nanogpt_hf.optim.state import local_part
 
-_BUCKET = 2**24  # values of gradients that are summed over data-parallel ranks at once
 
-
-class Pipeline:
+class Pipeline(Links):
     """The stage of this process, its links to the others, and the schedule of a training step.
 
     It cuts `model` in place, and puts the rest on the device, sharded if the accelerate config
@@ -42,8 +41,7 @@ class Pipeline:
         self.is_main_of_stage = mesh.dp_rank == 0
         self.is_sharded = accelerator.distributed_type == DistributedType.FSDP
         self.model = model
-        self._schedule: Schedule1F1B | ScheduleInterleavedZeroBubble | None = None
-        self._schedule_shape: tuple[int, ...] = ()
+        self._schedule_for = functools.lru_cache(maxsize=1)(self._build_schedule)
         self._divisor = 1.0
         self.micro_batch = 0  # index of the one in the forward pass
         self._before: Callable[[int], None] = lambda number: None
@@ -52,12 +50,10 @@ class Pipeline:
         model.to(cast(Any, self.device))
         if self.is_sharded:
             self._shard(model)
-        vars(model)["pipeline"] = self
-        shapes = {
-            name: (p.shape, p.dtype, p.requires_grad) for name, p in self.named_parameters().items()
-        }
-        self._shapes: list[dict[str, tuple[torch.Size, torch.dtype, bool]]] = [{}] * self.count
-        dist.all_gather_object(self._shapes, shapes, group=self.pp_group)
+        shapes = {name: (p.shape, p.dtype) for name, p in self.named_parameters().items()}
+        self._parameters: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * self.count
+        dist.all_gather_object(self._parameters, shapes, group=self.pp_group)
+        cast(Any, accelerator).pipeline = self
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """The parameters of this stage by their names in the whole model, as on disk: a tied
@@ -68,46 +64,30 @@ class Pipeline:
             for name, parameter in self.model.named_parameters()
         }
 
-    def whole_parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters of the model by name, in the same order on all stages; those of others
-        on the meta device.
-        """
-        own = self.named_parameters()
-        return {
-            name: own.get(
-                name, nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad)
-            )
-            for stage in self._shapes
-            for name, (shape, dtype, requires_grad) in stage.items()
-        }
+    @property
+    def shapes(self) -> dict[str, torch.Size]:
+        """The shapes of the parameters of all stages, by name."""
+        return {n: shape for stage in self._parameters for n, (shape, _) in stage.items()}
 
-    def gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of all stages on the main process's CPU, of those that each stage has; {}
-        on others.
+    def gather(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The weights of all stages on the main process's CPU, from those of the first process of
+        each stage; {} on others.
         """
         if not self.is_main_of_stage:
             return {}
-        if self.stage.is_last:  # the first stage has the other copy
-            tensors = {name: tensor for name, tensor in tensors.items() if not self._is_tied(name)}
-        described: list[dict] = [{}] * self.count
-        mine = {name: (tensor.shape, tensor.dtype) for name, tensor in tensors.items()}
-        dist.all_gather_object(described, mine, group=self.pp_group)
-        if self.index:
-            for tensor in tensors.values():
-                dist.send(tensor.to(self.device).contiguous(), group=self.pp_group, group_dst=0)
-            return {}
-        for index in range(1, self.count):
-            for name, (shape, dtype) in described[index].items():
-                received = torch.empty(shape, dtype=dtype, device=self.device)
-                dist.recv(received, group=self.pp_group, group_src=index)
-                tensors[name] = received.cpu()
-        return tensors
-
-    def _is_tied(self, name: str) -> bool:
-        """Whether this is the tied matrix, or its optimizer state."""
-        return bool(self.stage.tied_name) and (
-            name == self.stage.tied_name or name.startswith(f"{self.stage.tied_name}.")
-        )
+        first, *others = self._parameters
+        for index, stage in enumerate(others, 1):
+            for name, (shape, dtype) in stage.items():
+                if name in first:
+                    continue  # a tied head, of which the first stage has the other copy
+                if self.index == index:
+                    sent = weights[name].to(self.device).contiguous()
+                    dist.send(sent, group=self.pp_group, group_dst=0)
+                elif self.index == 0:
+                    received = torch.empty(shape, dtype=dtype, device=self.device)
+                    dist.recv(received, group=self.pp_group, group_src=index)
+                    weights[name] = received.cpu()
+        return {} if self.index else weights
 
     def _shard(self, model: PreTrainedModel) -> None:
         """Shard each block, and the rest, over the data-parallel ranks of this stage by FSDP2."""
@@ -179,7 +159,7 @@ class Pipeline:
         input_ids, targets = batch.pop("input_ids"), batch["shift_labels"]
         if not self.stage.is_last:
             del batch["shift_labels"]
-        schedule, losses = self._schedule_for(len(micro_batches), input_ids), []
+        schedule, losses = self._schedule_for(len(micro_batches), input_ids.shape), []
         schedule.step(
             *([input_ids] if self.stage.is_first else []),
             target=targets,
@@ -197,49 +177,33 @@ class Pipeline:
             self._add_tied_gradient(self.model.get_parameter(self.stage.tied_here))
         return loss
 
-    def _schedule_for(
-        self, count: int, input_ids: torch.Tensor
+    def _build_schedule(
+        self, count: int, shape: torch.Size
     ) -> Schedule1F1B | ScheduleInterleavedZeroBubble:
-        shape = (count, *input_ids.shape)
-        if self._schedule is None or shape != self._schedule_shape:
-            stage = PipelineStage(
-                self.model, self.index, self.count, self.device, group=self.pp_group
-            )
-            options: Any = {
-                "scale_grads": False,
-                "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor,
-            }
-            self._schedule_shape = shape
-            if self.is_zero_bubble:
-                self._schedule = ScheduleInterleavedZeroBubble([stage], count, **options)
-            else:
-                self._schedule = Schedule1F1B(stage, count, **options)
-        return self._schedule
+        stage = PipelineStage(self.model, self.index, self.count, self.device, group=self.pp_group)
+        options: Any = {
+            "scale_grads": False,
+            "loss_fn": lambda summed_loss, targets: summed_loss / self._divisor,
+        }
+        if self.is_zero_bubble:
+            return ScheduleInterleavedZeroBubble([stage], count, **options)
+        return Schedule1F1B(stage, count, **options)
 
     def _sum_gradients(self) -> None:
         """Sum the gradients over data-parallel ranks.
 
         DDP would overlap this with the last backward pass only.
         """
-        buckets: list[list[torch.Tensor]] = [[]]
-        for parameter in self.model.parameters():
-            if parameter.grad is not None:
-                if sum(gradient.numel() for gradient in buckets[-1]) >= _BUCKET:
-                    buckets.append([])
-                buckets[-1].append(parameter.grad)
-        for bucket in buckets:
-            flat = torch.cat([gradient.flatten() for gradient in bucket])
-            dist.all_reduce(flat, group=self.dp_mesh.get_group())
-            for gradient, total in zip(
-                bucket, flat.split([g.numel() for g in bucket]), strict=True
-            ):
-                gradient.copy_(total.view_as(gradient))
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        group = self.dp_mesh.get_group()
+        for work in [dist.all_reduce(g, group=group, async_op=True) for g in gradients]:
+            cast(dist.Work, work).wait()
 
     def _add_tied_gradient(self, parameter: nn.Parameter) -> None:
         """Add the gradients of the two copies of a tied matrix, on first and last stage; both
         get the same sum.
         """
-        gradient = _local(cast(torch.Tensor, parameter.grad))
+        gradient = local_part(cast(torch.Tensor, parameter.grad))
         other, peer = torch.empty_like(gradient), self.count - 1 if self.stage.is_first else 0
         operations = [
             dist.P2POp(operation, tensor, group=self.pp_group, group_peer=peer)
@@ -253,11 +217,8 @@ class Pipeline:
         """Clip the gradients to `max_norm` (0: not), and return the norm of the whole gradient
         before.
         """
-        copy = (
-            self.model.get_parameter(self.stage.tied_here)
-            if self.stage.tied_here and self.stage.is_last
-            else None
-        )
+        copied = self.stage.is_last and self.stage.tied_here
+        copy = self.model.get_parameter(copied) if copied else None
         counted = [p.grad for p in parameters if p.grad is not None and p is not copy]
         norm = nn.utils.get_total_norm(counted)
         square = (norm.full_tensor() if isinstance(norm, DTensor) else norm).square()
@@ -271,9 +232,9 @@ class Pipeline:
         return norm
 
 
-def pipeline_of(model: Any) -> Pipeline | None:
-    """The pipeline that a prepared model is a stage of; None without pipeline parallelism."""
-    return vars(model).get("pipeline")
+def pipeline_of(accelerator: Accelerator) -> Pipeline | None:
+    """The pipeline that the prepared model is a stage of; None without pipeline parallelism."""
+    return getattr(accelerator, "pipeline", None)
 
 
 def merged_over_stages(pipeline: Pipeline | None, values: dict[str, float]) -> dict[str, float]:
@@ -283,7 +244,3 @@ def merged_over_stages(pipeline: Pipeline | None, values: dict[str, float]) -> d
     gathered: list[dict[str, float]] = [{}] * pipeline.count
     dist.all_gather_object(gathered, values, group=pipeline.pp_group)
     return {name: value for part in gathered for name, value in part.items()}
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -55,15 +55,10 @@ def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread only
         return
-    # the last is SLURM's warning; Windows has none, and no SIGHUP
-    names = ["SIGTERM", "SIGINT", "SIGUSR1"]
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
-        names.append("SIGHUP")  # the terminal was closed
-    before = {
-        n: signal.signal(n, handle)
-        for n in (getattr(signal, name, None) for name in names)
-        if n is not None
-    }
+    numbers = [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1]  # the last is SLURM's warning
+    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:
+        numbers.append(signal.SIGHUP)  # the terminal was closed
+    before = {number: signal.signal(number, handle) for number in numbers}
     try:
         yield request
     finally:

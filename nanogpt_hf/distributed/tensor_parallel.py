@@ -37,6 +37,7 @@ from nanogpt_hf.model.loss_gpt import (
     head_logits,
     rows_of_a_chunk,
 )
+from nanogpt_hf.optim.state import local_part
 
 
 def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
@@ -62,7 +63,6 @@ def split_matrices(model: PreTrainedModel, mesh: DeviceMesh) -> None:
     # under FSDP2 it warns of each gather over both dimensions of the mesh, which only norms and
     # checkpoints need
     logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    vars(model)["_tp_size"] = mesh.size()  # accelerate asks for it
 
 
 def _style(split: str) -> ParallelStyle:
@@ -155,7 +155,7 @@ class VocabularyParallelHead(Head):
         # Each process computes a part of hidden's gradient, from its rows.
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)
         hidden = hidden.to_local(grad_placements=[Partial()])
-        weight, bias = (p if p is None else _local(p) for p in (self.weight, self.bias))
+        weight, bias = (p if p is None else local_part(p) for p in (self.weight, self.bias))
         if targets is None:
             shape = torch.Size((*hidden.shape[:-1], self.weight.shape[0]))
             stride = torch.empty(shape, device="meta").stride()
@@ -171,10 +171,6 @@ class VocabularyParallelHead(Head):
             gradient = partial(gradient, softcap=self.softcap)
         size = rows_of_a_chunk(len(hidden), rows)
         return chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient)
-
-
-def _local(parameter: torch.Tensor) -> torch.Tensor:
-    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _loss_and_gradient(

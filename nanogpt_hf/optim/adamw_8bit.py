@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.optim.state import local_part
 
 logger = logging.getLogger(__name__)
 _BLOCK, _LEAST = 256, 4096  # values
@@ -32,9 +33,7 @@ def check_8bit() -> None:
         raise UserError("optim.state 8bit: torchao is not installed; run `pip install torchao`")
     # as torch's inductor looks for it; on a GPU it is for the step's number, which torchao keeps on
     # the CPU
-    compiler = os.environ.get("CXX") or {"darwin": "clang++", "win32": "cl"}.get(
-        sys.platform, "g++"
-    )
+    compiler = os.environ.get("CXX") or ("clang++" if sys.platform == "darwin" else "g++")
     if shutil.which(compiler) is None:
         raise UserError(
             f"optim.state 8bit: torchao compiles its step, and {compiler} is not installed"
@@ -88,7 +87,7 @@ def build_adamw_8bit(
 
 def as_float32(moment: torch.Tensor) -> torch.Tensor:
     """A state tensor of either kind in float32, with the same sharding."""
-    local = moment.to_local() if isinstance(moment, DTensor) else moment
+    local: Any = local_part(moment)
     if not hasattr(local, "codes"):
         return moment
     if not isinstance(moment, DTensor):

@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.optim.state import local_part
 
 MOMENTUM = "momentum_buffer"  # the state of a matrix, as torch.optim.Muon names it
 UpdateScale = Literal["original", "match_rms_adamw"]
@@ -249,13 +250,13 @@ class Muon(torch.optim.Optimizer):
         """Update matrices of one shape and one layout."""
         first, group = stack[0]
         applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0: the step is skipped
-        gradients = torch.stack([_local(p.grad) for p, _ in stack if p.grad is not None])
+        gradients = torch.stack([local_part(p.grad) for p, _ in stack if p.grad is not None])
         if found_inf is not None:
             gradients = gradients.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
         for (p, _), gradient in zip(stack, gradients.unbind(), strict=True):
             if MOMENTUM not in self.state[p]:
                 self.state[p][MOMENTUM] = torch.zeros_like(p)
-            momentum = _local(self.state[p][MOMENTUM])
+            momentum = local_part(self.state[p][MOMENTUM])
             momentum.lerp_(gradient, (1 - group["momentum"]) * applied)
             gradient.lerp_(momentum, group["momentum"])  # Nesterov
         updates = self._orthogonalize_stack(gradients, first)
@@ -265,7 +266,7 @@ class Muon(torch.optim.Optimizer):
         rows, columns = first.shape
         scale = update_scale(rows, columns, self._update_scale)
         for (p, group), update in zip(stack, updates.unbind(), strict=True):
-            weight = _local(p)
+            weight = local_part(p)
             weight.mul_(1 - group["lr"] * group["weight_decay"] * applied)
             weight.add_(update, alpha=-group["lr"] * scale)
 
@@ -292,7 +293,3 @@ class Muon(torch.optim.Optimizer):
             self._orthogonalize(share.to_local()).contiguous(), mesh, share.placements, **whole
         )
         return updates.redistribute(placements=placements).to_local()
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
 
 
 class Item(NamedTuple):
@@ -37,3 +38,8 @@ def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
             raise TypeError(
                 f"optimizer state {name} is a {type(value).__name__}, which cannot be saved"
             )
+
+
+def local_part(tensor: torch.Tensor) -> torch.Tensor:
+    """The part of a tensor that this process has: all of it, or a DTensor's."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -26,7 +26,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.accelerator import mesh_of
 from nanogpt_hf.distributed.full_state import named_parameters
-from nanogpt_hf.distributed.pipeline import Pipeline, merged_over_stages, pipeline_of
+from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.stages import own_blocks
@@ -46,7 +46,6 @@ class LayerStats:
         self.accelerator, self.on = accelerator, config.tracking.layers
         self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
         self._norms: dict[str, dict[str, torch.Tensor]] = {}
-        self._pipeline: Pipeline | None = None
         if self.on:  # the same micro-batch at every evaluation, spread over the split
             # leave out the last, shorter block if there is another
             if isinstance(validation, TokenBlocks):
@@ -66,7 +65,7 @@ class LayerStats:
         if not self.on or step % self.every:
             yield
             return
-        self._pipeline, layers = pipeline_of(model), self._trainable(model)
+        layers = self._trainable(model)
         before = {
             name: [p.detach().clone() for p in parameters] for name, parameters in layers.items()
         }
@@ -111,7 +110,7 @@ class LayerStats:
             values[f"layers/{name}/weight_norm"] = norm
             if norm:
                 values[f"layers/{name}/update_ratio"] = norms["update"][name] / norm
-        return merged_over_stages(self._pipeline, values)
+        return merged_over_stages(pipeline_of(self.accelerator), values)
 
     @torch.no_grad()
     def evaluation_report(self, model: nn.Module) -> dict[str, float]:
@@ -127,14 +126,14 @@ class LayerStats:
             for name in (name for name in values if name.endswith("attention_logit_max")):
                 dist.all_reduce(values[name], dist.ReduceOp.MAX)
         return merged_over_stages(
-            pipeline_of(model), dict(zip(values, _numbers(values.values()), strict=True))
+            pipeline_of(self.accelerator), dict(zip(values, _numbers(values.values()), strict=True))
         )
 
     @contextmanager
     def _hooks(self, model: nn.Module, values: dict[str, torch.Tensor]) -> Iterator[None]:
         whole = cast(PreTrainedModel, self.accelerator.unwrap_model(model))
         architecture = architecture_of(whole)
-        blocks, pipeline = own_blocks(architecture.blocks(whole)), pipeline_of(model)
+        blocks, pipeline = own_blocks(architecture.blocks(whole)), pipeline_of(self.accelerator)
         names = {id(architecture.attention(block)): str(i) for i, block in blocks.items()}
         implementation = str(whole.config._attn_implementation)
         replaced = ALL_ATTENTION_FUNCTIONS.get(implementation)
@@ -180,7 +179,7 @@ class LayerStats:
 
     def _trainable(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """Trainable parameters by layer."""
-        pipeline = pipeline_of(model)
+        pipeline = pipeline_of(self.accelerator)
         parameters = named_parameters(self.accelerator, model)
         if pipeline and pipeline.stage.is_last:  # a tied head is the embedding, on the first stage
             parameters.pop(pipeline.stage.tied_name, None)

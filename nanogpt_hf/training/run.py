@@ -12,6 +12,7 @@ from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.objective import Metrics, Objective
 from nanogpt_hf.runs.folder import RunFolder
@@ -40,6 +41,10 @@ class Run:
     def folder(self) -> RunFolder:
         assert self.run_folder is not None, "a run that is only measured has no run folder"
         return self.run_folder
+
+    @property
+    def pipeline(self) -> Pipeline | None:
+        return pipeline_of(self.accelerator)
 
     @property
     def architecture(self) -> Architecture:

@@ -11,7 +11,6 @@ import torch
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.blocks import MixedBlocks
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
-from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.model.loss_gpt import Head
 from nanogpt_hf.training.run import Run
 
@@ -41,7 +40,7 @@ class SourceLosses:
             yield
             return
         model: Any = run.accelerator.unwrap_model(run.model)
-        head, pipeline = model.get_output_embeddings(), pipeline_of(model)
+        head, pipeline = model.get_output_embeddings(), run.pipeline
         if not (
             isinstance(head, Head) if pipeline is None else pipeline.stage.computes_loss_in_head
         ):

@@ -7,7 +7,7 @@ import torch
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.distributed.accelerator import accumulate, clip_gradients, sum_over_ranks, update
 from nanogpt_hf.distributed.context_parallel import own_positions
-from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
+from nanogpt_hf.distributed.pipeline import Pipeline
 from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate, skip_step_unless_finite
 from nanogpt_hf.training.run import Run, StepResult
@@ -15,8 +15,8 @@ from nanogpt_hf.training.run import Run, StepResult
 
 def train_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the micro-batches of `step`."""
-    if pipeline := pipeline_of(run.model):
-        return _pipelined_step(run, pipeline, step, learning_rate)
+    if run.pipeline:
+        return _pipelined_step(run, run.pipeline, step, learning_rate)
     accelerator, batches = run.accelerator, run.batches
     set_learning_rate(run.optimizer, learning_rate)
     # The loss is divided once by all targets of the step, so each counts the same in every
