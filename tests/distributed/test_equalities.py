@@ -43,7 +43,7 @@ LAYOUTS = {
     "PP": ("pp", 2),
 }
 # all others are forks of a process that has imported torch: warm.py
-REAL_LAUNCHER = "FSDP2, recomputed"
+REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2", "DDP on 3")
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",
@@ -213,7 +213,7 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             *(["--mixed_precision=no"] if layout == "PP" else []),
         ]
         stages = {"PARALLELISM_CONFIG_PP_SIZE": "2"} if layout == "PP" else {}
-        if layout == REAL_LAUNCHER:
+        if layout in REAL_LAUNCHER:
             command = launch_command(machine, *words, machine_options=options)
             environment = os.environ | {"PYTHONPATH": str(root)} | CHUNKS
             completed = subprocess.run(

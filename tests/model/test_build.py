@@ -10,10 +10,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from nanogpt_hf.commands import console
-from nanogpt_hf.config.schema import KNOBS, ModelSection
+from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_config, build_model, load_model
-from nanogpt_hf.model.configuration_gpt import LARGEST
 
 SECTION = ModelSection(n_layer=1, n_head=2, n_embd=8, n_positions=8)
 
@@ -100,11 +99,6 @@ def test_config_of_huge_model_takes_no_memory(folder, name, value):
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {name: value}))
     assert "its config.json describes " in refusal(folder)
-
-
-def test_bounds_of_schema_and_model_are_equal():
-    sizes = [name for name in LARGEST if name != "vocab_size"]
-    assert [KNOBS[f"model.{name}"].high for name in sizes] == [LARGEST[name] for name in sizes]
 
 
 @pytest.mark.parametrize(

@@ -7,14 +7,14 @@ import torch
 
 from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.stages import Stage, check_stages, split_blocks
+from nanogpt_hf.model.stages import Links, Stage, check_stages, split_blocks
 
 
-class Chain:
+class Chain(Links):
     """Links of stages in one process that run one after the other: the last value that one sent."""
 
     def __init__(self):
-        self.hidden = self.output = None
+        self.hidden = None
 
     def receive(self, hidden):
         assert hidden.shape == self.hidden.shape
@@ -22,9 +22,6 @@ class Chain:
 
     def send(self, hidden):
         self.hidden = hidden
-
-    def from_last(self, output):
-        return output
 
 
 def section(architecture: str, **knobs) -> ModelSection:

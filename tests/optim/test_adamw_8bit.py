@@ -6,17 +6,12 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from assertions import column, copy_at
 from nanogpt_hf.commands import main
-from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import OptimSection
-from nanogpt_hf.data.batches import Batches
-from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.model.build import start_model
 from nanogpt_hf.optim import adamw_8bit
 from nanogpt_hf.optim.optimizer import (
     build_optimizer,
@@ -24,9 +19,7 @@ from nanogpt_hf.optim.optimizer import (
     set_learning_rate,
     skip_step_unless_finite,
 )
-from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 try:
     adamw_8bit.check_8bit()
@@ -92,39 +85,6 @@ def assert_same_bits(a: RunFolder, b: RunFolder) -> None:
         assert column(a, name) == column(b, name)
 
 
-def test_8bit_steps_equal_torchao(uninterrupted, recipe):
-    config = load_config(recipe)
-    optim, data = config.optim, load_prepared(config)
-    model = start_model(config, data.manifest.vocab_size, None).train()
-    decayed = [p for p in model.parameters() if p.dim() >= 2]
-    plain = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": decayed, "weight_decay": optim.weight_decay},
-        {"params": plain, "weight_decay": 0.0},
-    ]
-    adamw = torchao.optim.AdamW8bit(
-        groups, lr=optim.learning_rate, betas=(optim.beta1, optim.beta2)
-    )
-    batches = Batches(data.train, order="shuffled", seed=1337, micro_batch_size=8, accumulation=1)
-    losses = {}
-    for step in range(6):
-        (batch,) = batches.micro_batches(step)
-        loss = model(**batch, num_items_in_batch=batches.num_targets(step), use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), optim.max_grad_norm)
-        for group in adamw.param_groups:
-            group["lr"].fill_(learning_rate_at(step, optim, 6))
-        adamw.step()
-        adamw.zero_grad()
-        losses[step + 1] = loss.item()
-    assert column(uninterrupted, "train/loss") == losses
-    trained, *_ = read_checkpoint(uninterrupted.checkpoint(6))
-    assert trained.keys() == dict(model.named_parameters()).keys()
-    assert all(
-        torch.equal(trained[name], parameter) for name, parameter in model.named_parameters()
-    )
-
-
 def test_8bit_losses_are_near_float32(uninterrupted, train, recipe):
     exact = column(train("float32", "pretrain", recipe, "--optim.state", "float32"), "val/loss")
     assert column(uninterrupted, "val/loss") == pytest.approx(exact, abs=2e-3)
@@ -147,35 +107,6 @@ def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train,
     )
     back = train(half("back", of=switched).path.name, "pretrain", recipe, "--resume")
     assert_same_bits(back, uninterrupted)
-
-
-def test_8bit_run_with_unfreezing_resumes_exactly(uninterrupted, train, folder, recipe, text_file):
-    words = [
-        "finetune",
-        "--from",
-        uninterrupted.best,
-        "--freeze-layers",
-        2,
-        "--unfreeze-every",
-        3,
-        "--data",
-        text_file,
-    ]
-    words += ["--optim.state", "8bit", "--train.max_steps", 6, "--data.dir", folder / "tuning"]
-    words += ["--data.block_size", 16, "--checkpoint.keep", 5]
-    unfrozen = train("unfrozen", *words)
-    assert sorted(path.name for path in unfrozen.checkpoint_folders()) == [
-        "step_00000003",
-        "step_00000006",
-    ]
-    resumed = copy_at(unfrozen, 3, folder / "unfrozen resumed")
-    train(resumed.path.name, *words, "--resume")
-    first, second = (
-        load_file(run.checkpoint(6) / "optimizer.safetensors") for run in (unfrozen, resumed)
-    )
-    steps = [first[f"transformer.{name}.weight.step"].item() for name in ("ln_f", "h.1.mlp.fc")]
-    assert steps == [6.0, 3.0]
-    assert all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.fixture(scope="module")

@@ -1,7 +1,5 @@
 """AdamW's parameter groups."""
 
-import torch
-
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
@@ -28,27 +26,3 @@ def test_optimizer_skips_frozen_parameters():
     optimizer = build_optimizer(model, OptimSection())
     trained = sum(len(group["params"]) for group in optimizer.param_groups)
     assert trained == len(list(model.parameters())) - len(list(model.transformer.h[0].parameters()))
-
-
-def test_fused_step_equals_plain_step():
-    torch.manual_seed(0)
-    models = [
-        GPTForCausalLM(
-            GPTConfig(vocab_size=11, n_positions=8, n_embd=8, n_layer=1, n_head=2, dropout=0)
-        )
-        for _ in "ab"
-    ]
-    models[1].load_state_dict(models[0].state_dict())
-    fused = build_optimizer(models[0], OptimSection())
-    assert all(group["fused"] for group in fused.param_groups)
-    plain = build_optimizer(models[1], OptimSection())
-    for group in plain.param_groups:
-        group["fused"] = False
-    for _ in range(3):
-        for model, optimizer in zip(models, (fused, plain), strict=True):
-            optimizer.zero_grad()
-            tokens = torch.arange(8)[None]
-            model(tokens, labels=tokens).loss.backward()
-            optimizer.step()
-    for a, b in zip(*(m.parameters() for m in models), strict=True):
-        torch.testing.assert_close(a, b, atol=1e-6, rtol=1e-5)

@@ -188,7 +188,6 @@ def test_ring_bytes_are_those_of_a_ring_passed_around_by_hand():
 
 @pytest.mark.parametrize(("stages", "micro_batches"), [(1, 4), (2, 1), (4, 16), (8, 9)])
 def test_bubble_is_the_idle_share_of_torchs_1f1b(stages, micro_batches):
-    # tests/distributed/test_pipeline.py has torch's order
     busy = 3.0 * micro_batches
     place = Placement(processes=stages, pp=stages)
     _, bubble = waiting_seconds([], busy, cluster(8), place, micro_batches)
