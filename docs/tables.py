@@ -3,10 +3,12 @@
 `make docs` runs it.
 """
 
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
 from nanogpt_hf.config.compatibility import refused
-from nanogpt_hf.config.knobs import knob_tables
+from nanogpt_hf.config.knobs import knob_schema
 from nanogpt_hf.optim.optimizer import all_rules
 
 BEGIN = "<!-- What follows is written by docs/tables.py (`make docs`). -->\n"
@@ -62,6 +64,39 @@ def combination_tables() -> str:
     listed = [["setting", "does not combine with", "reason and remedy"], ["---"] * 3, *listed]
     tables = ("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, listed))
     return "\n" + "\n\n".join(tables) + "\n\n"
+
+
+def knob_tables() -> str:
+    """One table per section of a recipe: knob, default, values, meaning."""
+    lines = []
+    for section, knobs in groupby(knob_schema().items(), lambda item: item[0].partition(".")[0]):
+        lines += ["", f"### {section}", ""]
+        lines += ["| knob | default | values | meaning |", "|---|---|---|---|"]
+        for key, knob in knobs:
+            meaning = knob["meaning"].replace("|", "\\|")
+            lines.append(f"| `{key}` | {_default(knob)} | {_values(knob)} | {meaning} |")
+    return "\n".join([*lines, "", ""])
+
+
+def _default(knob: dict[str, Any]) -> str:
+    default = knob["default"]
+    if default in (None, "", [], {}):
+        return ""
+    if isinstance(default, list):
+        default = ", ".join(default)
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _values(knob: dict[str, Any]) -> str:
+    """The types and names that a knob accepts, and its bounds."""
+    kinds, low, high = knob["types"], knob["low"], knob["high"]
+    words = [kind for kind in kinds if kind != "null"]
+    words += [f"`{choice}`" for choice in knob["choices"]]
+    if "float" in kinds and low is not None and high is not None:
+        words[0] += f" {low:g} to {high:g}"
+    elif low is not None:
+        words[0] += f" ≥ {low:g}"
+    return ", ".join(words)
 
 
 PAGES = {"recipes.md": knob_tables, "machines.md": combination_tables}

@@ -14,7 +14,6 @@ from nanogpt_hf.config.sources import has_conversations, is_mixture, sources_of
 from nanogpt_hf.errors import UserError
 
 FSDP2 = "use accelerate_configs/fsdp2.yaml"
-_1F1B = "or pp_schedule 1f1b"
 
 # a, the setting to change; b; reason; remedy. `x | y` stands for a row for each of them.
 _ROWS = [
@@ -169,22 +168,10 @@ _ROWS = [
         FSDP2,
     ),
     (
-        "dynamo_backend",
+        "dynamo_backend | fsdp_activation_checkpointing | fsdp_reshard_after_forward",
         "pp_schedule zero_bubble",
-        "a compiled block runs its backward pass as a whole",
-        f"set dynamo_backend 'NO', {_1F1B}",
-    ),
-    (
-        "fsdp_activation_checkpointing",
-        "pp_schedule zero_bubble",
-        "the gradient of each weight would repeat its block's forward pass",
-        f"set fsdp_activation_checkpointing false, {_1F1B}",
-    ),
-    (
-        "fsdp_reshard_after_forward",
-        "pp_schedule zero_bubble",
-        "a stage's weights stay gathered until the end of a step",
-        f"set fsdp_reshard_after_forward false, {_1F1B}",
+        "a block's backward pass runs in two parts, some time apart",
+        "set dynamo_backend 'NO', the others false, or pp_schedule 1f1b",
     ),
     ("lora.rank", "tensor parallelism", "matrices of adapters are not split", FSDP2),
     (

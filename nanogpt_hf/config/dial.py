@@ -21,12 +21,13 @@ counts as 128 rows, and that of a tokenizer other than `char` and `gpt2` as many
 """
 
 import math
-from collections.abc import Container, Sequence
+from collections.abc import Container
 from typing import Any
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
 from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
+from nanogpt_hf.formatting import align
 
 # What the choices depend on, except for those that are stated instead.
 DIAL_INPUTS = {
@@ -35,15 +36,14 @@ DIAL_INPUTS = {
     "model.aspect_ratio",
     "model.n_positions",
     "model.bias",
-}
-DIAL_INPUTS |= {
     "data.tokenizer",
     "data.vocab_size",
     "data.block_size",
     "train.tokens_per_parameter",
     "finetune.model",
+    "optim.name",
+    "optim.muon_scale",
 }
-DIAL_INPUTS |= {"optim.name", "optim.muon_scale"}
 
 _MICRO_BATCH_TOKENS = 8192
 _SHARES = 8  # processes among which a step can be divided without a smaller micro-batch
@@ -56,13 +56,9 @@ def count_gpt2_parameters(config: Config, vocabulary: int) -> int:
     """Parameters of the recipe's GPT-2, whose head is its embedding; equal to the model's own
     count.
     """
-    layers, width = config.model.n_layer, config.model.n_embd
-    block = 12 * width**2 + 2 * width
-    biases = 9 * width + 2 * width
-    per_block = block + biases * config.model.bias
-    return (
-        layers * per_block + (vocabulary + config.model.n_positions + 1 + config.model.bias) * width
-    )
+    model, width = config.model, config.model.n_embd
+    block = 12 * width**2 + 2 * width + 11 * width * model.bias
+    return model.n_layer * block + (vocabulary + model.n_positions + 1 + model.bias) * width
 
 
 def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Choice, ...]:
@@ -81,10 +77,8 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
     if config.finetune.model:
         raise ValueError(f"{config.finetune.model} has its size already; leave it out")
     if config.model.architecture != "gpt2":
-        raise ValueError(
-            f"counts the parameters of gpt2, not of {config.model.architecture}; "
-            "state the sizes instead"
-        )
+        architecture = config.model.architecture
+        raise ValueError(f"counts the parameters of gpt2, not of {architecture}; state the sizes")
     choices: list[Choice] = []
 
     def choose(key: str, value: Any, reason: str) -> Any:
@@ -113,13 +107,13 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
         f"0.292 × C^0.3271 = {batch:,.0f} for C = {compute:.2e} FLOPs (arXiv:2401.02954), "
         "rounded down to a power of 2 of blocks",
     )
+    sequences = max(1, per_step // block_size)
+    limit = min(sequences / _SHARES, _MICRO_BATCH_TOKENS / block_size)
     choose(
         "train.micro_batch_size",
-        _micro_batch_size(max(1, per_step // block_size), block_size),
-        (
-            f"at most {_MICRO_BATCH_TOKENS:,} tokens and 1/{_SHARES} of a step, which {_SHARES} "
-            "processes can share"
-        ),
+        max((size for size in divisors(sequences) if size <= limit), default=1),
+        f"at most {_MICRO_BATCH_TOKENS:,} tokens and 1/{_SHARES} of a step, which {_SHARES} "
+        "processes can share",
     )
     stated_batch = f" × √(batch / {chosen:,})" if per_step != chosen else ""
     rate = choose(
@@ -127,32 +121,20 @@ def dial_choices(config: Config, depth: int, stated: Container[str]) -> tuple[Ch
         _rounded(min(_LARGEST_RATE, 0.3118 * compute**-0.1250) * math.sqrt(per_step / chosen)),
         f"0.3118 × C^-0.125 (arXiv:2401.02954), at most {_LARGEST_RATE}{stated_batch}",
     )
-    if config.optim.name == "muon" and config.optim.muon_scale == "original":
-        choose(
-            "optim.muon_learning_rate",
-            _MUON_RATE,
-            "of any width and batch (github.com/KellerJordan/Muon)",
-        )
-    elif config.optim.name == "muon":
-        choose(
-            "optim.muon_learning_rate", rate, "AdamW's, since optim.muon_scale is match_rms_adamw"
-        )
+    if config.optim.name == "muon":
+        value, reason = rate, "AdamW's, since optim.muon_scale is match_rms_adamw"
+        if config.optim.muon_scale == "original":
+            value, reason = _MUON_RATE, "of any width and batch (github.com/KellerJordan/Muon)"
+        choose("optim.muon_learning_rate", value, reason)
     choose("optim.min_learning_rate", _rounded(rate / 10), "a tenth of optim.learning_rate")
     steps = choose(
         "train.max_steps",
         max(1, round(tokens / per_step)),
-        (
-            f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters "
-            "(arXiv:2203.15556)"
-        ),
+        f"{ratio:g} tokens (train.tokens_per_parameter) × {parameters:,} parameters "
+        "(arXiv:2203.15556)",
     )
     choose("optim.warmup_steps", round(_WARMUP * steps), f"{_WARMUP:.0%} of train.max_steps")
     return tuple(choices)
-
-
-def _micro_batch_size(sequences: int, block_size: int) -> int:
-    limit = min(sequences / _SHARES, _MICRO_BATCH_TOKENS / block_size)
-    return max((size for size in divisors(sequences) if size <= limit), default=1)
 
 
 def _rounded(rate: float) -> float:
@@ -168,10 +150,7 @@ def dial_lines(config: Config) -> list[str]:
     """The choices of the size dial as a table of knob, value and reason; no lines if the recipe
     states its sizes.
     """
-    return ["size dial:", *_table(config.dial), ""] if config.dial else []
-
-
-def _table(choices: Sequence[Choice]) -> list[str]:
-    rows = [(choice.key, _plain(choice.value), choice.reason) for choice in choices]
-    widths = [max(len(row[column]) for row in rows) for column in (0, 1)]
-    return [f"  {key:<{widths[0]}}  {value:>{widths[1]}}  {reason}" for key, value, reason in rows]
+    if not config.dial:
+        return []
+    rows = [(f"  {choice.key}", _plain(choice.value), choice.reason) for choice in config.dial]
+    return ["size dial:", align(rows, right=[1]), ""]

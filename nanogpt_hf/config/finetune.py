@@ -1,6 +1,7 @@
-"""Defaults of fine-tuning, and which layers are frozen at a step."""
+"""Defaults of fine-tuning and of the methods of training, and which layers are frozen at a step."""
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from nanogpt_hf.config.schema import FinetuneSection
 
@@ -23,12 +24,24 @@ _LORA_DEFAULTS = {
     "optim.learning_rate": 6e-4,
     "optim.min_learning_rate": 6e-5,
 }
-# Of reinforcement learning: a step has new completions, and its gradient is noisy.
+
+
+class RecipeMethod(NamedTuple):
+    """What a method of training changes in recipes; training/methods.py has how it trains."""
+
+    knob: str  # a recipe that states it chooses the method
+    command: str
+    defaults: dict[str, Any]  # they replace those of fine-tuning
+    sequences_per_step: int
+
+
+# A step of reinforcement learning has new completions, and its gradient is noisy.
 _POLICY_DEFAULTS = {
     "data.order": "shuffled",
     "optim.learning_rate": 1e-6,  # TRL's for GRPO; small models want a higher one
     "optim.min_learning_rate": 0.0,
     "optim.schedule": "constant",
+    "optim.warmup_steps": 0,
     "optim.weight_decay": 0.0,
     "model.dropout": 0.0,
     "train.max_steps": 200,
@@ -39,6 +52,15 @@ _POLICY_DEFAULTS = {
     "tracking.every": 1,
 }
 _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
+POLICY = RecipeMethod("rl.task", "cli.py rl", _POLICY_DEFAULTS, 64)
+RECIPE_METHODS = [POLICY]
+
+
+def chosen_method(value_of: Callable[[str], Any]) -> RecipeMethod | None:
+    """The method that a recipe chooses, from a function that gives the values of its knobs; None
+    for the next token of text.
+    """
+    return next((method for method in RECIPE_METHODS if value_of(method.knob)), None)
 
 
 def finetune_defaults(
@@ -47,9 +69,9 @@ def finetune_defaults(
     block_size: int,
     max_steps: int | None = None,
     lora: bool = False,
-    policy: bool = False,
+    method: RecipeMethod | None = None,
 ) -> dict[str, Any]:
-    """The defaults of a fine-tuning run, with `policy` of reinforcement learning.
+    """The defaults of a fine-tuning run, or of one by another method.
 
     `base` are the sizes of the model to start from, as knobs.
     """
@@ -59,11 +81,9 @@ def finetune_defaults(
         "optim.warmup_steps": min(20, (max_steps or _DEFAULTS["train.max_steps"]) // 10),
     }
     defaults = base | _DEFAULTS | sizes | (_LORA_DEFAULTS if lora else {})
-    if policy:
-        defaults |= _POLICY_DEFAULTS | {
-            "optim.warmup_steps": 0,
-            "train.tokens_per_step": 64 * block_size,
-        }
+    if method:
+        tokens = method.sequences_per_step * block_size
+        defaults |= method.defaults | {"train.tokens_per_step": tokens}
     if base.get("model.architecture", "gpt2") != "gpt2":
         del defaults["model.dropout"]
     return defaults

@@ -1,4 +1,4 @@
-"""The schema of a recipe for readers: JSON, `--help`, the tables of docs/recipes.md."""
+"""The schema of a recipe for readers: JSON, and the table of knobs in `--help`."""
 
 from itertools import groupby
 from types import NoneType
@@ -26,51 +26,13 @@ def knob_schema() -> dict[str, dict[str, Any]]:
     return schema
 
 
-def _sections() -> list[tuple[str, list[tuple[str, dict[str, Any]]]]]:
-    pairs = groupby(knob_schema().items(), key=lambda item: item[0].partition(".")[0])
-    return [(section, list(knobs)) for section, knobs in pairs]
-
-
 def knob_lines() -> list[str]:
     """The table of knobs in `--help`: name, meaning, choices and default, by section."""
     lines = []
-    for section, knobs in _sections():
+    for section, knobs in groupby(knob_schema().items(), lambda item: item[0].partition(".")[0]):
         lines += ["", f"{section}:"]
         for key, knob in knobs:
             choices = f" [{'|'.join(knob['choices'])}]" if len(knob["choices"]) > 1 else ""
             default = "" if knob["default"] in (None, "") else f" (default {knob['default']})"
             lines.append(f"  --{key:<32} {knob['meaning']}{choices}{default}")
     return lines[1:]
-
-
-def knob_tables() -> str:
-    """One Markdown table per section: knob, default, values, meaning."""
-    lines = []
-    for section, knobs in _sections():
-        lines += ["", f"### {section}", ""]
-        lines += ["| knob | default | values | meaning |", "|---|---|---|---|"]
-        for key, knob in knobs:
-            meaning = knob["meaning"].replace("|", "\\|")
-            lines.append(f"| `{key}` | {_default(knob)} | {_values(knob)} | {meaning} |")
-    return "\n".join([*lines, "", ""])
-
-
-def _default(knob: dict[str, Any]) -> str:
-    default = knob["default"]
-    if default in (None, "", [], {}):
-        return ""
-    if isinstance(default, list):
-        default = ", ".join(default)
-    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
-
-
-def _values(knob: dict[str, Any]) -> str:
-    """The types and names that a knob accepts, and its bounds."""
-    kinds, low, high = knob["types"], knob["low"], knob["high"]
-    words = [kind for kind in kinds if kind != "null"]
-    words += [f"`{choice}`" for choice in knob["choices"]]
-    if "float" in kinds and low is not None and high is not None:
-        words[0] += f" {low:g} to {high:g}"
-    elif low is not None:
-        words[0] += f" ≥ {low:g}"
-    return ", ".join(words)

@@ -1,8 +1,8 @@
 """Load a recipe and overrides into a checked Config, and write a Config as a recipe."""
 
-import dataclasses
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -10,12 +10,7 @@ import yaml
 
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.dial import DIAL_INPUTS, dial_choices
-from nanogpt_hf.config.schema import (
-    KNOBS,
-    SECTIONS,
-    Config,
-    replace_knobs,
-)
+from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.values import SHORT, RecipeLoader, convert
@@ -37,14 +32,11 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         near = did_you_mean(path.name, (p.name for p in path.parent.glob("[!.]*.y*ml")))
         near = near or did_you_mean(path.stem, shipped_recipes())
         raise ConfigError([f"{path}: no such recipe{near}"]) from None
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise ConfigError([f"{path}: cannot be read as a recipe: {reason}"]) from None
-    except (yaml.YAMLError, RecursionError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         mark = getattr(error, "problem_mark", None)
         line = f"line {mark.line + 1}: " if mark else ""
-        reason = one_line(str(getattr(error, "problem", error)))
-        raise ConfigError([f"{path}: {line}not valid YAML: {reason}"]) from None
+        reason = one_line(getattr(error, "strerror", None) or getattr(error, "problem", error))
+        raise ConfigError([f"{path}: {line}cannot be read as a recipe in YAML: {reason}"]) from None
     if not isinstance(tree, dict):
         raise ConfigError(
             [f"{path}: expected sections ({', '.join(SECTIONS)}), got {type(tree).__name__}"]
@@ -54,7 +46,7 @@ def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
         if section not in SECTIONS:
             near = did_you_mean(str(section), SECTIONS)
             problems.append(f"{path}: {section!s:.80}: unknown section{near}")
-        elif body is not None and not isinstance(body, dict):
+        elif not isinstance(body or {}, dict):
             problems.append(f"{path}: {section}: expected knobs under it, got {SHORT.repr(body)}")
         else:
             values |= {f"{section}.{name}": value for name, value in (body or {}).items()}
@@ -65,12 +57,7 @@ def recipe_name(path: Path) -> str:
     """`recipes/gpt2_124m.yaml` -> gpt2_124m; a run folder's own recipe.yaml is named after its
     folder.
     """
-    name = path.resolve().parent.name if path.stem == "recipe" else path.stem
-    if name.strip(".") == "":
-        raise ConfigError(
-            [f"{path}: a run named after this file would have no name; rename the recipe"]
-        )
-    return name
+    return path.resolve().parent.name if path.stem == "recipe" else path.stem
 
 
 def stated_knobs(
@@ -83,51 +70,34 @@ def stated_knobs(
     return (_read_recipe(find_recipe(recipe))[0] if recipe else {}) | dict(overrides)
 
 
-@dataclasses.dataclass
-class _Reading:
-    """The knobs as read from defaults, recipe and command line in turn, with all problems."""
+def _convert_all(
+    stated: Iterable[tuple[str, str, Any]], values: dict[str, Any], problems: list[str]
+) -> tuple[dict[str, str], set[str]]:
+    """Convert what recipe and command line state, (origin, key, value) in order, into `values`.
 
-    values: dict[str, Any]
-    # where a knob was set, as a message names it
-    origins: dict[str, str] = dataclasses.field(default_factory=dict)
-    bad: set[str] = dataclasses.field(default_factory=set)  # knobs whose last value is a problem
-    problems: list[str] = dataclasses.field(default_factory=list)
-
-    def apply(self, origin: str, pairs: Iterable[tuple[str, Any]]) -> None:
-        """Convert the values from one origin; they replace those from earlier ones."""
-        for key, value in pairs:
-            section, _, field = key.rpartition(".")
-            if section in KNOBS and KNOBS[section].kind == dict[str, Any]:
-                # --model.extra.NAME VALUE sets one field of the mapping
-                key, value = section, self.values.get(section, {}) | {field: value}
-            if key not in KNOBS:
-                self.problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
-                continue
-            self.origins[key] = origin
-            self.bad.discard(key)
-            try:
-                value = convert(KNOBS[key], value)
-                is_mixture = key == "data.source" and isinstance(value, list)
-                self.values[key] = read_sources(value) if is_mixture else value
-            except ValueError as error:
-                self.problems.append(f"{origin}{key}: {error}")
-                self.bad.add(key)
-
-    def apply_dial(self, config: Config, depth: int, overriding: set[str]) -> Config:
-        """`config` with the knobs that `model.depth` chooses, except `overriding` ones."""
+    Returns where each knob was set, as a message names it, and the knobs whose last value is a
+    problem.
+    """
+    origins: dict[str, str] = {}
+    bad: set[str] = set()
+    for origin, key, value in stated:
+        mapping, _, field = key.rpartition(".")
+        if mapping in KNOBS and KNOBS[mapping].kind == dict[str, Any]:
+            # --model.extra.NAME VALUE sets one field of the mapping
+            key, value = mapping, values.get(mapping, {}) | {field: value}
+        if key not in KNOBS:
+            problems.append(f"{origin}{key}: unknown key{did_you_mean(key, KNOBS)}")
+            continue
+        origins[key] = origin
+        bad.discard(key)
         try:
-            chosen = dial_choices(config, depth, overriding)
+            value = convert(KNOBS[key], value)
+            is_mixture = key == "data.source" and isinstance(value, list)
+            values[key] = read_sources(value) if is_mixture else value
         except ValueError as error:
-            self.problems.append(f"{self.origins['model.depth']}model.depth: {error}")
-            self.bad |= set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
-            return config
-        self.origins |= {
-            c.key: self.origins["model.depth"] for c in chosen if c.key not in overriding
-        }
-        config = replace_knobs(
-            config, {choice.key: choice.value for choice in chosen} | {"model.depth": None}
-        )
-        return dataclasses.replace(config, dial=chosen)
+            problems.append(f"{origin}{key}: {error}")
+            bad.add(key)
+    return origins, bad
 
 
 def load_config(
@@ -152,28 +122,29 @@ def load_config(
     already.
     """
     recipe = find_recipe(recipe) if recipe else None
-    if isinstance(overrides, Mapping):
-        as_text = {
-            key: str(value)
-            for key, value in overrides.items()
-            if not isinstance(value, list | dict | None)
-        }
-        overrides = list((dict(overrides) | as_text).items())
+    overrides = list(overrides.items() if isinstance(overrides, Mapping) else overrides)
     stated, problems = _read_recipe(recipe) if recipe else ({}, [])
-    reading = _Reading(dict(defaults or {}), problems=problems)
-    reading.apply(f"{recipe}: ", stated.items())
-    overriding = {key for key, _ in overrides}  # knobs that override the size dial
-    if reading.values.get("model.depth") is not None:
-        overriding |= set(stated)
-    reading.apply(_COMMAND_LINE, overrides)
-    config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), reading.values)
-    if (depth := config.model.depth) is not None and not reading.bad & DIAL_INPUTS:
-        config = reading.apply_dial(config, depth, overriding)
-    for conflict in find_conflicts(config):
-        if not reading.bad & set(conflict.keys):
-            key = conflict.keys[0]
-            origin = reading.origins.get(key, f"{recipe}: " if recipe else _COMMAND_LINE)
-            problems.append(f"{origin}{key}: {conflict.message}")
+    source, values = f"{recipe}: " if recipe else _COMMAND_LINE, dict(defaults or {})
+    pairs = [(source, *pair) for pair in stated.items()]
+    pairs += [(_COMMAND_LINE, *pair) for pair in overrides]
+    origins, bad = _convert_all(pairs, values, problems)
+    config = replace_knobs(Config(name=recipe_name(recipe) if recipe else name), values)
+    if (depth := config.model.depth) is not None and not bad & DIAL_INPUTS:
+        overriding = {key for key, _ in overrides}
+        if stated.get("model.depth") is not None:
+            overriding |= stated.keys()
+        origin = origins["model.depth"]
+        try:
+            chosen = dial_choices(config, depth, overriding)
+            config = replace_knobs(config, {choice.key: choice.value for choice in chosen})
+            config = replace(replace_knobs(config, {"model.depth": None}), dial=chosen)
+            origins |= {c.key: origin for c in chosen if c.key not in overriding}
+        except ValueError as error:
+            problems.append(f"{origin}model.depth: {error}")
+            bad = set(KNOBS)  # the knobs are not chosen yet: skip the rules over them
+    for keys, message in find_conflicts(config):
+        if not bad & set(keys):
+            problems.append(f"{origins.get(keys[0], source)}{keys[0]}: {message}")
     if problems:
         raise ConfigError(problems)
     resolved = {
@@ -187,7 +158,7 @@ def load_config(
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Section -> knob -> value, every knob resolved."""
-    return {section: dataclasses.asdict(getattr(config, section)) for section in SECTIONS}
+    return {section: asdict(getattr(config, section)) for section in SECTIONS}
 
 
 def config_to_yaml(config: Config) -> str:

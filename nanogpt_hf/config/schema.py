@@ -14,7 +14,7 @@ from typing import Any, Literal
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
 
 
-def knob(default: Any, meaning: str, *, low: float | None = None, high: float | None = None) -> Any:
+def knob(default: Any, meaning: str, low: float | None = None, high: float | None = None) -> Any:
     """A dataclass field with its one line of meaning and its inclusive bounds."""
     metadata = {"meaning": meaning, "low": low, "high": high}
     if isinstance(default, list | dict):
@@ -28,39 +28,30 @@ class ModelSection:
         "gpt2", "gpt2, or a text-only decoder of transformers: llama, qwen3, nanochat, olmo2, ..."
     )
     depth: int | None = knob(
-        None,
-        "size dial: blocks; width, heads, learning rate, batch and steps follow",
-        low=1,
-        high=1000,
+        None, "size dial: blocks; width, learning rate, batch, steps follow", 1, 1000
     )
     aspect_ratio: int = knob(
-        64, "with model.depth: width per block, and width of a head", low=1, high=10_000
+        64, "with model.depth: width per block, and width of a head", 1, 10_000
     )
-    n_layer: int = knob(12, "transformer blocks", low=1, high=1000)
-    n_head: int = knob(12, "attention heads per block; divides n_embd", low=1, high=10_000)
-    n_embd: int = knob(768, "width of the residual stream", low=1, high=100_000)
-    n_positions: int = knob(1024, "longest context, in tokens", low=1, high=100_000_000)
+    n_layer: int = knob(12, "transformer blocks", 1, 1000)
+    n_head: int = knob(12, "attention heads per block; divides n_embd", 1, 10_000)
+    n_embd: int = knob(768, "width of the residual stream", 1, 100_000)
+    n_positions: int = knob(1024, "longest context, in tokens", 1, 100_000_000)
     n_kv_head: int | None = knob(
-        None, "heads of keys and values (default: n_head); divides n_head", low=1, high=10_000
+        None, "heads of keys and values (default: n_head); divides n_head", 1, 10_000
     )
     n_inner: int | None = knob(
-        None,
-        "width of the MLP (default: 4 × n_embd; of a gated MLP 8/3 × n_embd)",
-        low=1,
-        high=1_000_000,
+        None, "width of the MLP (default: 4 × n_embd; gated 8/3 × n_embd)", 1, 1_000_000
     )
     extra: dict[str, Any] = knob(  # noqa: RUF009
         {}, "other fields of the architecture's config, by their names in transformers"
     )
     pad_vocab_to_multiple_of: int = knob(
-        1,
-        "round the rows of the embedding up to a multiple; 64 is fast on GPUs",
-        low=1,
-        high=1_000_000,
+        1, "round the rows of the embedding up; 64 is fast on GPUs", 1, 1_000_000
     )
     bias: bool = knob(False, "gpt2: biases in Linear and LayerNorm layers")
     dropout: float = knob(
-        0.0, "gpt2: dropout probability on embeddings, attention and residuals", low=0, high=0.99
+        0.0, "gpt2: dropout probability on embeddings, attention and residuals", 0, 0.99
     )
     activation_function: Literal["gelu", "gelu_new"] = knob(
         "gelu", "gpt2: gelu_new is the tanh approximation"
@@ -80,23 +71,16 @@ class DataSection:
         "set's name; or a list of {source, weight}, which are mixed",
     )
     max_epochs: float | None = knob(
-        None,
-        "warn before the run if a source would be read more often than this (default: never)",
-        low=0,
+        None, "warn before a run that reads a source more often (default: never)", 0
     )
     format: Literal["text", "chat", "datatrove"] = knob(
-        "text",
-        (
-            "text; conversations, of which only answers count in the loss; or token files of "
-            "datatrove (.ds)"
-        ),
+        "text", "text; conversations, whose answers alone are learned; token files of datatrove"
     )
     sha256: str | None = knob(None, "expected sha256 of the file at a URL")
     config: str | None = knob(None, "configuration of a Hub data set")
     split: str = knob("train", "split of a Hub data set to train on")
     validation_split: str | None = knob(
-        None,
-        "split of a Hub data set to validate on (default: data.validation_fraction is held out)",
+        None, "split of a Hub data set to validate on (default: validation_fraction)"
     )
     revision: str | None = knob(None, "commit or tag of a Hub data set")
     text_column: str = knob("text", "column with the text of a row")
@@ -105,49 +89,32 @@ class DataSection:
     )
     max_tokens: int | None = knob(
         None,
-        (
-            "read the first documents only, of each split as many as have this many tokens "
-            "(default: all)"
-        ),
-        low=1,
+        "read only the first documents of each split, up to this many tokens (default: all)",
+        1,
     )
     validation_fraction: float = knob(
-        0.0005, "share held out: the end of a single document, or whole documents", low=0, high=0.5
+        0.0005, "share held out: the end of a single document, or whole documents", 0, 0.5
     )
-    validation_seed: int = knob(
-        2357, "seed of the choice of documents to hold out", low=0, high=2**64 - 1
-    )
+    validation_seed: int = knob(2357, "seed of the choice of documents to hold out", 0, 2**64 - 1)
     tokenizer: str = knob(
-        "gpt2",
-        "char, gpt2, bpe (trained on the text), or a Hugging Face tokenizer's name or folder",
+        "gpt2", "char, gpt2, bpe (trained on the text), or the name or folder of another"
     )
     vocab_size: int | None = knob(
-        None,
-        "bpe: tokens of the vocabulary: 256 bytes, merges, end-of-text",
-        low=257,
-        high=1_000_000,
+        None, "bpe: tokens: 256 bytes, merges, end-of-text", 257, 1_000_000
     )
     bpe_pattern: Literal["gpt2", "gpt4"] = knob(
-        "gpt2",
-        (
-            "bpe: how text is split before merging, as for GPT-2, or as for GPT-4: digits in "
-            "threes, no case in 's"
-        ),
+        "gpt2", "bpe: how text is split before merging; gpt4: digits in threes, no case in 's"
     )
     num_threads: int | None = knob(
-        None, "threads that tokenize text (default: one per core)", low=1, high=1024
+        None, "threads that tokenize text (default: one per core)", 1, 1024
     )
     dir: str = knob("", "folder of the prepared data (default: data/<recipe name>)")
-    block_size: int = knob(1024, "tokens in a training sequence", low=1, high=100_000_000)
+    block_size: int = knob(1024, "tokens in a training sequence", 1, 100_000_000)
     order: Literal["shuffled", "random"] = knob(
         "shuffled", "every block once per epoch, or windows at random offsets"
     )
     packing: Literal["packed", "padded"] = knob(
-        "packed",
-        (
-            "chat: several conversations per block, which do not attend to each other, or "
-            "one and padding"
-        ),
+        "packed", "chat: several conversations per block, apart in attention; or one and padding"
     )
 
     @property
@@ -162,37 +129,32 @@ class DataSection:
 @dataclass(frozen=True)
 class OptimSection:
     name: str = knob(
-        "adamw",
-        "adamw; or muon: Muon for the matrices inside the blocks, AdamW for all other parameters",
+        "adamw", "adamw; or muon for the matrices in the blocks and adamw for the rest"
     )
     learning_rate: float = knob(
-        6e-4, "peak learning rate; with muon, that of the parameters under AdamW", low=0
+        6e-4, "peak learning rate; with muon, that of the parameters under AdamW", 0
     )
     # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
     muon_learning_rate: float = knob(
-        0.02, "Muon's peak learning rate; it follows the same schedule", low=0
+        0.02, "Muon's peak learning rate; it follows the same schedule", 0
     )
-    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", low=0, high=0.999999)
+    muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, 0.999999)
     muon_scale: Literal["original", "match_rms_adamw"] = knob(
-        "original",
-        (
-            "scale of Muon's updates; match_rms_adamw: as large as AdamW's, so that its "
-            "learning rate fits"
-        ),
+        "original", "scale of Muon's updates; match_rms_adamw fits AdamW's learning rate"
     )
-    min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", low=0)
+    min_learning_rate: float = knob(6e-5, "learning rate at the end of the decay", 0)
     schedule: Literal["cosine", "linear", "constant", "wsd"] = knob(
         "cosine", "decay after warm-up; wsd: constant, then linear decay at the end"
     )
-    warmup_steps: int = knob(2000, "steps of linear warm-up", low=0)
-    decay_fraction: float = knob(0.2, "wsd: share of the steps that the decay takes", low=0, high=1)
+    warmup_steps: int = knob(2000, "steps of linear warm-up", 0)
+    decay_fraction: float = knob(0.2, "wsd: share of the steps that the decay takes", 0, 1)
     weight_decay: float = knob(
-        0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", low=0
+        0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", 0
     )
-    beta1: float = knob(0.9, "decay of AdamW's first moment", low=0, high=0.999999)
-    beta2: float = knob(0.95, "decay of AdamW's second moment", low=0, high=0.999999)
+    beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999)
+    beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999)
     max_grad_norm: float = knob(
-        1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", low=0
+        1.0, "maximum gradient norm; larger gradients are clipped; 0: no clipping", 0
     )
     state: Literal["float32", "8bit"] = knob(
         "float32", "precision of AdamW's state; 8bit needs torchao"
@@ -201,35 +163,19 @@ class OptimSection:
 
 @dataclass(frozen=True)
 class TrainSection:
-    max_steps: int = knob(600_000, "optimizer steps", low=1)
+    max_steps: int = knob(600_000, "optimizer steps", 1)
     tokens_per_parameter: float = knob(
-        20.0,
-        "with model.depth: training tokens per parameter; 20 is compute-optimal",
-        low=0.001,
-        high=1e6,
+        20.0, "with model.depth: tokens per parameter; 20 is optimal", 0.001, 1e6
     )
     tokens_per_step: int = knob(
-        491_520,
-        "tokens in an optimizer step, over all processes and micro-batches",
-        low=1,
-        high=10_000_000_000,
+        491_520, "tokens in an optimizer step, over all processes", 1, 10_000_000_000
     )
     micro_batch_size: int | Literal["auto"] = knob(
-        12,
-        "sequences in one forward pass of a process; auto: the largest number that fits",
-        low=1,
-        high=10_000_000,
+        12, "sequences in a forward pass of a process; auto: all that fit", 1, 10_000_000
     )
-    seed: int = knob(
-        1337, "seed of initial weights, data order, dropout and samples", low=0, high=2**64 - 1
-    )
+    seed: int = knob(1337, "seed of initial weights, data order, dropout and samples", 0, 2**64 - 1)
     rollback_ratio: float | None = knob(
-        None,
-        (
-            "if the loss exceeds this multiple of its average, load a checkpoint and skip the "
-            "data since"
-        ),
-        low=1,
+        None, "if the loss exceeds this multiple of its average, go back and skip the data", 1
     )
     max_time: str | None = knob(
         None, "save and stop after this time, such as 11h30m or 45m (exit status 75)"
@@ -243,43 +189,34 @@ class TrainSection:
 
 @dataclass(frozen=True)
 class EvalSection:
-    every: int = knob(1000, "steps between evaluations", low=1)
-    tokens: int | Literal["all"] = knob(
-        2_457_600, "validation tokens per evaluation, or all", low=1
-    )
+    every: int = knob(1000, "steps between evaluations", 1)
+    tokens: int | Literal["all"] = knob(2_457_600, "validation tokens per evaluation, or all", 1)
     patience: int | None = knob(
-        None,
-        (
-            "stop after this many evaluations in a row without a better validation loss "
-            "(default: never)"
-        ),
-        low=1,
+        None, "stop after this many evaluations without a better one (default: never)", 1
     )
     tasks: list[str] = knob(  # noqa: RUF009
         [], "lm-eval tasks to run at each evaluation: names or YAML files"
     )
     tasks_limit: int | None = knob(
-        None, "number of questions per task, the first ones (default: all)", low=1
+        None, "number of questions per task, the first ones (default: all)", 1
     )
     samples: list[str] = knob(  # noqa: RUF009
         [], "prompts to continue at step 0 and at each evaluation, for the report"
     )
-    sample_tokens: int = knob(
-        100, "tokens generated for each of eval.samples", low=1, high=1_000_000
-    )
+    sample_tokens: int = knob(100, "tokens generated for each of eval.samples", 1, 1_000_000)
 
 
 @dataclass(frozen=True)
 class CheckpointSection:
-    every: int = knob(1000, "steps between checkpoints", low=1)
+    every: int = knob(1000, "steps between checkpoints", 1)
     keep: int = knob(
-        2, "newest checkpoints to keep; the newest one known to be finite is kept too", low=1
+        2, "newest checkpoints to keep; the newest one known to be finite is kept too", 1
     )
 
 
 @dataclass(frozen=True)
 class TrackingSection:
-    every: int = knob(10, "steps between training metrics in metrics.jsonl and the trackers", low=1)
+    every: int = knob(10, "steps between training metrics in metrics.jsonl and the trackers", 1)
     trackers: list[str] = knob(  # noqa: RUF009
         [], "names of accelerate's trackers: wandb, tensorboard, ..."
     )
@@ -299,34 +236,30 @@ class FinetuneSection:
         None, "model to start from: a Hub id, model folder or run folder (default: none)"
     )
     revision: str | None = knob(
-        None, "commit or tag of a Hub id (default: the newest commit, which the run records)"
+        None, "commit or tag of a Hub id (default: the newest, which the run records)"
     )
     freeze_layers: int | None = knob(
-        None, "freeze the embeddings and this many blocks, from the bottom", low=0
+        None, "freeze the embeddings and this many blocks, from the bottom", 0
     )
     unfreeze_every: int | None = knob(
-        None, "unfreeze one block, from the top, every this many steps; the embeddings last", low=1
+        None, "unfreeze one block, from the top, every this many steps; the embeddings last", 1
     )
     layer_decay: float = knob(
-        1.0, "factor of the learning rate from each layer to the one below it", low=0.01, high=1
+        1.0, "factor of the learning rate from each layer to the one below it", 0.01, 1
     )
 
 
 @dataclass(frozen=True)
 class LoraSection:
     rank: int | None = knob(
-        None,
-        "rank of the LoRA adapters (default: no LoRA, all weights are trained)",
-        low=1,
-        high=100_000,
+        None, "rank of the LoRA adapters (default: none, train all weights)", 1, 100_000
     )
     alpha: float | None = knob(
-        None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", low=0
+        None, "the adapters' product is scaled by alpha / rank (default: 2 × rank)", 0
     )
-    dropout: float = knob(0.0, "dropout probability on the adapters' input", low=0, high=0.99)
+    dropout: float = knob(0.0, "dropout probability on the adapters' input", 0, 0.99)
     targets: list[str] = knob(  # noqa: RUF009
-        LORA_TARGETS,
-        "linear layers that get an adapter (default: all of a block; these are gpt2's)",
+        LORA_TARGETS, "linear layers with an adapter (default: all of a block; these are gpt2's)"
     )
     merge: bool = knob(
         False, "write whole models with the adapters merged in, which transformers opens"
@@ -351,39 +284,26 @@ class RlSection:
         None,
         "a Python function for the reward, such as my_reward.py:score (default: the task's own)",
     )
-    reward_seconds: float = knob(
-        5.0, "time limit of the reward of one completion", low=0.01, high=86_400
-    )
+    reward_seconds: float = knob(5.0, "time limit of the reward of one completion", 0.01, 86_400)
     reward_errors: Literal["stop", "zero"] = knob(
-        "stop",
-        (
-            "if the reward raises, takes too long or is not finite: stop, or count the error "
-            "as reward 0"
-        ),
+        "stop", "if the reward raises, takes too long or is not finite: stop, or reward 0"
     )
-    samples: int = knob(8, "completions per question", low=2, high=100_000)
-    max_new_tokens: int = knob(256, "maximum tokens of a completion", low=1, high=1_000_000)
-    temperature: float = knob(1.0, "temperature of sampling, in training and evaluation", low=0.01)
+    samples: int = knob(8, "completions per question", 2, 100_000)
+    max_new_tokens: int = knob(256, "maximum tokens of a completion", 1, 1_000_000)
+    temperature: float = knob(1.0, "temperature of sampling, in training and evaluation", 0.01)
     batch_size: int | None = knob(
-        None,
-        "completions that a process generates at once (default: train.micro_batch_size)",
-        low=1,
-        high=10_000_000,
+        None, "completions generated at once (default: train.micro_batch_size)", 1, 10_000_000
     )
     scale_advantages: bool = knob(
         False, "divide advantages by the standard deviation of the question's rewards"
     )
-    updates: int = knob(1, "optimizer updates on the completions of a step", low=1, high=1000)
+    updates: int = knob(1, "optimizer updates on the completions of a step", 1, 1000)
     clip: float | None = knob(
-        None, "clip the importance ratio to 1 ± this; needs rl.updates above 1", low=0
+        None, "clip the importance ratio to 1 ± this; needs rl.updates above 1", 0
     )
-    kl: float = knob(
-        0.0, "weight of the KL divergence to the model that the run started from", low=0
-    )
-    eval_questions: int = knob(100, "held-out questions at each evaluation", low=1)
-    eval_samples: int = knob(
-        4, "k of pass@k: completions per held-out question", low=1, high=100_000
-    )
+    kl: float = knob(0.0, "weight of the KL divergence to the model that the run started from", 0)
+    eval_questions: int = knob(100, "held-out questions at each evaluation", 1)
+    eval_samples: int = knob(4, "k of pass@k: completions per held-out question", 1, 100_000)
 
 
 @dataclass(frozen=True)
@@ -465,20 +385,14 @@ def get_value(config: Config, key: str) -> Any:
 
 def replace_knobs(config: Config, values: Mapping[str, Any]) -> Config:
     """A copy of `config` with other values of some knobs, such as {"train.seed": 7}."""
-    changes: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
         section, _, name = key.partition(".")
-        changes.setdefault(section, {})[name] = value
-    sections = {
-        section: replace(getattr(config, section), **knobs) for section, knobs in changes.items()
-    }
-    return replace(config, **sections)
+        config = replace(config, **{section: replace(getattr(config, section), **{name: value})})
+    return config
 
 
 def kind_options(kind: Any) -> tuple[Any, ...]:
     """The types and literals of an annotation: `int | Literal["all"]` -> (int, "all")."""
-    if typing.get_origin(kind) is Literal:
-        return typing.get_args(kind)
-    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is typing.Union:
-        return tuple(option for part in typing.get_args(kind) for option in kind_options(part))
-    return (kind,)
+    split = typing.get_origin(kind) in (Literal, types.UnionType, typing.Union)
+    parts = typing.get_args(kind) if split else ()
+    return tuple(option for part in parts for option in kind_options(part)) or (kind,)

@@ -61,29 +61,24 @@ def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
 
 
 def _read_source(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
+    if not isinstance(entry, dict) or not (entry.get("source") and entry.get("weight")):
         raise ValueError(
             f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}"
         )
-    if unknown := [str(key) for key in entry if key not in _KEYS]:
-        near = did_you_mean(unknown[0], _KEYS)
-        raise ValueError(f"{unknown[0]:.80}: unknown key{near}; known: {', '.join(_KEYS)}")
-    for key in ("source", "weight"):
-        if entry.get(key) in (None, ""):
-            raise ValueError(f"no {key}; expected for example {_EXAMPLE}")
     source = {}
-    for key, knob in _KEYS.items():
-        if (value := entry.get(key)) is not None:
-            try:
-                value = value if isinstance(value, list | dict) else str(value)
-                source[key] = convert(knob, value)
-            except ValueError as error:
-                raise ValueError(f"{entry['source']!s:.80}: {key}: {error}") from None
-    source["name"] = source.get("name") or short_name(source["source"])
-    if not _NAME.fullmatch(source["name"]):
+    for key, value in entry.items():
+        if key not in _KEYS:
+            raise ValueError(f"{key!s:.80}: unknown key{did_you_mean(str(key), _KEYS)}")
+        try:
+            if value is not None:
+                source[key] = convert(_KEYS[key], value)
+        except ValueError as error:
+            raise ValueError(f"{entry['source']!s:.80}: {key}: {error}") from None
+    name = source.setdefault("name", short_name(source["source"]))
+    if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{source['source']}: name: {source['name']!r:.80}: expected letters, digits, - and _, "
-            "since it names a folder"
+            f"{source['source']}: name: {name!r:.80}: expected letters, digits, - and _, since it "
+            "names a folder"
         )
     if "dir" in source:
         source["dir"] = os.path.expanduser(source["dir"])

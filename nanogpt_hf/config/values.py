@@ -16,13 +16,11 @@ from nanogpt_hf.errors import one_line
 
 SHORT = reprlib.Repr()  # for wrong values, which may be long
 SHORT.maxlevel, SHORT.maxlist, SHORT.maxdict, SHORT.maxstring, SHORT.maxother = 2, 3, 3, 80, 80
-_NOT_TEXT = re.compile(r"[\0\ud800-\udfff]")  # NUL and lone surrogates
 _THOUSANDS = re.compile(r"[1-9]\d{0,2}(,\d{3})+")  # as messages write numbers: 491,520
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """yaml.safe_load, except that scalars stay text, and a key that occurs twice or an alias is an
-    error.
+    """yaml.safe_load, except that scalars stay text, and a key that occurs twice is an error.
 
     `convert` then reads the text by the knob's type, as on the command line. YAML 1.1 would guess:
     it reads 6e-4 as text, 010 as eight, the revision 1.10 as 1.1 and `project: on` as true.
@@ -33,19 +31,13 @@ class RecipeLoader(yaml.SafeLoader):
         for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
     }
 
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        if self.check_event(yaml.AliasEvent):  # with them a few lines stand for gigabytes
-            mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases are not supported", problem_mark=mark)
-        return super().compose_node(parent, index)
-
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [str(key.value) for key, _ in node.value]
-        for number, (key, _) in enumerate(node.value):
-            if names[number] in names[:number]:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{names[number]} occurs twice", key.start_mark
-                )
+        names = set()
+        for key, _ in node.value:
+            if str(key.value) in names:
+                mark = key.start_mark
+                raise yaml.MarkedYAMLError(problem=f"{key.value} occurs twice", problem_mark=mark)
+            names.add(str(key.value))
         return super().construct_mapping(node, deep=True)
 
 
@@ -148,10 +140,12 @@ def convert(knob: Knob, value: Any) -> Any:
 
     Raises ValueError with a message such as "expected an integer, got 'ten'".
     """
+    if not isinstance(value, list | dict | None):
+        value = str(value)
     options = kind_options(knob.kind)
     if knob.default == "":  # null leaves such a knob out, as it does one whose default is null
         options = (NoneType, *options)
-    literals = [option for option in options if option not in _READERS]
+    literals = [option for option in options if isinstance(option, str)]
     if value in literals:
         return value
     kinds = [kind for kind in _READERS if kind in options]  # text last, so that `null` is None
@@ -160,12 +154,12 @@ def convert(knob: Knob, value: Any) -> Any:
             result = _READERS[kind][1](value)
             break
     else:
-        plain = [_READERS[kind][0] for kind in options if kind in kinds and kind is not NoneType]
-        expected = [*plain, ", ".join(map(str, literals))] if literals else plain
+        expected = [_READERS[kind][0] for kind in kinds if kind is not NoneType]
+        expected = " or ".join([*expected, *([", ".join(literals)] if literals else [])])
         got = "nothing" if value is None else SHORT.repr(value)
-        raise ValueError(f"expected {' or '.join(expected)}, got {got}")
-    if result is None and knob.default == "":
-        return ""
+        raise ValueError(f"expected {expected}, got {got}")
+    if result is None:
+        return "" if knob.default == "" else None
     if isinstance(result, int | float) and not isinstance(result, bool):
         high = LARGEST if knob.high is None and isinstance(result, int) else knob.high
         if knob.low is not None and result < knob.low:
@@ -173,26 +167,19 @@ def convert(knob: Knob, value: Any) -> Any:
         if high is not None and result > high:
             largest = f"{high:,}" if isinstance(high, int) else high
             raise ValueError(f"must be at most {largest}, got {result!s:.40}")
-    texts = result if isinstance(result, list) else [result]
-    if any(isinstance(text, str) and _NOT_TEXT.search(text) for text in texts):
-        raise ValueError(f"has a character that a file cannot contain: {SHORT.repr(value)}")
     return result
 
 
 def bounded(
-    kind: type[int] | type[float], low: float, high: float = math.inf
+    kind: type[int] | type[float], low: float, high: float | None = None
 ) -> Callable[[str], int | float]:
     """An argparse type: a number within inclusive bounds."""
+    knob = Knob("", kind, None, "", low, high)
 
     def parse(text: str) -> int | float:
         try:
-            value = kind(text)
-        except ValueError:
-            expected = "a whole number" if kind is int else "a number"
-            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
-        if not low <= value <= high:
-            bounds = f"at least {low}" if high == math.inf else f"at least {low} and at most {high}"
-            raise argparse.ArgumentTypeError(f"must be {bounds}, got {text}")
-        return value
+            return convert(knob, text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
 
     return parse

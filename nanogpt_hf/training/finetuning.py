@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
-from nanogpt_hf.config.finetune import finetune_defaults
+from nanogpt_hf.config.finetune import RecipeMethod, chosen_method, finetune_defaults
 from nanogpt_hf.config.load import load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.values import convert
@@ -24,20 +24,19 @@ if TYPE_CHECKING:
 
 
 def finetune_config(
-    recipe: str | None, overrides: list[tuple[str, str]], *, policy: bool = False
+    recipe: str | None, overrides: list[tuple[str, str]], method: RecipeMethod | None = None
 ) -> tuple[Config, "PreTrainedConfig"]:
     """The resolved recipe of a fine-tuning run, and the configuration of the model that it starts
     from.
 
-    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, with
-    `policy` those of reinforcement learning. Raises UserError if there is no such model, and
+    Sizes and tokenizer are that model's, and the other defaults those of fine-tuning, or of
+    another `method`. Raises UserError if there is no such model, and
     ConfigError if recipe or command line are wrong or contradict the model.
     """
     stated = stated_knobs(recipe, overrides)
-    _check_stated(stated, policy)
+    task = _check_stated(stated, method)
     start, revision = find_model(str(stated["finetune.model"])), stated.get("finetune.revision")
-    task = stated.get("rl.task")
-    generated = policy and is_generated(str(task))
+    generated = is_generated(task)
 
     from nanogpt_hf.model.architecture import architecture_of
     from nanogpt_hf.model.build import load_base_config
@@ -52,7 +51,7 @@ def finetune_config(
         block_size=_stated_value(stated, "data.block_size") or min(positions, _LONGEST_DEFAULT),
         max_steps=_stated_value(stated, "train.max_steps"),
         lora=_stated_value(stated, "lora.rank") is not None,
-        policy=policy,
+        method=method,
     )
     defaults["data.tokenizer"] = tokenizer
     defaults["lora.targets"] = list(architecture.lora_targets)
@@ -89,29 +88,28 @@ def finetune_config(
     return replace_knobs(config, resolved), base
 
 
-def _check_stated(stated: dict[str, Any], policy: bool) -> None:
-    """Raises UserError if recipe and command line state no model, no text, or no task for
-    reinforcement learning.
+def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
+    """The task of reinforcement learning, or ''. Raises UserError if recipe and command line state
+    no model, no text, or what another command trains.
     """
-    start, task = stated.get("finetune.model"), stated.get("rl.task")
-    command = "cli.py rl" if policy else "cli.py finetune"
+    start, command = stated.get("finetune.model"), method.command if method else "cli.py finetune"
     if not start or str(start).lower() in ("null", "none"):
         raise UserError(
             f"{command}: needs a model to start from: --from gpt2, a model folder or a run folder"
         )
-    if bool(task) != policy:
-        reason = (
-            ("no task: give --task arithmetic, or another rl.task")
-            if policy
-            else "rl.task is for `cli.py rl`"
-        )
-        raise UserError(f"{command}: {reason}")
-    if policy:
-        check_name(str(task))
-    if not stated.get("data.source") and not (policy and is_generated(str(task))):
+    other = chosen_method(stated.get)
+    if other and other is not method:
+        raise UserError(f"{command}: {other.knob} is for `{other.command}`")
+    task = str(stated.get(method.knob) or "") if method else ""
+    if method and not task:
+        raise UserError(f"{command}: no task: give --task arithmetic, or another {method.knob}")
+    if task:
+        check_name(task)
+    if not stated.get("data.source") and not is_generated(task):
         raise UserError(
-            f"{command}: needs {'questions' if policy else 'text'} to train on: --data my.txt"
+            f"{command}: needs {'questions' if task else 'text'} to train on: --data my.txt"
         )
+    return task
 
 
 def _stated_value(stated: dict[str, Any], key: str) -> Any:

@@ -8,8 +8,9 @@ import numpy as np
 import torch
 from transformers import PreTrainedModel
 
+from nanogpt_hf.config import finetune
 from nanogpt_hf.config.compatibility import FSDP2, Rule, check_settings
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, get_value
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import PreparedData, load_prepared, repetition_warnings, summary_lines
@@ -212,7 +213,7 @@ TEXT = Method(
 )
 POLICY = Method(
     "reinforcement learning",
-    is_chosen=lambda config: bool(config.rl.task),
+    is_chosen=lambda config: bool(get_value(config, finetune.POLICY.knob)),
     load=load_questions,
     objective=lambda config: policy_objective(config.rl),
     evaluate=evaluate_policy,

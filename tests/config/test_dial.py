@@ -43,14 +43,14 @@ def test_dial_tokens_are_ratio_times_parameters(recipe, depth, ratio, tokenizer,
     path = recipe(
         {"tokenizer": tokenizer}, model={"bias": bias}, train={"tokens_per_parameter": ratio}
     )
-    config = load_config(path, [("model.depth", str(depth))])
+    config = load_config(path, {"model.depth": depth})
     trained = config.train.max_steps * config.train.tokens_per_step
     assert abs(trained - ratio * parameters(config)) <= config.train.tokens_per_step / 2
 
 
 def test_larger_depth_is_larger_in_all_but_learning_rate(recipe):
     path = recipe()
-    runs = [load_config(path, [("model.depth", str(depth))]) for depth in range(1, 40)]
+    runs = [load_config(path, {"model.depth": depth}) for depth in range(1, 40)]
     for small, large in itertools.pairwise(runs):
         for key in ("model.n_layer", "model.n_embd", "model.n_head"):
             assert get_value(small, key) < get_value(large, key)
@@ -80,7 +80,7 @@ def test_dial_choices_are_divisible(recipe, block_size, width):
 
 
 def test_depth_12_is_gpt2_small_with_compute_optimal_tokens(recipe):
-    config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}), [("model.depth", "12")])
+    config = load_config(recipe({"tokenizer": "gpt2", "block_size": 1024}), {"model.depth": 12})
     assert (config.model.n_layer, config.model.n_head, config.model.n_embd) == (12, 12, 768)
     assert config.train.max_steps * config.train.tokens_per_step == pytest.approx(2.5e9, rel=0.01)
     # by hand: 72 · 12 · 768² + 12 · 12 · 768 · 1024 FLOPs per token, times 20 · 124,337,664 tokens:
@@ -106,12 +106,13 @@ CHOICES = {
 @pytest.mark.parametrize("source", ["recipe", "command line"])
 def test_stated_knob_overrides_the_dial(recipe, key, source):
     section, name = key.split(".")
+    stated = {key: CHOICES[key]}
     if source == "recipe":  # which also states the depth
         sections = {"model": {"depth": 2}}
-        sections[section] = sections.get(section, {}) | {name: CHOICES[key]}
+        sections[section] = sections.get(section, {}) | {name: stated.pop(key)}
         config = load_config(recipe(**sections))
     else:
-        config = load_config(recipe(), [(key, str(CHOICES[key])), ("model.depth", "2")])
+        config = load_config(recipe(), stated | {"model.depth": 2})
     assert get_value(config, key) == CHOICES[key]
     row = next(choice for choice in config.dial if choice.key == key)
     assert row.value == CHOICES[key]
@@ -123,7 +124,7 @@ def test_depth_option_replaces_sizes_of_a_recipe(recipe):
     path = recipe(
         model={"n_layer": 1, "n_embd": 8, "n_head": 2, "n_positions": 64}, train={"max_steps": 3}
     )
-    config = load_config(path, [("model.depth", "2")])
+    config = load_config(path, {"model.depth": 2})
     assert (config.model.n_layer, config.model.n_embd, config.model.n_head) == (2, 128, 2)
     assert config.train.max_steps > 3
     assert config.model.n_positions == 64  # not chosen by the dial
@@ -131,13 +132,13 @@ def test_depth_option_replaces_sizes_of_a_recipe(recipe):
 
 def test_depth_option_keeps_overrides_of_a_recipe_with_depth(recipe):
     path = recipe(model={"depth": 2}, optim={"learning_rate": 0.5})
-    config = load_config(path, [("model.depth", "3")])
+    config = load_config(path, {"model.depth": 3})
     assert (config.model.n_layer, config.optim.learning_rate) == (3, 0.5)
     assert config.optim.min_learning_rate == 0.05
 
 
 def test_learning_rate_scales_with_root_of_stated_batch(recipe):
-    chosen = load_config(recipe(), [("model.depth", "4")])
+    chosen = load_config(recipe(), {"model.depth": 4})
     batch = chosen.train.tokens_per_step // 4
     stated = load_config(recipe(), [("model.depth", "4"), ("train.tokens_per_step", str(batch))])
     assert stated.optim.learning_rate == pytest.approx(chosen.optim.learning_rate / 2, rel=0.01)
@@ -152,7 +153,7 @@ def test_resolved_recipe_has_plain_numbers_and_keeps_the_dial(recipe, tmp_path):
     reloaded = load_config(resolved)
     assert config_to_dict(reloaded) == config_to_dict(config)
     assert reloaded.dial == ()
-    larger = load_config(resolved, [("model.depth", "6")])
+    larger = load_config(resolved, {"model.depth": 6})
     assert (larger.model.n_layer, larger.model.n_embd) == (6, 384)
 
 
@@ -160,11 +161,11 @@ def test_resolved_recipe_has_plain_numbers_and_keeps_the_dial(recipe, tmp_path):
 def test_dial_learning_rate_of_muon_follows_its_scale(recipe, scale, rate):
     optim = {"name": "muon", "muon_scale": scale, "muon_learning_rate": 0.5}
     config = load_config(
-        recipe({"tokenizer": "gpt2", "block_size": 1024}, optim=optim), [("model.depth", "4")]
+        recipe({"tokenizer": "gpt2", "block_size": 1024}, optim=optim), {"model.depth": 4}
     )
     assert config.optim.muon_learning_rate == rate
     assert config.optim.learning_rate == 0.00311
-    unchanged = load_config(recipe(optim=optim | {"name": "adamw"}), [("model.depth", "4")])
+    unchanged = load_config(recipe(optim=optim | {"name": "adamw"}), {"model.depth": 4})
     assert unchanged.optim.muon_learning_rate == 0.5
 
 
@@ -178,34 +179,31 @@ def test_dry_run_and_estimate_show_dial_choices(recipe, capsys, tmp_path, text_f
         row = next(line for line in printed_choices.splitlines() if line.startswith(f"  {key} "))
         assert row in estimated.splitlines()
     assert "\n  depth: null\n" in printed_choices
-    config = load_config(path, [("model.depth", "2")])
+    config = load_config(path, {"model.depth": 2})
     assert (
         f"tokens: {config.train.max_steps * config.train.tokens_per_step / 1e6:,.1f} M" in estimated
     )
-    assert (
-        "size dial" not in (main(["pretrain", str(path), "--dry-run"]), capsys.readouterr().out)[1]
-    )
+    assert main(["pretrain", str(path), "--dry-run"]) == 0
+    assert "size dial" not in capsys.readouterr().out
     assert not (tmp_path / "runs").exists()
 
 
+@pytest.mark.long
 def test_dial_run_resumes_with_and_without_the_dial(write_recipe, tmp_path, capsys):
     path, run = (
-        write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.2),
+        write_recipe(model__aspect_ratio=8, train__tokens_per_parameter=0.02),
         tmp_path / "run",
     )
-    depth, run_dir = ["--depth", "2"], ["--run-dir", str(run)]
-    assert main(["pretrain", str(path), *depth, *run_dir]) == 0
+
+    def pretrain(recipe, options: str) -> int:
+        return main(argv(f"pretrain {{}} --run-dir {{}} {options}", recipe, run))
+
+    assert pretrain(path, "--depth 2") == 0
     printed = capsys.readouterr().out
     assert "size dial:" in printed
-    assert "done: 27 steps, 1,728 tokens" in printed
-    longer = ["--train.max_steps", "29", "--resume"]
-    assert main(["pretrain", str(path), *depth, *run_dir, *longer]) == 0
-    assert (
-        main(
-            ["pretrain", str(run / "recipe.yaml"), *run_dir, "--train.max_steps", "31", "--resume"]
-        )
-        == 0
-    )
-    assert load_config(run / "recipe.yaml").train.max_steps == 31
-    assert main(["pretrain", str(path), "--depth", "3", *run_dir, "--resume"]) == 2
+    assert "done: 5 steps" in printed
+    assert pretrain(path, "--depth 2 --train.max_steps 6 --resume") == 0
+    assert pretrain(run / "recipe.yaml", "--train.max_steps 7 --resume") == 0
+    assert load_config(run / "recipe.yaml").train.max_steps == 7
+    assert pretrain(path, "--depth 3 --resume") == 2
     assert "model.n_layer: 2 -> 3" in capsys.readouterr().err

@@ -84,27 +84,23 @@ def test_fractional_accumulation_shows_sum_and_nearest_values(config):
         "data.block_size 1024 × 3 processes = 36,864; nearest: 479,232 or 516,096, or "
         "train.micro_batch_size 10"
     )
-    assert accumulation_steps(replace_knobs(config, {"train.micro_batch_size": 10}), 3) == 16
-    for nearest in (479_232, 516_096):
-        assert (
-            accumulation_steps(replace_knobs(config, {"train.tokens_per_step": nearest}), 3)
-            == nearest // 36_864
-        )
+    for knob, value in (("micro_batch_size", 10), ("tokens_per_step", 479_232)):
+        assert accumulation_steps(replace_knobs(config, {f"train.{knob}": value}), 3)
 
 
-def test_too_many_processes_for_tokens_per_step_are_refused(config):
-    with pytest.raises(ValueError, match=r"nearest: 983,040, or train\.micro_batch_size 6$"):
-        accumulation_steps(config, 80)
-
-
-def test_huge_micro_batch_size_is_refused_quickly(config):
-    with pytest.raises(ValueError, match=r"train\.micro_batch_size 480$"):
-        accumulation_steps(replace_knobs(config, {"train.micro_batch_size": 10**15}), 1)
-
-
-def test_no_micro_batch_size_is_suggested_if_none_divides(config):
-    with pytest.raises(ValueError, match=r"nearest: 491,520 or 503,808$"):
-        accumulation_steps(replace_knobs(config, {"train.tokens_per_step": 491_521}), 1)
+@pytest.mark.parametrize(
+    ("processes", "knobs", "nearest"),
+    [
+        (80, {}, "983,040, or train.micro_batch_size 6"),
+        # quickly
+        (1, {"train.micro_batch_size": 10**15}, "train.micro_batch_size 480"),
+        (1, {"train.tokens_per_step": 491_521}, "491,520 or 503,808"),  # none divides
+    ],
+)
+def test_nearest_values_of_a_step_that_does_not_divide(config, processes, knobs, nearest):
+    with pytest.raises(ValueError, match="nearest") as raised:
+        accumulation_steps(replace_knobs(config, knobs), processes)
+    assert str(raised.value).endswith(nearest)
 
 
 def test_knobs_command_writes_the_schema(tmp_path, capsys):

@@ -37,13 +37,7 @@ def load(entries, **overrides):
 )
 def test_weights_become_integers_exactly(weights, integers):
     if integers is None:
-        with pytest.raises(
-            ValueError,
-            match=(
-                r"are met exactly only after more than 1,000,000 "
-                r"samples; round them"
-            ),
-        ):
+        with pytest.raises(ValueError, match="more than 1,000,000 samples"):
             sources(*weights)
     else:
         assert [source.weight for source in sources_of(load(sources(*weights)).data)] == integers
