@@ -145,30 +145,22 @@ def _expand_paths(parser: argparse.ArgumentParser, parsed: argparse.Namespace) -
 
     Raises UserError for an empty path.
     """
-
-    def expand(action: argparse.Action, value: str | Path) -> str | Path:
-        if value in ("", Path()):
-            name = "/".join(action.option_strings) or action.metavar
-            raise UserError(f"{parser.prog}: {name}: expected a path or a name, got nothing")
-        return type(value)(os.path.expanduser(value))
-
     for action in parser._actions:
         value = getattr(parsed, action.dest, None)
-        if action.metavar in _PATHS and value is not None:
-            expanded = (
-                [expand(action, path) for path in value]
-                if isinstance(value, list)
-                else expand(action, value)
-            )
-            setattr(parsed, action.dest, expanded)
+        if action.metavar not in _PATHS or value is None:
+            continue
+        paths = value if isinstance(value, list) else [value]
+        if any(path in ("", Path()) for path in paths):
+            name = "/".join(action.option_strings) or action.metavar
+            raise UserError(f"{parser.prog}: {name}: expected a path or a name, got nothing")
+        paths = [type(path)(os.path.expanduser(path)) for path in paths]
+        setattr(parsed, action.dest, paths if isinstance(value, list) else paths[0])
 
 
 def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     """Raise UserError for a word that is no argument, with the nearest option or knob."""
     if not word.startswith("--"):
-        raise UserError(
-            f"{parser.prog}: {word!r} is an unexpected argument; see {parser.prog} --help"
-        )
+        parser.error(f"{word!r} is an unexpected argument")
     from nanogpt_hf.config.schema import KNOBS
 
     key = word.partition("=")[0]
@@ -183,7 +175,7 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
     raise UserError(f"{parser.prog}: {key}: unknown option{near.replace('mean ', 'mean --')}")
 
 
-def _show_error(message: str, on_all_processes: bool, mesh: Mesh) -> None:
+def _show_error(message: str, mesh: Mesh, on_all_processes: bool) -> None:
     """Print an error of this process; one that all processes have is printed by the first of
     each machine.
     """
@@ -274,10 +266,11 @@ def main(arguments: list[str]) -> int:
             raise
         if log_level == "debug":
             traceback.print_exception(error)
-        on_all_processes = isinstance(error, UserError) and not isinstance(
-            error, NotEnoughMemoryError
+        _show_error(
+            message,
+            mesh,
+            isinstance(error, UserError) and not isinstance(error, NotEnoughMemoryError),
         )
-        _show_error(message, on_all_processes, mesh)
         return EXIT_USER_ERROR
 
 

@@ -3,6 +3,7 @@
 import argparse
 from typing import TYPE_CHECKING, Any
 
+from nanogpt_hf.config.finetune import chosen_method
 from nanogpt_hf.config.knobs import knob_lines
 from nanogpt_hf.config.load import load_config, stated_knobs
 from nanogpt_hf.config.schema import Config
@@ -19,50 +20,70 @@ if TYPE_CHECKING:
     from nanogpt_hf.distributed.mesh import Mesh
 
 
+def add_option(parser: argparse.ArgumentParser, usage: str, meaning: str, **options: Any) -> None:
+    """Add an argument such as `--windows N`, or `recipe RECIPE`; its help ends with its default."""
+    name, _, metavar = usage.partition(" ")
+    if options.get("default") is not None:
+        meaning += f"; default {options['default']}"
+    if metavar:
+        options["metavar"] = metavar
+    parser.add_argument(name, help=meaning, **options)
+
+
+def add_flags(parser: argparse.ArgumentParser, flags: dict[str, str]) -> None:
+    """Add flags without a value: name -> meaning."""
+    for name, meaning in flags.items():
+        parser.add_argument(name, action="store_true", help=meaning)
+
+
+def add_recipe_argument(
+    parser: argparse.ArgumentParser,
+    meaning: str = "a recipe, for example recipes/quickstart.yaml",
+    **options: Any,
+) -> None:
+    add_option(parser, "recipe RECIPE", meaning, **options)
+
+
 def load_text_recipe(command: str, recipe: str, overrides: list[tuple[str, str]]) -> Config:
     """The resolved recipe of a command that reads text.
 
-    Raises UserError for one of reinforcement learning.
+    Raises UserError for one of another method.
     """
-    if stated_knobs(recipe, overrides).get("rl.task"):
+    if method := chosen_method(stated_knobs(recipe, overrides).get):
         raise UserError(
-            f"cli.py {command}: {recipe}: has an rl.task, and so no text; its command "
-            "is `cli.py rl`"
+            f"cli.py {command}: {recipe}: states {method.knob}; its command is `{method.command}`"
         )
     return load_config(recipe, overrides)
 
 
+def add_optional_recipe_argument(parser: argparse.ArgumentParser) -> None:
+    add_recipe_argument(parser, "without it: a model of 0.8 M parameters", nargs="?")
+    parser.epilog = "Set any knob of RECIPE by its name, as for `pretrain`."
+
+
+def load_optional_recipe(
+    command: str, recipe: str | None, overrides: list[tuple[str, str]]
+) -> Config | None:
+    """`load_text_recipe`, or None without a recipe. Raises UserError for knobs without a recipe."""
+    if recipe:
+        return load_text_recipe(command, recipe, overrides)
+    if overrides:
+        key = overrides[0][0]
+        raise UserError(f"cli.py {command}: --{key}: a knob of a recipe, but no RECIPE is given")
+    return None
+
+
 def add_model_argument(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run folder (its best model), a model folder, or a Hub id",
-    )
+    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
 
 
 def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
     """How the next token is sampled."""
-    parser.add_argument(
-        "--temperature",
-        type=bounded(float, 0),
-        default=0.8,
-        help="0 is greedy; default %(default)s",
-    )
-    parser.add_argument(
-        "--top-k",
-        type=bounded(int, 1),
-        default=None,
-        help="sample from the k likeliest tokens only",
-    )
-    parser.add_argument(
-        "--top-p",
-        type=bounded(float, 0, 1),
-        default=None,
-        help="sample from the likeliest tokens that add up to p only",
-    )
-    parser.add_argument(
-        "--seed", type=bounded(int, 0, 2**62), default=1337, help="default %(default)s"
-    )
+    add_option(parser, "--temperature", "0 is greedy", type=bounded(float, 0), default=0.8)
+    add_option(parser, "--top-k", "sample from the k likeliest tokens only", type=bounded(int, 1))
+    likeliest = "sample from the likeliest tokens that add up to p only"
+    add_option(parser, "--top-p", likeliest, type=bounded(float, 0, 1))
+    add_option(parser, "--seed", "of the samples", type=bounded(int, 0, 2**62), default=1337)
 
 
 def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -71,13 +92,8 @@ def sampling_options(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def add_json_argument(parser: argparse.ArgumentParser, content: str, *aliases: str) -> None:
-    parser.add_argument(
-        "--json",
-        *aliases,
-        metavar="FILE",
-        type=output_file,
-        help=f"also write {content} to FILE; - is stdout",
-    )
+    meaning = f"also write {content} to FILE; - is stdout"
+    parser.add_argument("--json", *aliases, metavar="FILE", type=output_file, help=meaning)
 
 
 def list_knobs(parser: argparse.ArgumentParser) -> None:
@@ -85,15 +101,24 @@ def list_knobs(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "Set any knob of the recipe by its name:\n\n" + "\n".join(knob_lines())
 
 
-# Short names of knobs: flag -> (knob, metavar, meaning)
-Flags = dict[str, tuple[str, str, str]]
-DEPTH: Flags = {"depth": ("model.depth", "N", "size dial: N blocks; width, batch and steps follow")}
+# Short names of knobs: name -> (knob, metavar, meaning)
+_SHORT_NAMES = {
+    "depth": ("model.depth", "N", "size dial: N blocks; width, batch and steps follow"),
+    "from": ("finetune.model", "MODEL", "start from a Hub id, a model folder, or a run folder"),
+    "data": ("data.source", "PATH", "the text or questions: a file, folder, glob, URL, Hub data"),
+    "freeze-layers": ("finetune.freeze_layers", "N", "freeze the embeddings and N blocks"),
+    "unfreeze-every": ("finetune.unfreeze_every", "K", "unfreeze the topmost block every K steps"),
+    "lora": ("lora.rank", "R", "train LoRA adapters of rank R instead of the weights"),
+    "task": ("rl.task", "TASK", "the questions and how answers are rewarded, such as arithmetic"),
+    "reward": ("rl.reward", "FILE.py:NAME", "a Python function, instead of the task's own reward"),
+}
 
 
-def add_flags(parser: argparse.ArgumentParser, flags: Flags) -> None:
-    """Add flags that are short names of knobs. A command's `run` gets them as overrides."""
-    for flag, (key, metavar, meaning) in flags.items():
-        parser.add_argument(f"--{flag}", dest=key, metavar=metavar, help=f"{meaning} (--{key})")
+def add_knobs(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add short names of knobs. A command's `run` gets them as overrides."""
+    for name in names:
+        key, metavar, meaning = _SHORT_NAMES[name]
+        add_option(parser, f"--{name} {metavar}", f"{meaning} (--{key})", dest=key)
 
 
 def build_generation_accelerator(mesh: "Mesh") -> "Accelerator":

@@ -10,7 +10,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from nanogpt_hf.commands.arguments import add_json_argument, load_text_recipe
+from nanogpt_hf.commands.arguments import (
+    add_json_argument,
+    add_option,
+    add_optional_recipe_argument,
+    load_optional_recipe,
+)
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.cpu import allowed_cores
@@ -22,61 +27,32 @@ BASELINES = ("bare", "trainer")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="default: a model of 0.8 M parameters"
+    add_optional_recipe_argument(parser)
+    count = bounded(int, 1, 10_000)
+    add_option(parser, "--windows N", "measurements of each figure", type=count, default=10)
+    baselines = (
+        "alternate with baselines in this process: bare (the same model in a loop of plain "
+        "PyTorch), trainer (transformers' Trainer on its own class), or bare,trainer"
     )
-    parser.add_argument(
-        "--windows",
-        metavar="N",
-        type=bounded(int, 1, 10_000),
-        default=10,
-        help="measurements of each figure (default 10)",
+    add_option(parser, "--against BASELINES", baselines)
+    trace = "write a trace of a few steps there, for Perfetto"
+    add_option(parser, "--profile FILE", trace, type=output_file)
+    scaling = (
+        "measure several numbers of processes: the same step shared (strong), or the same work "
+        "per process (weak)"
     )
-    parser.add_argument(
-        "--against",
-        metavar="BASELINES",
-        help="alternate with baselines in this process: bare (the same model in a loop of plain "
-        "PyTorch), "
-        "trainer (transformers' Trainer on its own class), or bare,trainer",
-    )
-    parser.add_argument(
-        "--profile",
-        metavar="FILE",
-        type=output_file,
-        help="write a trace of a few steps there, for Perfetto",
-    )
-    parser.add_argument(
-        "--scaling",
-        choices=["strong", "weak"],
-        help=(
-            "measure several numbers of processes: the same step shared (strong), or the same "
-            "work per process (weak)"
-        ),
-    )
-    parser.add_argument(
-        "--split",
-        choices=["ddp", "fsdp2", "tp", "pp"],
-        help=(
-            "of --scaling: how processes share the work (default ddp); tp: each matrix, pp: "
-            "the layers"
-        ),
-    )
-    parser.add_argument(
-        "--processes", metavar="N,N,...", default="1,2", help="of --scaling (default 1,2)"
-    )
-    parser.add_argument(
-        "--plot",
-        metavar="FILE",
-        type=output_file,
-        help="of --scaling (default scaling_<kind>.png)",
-    )
+    add_option(parser, "--scaling", scaling, choices=["strong", "weak"])
+    split = "of --scaling: how processes share the work; tp: each matrix, pp: the layers"
+    add_option(parser, "--split", split, choices=["ddp", "fsdp2", "tp", "pp"])
+    add_option(parser, "--processes N,N,...", "of --scaling", default="1,2")
+    plot = "of --scaling (default scaling_<kind>.png)"
+    add_option(parser, "--plot FILE", plot, type=output_file)
     add_json_argument(parser, "the figures")
-    parser.epilog = "Any knob of RECIPE can be set by its name, as for `pretrain`."
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
-    baselines, counts = _check(arguments, overrides)
-    config = load_text_recipe("bench", arguments.recipe, overrides) if arguments.recipe else None
+    baselines, counts = _check(arguments)
+    config = load_optional_recipe("bench", arguments.recipe, overrides)
     # The imports below take seconds; mistakes above and --help should not wait for them.
     from transformers.utils import logging
 
@@ -91,42 +67,34 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         _measure(arguments, config, baselines)
 
 
-def _check(
-    arguments: argparse.Namespace, overrides: list[tuple[str, str]]
-) -> tuple[list[str], list[int]]:
+def _check(arguments: argparse.Namespace) -> tuple[list[str], list[int]]:
     """The requested baselines and numbers of processes. Raises UserError for invalid ones."""
-    if overrides and not arguments.recipe:
-        raise UserError(
-            f"cli.py bench: --{overrides[0][0]}: a knob of a recipe, but no RECIPE is given"
-        )
     baselines = arguments.against.split(",") if arguments.against else []
+    words, cores = arguments.processes.split(","), allowed_cores()
     for name in baselines:
         if name not in BASELINES:
-            raise UserError(
-                f"--against: {name!r} is none of "
-                f"{', '.join(BASELINES)}{did_you_mean(name, BASELINES)}"
-            )
-    words = arguments.processes.split(",")
+            near = did_you_mean(name, BASELINES)
+            raise UserError(f"--against: {name!r} is none of {', '.join(BASELINES)}{near}")
     if not all(word.isdecimal() and int(word) for word in words):
         raise UserError(f"--processes {arguments.processes}: expected numbers such as 1,2,4")
-    cores = allowed_cores()
     if max(map(int, words)) > _PROCESSES_PER_CORE * cores:
         raise UserError(
             f"--processes {arguments.processes:.80}: too many for this machine's {cores} cores"
-        )
-    if arguments.scaling and arguments.mesh.world_size > 1:
-        raise UserError(
-            "--scaling launches its processes itself; start it without accelerate launch"
         )
     if arguments.split and not arguments.scaling:
         raise UserError(
             "--split: only with --scaling; for one measurement name a config: launch "
             "--config_file F bench"
         )
-    if arguments.scaling and not arguments.recipe:
-        raise UserError("--scaling: name a RECIPE, whose step is to be shared")
-    if arguments.scaling and (baselines or arguments.profile):
-        raise UserError("--scaling goes without --against and --profile")
+    if arguments.scaling:
+        if arguments.mesh.world_size > 1:
+            raise UserError(
+                "--scaling launches its processes itself; start it without accelerate launch"
+            )
+        if not arguments.recipe:
+            raise UserError("--scaling: name a RECIPE, whose step is to be shared")
+        if baselines or arguments.profile:
+            raise UserError("--scaling goes without --against and --profile")
     return baselines, sorted({1, *map(int, words)})
 
 

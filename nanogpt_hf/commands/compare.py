@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument
+from nanogpt_hf.commands.arguments import add_json_argument, add_option
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.errors import UserError
@@ -18,28 +18,13 @@ if TYPE_CHECKING:
 
 
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("runs", metavar="RUN", nargs="+", help="run folders")
-    parser.add_argument(
-        "--by",
-        choices=("step", "tokens", "time"),
-        default="step",
-        help="x axis; default %(default)s",
-    )
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=output_file,
-        help="the plot, - is stdout (default compare.png)",
-    )
-    parser.add_argument(
-        "--reference", metavar="FILE", type=Path, help="another reference to compare with"
-    )
-    parser.add_argument(
-        "--make-reference",
-        metavar="FILE",
-        type=output_file,
-        help="write a reference from these runs, which may differ only in their seed, and exit",
-    )
+    add_option(parser, "runs RUN", "run folders", nargs="+")
+    add_option(parser, "--by", "x axis", choices=("step", "tokens", "time"), default="step")
+    plot = "the plot, - is stdout (default compare.png)"
+    add_option(parser, "--output FILE", plot, type=output_file)
+    add_option(parser, "--reference FILE", "another reference to compare with", type=Path)
+    made = "write a reference from these runs, which may differ only in their seed, and exit"
+    add_option(parser, "--make-reference FILE", made, type=output_file)
     add_json_argument(parser, "the tables and the verdicts")
 
 
@@ -154,13 +139,9 @@ def _same_tokens(configs: dict[str, "Config"]) -> bool:
 
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", metavar="RUN", help="a run folder")
-    parser.add_argument(
-        "--output",
-        metavar="FILE",
-        type=output_file,
-        help="where to, - is stdout (default RUN/report.html)",
-    )
+    add_option(parser, "run RUN", "a run folder")
+    place = "where to, - is stdout (default RUN/report.html)"
+    add_option(parser, "--output FILE", place, type=output_file)
 
 
 def run_report(arguments: argparse.Namespace) -> None:

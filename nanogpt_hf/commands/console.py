@@ -62,15 +62,18 @@ def escape_controls(text: str) -> str:
 
 def show(*values: object, sep: str = " ", end: str = "\n", file: IO[str] | None = None) -> None:
     """Like `print`, flushed, without secrets in URLs and with control characters escaped."""
-    text = sep.join(map(str, values))
-    print(escape_controls(redact_urls(text)), end=end, file=file, flush=True)
-    _raise_if_lost()
+    _print(escape_controls(redact_urls(sep.join(map(str, values)))), end, file)
 
 
 def show_text(text: str, end: str = "") -> None:
     """Print a part of a model's text; control characters are escaped on a terminal only."""
-    print(escape_controls(text) if sys.stdout.isatty() else text, end=end, flush=True)
-    _raise_if_lost()
+    _print(escape_controls(text) if sys.stdout.isatty() else text, end)
+
+
+def _print(text: str, end: str, file: IO[str] | None = None) -> None:
+    print(text, end=end, file=file, flush=True)
+    if _lost:
+        raise OutputLost(_lost.pop())
 
 
 def show_end(message: object, stream: TextIO | None = None) -> None:
@@ -97,22 +100,11 @@ class _Output(io.FileIO):
             return super().write(data)
         except OSError as error:
             if error.errno in _GONE:
-                _redirect_to_null(self.fileno())
+                with open(os.devnull, "wb") as null:
+                    os.dup2(null.fileno(), self.fileno())
             if self.fileno() == 1:
                 _lost.append(error)
             return len(data)
-
-
-def _raise_if_lost() -> None:
-    if _lost:
-        error = _lost[0]
-        _lost.clear()
-        raise OutputLost(error)
-
-
-def _redirect_to_null(descriptor: int) -> None:
-    with open(os.devnull, "wb") as null:
-        os.dup2(null.fileno(), descriptor)
 
 
 def survive_closed_streams() -> None:
@@ -133,12 +125,8 @@ def survive_closed_streams() -> None:
 
 def flush() -> int:
     """Flush stdout at the end of a command; return its exit status, not 0 if that fails."""
-    try:
-        sys.stdout.flush()
-        _raise_if_lost()
-    except OutputLost as lost:
-        return status_of(lost)
-    return 0
+    sys.stdout.flush()
+    return status_of(OutputLost(_lost.pop())) if _lost else 0
 
 
 def status_of(lost: OutputLost) -> int:
@@ -191,15 +179,16 @@ def configure_logging(log_level: str | None, rank: int = 0) -> Iterator[None]:
     if level > logging.INFO:
         os.environ["WANDB_SILENT"] = "true"
     with contextlib.ExitStack() as undo:
-        for name, value in levels.items():
-            undo.callback(logging.getLogger(name).setLevel, logging.getLogger(name).level)
-            logging.getLogger(name).setLevel(value)
-        for name in (_PACKAGE, "accelerate", "py.warnings"):  # the others have handlers
-            logging.getLogger(name).addHandler(handler)
-            undo.callback(logging.getLogger(name).removeHandler, handler)
-        for name in _USELESS if log_level != "debug" else ():
-            logging.getLogger(name).addFilter(_useful)
-            undo.callback(logging.getLogger(name).removeFilter, _useful)
+        for logger, value in ((logging.getLogger(name), value) for name, value in levels.items()):
+            undo.callback(logger.setLevel, logger.level)
+            logger.setLevel(value)
+        # the others have handlers
+        for logger in map(logging.getLogger, (_PACKAGE, "accelerate", "py.warnings")):
+            logger.addHandler(handler)
+            undo.callback(logger.removeHandler, handler)
+        for logger in map(logging.getLogger, _USELESS if log_level != "debug" else ()):
+            logger.addFilter(_useful)
+            undo.callback(logger.removeFilter, _useful)
         logging.captureWarnings(True)
         undo.callback(logging.captureWarnings, False)
         yield

@@ -7,7 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_model_argument
+from nanogpt_hf.commands.arguments import add_model_argument, add_option
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import shows_bars
@@ -28,25 +28,12 @@ def _size(text: str) -> str:
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument(
-        "out", metavar="OUT", help="the folder to write, which must be missing or empty"
-    )
-    parser.add_argument(
-        "--format",
-        choices=("safetensors", *_NEEDS),
-        default="safetensors",
-        help="default %(default)s",
-    )
-    parser.add_argument(
-        "--dtype", choices=_DTYPES, default="float32", help="of the weights; default %(default)s"
-    )
-    parser.add_argument(
-        "--max-shard-size",
-        metavar="SIZE",
-        type=_size,
-        default="5GB",
-        help="of a safetensors file; default %(default)s",
-    )
+    add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
+    formats = ("safetensors", *_NEEDS)
+    add_option(parser, "--format", "of the files", choices=formats, default="safetensors")
+    add_option(parser, "--dtype", "of the weights", choices=_DTYPES, default="float32")
+    size = "of a safetensors file"
+    add_option(parser, "--max-shard-size SIZE", size, type=_size, default="5GB")
 
 
 def run_export(arguments: argparse.Namespace) -> None:
@@ -125,28 +112,13 @@ def run_export(arguments: argparse.Namespace) -> None:
 
 
 def add_import_nanogpt_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "source",
-        metavar="CKPT",
-        help="nanoGPT's ckpt.pt, or a folder with its train.bin and val.bin",
-    )
-    parser.add_argument(
-        "out", metavar="OUT", help="the folder to write: a plain GPT-2, or prepared data"
-    )
-    parser.add_argument(
-        "--meta",
-        metavar="FILE",
-        help="the meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)",
-    )
-    parser.add_argument(
-        "--activation-function",
-        choices=("gelu", "gelu_new"),
-        default="gelu",
-        help=(
-            "gelu_new for checkpoints from before nanoGPT took nn.GELU in June 2023; default "
-            "%(default)s"
-        ),
-    )
+    add_option(parser, "source CKPT", "nanoGPT's ckpt.pt, or a folder with train.bin and val.bin")
+    add_option(parser, "out OUT", "the folder to write: a plain GPT-2, or prepared data")
+    meta = "meta.pkl with the characters (default: GPT-2's vocabulary; of a folder, its own)"
+    add_option(parser, "--meta FILE", meta)
+    form = "gelu_new for checkpoints from before nanoGPT took nn.GELU in June 2023"
+    forms = ("gelu", "gelu_new")
+    add_option(parser, "--activation-function", form, choices=forms, default="gelu")
 
 
 def run_import_nanogpt(arguments: argparse.Namespace) -> None:

@@ -10,9 +10,10 @@ import re
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.arguments import (
-    DEPTH,
-    add_flags,
     add_json_argument,
+    add_knobs,
+    add_option,
+    add_recipe_argument,
     list_knobs,
     load_text_recipe,
 )
@@ -32,55 +33,22 @@ if TYPE_CHECKING:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="a recipe, for example recipes/gpt2_124m.yaml"
-    )
-    add_flags(parser, DEPTH)
-    parser.add_argument(
-        "--config_file", metavar="F", help="an accelerate config (default: one process, float32)"
-    )
-    parser.add_argument(
-        "--memory",
-        metavar="SIZE",
-        type=_bytes,
-        help="memory of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus",
-    )
-    parser.add_argument(
-        "--gpus",
-        metavar="N",
-        type=bounded(int, 1, 1_000_000),
-        help="propose how to lay the run out over N GPUs",
-    )
-    parser.add_argument(
-        "--gpu",
-        metavar="NAME",
-        help="of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)",
-    )
-    parser.add_argument(
-        "--per-machine",
-        metavar="N",
-        type=bounded(int, 1, 1024),
-        default=8,
-        help="of --gpus (default 8, or all)",
-    )
-    parser.add_argument(
-        "--network",
-        metavar="GBITS",
-        type=bounded(float, 0.001, 100_000),
-        help="of --gpus: Gb/s between machines, per GPU and direction (default 400)",
-    )
-    parser.add_argument(
-        "--write-config",
-        metavar="FILE",
-        type=output_file,
-        help="of --gpus: write the accelerate config of the layout",
-    )
-    parser.add_argument(
-        "--mfu",
-        type=_share,
-        default=0.4,
-        help="share of the GPUs' peak FLOPs that is reached (default 0.4)",
-    )
+    add_recipe_argument(parser)
+    add_knobs(parser, "depth")
+    add_option(parser, "--config_file F", "an accelerate config (default: one process, float32)")
+    memory = "of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus"
+    add_option(parser, "--memory SIZE", memory, type=_bytes)
+    layout = "propose how to lay the run out over N GPUs"
+    add_option(parser, "--gpus N", layout, type=bounded(int, 1, 1_000_000))
+    gpus = "of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
+    add_option(parser, "--gpu NAME", gpus)
+    add_option(parser, "--per-machine N", "of --gpus", type=bounded(int, 1, 1024), default=8)
+    network = "of --gpus: Gb/s between machines, per GPU and direction (default 400)"
+    add_option(parser, "--network GBITS", network, type=bounded(float, 0.001, 100_000))
+    written = "of --gpus: write the accelerate config of the layout"
+    add_option(parser, "--write-config FILE", written, type=output_file)
+    share = "share of the GPUs' peak FLOPs that is reached"
+    add_option(parser, "--mfu X", share, type=bounded(float, 1e-6, 1), default=0.4)
     add_json_argument(parser, "the figures")
     list_knobs(parser)
 
@@ -193,15 +161,3 @@ def _bytes(text: str) -> float:
     if not match or not float(match[1]):
         raise argparse.ArgumentTypeError(f"expected a size such as 80GB or 16GiB, got {text!r}")
     return float(match[1]) * {"GB": 1e9, "GiB": 2**30}[match[2]]
-
-
-def _share(text: str) -> float:
-    try:
-        share = float(text)
-    except ValueError:
-        share = 0.0
-    if not 0 < share <= 1:
-        raise argparse.ArgumentTypeError(
-            f"expected a share such as 0.4, above 0 and at most 1, got {text!r}"
-        )
-    return share

@@ -7,7 +7,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_json_argument, add_model_argument
+from nanogpt_hf.commands.arguments import add_json_argument, add_model_argument, add_option
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.evaluation import table
@@ -20,13 +20,8 @@ from nanogpt_hf.runs.find import find_model
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
     table.add_options(parser)
-    parser.add_argument(
-        "--batch-size",
-        metavar="N",
-        type=bounded(int, 1),
-        default=8,
-        help="texts in one forward pass; default 8",
-    )
+    texts = "texts in one forward pass"
+    add_option(parser, "--batch-size N", texts, type=bounded(int, 1), default=8)
     add_json_argument(parser, "all figures and the protocol", "--output")
 
 

@@ -9,10 +9,11 @@ import logging
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
     add_model_argument,
+    add_option,
     add_sampling_arguments,
     autocast,
     build_generation_accelerator,
@@ -29,19 +30,12 @@ if TYPE_CHECKING:
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    prompt = parser.add_mutually_exclusive_group()
-    prompt.add_argument(
-        "--prompt",
-        default=None,
-        help="text to continue (default: a line break, or the first token)",
-    )
-    prompt.add_argument("--prompt-file", metavar="FILE", help="file with the text to continue")
-    parser.add_argument(
-        "--max-new-tokens", type=bounded(int, 1), default=500, help="default %(default)s"
-    )
-    parser.add_argument(
-        "--num-samples", type=bounded(int, 1, 10_000), default=1, help="default %(default)s"
-    )
+    prompt: Any = parser.add_mutually_exclusive_group()
+    text = "text to continue (default: a line break, or the first token)"
+    add_option(prompt, "--prompt", text)
+    add_option(prompt, "--prompt-file FILE", "file with the text to continue")
+    add_option(parser, "--max-new-tokens", "of a sample", type=bounded(int, 1), default=500)
+    add_option(parser, "--num-samples", "samples", type=bounded(int, 1, 10_000), default=1)
     add_sampling_arguments(parser)
 
 
@@ -119,15 +113,8 @@ _HELP = "/reset clears the conversation, /quit exits"
 
 def add_chat_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument(
-        "--system", metavar="TEXT", help="system message at the start of the conversation"
-    )
-    parser.add_argument(
-        "--max-new-tokens",
-        type=bounded(int, 1),
-        default=256,
-        help="maximum length of an answer; default %(default)s",
-    )
+    add_option(parser, "--system TEXT", "system message at the start of the conversation")
+    add_option(parser, "--max-new-tokens", "of an answer", type=bounded(int, 1), default=256)
     add_sampling_arguments(parser)
 
 
@@ -265,17 +252,8 @@ _log = logging.getLogger(__name__)
 
 def add_serve_arguments(parser: argparse.ArgumentParser) -> None:
     add_model_argument(parser)
-    parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address to listen on; default %(default)s, this machine",
-    )
-    parser.add_argument(
-        "--port",
-        type=bounded(int, 0, 65535),
-        default=8000,
-        help="0 is a free one; default %(default)s",
-    )
+    add_option(parser, "--host", "address to listen on", default="127.0.0.1")
+    add_option(parser, "--port", "0 is a free one", type=bounded(int, 0, 65535), default=8000)
 
 
 def served_name(name: str) -> str:

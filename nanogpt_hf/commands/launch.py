@@ -31,7 +31,7 @@ from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
-_STAGES, _SCHEDULE = "parallelism_config_pp_size", "parallelism_config_pp_schedule"
+_OF_PIPELINES = ("parallelism_config_pp_size", "parallelism_config_pp_schedule")
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
@@ -74,17 +74,19 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
     parser = launch_command_parser()
     parser.error = _refuse
-    for name in (_STAGES, _SCHEDULE):
+    for name in _OF_PIPELINES:
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
     default = default_config_file if os.path.isfile(default_config_file) else None
-    layout = {}
-    if file := arguments.config_file or default:
-        layout = _read_config(file, vars(arguments)).get("parallelism_config") or {}
-    for name in (_STAGES, _SCHEDULE):
+    file = arguments.config_file or default
+    settings = _read_config(file, vars(arguments)) if file else {}
+    layout = settings.get("parallelism_config") or {}
+    for name in _OF_PIPELINES:
         option = vars(arguments)[name]
         if (value := layout.get(name) if option is None else option) is not None:
             os.environ[name.upper()] = str(value)
+    if not (arguments.cpu or settings.get("use_cpu")):
+        _check_gpu_ids(arguments.gpu_ids or settings.get("gpu_ids"), file)
     command = arguments.training_script
     if command in commands:
         as_script = Path(sys.argv[0]).name == "cli.py"
@@ -95,6 +97,20 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
         near = did_you_mean(command, commands)
         raise UserError(f"cli.py launch: {command}: no such command{near}; see cli.py --help")
     return arguments
+
+
+def _check_gpu_ids(ids: str | None, file: str | None) -> None:
+    """Raises UserError for the number of a GPU that is not here; one process would take the CPU."""
+    if ids in (None, "all") or "CUDA_VISIBLE_DEVICES" in os.environ:
+        return
+    import torch
+
+    count = torch.accelerator.device_count()
+    if missing := [word for word in ids.split(",") if word.isdecimal() and int(word) >= count]:
+        raise UserError(
+            f"cli.py launch: --config_file {file}: gpu_ids {ids}: there is no GPU {missing[0]}; "
+            f"this machine has {count}"
+        )
 
 
 def _pass_signals_on() -> list[int]:
@@ -145,17 +161,16 @@ def _status(statuses: dict[int, int], stopped: bool) -> int:
     """One exit status for several processes: an error or a stop is common to all, a crash may be
     of one.
     """
-    for status in (EXIT_USER_ERROR, EXIT_STOPPED):
-        if status in statuses.values():
-            return status
-    if stopped:
+    if EXIT_USER_ERROR in statuses.values():
+        return EXIT_USER_ERROR
+    if stopped or EXIT_STOPPED in statuses.values():
         # before the first step, or killed while saving: the newest checkpoint remains
         return EXIT_STOPPED
     for rank, status in statuses.items():
         # the launcher ends the other processes with SIGTERM
         if status < 0 and -status != signal.SIGTERM:
             show_end(f"process {rank} was killed by {signal.Signals(-status).name}", sys.stderr)
-    return statuses[0] if len(statuses) == 1 and statuses.get(0, -1) > 0 else 1
+    return max(1, statuses[0]) if len(statuses) == 1 and 0 in statuses else 1
 
 
 def _refuse(message: str) -> NoReturn:

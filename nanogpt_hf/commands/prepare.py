@@ -6,16 +6,14 @@ A corpus for many machines: launch/tokenize_corpus.py, which uses datatrove.
 import argparse
 import logging
 
-from nanogpt_hf.commands.arguments import list_knobs, load_text_recipe
+from nanogpt_hf.commands.arguments import add_recipe_argument, list_knobs, load_text_recipe
 from nanogpt_hf.config.sources import has_conversations, is_mixture
 
 logger = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml"
-    )
+    add_recipe_argument(parser)
     list_knobs(parser)
 
 

@@ -7,6 +7,7 @@ A run folder's resolved recipe, metrics and loss plot are pushed too. The token 
 import argparse
 from pathlib import Path
 
+from nanogpt_hf.commands.arguments import add_flags, add_option
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.errors import UserError
@@ -21,22 +22,13 @@ def _repo_id(text: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "model",
-        metavar="MODEL",
-        help="a run folder (its best model), its best/ or final/, a model or adapter folder",
-    )
-    parser.add_argument(
-        "repo_id",
-        metavar="REPO_ID",
-        type=_repo_id,
-        help="user/name; created if it does not exist",
-    )
-    parser.add_argument("--private", action="store_true", help="create a private repository")
-    parser.add_argument(
-        "--revision", metavar="BRANCH", help="a branch to push to, created if it does not exist"
-    )
-    parser.add_argument("--message", help="the commit message")
+    folder = "a run folder (its best model), its best/ or final/, a model or adapter folder"
+    add_option(parser, "model MODEL", folder)
+    add_option(parser, "repo_id REPO_ID", "user/name; created if it does not exist", type=_repo_id)
+    add_flags(parser, {"--private": "create a private repository"})
+    branch = "a branch to push to, created if it does not exist"
+    add_option(parser, "--revision BRANCH", branch)
+    add_option(parser, "--message", "the commit message")
 
 
 def run(arguments: argparse.Namespace) -> None:

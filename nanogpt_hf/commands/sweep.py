@@ -12,30 +12,28 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import DEPTH, add_flags, add_json_argument, list_knobs
+from nanogpt_hf.commands.arguments import (
+    add_flags,
+    add_json_argument,
+    add_knobs,
+    add_option,
+    add_recipe_argument,
+    list_knobs,
+)
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import write_json
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml"
-    )
-    add_flags(parser, DEPTH)
-    parser.add_argument(
-        "--sweep-dir",
-        metavar="DIR",
-        help="folder of the runs (default runs/<recipe name>-<knobs>)",
-    )
-    parser.add_argument(
-        "--overwrite",
-        action="store_true",
-        help="remove the runs that are in the folder, and start again",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="list the runs with their sizes, and stop"
-    )
+    add_recipe_argument(parser)
+    add_knobs(parser, "depth")
+    add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
+    flags = {
+        "--overwrite": "remove the runs that are in the folder, and start again",
+        "--dry-run": "list the runs with their sizes, and stop",
+    }
+    add_flags(parser, flags)
     add_json_argument(parser, "the table")
     list_knobs(parser)
 

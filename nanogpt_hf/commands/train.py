@@ -4,10 +4,18 @@ import argparse
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import DEPTH, Flags, add_flags, list_knobs, load_text_recipe
+from nanogpt_hf.commands.arguments import (
+    add_flags,
+    add_knobs,
+    add_option,
+    add_recipe_argument,
+    list_knobs,
+    load_text_recipe,
+)
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
+from nanogpt_hf.config.finetune import POLICY
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.mesh import Mesh
@@ -19,95 +27,36 @@ if TYPE_CHECKING:
 
     from nanogpt_hf.data.manifest import Manifest
 
-_FROM: Flags = {
-    "from": (
-        "finetune.model",
-        "MODEL",
-        "the model to start from: a Hub id, a model folder, or a run folder",
-    )
-}
-_LORA: Flags = {"lora": ("lora.rank", "R", "train LoRA adapters of rank R instead of the weights")}
-_FINETUNE: Flags = {
-    "data": (
-        "data.source",
-        "PATH",
-        "the text: a file, folder, glob, URL, or a Hub data set's name",
-    ),
-    "freeze-layers": (
-        "finetune.freeze_layers",
-        "N",
-        "freeze the embeddings and the first N blocks",
-    ),
-    "unfreeze-every": (
-        "finetune.unfreeze_every",
-        "K",
-        "unfreeze the topmost frozen block every K steps",
-    ),
-}
-_RL: Flags = {
-    "task": ("rl.task", "TASK", "the questions and how answers are rewarded, such as arithmetic"),
-    "data": (
-        "data.source",
-        "PATH",
-        "the questions, with reference answers: as conversations for `finetune`",
-    ),
-    "reward": (
-        "rl.reward",
-        "FILE.py:NAME",
-        "a Python function for the reward, instead of the task's own",
-    ),
-}
-
 
 def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", help="a recipe, for example recipes/quickstart.yaml"
-    )
-    _add_run_arguments(parser, DEPTH)
+    add_recipe_argument(parser)
+    add_knobs(parser, "depth")
+    _add_run_arguments(parser)
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="a recipe, such as recipes/finetune_lora.yaml"
-    )
-    _add_run_arguments(parser, _FROM | _FINETUNE | _LORA)
-    parser.epilog = (
-        f"{parser.epilog}\n\nFine-tuning has other defaults: see docs/finetuning.md, or --dry-run."
-    )
+    add_recipe_argument(parser, nargs="?")
+    add_knobs(parser, "from", "data", "freeze-layers", "unfreeze-every", "lora")
+    _add_run_arguments(parser)
+    parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/finetuning.md, or --dry-run."
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "recipe", metavar="RECIPE", nargs="?", help="a recipe, such as recipes/arithmetic_rl.yaml"
-    )
-    _add_run_arguments(parser, _FROM | _RL | _LORA)
-    parser.epilog = (
-        f"{parser.epilog}\n\nIts defaults are not those of pretraining: see docs/alignment.md, or "
-        "--dry-run."
-    )
+    add_recipe_argument(parser, nargs="?")
+    add_knobs(parser, "from", "task", "data", "reward", "lora")
+    _add_run_arguments(parser)
+    parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
 
 
-def _add_run_arguments(parser: argparse.ArgumentParser, flags: Flags) -> None:
+def _add_run_arguments(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "--run-dir DIR", "the run folder (default runs/<recipe name>)")
+    flags = {
+        "--resume": "continue from the newest checkpoint in the run folder",
+        "--overwrite": "delete the run that is in the run folder",
+        "--auto-resume": "--resume if there is a checkpoint, otherwise start from step 0",
+        "--dry-run": "print the resolved recipe and its size, then exit",
+    }
     add_flags(parser, flags)
-    parser.add_argument(
-        "--run-dir", metavar="DIR", help="the run folder (default runs/<recipe name>)"
-    )
-    parser.add_argument(
-        "--resume",
-        action="store_true",
-        help="continue from the newest checkpoint in the run folder",
-    )
-    parser.add_argument(
-        "--overwrite", action="store_true", help="delete the run that is in the run folder"
-    )
-    parser.add_argument(
-        "--auto-resume",
-        action="store_true",
-        help="--resume if there is a checkpoint, otherwise start from step 0",
-    )
-    parser.add_argument(
-        "--dry-run", action="store_true", help="print the resolved recipe and its size, then exit"
-    )
     list_knobs(parser)
 
 
@@ -148,7 +97,7 @@ def run_rl(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> N
 
     No recipe is needed: cli.py rl --from runs/arithmetic_sft --task arithmetic
     """
-    config, base = finetune_config(arguments.recipe, overrides, policy=True)
+    config, base = finetune_config(arguments.recipe, overrides, POLICY)
     check_tokenizer(config, base)
     _run(config, arguments, base)
 
@@ -199,12 +148,7 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
         sizes = [f"parameters: {parameters:,}", f"vocabulary: {vocab_size:,} tokens, {source}"]
     except DataError as error:
         sizes = [f"parameters: not known before `prepare`: {error}"]
-    show(config_to_yaml(config), end="")
-    for line in ["", *dial_lines(config), *sizes]:
-        show(line)
-    tokens = config.train.max_steps * config.train.tokens_per_step
-    show(
-        f"tokens per step: {config.train.tokens_per_step:,}; tokens in "
-        f"{config.train.max_steps:,} steps: {tokens:,}"
-    )
-    show("nothing was started")
+    show(config_to_yaml(config))
+    tokens, steps = config.train.tokens_per_step, config.train.max_steps
+    sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {steps * tokens:,}")
+    show(*dial_lines(config), *sizes, "nothing was started", sep="\n")
