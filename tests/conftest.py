@@ -29,6 +29,7 @@ import yaml
 
 import browser as chromium
 import fake_hub
+from arguments import argv
 
 ROOT = Path(__file__).parents[1]
 SHARED = ROOT.parent / "shared"
@@ -114,6 +115,17 @@ def byte_tokenizer(tmp_path_factory) -> Path:
     return folder
 
 
+RECIPE = """
+model: {n_layer: 2, n_head: 2, n_embd: 16, n_positions: 16}
+data: {tokenizer: char, validation_fraction: 0.1, block_size: 16}
+optim: {learning_rate: 0.01, min_learning_rate: 0.001, warmup_steps: 2}
+train: {max_steps: 6, tokens_per_step: 128, micro_batch_size: 4}
+eval: {every: 3, tokens: 512}
+checkpoint: {every: 2, keep: 2}
+tracking: {every: 1}
+"""
+
+
 @pytest.fixture(scope="session")
 def make_recipe(text_file):
     """Write a recipe of a tiny model on the tiny text, with overrides such as
@@ -121,21 +133,8 @@ def make_recipe(text_file):
     """
 
     def make(path: Path, **overrides) -> Path:
-        tree = {
-            "model": {"n_layer": 2, "n_head": 2, "n_embd": 16, "n_positions": 16},
-            "data": {
-                "source": str(text_file),
-                "tokenizer": "char",
-                "validation_fraction": 0.1,
-                "dir": str(path.parent / "data"),
-                "block_size": 16,
-            },
-            "optim": {"learning_rate": 1e-2, "min_learning_rate": 1e-3, "warmup_steps": 2},
-            "train": {"max_steps": 6, "tokens_per_step": 128, "micro_batch_size": 4},
-            "eval": {"every": 3, "tokens": 512},
-            "checkpoint": {"every": 2, "keep": 2},
-            "tracking": {"every": 1},
-        }
+        tree = yaml.safe_load(RECIPE)
+        tree["data"] |= {"source": str(text_file), "dir": str(path.parent / "data")}
         for key, value in overrides.items():
             section, knob = key.split("__")
             tree.setdefault(section, {})[knob] = value
@@ -157,16 +156,11 @@ def tiny_base(tmp_path_factory, text_file) -> Path:
 
     folder = tmp_path_factory.mktemp("base") / "tiny-gpt2"
     characters = sorted(set(text_file.read_text()) | set("ABCxyz"))
-    sizes = {
-        "vocab_size": len(characters),
-        "n_positions": 32,
-        "n_embd": 16,
-        "n_layer": 4,
-        "n_head": 2,
-    }
+    sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 4, "n_head": 2}
+    sizes |= {"vocab_size": len(characters), "bos_token_id": None, "eos_token_id": None}
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = GPT2LMHeadModel(GPT2Config(**sizes, bos_token_id=None, eos_token_id=None))
+        model = GPT2LMHeadModel(GPT2Config(**sizes))
         # otherwise biases are zeros and LayerNorms ones, which hides mistakes
         for parameter in model.parameters():
             parameter.data += 0.02 * torch.randn_like(parameter)
@@ -215,10 +209,10 @@ def forget_accelerate():
     """
 
     def forget():
-        from accelerate.state import AcceleratorState, GradientState, PartialState
+        from accelerate import state
 
-        for state in (AcceleratorState, GradientState, PartialState):
-            state._reset_state()
+        for kind in (state.AcceleratorState, state.GradientState, state.PartialState):
+            kind._reset_state()
 
     return forget
 
@@ -287,18 +281,37 @@ def letter_model(tmp_path_factory) -> Path:
 
     folder = tmp_path_factory.mktemp("letters")
     torch.manual_seed(0)
-    no_special_tokens = {"bos_token_id": None, "eos_token_id": None}
-    model = GPTForCausalLM(
-        GPTConfig(
-            vocab_size=11, n_positions=32, n_embd=16, n_layer=2, n_head=2, **no_special_tokens
-        )
-    )
+    sizes = {"vocab_size": 11, "n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = GPTForCausalLM(GPTConfig(**sizes, bos_token_id=None, eos_token_id=None))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.4)
     model.save_pretrained(folder)
     char_tokenizer(sorted("abcdefgh ?\n")).hf.save_pretrained(folder)
     return folder
+
+
+TASK = """
+dataset_path: json
+dataset_kwargs: {data_files: {test: letters.jsonl}}
+test_split: test
+doc_to_text: "{{question}}"
+"""
+TASKS = {
+    "letters": """
+output_type: multiple_choice
+doc_to_choice: choices
+doc_to_target: answer
+metric_list:
+- {metric: acc, aggregation: mean, higher_is_better: true}
+- {metric: acc_norm, aggregation: mean, higher_is_better: true}
+""",
+    "lines": """
+output_type: loglikelihood
+doc_to_target: "{{choices[0]}}"
+metric_list: [{metric: perplexity, aggregation: perplexity, higher_is_better: false}]
+""",
+}
 
 
 @pytest.fixture(scope="session")
@@ -322,34 +335,10 @@ def letter_tasks(tmp_path_factory) -> list[str]:
         for _ in range(25)
     ]
     (folder / "letters.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    both = {
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": "letters.jsonl"}},
-        "test_split": "test",
-        "doc_to_text": "{{question}}",
-    }
-    choice = {
-        "task": "letters",
-        "output_type": "multiple_choice",
-        "doc_to_choice": "choices",
-        "doc_to_target": "answer",
-        "metric_list": [
-            {"metric": name, "aggregation": "mean", "higher_is_better": True}
-            for name in ("acc", "acc_norm")
-        ],
-    }
-    lines = {
-        "task": "lines",
-        "output_type": "loglikelihood",
-        "doc_to_target": "{{choices[0]}}",
-        "metric_list": [
-            {"metric": "perplexity", "aggregation": "perplexity", "higher_is_better": False}
-        ],
-    }
     paths = []
-    for task in (choice, lines):
-        paths.append(str(folder / f"{task['task']}.yaml"))
-        Path(paths[-1]).write_text(yaml.safe_dump(both | task))
+    for name, text in TASKS.items():
+        paths.append(str(folder / f"{name}.yaml"))
+        Path(paths[-1]).write_text(f"task: {name}\n{TASK}{text}")
     return paths
 
 
@@ -455,25 +444,18 @@ def launch_command():
         threads = f"--num_cpu_threads_per_process={os.environ['OMP_NUM_THREADS']}"
         launch = [sys.executable, "-m", "accelerate.commands.launch", threads]
         config = ["--config_file", str(ROOT / "accelerate_configs" / f"{machine}.yaml")]
+        count = {"cpu": 1, "hsdp": 4, "tp_fsdp2": 4}.get(machine, 2)
+        if machine != "cpu":
+            config += [f"--num_processes={count}", "--main_process_port=0"]
         if machine == "hsdp":  # two × two processes instead of two machines of eight
-            config += [
-                "--num_processes=4",
-                "--num_machines=1",
-                "--main_process_ip=127.0.0.1",
-                "--main_process_port=0",
-            ]
-            config += [
-                "--parallelism_config_dp_replicate_size=2",
-                "--parallelism_config_dp_shard_size=2",
-            ]
-        elif machine != "cpu":
-            config += [
-                f"--num_processes={4 if machine == 'tp_fsdp2' else 2}",
-                "--main_process_port=0",
-            ]
-        if machine in ("tp_fsdp2", "cp_fsdp2"):
-            config += [f"--parallelism_config_dp_shard_size={2 if machine == 'tp_fsdp2' else 1}"]
-            config += ["--parallelism_config_cp_size=2"] if machine == "cp_fsdp2" else []
+            config += argv(
+                "--num_machines=1 --main_process_ip=127.0.0.1 "
+                "--parallelism_config_dp_replicate_size=2 --parallelism_config_dp_shard_size=2"
+            )
+        if machine == "tp_fsdp2":
+            config += ["--parallelism_config_dp_shard_size=2"]
+        if machine == "cp_fsdp2":
+            config += argv("--parallelism_config_dp_shard_size=1 --parallelism_config_cp_size=2")
         if machine.startswith(("fsdp", "hsdp", "deepspeed", "tp", "cp_")):
             config += ["--mixed_precision=no", "--dynamo_backend=no"]
         # DeepSpeed gives no access to gradients

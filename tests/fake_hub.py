@@ -23,22 +23,27 @@ class Repository:
     # name -> commits, each {"oid", "title", "files": path -> content}
     branches: dict[str, list[dict]]
 
+    def at(self, revision: str) -> dict | None:
+        """The newest commit of a branch, or the commit of that id."""
+        if revision in self.branches:
+            return self.branches[revision][-1]
+        commits = (commit for branch in self.branches.values() for commit in branch)
+        return next((commit for commit in commits if commit["oid"] == revision), None)
+
     def files(self, revision: str = "main") -> dict[str, bytes]:
-        return self.branches[revision][-1]["files"]
+        return (self.at(revision) or self.branches["main"][-1])["files"]
 
 
 @dataclass
 class FakeHub:
     """`with FakeHub() as hub:` serves at `hub.url`.
 
-    `faults` maps a part of a path to the status it answers with; of files in `cut`, connections
-    end in the middle.
+    `faults` maps a part of a path to the status it answers with.
     """
 
     lfs: bool = False  # whether weights travel as LFS objects
     role: str = "write"
     faults: dict[str, int] = field(default_factory=dict)
-    cut: set[str] = field(default_factory=set)
     silent: bool = False  # accept connections and never answer
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -151,28 +156,17 @@ class _Handler(BaseHTTPRequestHandler):
 
     def validate_card(self, body: bytes) -> None:
         content = json.loads(body)["content"]
-        if "license: nonsense" in content:
-            self.answer(
-                {"errors": [{"message": '"license" must be one of ...'}], "warnings": []}, 400
-            )
-        else:
-            self.answer(
-                {
-                    "errors": [],
-                    "warnings": [] if content.startswith("---") else [{"message": "no metadata"}],
-                }
-            )
+        wrong = "license: nonsense" in content
+        errors = [{"message": '"license" must be one of ...'}] if wrong else []
+        warnings = [] if content.startswith("---") else [{"message": "no metadata"}]
+        self.answer({"errors": errors, "warnings": warnings}, 400 if wrong else 200)
 
     def create(self, body: bytes) -> None:
         order = json.loads(body)
         owner = order.get("organization") or self.hub.user
         repo_id = f"{owner}/{order['name']}"
         if not self.known or owner != self.hub.user:
-            self.refuse(
-                403,
-                "Forbidden",
-                "you don't have the rights to create a model under this namespace",
-            )
+            self.refuse(403, "Forbidden", "you have no rights to create a model there")
         elif repo_id in self.hub.repositories:
             # create_repo reads the address
             self.answer({"error": "it exists", "url": f"{self.hub.url}/{repo_id}"}, 409)
@@ -184,31 +178,13 @@ class _Handler(BaseHTTPRequestHandler):
         repository = self.repository(repo_id)
         if repository is None:
             return
-        branch = "main" if revision is None else revision
-        commits = repository.branches.get(branch) or next(
-            (
-                c[: i + 1]
-                for c in repository.branches.values()
-                for i, one in enumerate(c)
-                if one["oid"] == branch
-            ),
-            None,
-        )
-        if commits is None:
-            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {branch}")
+        commit = repository.at(revision or "main")
+        if commit is None:
+            self.refuse(404, "RevisionNotFound", f"Invalid rev id: {revision}")
             return
-        files = [
-            {"rfilename": name, "size": len(content)}
-            for name, content in commits[-1]["files"].items()
-        ]
-        self.answer(
-            {
-                "id": repo_id,
-                "sha": commits[-1]["oid"],
-                "private": repository.private,
-                "siblings": files,
-            }
-        )
+        files = [{"rfilename": name, "size": len(data)} for name, data in commit["files"].items()]
+        facts = {"id": repo_id, "sha": commit["oid"], "private": repository.private}
+        self.answer(facts | {"siblings": files})
 
     def branch(self, body: bytes, repo_id: str, branch: str) -> None:
         repository = self.repository(repo_id, writing=True)
@@ -228,14 +204,9 @@ class _Handler(BaseHTTPRequestHandler):
         modes = []
         for name in (file["path"] for file in json.loads(body)["files"]):
             is_lfs = self.hub.lfs and name.endswith(".safetensors")
-            modes.append(
-                {
-                    "path": name,
-                    "uploadMode": "lfs" if is_lfs else "regular",
-                    "shouldIgnore": False,
-                    "oid": _oid(files[name], is_lfs) if name in files else None,
-                }
-            )
+            oid = _oid(files[name], is_lfs) if name in files else None
+            mode = {"path": name, "uploadMode": "lfs" if is_lfs else "regular"}
+            modes.append(mode | {"shouldIgnore": False, "oid": oid})
         self.answer({"files": modes})
 
     def batch(self, body: bytes, repo_id: str) -> None:
@@ -279,24 +250,14 @@ class _Handler(BaseHTTPRequestHandler):
             f"{len(repository.branches[revision])} {title}".encode() + body
         ).hexdigest()
         repository.branches[revision].append({"oid": oid, "title": title, "files": files})
-        self.answer(
-            {
-                "commitOid": oid,
-                "commitUrl": f"{self.hub.url}/{repo_id}/commit/{oid}",
-                "success": True,
-            }
-        )
+        url = f"{self.hub.url}/{repo_id}/commit/{oid}"
+        self.answer({"commitOid": oid, "commitUrl": url, "success": True})
 
     def download(self, body: bytes, repo_id: str, revision: str, name: str) -> None:
         repository = self.repository(repo_id)
         if repository is None:
             return
-        commits = [
-            c
-            for branch, c in repository.branches.items()
-            if revision == branch or c[-1]["oid"] == revision
-        ]
-        head = commits[0][-1]
+        head = repository.at(revision)
         if name not in head["files"]:
             self.answer({}, 404, X_Error_Code="EntryNotFound", X_Repo_Commit=head["oid"])
             return
@@ -309,17 +270,13 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
             headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
             content = content[first : last + 1]
-        if name in self.hub.cut and self.command == "GET":
-            headers["Content_Length"] = str(len(content))
-            content = content[: len(content) // 2]
-            self.close_connection = True
         self.answer(content, status, **headers)
 
     def tree(self, body: bytes, repo_id: str, revision: str, folder: str | None = None) -> None:
         repository = self.repository(repo_id)
         if repository is None:
             return
-        files = repository.files(revision if revision in repository.branches else "main")
+        files = repository.files(revision)
         rows, start = {}, f"{folder}/" if folder else ""
         recursive = (
             parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() == "true"
@@ -341,13 +298,10 @@ class _Handler(BaseHTTPRequestHandler):
     def paths_info(self, body: bytes, repo_id: str, revision: str) -> None:
         repository = self.repository(repo_id)
         if repository is not None:
-            files = repository.files(revision if revision in repository.branches else "main")
+            files = repository.files(revision)
             paths = parse_qs(body.decode())["paths"]
-            self.answer(
-                json.dumps(
-                    [_file_row(path, files[path]) for path in paths if path in files]
-                ).encode()
-            )
+            rows = [_file_row(path, files[path]) for path in paths if path in files]
+            self.answer(json.dumps(rows).encode())
 
 
 def _file_row(path: str, content: bytes) -> dict:

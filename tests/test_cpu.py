@@ -17,26 +17,26 @@ from nanogpt_hf.cpu import (
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import restore_threads
 
+V1 = "cpu/cpu.cfs_quota_us"
+
 
 @pytest.mark.parametrize(
-    ("text", "cores"),
-    [("max 100000", None), ("150000 100000", 2), ("50000 100000", 1), ("x", None)],
+    ("file", "text", "cores"),
+    [
+        ("cpu.max", "max 100000", None),
+        ("cpu.max", "150000 100000", 2),
+        ("cpu.max", "50000 100000", 1),
+        ("cpu.max", "x", None),
+        (V1, "-1", None),
+        (V1, "400000", 4),
+        ("none", "", None),
+    ],
 )
-def test_cgroup_quota_v2(tmp_path, text, cores):
-    (tmp_path / "cpu.max").write_text(text)
-    assert cgroup_quota(tmp_path) == cores
-
-
-@pytest.mark.parametrize(("quota", "cores"), [("-1", None), ("400000", 4)])
-def test_cgroup_quota_v1(tmp_path, quota, cores):
+def test_cgroup_quota(tmp_path, file, text, cores):
     (tmp_path / "cpu").mkdir()
-    (tmp_path / "cpu" / "cpu.cfs_quota_us").write_text(quota)
     (tmp_path / "cpu" / "cpu.cfs_period_us").write_text("100000")
+    (tmp_path / file).write_text(text)
     assert cgroup_quota(tmp_path) == cores
-
-
-def test_cgroup_quota_is_none_without_cgroups(tmp_path):
-    assert cgroup_quota(tmp_path) is None
 
 
 def test_allowed_cores_follow_affinity_and_quota(monkeypatch):
@@ -101,17 +101,15 @@ def run(tmp_path, monkeypatch):
     torch.set_num_threads(before)
 
 
-def test_resume_keeps_number_of_threads(run, caplog):
+@pytest.mark.parametrize(("stated", "threads"), [(None, 1), ("3", 3)])
+def test_resume_keeps_the_number_of_threads_unless_one_is_stated(
+    run, caplog, monkeypatch, stated, threads
+):
+    if stated:
+        monkeypatch.setenv("OMP_NUM_THREADS", stated)
     restore_threads(run, local_world_size=1)
-    assert torch.get_num_threads() == 1
-    assert not caplog.records
-
-
-def test_stated_threads_win_on_resume_and_are_reported(run, caplog, monkeypatch):
-    monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    restore_threads(run, local_world_size=1)
-    assert torch.get_num_threads() == 3
-    assert caplog.messages[0].startswith("CPU threads: 1 until now, 3 from here on")
+    assert torch.get_num_threads() == threads
+    assert bool(caplog.messages) == bool(stated)  # another number than before is reported
 
 
 def test_threads_stay_without_machine_json(run):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from arguments import argv
 from nanogpt_hf.commands import COMMANDS, main
 
 ROOT = Path(__file__).parents[1]
@@ -41,19 +42,13 @@ def clone(tmp_path_factory, text_file) -> Path:
     for name in ("cli.py", "recipes", "accelerate_configs"):
         (folder / name).symlink_to(ROOT / name)
     shutil.copy(text_file, folder / "my.txt")
-    short = [
-        "--train.max_steps",
-        "2",
-        "--optim.warmup_steps",
-        "1",
-        "--eval.every",
-        "2",
-        "--eval.tokens",
-        "1024",
-    ]
+    command = (
+        "pretrain recipes/quickstart.yaml --train.max_steps 2 --optim.warmup_steps 1 "
+        "--eval.every 2 --eval.tokens 1024 --eval.samples []"
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        assert main(["pretrain", "recipes/quickstart.yaml", *short, "--eval.samples", "[]"]) == 0
+        assert main(argv(command)) == 0
     return folder
 
 
@@ -88,6 +83,7 @@ def test_commands_for_other_machines_pass_a_dry_run(clone, monkeypatch):
         assert main([*arguments[5:], "--dry-run"]) == 0
 
 
+@pytest.mark.long
 def test_python_examples_run_as_written(clone, monkeypatch):
     monkeypatch.chdir(clone)
     blocks = re.findall(r"^```python\n(.*?)^```", README, flags=re.DOTALL | re.MULTILINE)

@@ -9,6 +9,7 @@ import datasets
 import pytest
 import yaml
 
+from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.finetune import finetune_defaults
 from nanogpt_hf.config.load import load_config
@@ -32,23 +33,13 @@ MACHINES = sorted((ROOT / "accelerate_configs").glob("*.yaml"))
 
 # The same experiment, small enough for a test: sizes change, GPT-2's vocabulary becomes bytes, a
 # source that would be downloaded is replaced, and nothing is sent to a tracker.
-SHRINK = {
-    "model.n_layer": 2,
-    "model.n_head": 2,
-    "model.n_embd": 16,
-    "model.n_positions": 32,
-    "model.n_kv_head": "null",
-    "model.n_inner": "null",
-    "data.block_size": 32,
-    "data.validation_fraction": 0.1,
-    "optim.warmup_steps": 1,
-    "train.max_steps": 2,
-    "train.tokens_per_step": 128,
-    "train.micro_batch_size": 2,
-    "eval.tokens": 256,
-    "tracking.every": 1,
-    "tracking.trackers": "[]",
-}
+SHRINK = (
+    "--model.n_layer 2 --model.n_head 2 --model.n_embd 16 --model.n_positions 32 "
+    "--model.n_kv_head null --model.n_inner null --data.block_size 32 "
+    "--data.validation_fraction 0.1 --optim.warmup_steps 1 --train.max_steps 2 "
+    "--train.tokens_per_step 128 --train.micro_batch_size 2 --eval.tokens 256 "
+    "--tracking.every 1 --tracking.trackers []"
+)
 
 
 def rows_of_hub_set(name, config=None, *, split, revision, streaming, trust_remote_code):
@@ -82,29 +73,27 @@ def rows_of_hub_set(name, config=None, *, split, revision, streaming, trust_remo
     return made.cast(datasets.Features(made.features | answer))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("recipe", TRAINED, ids=lambda path: path.stem)
 def test_recipe_trains_two_steps(
     recipe, tmp_path, text_file, chat_file, byte_tokenizer, monkeypatch
 ):
     monkeypatch.chdir(tmp_path)
-    overrides = dict(SHRINK)
+    command = [*argv("pretrain {}", recipe), *argv(SHRINK)]
     data = load_config(recipe).data
     if isinstance(data.source, list):
         monkeypatch.setattr(datasets, "load_dataset", rows_of_hub_set)
     elif data.source != "python-docs":
-        overrides |= {
-            "data.source": chat_file if data.format == "chat" else text_file,
-            "data.sha256": "null",
-        }
+        source = chat_file if data.format == "chat" else text_file
+        command += argv("--data.source {} --data.sha256 null", source)
     if data.tokenizer == "bpe":
-        overrides |= {"data.vocab_size": 260}
+        command += ["--data.vocab_size", "260"]
     elif data.tokenizer == "gpt2":
-        overrides |= {"data.tokenizer": byte_tokenizer}
+        command += argv("--data.tokenizer {}", byte_tokenizer)
     if data.format == "chat":
-        overrides |= {"model.n_positions": 256, "data.block_size": 256, "eval.tokens": 768}
-        overrides |= {"train.tokens_per_step": 512}
-    arguments = [word for key, value in overrides.items() for word in (f"--{key}", str(value))]
-    assert main(["pretrain", str(recipe), *arguments]) == 0
+        command += argv("--model.n_positions 256 --data.block_size 256 --eval.tokens 768")
+        command += ["--train.tokens_per_step", "512"]
+    assert main(command) == 0
     run = RunFolder(tmp_path / "runs" / recipe.stem)
     assert [event["step"] for event in read_metrics(run) if "train/loss" in event] == [1, 2]
     assert (run.final / "model.safetensors").is_file()
@@ -114,20 +103,10 @@ def test_recipe_trains_two_steps(
 def test_recipe_states_only_differences_and_definitions(recipe):
     # Knobs that readers look for in a recipe may be stated although they are defaults.
     defining = {
-        "data.tokenizer",
-        "data.block_size",
-        "data.validation_fraction",
-        "model.n_positions",
-        "model.dropout",
-        "optim.learning_rate",
-        "optim.min_learning_rate",
-        "optim.warmup_steps",
-        "train.max_steps",
-        "train.tokens_per_step",
-        "train.micro_batch_size",
-        "eval.every",
-        "eval.tokens",
-        "checkpoint.every",
+        *argv("data.tokenizer data.block_size data.validation_fraction model.n_positions"),
+        *argv("model.dropout optim.learning_rate optim.min_learning_rate optim.warmup_steps"),
+        *argv("train.max_steps train.tokens_per_step train.micro_batch_size"),
+        *argv("eval.every eval.tokens checkpoint.every"),
     }
     tree = yaml.safe_load(recipe.read_text(encoding="utf-8"))
     config = load_config(recipe)

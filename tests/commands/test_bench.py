@@ -10,12 +10,10 @@ from nanogpt_hf.commands import main
 
 
 @pytest.fixture(scope="module")
-def bench(tmp_path_factory, make_recipe):
+def bench(tmp_path_factory, make_recipe, forget_accelerate):
     """Exit status, printed lines and folder (JSON, trace) of a bench of a recipe without
     prepared data.
     """
-    from accelerate.state import AcceleratorState, GradientState, PartialState
-
     folder = tmp_path_factory.mktemp("bench")
     recipe = make_recipe(folder / "tiny.yaml")
     lines = []
@@ -24,46 +22,42 @@ def bench(tmp_path_factory, make_recipe):
         patch.chdir(folder)
         patch.setattr("nanogpt_hf.commands.bench.show", lines.append)
         options = "--windows 3 --against bare --json figures.json --profile trace.json"
-        arguments = [str(recipe), *options.split()]
-        status = main(["bench", *arguments])
-    for state in (AcceleratorState, GradientState, PartialState):
-        state._reset_state()
+        status = main(argv(f"bench {{}} {options}", recipe))
+    forget_accelerate()
     return status, lines, folder
 
 
+@pytest.mark.long
 def test_bench_prints_each_measurement(bench):
     status, lines, _ = bench
     assert status == 0
     assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
-    topics = ["tokens", "machine", "step", "  data", "  set-up", "  forward", "  backward"]
-    topics += ["  optimizer", "throughput", "MFU", "memory", "checkpoint", "generation", "loader"]
-    topics += ["tokenizer", "against", "trace"]
-    assert [line[: len(topic)] for line, topic in zip(lines[1:], topics, strict=True)] == topics
+    topics = (
+        "tokens machine step data set-up forward backward optimizer throughput MFU memory "
+        "checkpoint generation loader tokenizer against trace"
+    )
+    assert [line.split()[0] for line in lines[1:]] == topics.split()
     assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
 
 
+@pytest.mark.long
 def test_bench_json_has_the_measurements(bench):
     _, _, folder = bench
     figures = json.loads((folder / "figures.json").read_text())
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
-    phases = {"data wait", "set-up", "forward", "backward", "optimizer"}
-    assert set(figures["phases_seconds"]) == phases
-    kinds = {"with cache", "without", "16 at once", "by transformers' generate"}
-    assert set(figures["generation"]) == kinds
+    assert set(figures["phases_seconds"]) > {"forward", "backward", "optimizer"}
+    assert set(figures["generation"]) > {"with cache", "16 at once"}
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 
+@pytest.mark.long
 def test_bench_trace_is_of_our_step_and_no_other_file_is_written(bench):
     _, _, folder = bench
-    names = {
-        event.get("name")
-        for event in json.loads((folder / "trace.json").read_text())["traceEvents"]
-    }
-    assert "aten::_fused_adamw_" in names
-    written = sorted(path.name for path in folder.iterdir())
-    assert written == ["figures.json", "tiny.yaml", "trace.json"]
+    assert '"name": "aten::_fused_adamw_"' in (folder / "trace.json").read_text()
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"figures.json", "tiny.yaml", "trace.json"}
 
 
 @pytest.mark.long

@@ -24,15 +24,8 @@ def folder(tmp_path_factory, byte_tokenizer):
     """A model folder with a chat template and random weights."""
     path = tmp_path_factory.mktemp("model")
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=257,
-        n_positions=256,
-        n_embd=16,
-        n_layer=1,
-        n_head=2,
-        bos_token_id=256,
-        eos_token_id=256,
-    )
+    sizes = {"vocab_size": 257, "n_positions": 256, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    config = GPTConfig(**sizes, bos_token_id=256, eos_token_id=256)
     GPTForCausalLM(config).save_pretrained(path)
     tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
     chat_format(tokenizer, "bytes")
@@ -135,25 +128,6 @@ def test_too_long_question_is_refused_and_chat_continues(talk, scripted, ids_of)
     assert err.count("\n") == 1
 
 
-def test_encode_chat_drops_oldest_exchange_and_keeps_system_message(folder):
-    tokenizer = ChatFormat(AutoTokenizer.from_pretrained(folder))
-    messages = [{"role": "system", "content": "s"}]
-    for number in range(4):
-        messages += [
-            {"role": "user", "content": f"q{number}"},
-            {"role": "assistant", "content": f"a{number}"},
-        ]
-    messages.append({"role": "user", "content": "q4"})
-    ids, messages_left = encode_chat(tokenizer, messages, 120)
-    assert len(ids) <= 120
-    assert messages_left[0] == messages[0]
-    assert messages_left[1:] == messages[-len(messages_left) + 1 :]
-    assert messages_left[1]["role"] == "user"
-    assert 3 < len(messages_left) < len(messages)
-    with pytest.raises(ValueError, match="are more than 20"):
-        encode_chat(tokenizer, messages, 20)
-
-
 def test_encode_chat_drops_as_few_messages_as_possible_in_few_encodings(folder, monkeypatch):
     chat, encodings = ChatFormat(AutoTokenizer.from_pretrained(folder)), []
     encode = chat.prompt_ids
@@ -161,12 +135,16 @@ def test_encode_chat_drops_as_few_messages_as_possible_in_few_encodings(folder, 
         chat, "prompt_ids", lambda messages: encodings.append(messages) or encode(messages)
     )
     messages = [{"role": ("user", "assistant")[i % 2], "content": f"{i:04}"} for i in range(401)]
-    for length in (40, 100, 1000, 6000):
-        encodings.clear()
-        ids, kept = encode_chat(chat, messages, length)
-        assert len(ids) <= length < len(encode(messages[-len(kept) - 2 :]))
-        assert kept == messages[-len(kept) :]
-        assert len(encodings) <= 10
+    for system in ([], [{"role": "system", "content": "s"}]):
+        for length in (60, 100, 1000, 6000):
+            encodings.clear()
+            ids, kept = encode_chat(chat, system + messages, length)
+            rest = kept[len(system) :]
+            assert len(ids) <= length < len(encode(system + messages[-len(rest) - 2 :]))
+            assert kept == system + messages[-len(rest) :]
+            assert len(encodings) <= 10
+    with pytest.raises(ValueError, match="are more than 20"):
+        encode_chat(chat, messages, 20)
 
 
 def test_interrupted_answer_is_kept_in_part(talk, scripted, ids_of):

@@ -2,7 +2,6 @@
 libraries.
 """
 
-import argparse
 import logging
 import os
 import subprocess
@@ -29,38 +28,25 @@ def log_everything() -> None:
 
 @pytest.mark.filterwarnings("default")
 @pytest.mark.parametrize(
-    ("log_level", "out", "err"),
+    ("log_level", "rank", "out", "err"),
     [
-        (None, ["info"], ["warning", "error", "old"]),
-        ("debug", ["debug", "info"], ["warning", "error", "old"]),
-        ("info", ["info"], ["warning", "error", "old"]),
-        ("warning", [], ["warning", "error", "old"]),
-        ("error", [], ["error"]),
+        (None, 0, ["info"], ["warning", "error"]),
+        ("debug", 0, ["debug", "info"], ["warning", "error"]),
+        ("warning", 0, [], ["warning", "error"]),
+        ("error", 0, [], ["error"]),
+        (None, 3, [], ["warning", "error"]),
+        ("debug", 3, [], ["warning", "error"]),
     ],
 )
-def test_log_level_filters_messages(capsys, log_level, out, err):
-    with console.configure_logging(log_level):
+def test_log_level_and_rank_filter_messages(capsys, log_level, rank, out, err):
+    start = f"[rank {rank}] " if rank else ""
+    with console.configure_logging(log_level, rank):
         log_everything()
     captured = capsys.readouterr()
     assert captured.out.splitlines() == [f"our {level}, 100 % of it" for level in out]
-    lines = captured.err.splitlines()
-    ours = [f"our {level}, 100 % of it" for level in err if level != "old"]
-    assert lines[: len(ours)] == ours
-    assert ("FutureWarning: something is old" in captured.err) == ("old" in err)
-    assert "[rank" not in captured.out + captured.err
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("log_level", [None, "debug"])
-def test_other_ranks_print_only_warnings_with_their_rank(capsys, log_level):
-    with console.configure_logging(log_level, 3):
-        log_everything()
-    captured = capsys.readouterr()
-    assert captured.out == ""
-    for line in ("our warning, 100 % of it", "our error, 100 % of it"):
-        assert f"[rank 3] {line}" in captured.err.splitlines()
-    assert "something is old" in captured.err
-    assert not any(level in captured.err for level in ("debug", "info"))
+    ours = [f"{start}our {level}, 100 % of it" for level in err]
+    assert captured.err.splitlines()[: len(ours)] == ours
+    assert ("FutureWarning: something is old" in captured.err) == ("warning" in err)
 
 
 def test_libraries_get_the_level_only_if_given(monkeypatch):
@@ -78,15 +64,27 @@ def test_libraries_get_the_level_only_if_given(monkeypatch):
     assert library.level == before
 
 
-@pytest.mark.parametrize(
-    ("log_level", "enabled"), [(None, False), ("warning", False), ("debug", True)]
-)
-def test_torchao_warnings_need_log_level_debug(log_level, enabled):
-    torchao = logging.getLogger("torchao")
-    before = torchao.isEnabledFor(logging.WARNING)
+USELESS = {
+    "torchao": "no such kernel",
+    "DeepSpeed": "Setting accelerator to CPU. If you have GPU, we were unable to detect it.",
+    "transformers.modeling_utils": "GPTForCausalLM LOAD REPORT from: m",
+    "transformers.tokenization_utils_base": "Token indices sequence length is longer than 9",
+}
+
+
+@pytest.mark.parametrize("name", USELESS)
+@pytest.mark.parametrize(("log_level", "shown"), [(None, False), ("debug", True)])
+def test_useless_library_warnings_need_log_level_debug(name, log_level, shown):
+    library, messages = logging.getLogger(name), []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
     with console.configure_logging(log_level):
-        assert torchao.isEnabledFor(logging.WARNING) == enabled
-    assert torchao.isEnabledFor(logging.WARNING) == before
+        library.addHandler(handler)
+        library.warning(USELESS[name])
+        library.error(USELESS[name])
+        library.removeHandler(handler)
+    assert messages == [USELESS[name]] * (1 + shown)
+    assert not library.filters
 
 
 def test_log_line_is_printed_above_a_progress_bar(capsys):
@@ -101,21 +99,13 @@ def test_log_line_is_printed_above_a_progress_bar(capsys):
     assert captured.err.count("2/3") == 1
 
 
-def test_quiet_is_log_level_warning():
-    parser = argparse.ArgumentParser()
-    console.add_arguments(parser)
-    assert parser.parse_args(["-q"]) == parser.parse_args(["--log-level", "warning"])
-
-
 # --- closed pipes, full disks
 # ----------------------------------------------------------------------------------------
 
 
-def command(root, *arguments: object, out, **options) -> subprocess.Popen:
+def command(root, *arguments: object, out) -> subprocess.Popen:
     arguments = [sys.executable, "cli.py", *map(str, arguments)]
-    return subprocess.Popen(
-        arguments, stdout=out, stderr=subprocess.PIPE, text=True, cwd=root, **options
-    )
+    return subprocess.Popen(arguments, stdout=out, stderr=subprocess.PIPE, text=True, cwd=root)
 
 
 needs_full = pytest.mark.skipif(not os.path.exists("/dev/full"), reason="no /dev/full")
@@ -140,6 +130,7 @@ def test_help_onto_full_disk_is_one_line(root):
     assert process.returncode == 2
 
 
+@pytest.mark.long
 @needs_full
 def test_run_survives_closed_stdout_and_full_disk_for_its_log(tmp_path, write_recipe):
     recipe = write_recipe(train__max_steps=2)
@@ -156,6 +147,7 @@ def test_run_survives_closed_stdout_and_full_disk_for_its_log(tmp_path, write_re
         assert (tmp_path / str(number) / "final" / "model.safetensors").exists()
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform != "linux", reason="controlling terminals are set up as on Linux")
 def test_closed_terminal_saves_the_run(tmp_path, write_recipe):
     import pty
@@ -176,35 +168,3 @@ def test_closed_terminal_saves_the_run(tmp_path, write_recipe):
     assert process.wait(60) == 75
     assert int(run.newest_checkpoint().name.removeprefix("step_")) >= 5
     assert run.report.exists()
-
-
-USELESS = {
-    "DeepSpeed": (
-        "Setting accelerator to CPU. If you have GPU or other accelerator, we were "
-        "unable to detect it."
-    ),
-    "transformers.modeling_utils": "GPTForCausalLM LOAD REPORT from: m",
-    "transformers.tokenization_utils_base": (
-        "Token indices sequence length is longer than the specified maximum"
-    ),
-}
-
-
-@pytest.mark.parametrize("name", USELESS)
-@pytest.mark.parametrize(
-    ("log_level", "shown"), [(None, False), ("warning", False), ("debug", True)]
-)
-def test_useless_library_warnings_need_log_level_debug(name, log_level, shown):
-    library, messages = logging.getLogger(name), []
-    handler = logging.Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    with console.configure_logging(log_level):
-        library.addHandler(handler)
-        before, library.level = library.level, logging.WARNING  # as set by DeepSpeed's import
-        library.warning(USELESS[name])
-        library.warning("another")
-        library.error(USELESS[name])
-        library.removeHandler(handler)
-        library.level = before
-    assert messages == [USELESS[name]] * shown + ["another", USELESS[name]]
-    assert not library.filters

@@ -48,6 +48,7 @@ def test_estimate_of_gpt2_on_8_gpus(capsys, tmp_path):
     assert list(tmp_path.iterdir()) == [file]
 
 
+@pytest.mark.long
 def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
     written, file = tmp_path / "machine.yaml", tmp_path / "figures.json"
     recipe = argv(
@@ -66,8 +67,8 @@ def test_estimate_proposes_a_layout_and_writes_its_config(capsys, tmp_path):
         491_520 * figures["flops_per_token"] / (8 * 0.4 * 165e12)
     )
     # the same as for the config that it wrote
-    again = argv("--train.micro_batch_size 5 --config_file {} --json {}", written, file)
-    assert main([*recipe, *again]) == 0
+    same = argv("--train.micro_batch_size 5 --config_file {} --json {}", written, file)
+    assert main([*recipe, *same]) == 0
     assert json.loads(file.read_text())["memory"] == figures["memory"]
     written.write_text("mixed_precision: bf16\n")
     assert main([*recipe, *options]) == 2

@@ -76,10 +76,12 @@ def test_evaluate_on_two_processes_equals_one(
     questions = tmp_path / "questions.jsonl"
     rows = [{"prompt": letter, "completion": "[ab]"} for letter in "abcdefgh"]
     questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    arguments = [letter_model, "--data", text, "--stride", 5, "--batch-size", 3]
-    arguments += ["--tasks", ",".join([*letter_tasks, "rl:regex"]), "--questions", questions]
-    arguments += ["--samples", 4]
-    arguments += ["--core", core_bundle.write(tmp_path / "bundle"), "--max-new-tokens", 2]
+    arguments = argv(
+        "{} --data {} --stride 5 --batch-size 3 --tasks {} --questions {} --samples 4 --core {} "
+        "--max-new-tokens 2",
+        *(letter_model, text, ",".join([*letter_tasks, "rl:regex"]), questions),
+        core_bundle.write(tmp_path / "bundle"),
+    )
     out = measure(capsys, *arguments, "--output", tmp_path / "one.json")
     assert "on task letters" in out
     ended = []
@@ -109,11 +111,10 @@ def test_nanogpt_checkpoint_has_its_known_loss(capsys, shared, tmp_path):
     files = checkpoint / "ckpt.pt", model, checkpoint / "meta.pkl"
     assert main(argv("import-nanogpt {} {} --meta {}", *files)) == 0
     text = (shared / "data" / "tinyshakespeare.txt").read_text()
-    validation, output = tmp_path / "validation.txt", tmp_path / "out.json"
-    validation.write_text(text[int(len(text) * 0.9) :])
+    (tmp_path / "validation.txt").write_text(text[int(len(text) * 0.9) :])
+    files = model, tmp_path / "validation.txt", tmp_path / "out.json"
     capsys.readouterr()
-    arguments = argv("{} --data {} --batch-size 64 --output {}", model, validation, output)
-    measure(capsys, *arguments)
-    figures = json.loads(output.read_text())["text"]
+    measure(capsys, *argv("{} --data {} --batch-size 64 --output {}", *files))
+    figures = json.loads((tmp_path / "out.json").read_text())["text"]
     assert figures["loss"] == pytest.approx(1.8983, abs=1e-4)
     assert figures["tokens_predicted"] == 111_539

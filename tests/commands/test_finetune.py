@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from arguments import argv
+from assertions import column
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
@@ -21,19 +22,13 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config
-from nanogpt_hf.training.tracking import read_metrics
 
 ROOT = Path(__file__).parents[2]
-SHORT = {
-    "optim.learning_rate": "1e-2",
-    "optim.min_learning_rate": "1e-3",
-    "train.max_steps": 12,
-    "train.tokens_per_step": 256,
-    "eval.every": 4,
-    "eval.tokens": 512,
-    "checkpoint.every": 4,
-    "tracking.every": 1,
-}
+SHORT = (
+    "--optim.learning_rate 1e-2 --optim.min_learning_rate 1e-3 --train.max_steps 12 "
+    "--train.tokens_per_step 256 --eval.every 4 --eval.tokens 512 --checkpoint.every 4 "
+    "--tracking.every 1"
+)
 
 
 @pytest.fixture(autouse=True)
@@ -45,39 +40,24 @@ def working_folder(tmp_path, monkeypatch, text_file):
 
 @pytest.fixture
 def run(tiny_base, tmp_path, forget_accelerate):
-    """Fine-tune the tiny base on my.txt with arguments; return the run folder."""
+    """Fine-tune the tiny base on my.txt with these options; return the run folder."""
 
-    def run(*arguments: object, name: str = "run", **overrides) -> RunFolder:
-        knobs = SHORT | {key.replace("__", "."): value for key, value in overrides.items()}
-        options = [option for key, value in knobs.items() for option in (f"--{key}", str(value))]
+    def run(options: str = "", name: str = "run") -> RunFolder:
         forget_accelerate()
-        status = main(
-            [
-                *argv("finetune --from {} --data my.txt --run-dir {}", tiny_base, name),
-                *options,
-                *arguments,
-            ]
-        )
-        assert status == 0
+        command = f"finetune --from {{}} --data my.txt --run-dir {{}} {SHORT} {options}"
+        assert main(argv(command, tiny_base, name)) == 0
         return RunFolder(tmp_path / name)
 
     return run
 
 
-def losses(run: RunFolder) -> dict[int, float]:
-    losses_by_step = {
-        event["step"]: event["val/loss"] for event in read_metrics(run) if "val/loss" in event
-    }
-    assert len(losses_by_step) > 1
-    return losses_by_step
-
-
+@pytest.mark.long
 def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
-    arguments = argv("--from {} --data my.txt --freeze-layers 2", tiny_base)
-    options = argv(
-        "--train.max_steps 10 --eval.every 5 --eval.samples '[The cat]' --eval.sample_tokens 12"
+    command = (
+        "finetune --from {} --data my.txt --freeze-layers 2 --train.max_steps 10 --eval.every 5 "
+        "--eval.samples '[The cat]' --eval.sample_tokens 12"
     )
-    assert main(["finetune", *arguments, *options]) == 0
+    assert main(argv(command, tiny_base)) == 0
     run = RunFolder(tmp_path / "runs" / "tiny-gpt2-my")
     config = load_config(run.recipe)
     assert (config.optim.learning_rate, config.optim.min_learning_rate) == (6e-5, 6e-6)
@@ -91,47 +71,39 @@ def test_finetune_defaults_without_a_recipe(tiny_base, tmp_path, capsys):
     )
     assert f"trains {trained:,} of " in printed
     assert "frozen: the embeddings and blocks 1 to 2" in printed
-    samples = {event["step"]: event["samples"] for event in read_metrics(run) if "samples" in event}
+    samples = column(run, "samples")
     assert list(samples) == [0, 5, 10]
     assert samples[0] != samples[10]
-    assert losses(run)[10] < losses(run)[0]
+    losses = column(run, "val/loss")
+    assert losses[10] < losses[0]
 
     # the run folder's recipe gives the same run
     assert main(argv("finetune {} --run-dir repeated", run.recipe)) == 0
     repeated = RunFolder(tmp_path / "repeated")
-    assert (repeated.final / "model.safetensors").read_bytes() == (
-        run.final / "model.safetensors"
-    ).read_bytes()
-    assert samples == {
-        event["step"]: event["samples"] for event in read_metrics(repeated) if "samples" in event
-    }
+    first, second = (folder.final / "model.safetensors" for folder in (run, repeated))
+    assert first.read_bytes() == second.read_bytes()
+    assert samples == column(repeated, "samples")
 
 
-@pytest.mark.parametrize(
-    "extra", [("--lora", "2"), ("--freeze-layers", "4")], ids=["lora", "frozen"]
-)
-def test_finetune_lowers_validation_loss(run, extra):
-    result = losses(run(*extra))
-    assert result[12] < result[0] - 0.005
+@pytest.mark.parametrize("options", ["--lora 2", "--freeze-layers 4"])
+@pytest.mark.long
+def test_finetune_lowers_validation_loss(run, options):
+    losses = column(run(options), "val/loss")
+    assert losses[12] < losses[0] - 0.005
 
 
 def test_shorter_block_crops_positions(run):
-    model = GPT2LMHeadModel.from_pretrained(
-        run(data__block_size=8, train__tokens_per_step=256).final
-    )
+    model = GPT2LMHeadModel.from_pretrained(run("--data.block_size 8 --train.max_steps 1").final)
     assert model.config.n_positions == model.transformer.wpe.weight.shape[0] == 8
 
 
+@pytest.mark.long
 def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe, forget_accelerate):
     recipe = make_recipe(tmp_path / "first.yaml", model__dropout=0.0)
     assert main(["pretrain", str(recipe)]) == 0
     forget_accelerate()
-    options = [
-        option
-        for key, value in (SHORT | {"train.max_steps": 2}).items()
-        for option in (f"--{key}", str(value))
-    ]
-    assert main([*argv("finetune --from runs/first --data my.txt"), *options]) == 0
+    command = f"finetune --from runs/first --data my.txt {SHORT} --train.max_steps 2"
+    assert main(argv(command)) == 0
     second = RunFolder(tmp_path / "runs" / "first-my")
     config = load_config(second.recipe)
     assert config.finetune.model == "runs/first/best"
@@ -141,22 +113,17 @@ def test_finetune_from_run_folder_keeps_architecture(run, tmp_path, make_recipe,
     assert len(AutoTokenizer.from_pretrained(second.final)) == model.config.vocab_size
 
 
+@pytest.mark.long
 def test_patience_stops_the_run(run, capsys):
     early = run(
-        optim__learning_rate=3.0, optim__min_learning_rate=3.0, eval__every=1, eval__patience=3
+        "--optim.learning_rate 3 --optim.min_learning_rate 3 --eval.every 1 --eval.patience 3"
     )
-    losses_by_step = losses(early)
+    losses_by_step = column(early, "val/loss")
     best = min((loss, step) for step, loss in losses_by_step.items() if step)[1]
     assert max(losses_by_step) == best + 3 < 12
     assert "stopped early: no better in 3 evaluations" in capsys.readouterr().out
     assert json.loads((early.newest_checkpoint() / "state.json").read_text())["step"] == best + 3
     assert all(math.isfinite(loss) for loss in losses_by_step.values())
-
-
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
-    weights = load_file(folder / "model.safetensors")
-    assert len(weights) > 10
-    return weights
 
 
 def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_recipe, capsys):
@@ -167,7 +134,9 @@ def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_
     assert main(["pretrain", "r.yaml"]) == 2
     assert "use `cli.py finetune` instead" in capsys.readouterr().err
     assert main(["finetune", "r.yaml"]) == 0
-    base, tuned = weights_of(tiny_base), weights_of(tmp_path / "runs" / "r" / "final")
+    base, tuned = (
+        load_file(folder / "model.safetensors") for folder in (tiny_base, tmp_path / "runs/r/final")
+    )
     assert torch.equal(base["transformer.wte.weight"], tuned["transformer.wte.weight"])
     assert not torch.equal(
         base["transformer.h.0.mlp.c_fc.weight"], tuned["transformer.h.0.mlp.c_fc.weight"]
@@ -195,7 +164,7 @@ def test_model_without_tokenizer_needs_one(tiny_base, working_folder, capsys):
 
 
 def test_changed_text_is_refused(run, tiny_base, capsys):
-    run(train__max_steps=1)
+    run("--train.max_steps 1")
     Path("my.txt").write_text("Two rats sat on a mat.\n" * 300)
     assert main(argv("finetune --from {} --data my.txt --run-dir other", tiny_base)) == 2
     assert "my.txt has changed since it was prepared" in capsys.readouterr().err
@@ -208,11 +177,9 @@ def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
         "find_spec",
         lambda name: None if name == "bitsandbytes" else find_spec(name),
     )
-    arguments = argv("--from {} --data my.txt --lora 2 --lora.quantize 8bit", tiny_base)
-    assert main(["finetune", *arguments]) == 2
-    assert (
-        "bitsandbytes is not installed; run `pip install bitsandbytes`"
-    ) in capsys.readouterr().err
+    command = "finetune --from {} --data my.txt --lora 2 --lora.quantize 8bit"
+    assert main(argv(command, tiny_base)) == 2
+    assert "pip install bitsandbytes" in capsys.readouterr().err
     assert not Path("runs").exists()
 
 
@@ -240,22 +207,17 @@ def test_hub_model_is_recorded_with_its_commit(tiny_base, tmp_path, monkeypatch)
     assert start_model(config, 7, None).config.n_layer == 4
 
 
+TINY = (
+    "--data.sha256 null --train.max_steps 2 --optim.warmup_steps 0 --eval.tokens 256 "
+    "--eval.sample_tokens 5 --data.block_size {} --train.tokens_per_step {}"
+)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["finetune_shakespeare", "finetune_lora"])
 def test_shipped_finetune_recipes_train(name, tiny_base, tmp_path):
-    small = {
-        "finetune.model": tiny_base,
-        "data.tokenizer": tiny_base,
-        "data.source": "my.txt",
-        "data.sha256": "null",
-        "data.block_size": 32,
-        "train.tokens_per_step": 256,
-        "train.max_steps": 2,
-        "optim.warmup_steps": 0,
-        "eval.tokens": 256,
-        "eval.sample_tokens": 5,
-    }
-    options = [option for key, value in small.items() for option in (f"--{key}", str(value))]
-    assert main(["finetune", str(ROOT / "recipes" / f"{name}.yaml"), *options]) == 0
+    command = f"finetune {{}} --from {{}} --data.tokenizer {{}} --data my.txt {TINY}"
+    assert main(argv(command, name, tiny_base, tiny_base, 32, 256)) == 0
     assert (tmp_path / "runs" / name / "final").is_dir()
 
 
@@ -266,6 +228,7 @@ CHATML = (
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
 def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_path, chat_file):
     tokenizer = train_bpe_tokenizer(["red green blue"], 258).hf
@@ -284,32 +247,15 @@ def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_pa
         vocab_size=len(tokenizer), num_key_value_heads=1, tie_word_embeddings=True, **sizes
     )
     LlamaForCausalLM(config).save_pretrained("smol")
-    small = {
-        "finetune.model": "smol",
-        "data.tokenizer": "smol",
-        "data.source": chat_file,
-        "data.sha256": "null",
-        "data.block_size": 128,
-        "train.tokens_per_step": 512,
-        "train.max_steps": 2,
-        "optim.warmup_steps": 0,
-        "eval.sample_tokens": 5,
-    }
-    small |= {"lora.rank": "null"} if full else {}
-    words = [word for key, value in small.items() for word in (f"--{key}", str(value))]
-    assert main(["finetune", str(ROOT / "recipes" / "finetune_smollm2.yaml"), *words]) == 0
+    command = f"finetune finetune_smollm2 --from smol --data.tokenizer smol --data {{}} {TINY}"
+    command += " --lora.rank null" if full else ""
+    assert main(argv(command, chat_file, 128, 512)) == 0
     final = tmp_path / "runs" / "finetune_smollm2" / "final"
     assert (final / ("model.safetensors" if full else "adapter_model.safetensors")).is_file()
     assert AutoTokenizer.from_pretrained(final).chat_template == CHATML
 
 
 def test_finetune_from_adapter_is_refused(run, tiny_base, capsys):
-    run("--lora", "2", train__max_steps=1, name="adapter")
-    with pytest.raises(
-        UserError,
-        match=(
-            r"is an adapter; merge it into a whole model first: "
-            r"python cli.py export"
-        ),
-    ):
+    run("--lora 2 --train.max_steps 1", name="adapter")
+    with pytest.raises(UserError, match=r"is an adapter.*export"):
         finetune_config(None, [("finetune.model", "adapter"), ("data.source", "my.txt")])

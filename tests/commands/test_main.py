@@ -115,7 +115,9 @@ def test_refused_run_keeps_the_lock_of_another(tmp_path, write_recipe, refused):
     first = RunFolder(tmp_path / "run")
     first.lock()
     try:
-        assert "is training in it" in refused("pretrain", write_recipe(), "--run-dir", first.path)
+        for more in ([], ["--resume"]):  # before it is seen that there is no checkpoint
+            line = refused("pretrain", write_recipe(), "--run-dir", first.path, *more)
+            assert "is training in it" in line
         assert (first.path / ".lock").exists()
     finally:
         first.unlock()

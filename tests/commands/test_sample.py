@@ -5,8 +5,9 @@ import random
 import pytest
 import torch
 
+from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.data.tokenizer import build_tokenizer, char_tokenizer
+from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.generate import StopText, TextStream, generate_tokens
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
@@ -14,16 +15,8 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 @pytest.fixture
 def model():
     torch.manual_seed(0)
-    config = GPTConfig(
-        vocab_size=31,
-        n_positions=24,
-        n_embd=16,
-        n_layer=2,
-        n_head=2,
-        bos_token_id=None,
-        eos_token_id=None,
-    )
-    model = GPTForCausalLM(config)
+    sizes = {"vocab_size": 31, "n_positions": 24, "n_embd": 16, "n_layer": 2, "n_head": 2}
+    model = GPTForCausalLM(GPTConfig(**sizes, bos_token_id=None, eos_token_id=None))
     for parameter in model.parameters():
         if parameter.dim() == 2:
             torch.nn.init.normal_(parameter, std=0.4)
@@ -47,12 +40,8 @@ def test_greedy_tokens_equal_transformers(model):
     assert ours == theirs[0, 3:].tolist()
 
 
-def test_seed_determines_the_sample(model):
-    assert generate(model) == generate(model)
+def test_sample_depends_on_its_seed_and_not_on_num_samples(model):
     assert generate(model) != generate(model, seed=6)
-
-
-def test_sample_does_not_depend_on_num_samples(model):
     four = generate(model, num_samples=4)
     assert len({tuple(sample) for sample in four}) > 1
     for i in range(4):
@@ -69,8 +58,7 @@ def test_top_k_and_top_p_restrict_tokens(model):
 def test_generation_continues_beyond_n_positions(model):
     (tokens,) = generate(model, max_new_tokens=100, temperature=0)
     assert len(tokens) == 100
-    shorter, longer = generate(model, max_new_tokens=21, temperature=0)[0], tokens
-    assert longer[:21] == shorter
+    assert generate(model, max_new_tokens=21, temperature=0) == [tokens[:21]]
     # each later token comes from a context of at most n_positions
     context = [1, 2, 3, *tokens[:22]][-12:]
     with torch.no_grad():
@@ -142,54 +130,20 @@ def test_text_stream_decodes_a_few_tokens_at_a_time(monkeypatch):
     assert max(decoded) <= 3
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """A model folder with a character tokenizer."""
-    path = tmp_path_factory.mktemp("model")
-    tokenizer = char_tokenizer(sorted("abcdefg \n"))
-    torch.manual_seed(0)
-    GPTForCausalLM(
-        GPTConfig(
-            vocab_size=9,
-            n_positions=16,
-            n_embd=8,
-            n_layer=1,
-            n_head=2,
-            bos_token_id=None,
-            eos_token_id=None,
-        )
-    ).save_pretrained(path)
-    tokenizer.hf.save_pretrained(path)
-    return path
+def test_sample_continues_the_prompt(capsys, letter_model, tmp_path):
+    def sample(options: str, *places) -> str:
+        command = f"sample {{}} --max-new-tokens 30 {options}"
+        assert main(argv(command, letter_model, *places)) == 0
+        return capsys.readouterr().out
 
-
-def sample(capsys, *arguments: object) -> str:
-    assert main(["sample", *map(str, arguments)]) == 0
-    return capsys.readouterr().out
-
-
-def test_sample_continues_the_prompt(capsys, folder, tmp_path):
-    out = sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30)
+    out = sample("--prompt abc")
     assert out.startswith("abc")
     assert len(out) == 34
-    assert out == sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30)
-    assert out != sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 30, "--seed", 1)
+    assert out == sample("--prompt abc")
+    assert out != sample("--prompt abc --seed 1")
     for prefix in (b"", b"\xef\xbb\xbf"):  # a byte order mark is dropped, as in data
         (tmp_path / "prompt.txt").write_bytes(prefix + b"abc")
-        assert out == sample(
-            capsys, folder, "--prompt-file", tmp_path / "prompt.txt", "--max-new-tokens", 30
-        )
-
-
-def test_several_samples_are_numbered(capsys, folder):
-    out = sample(capsys, folder, "--prompt", "abc", "--max-new-tokens", 5, "--num-samples", 3)
-    assert out.count("abc") == 3
-    assert "--- sample 3 of 3 ---" in out
-
-
-def test_run_without_model_and_folder_without_model(capsys, tmp_path):
-    assert main(["sample", str(tmp_path)]) == 2
-    assert "not a model folder" in capsys.readouterr().err
-    (tmp_path / "recipe.yaml").write_text("")
-    assert main(["sample", str(tmp_path)]) == 2
-    assert "this run has no model yet" in capsys.readouterr().err
+        assert out == sample("--prompt-file {}", tmp_path / "prompt.txt")
+    several = sample("--prompt abc --num-samples 3")
+    assert several.startswith(out)
+    assert "--- sample 3 of 3 ---\nabc" in several

@@ -43,10 +43,19 @@ def in_process(monkeypatch, forget_accelerate):
     return started
 
 
+@pytest.fixture
+def run_sweep(tmp_path, write_recipe, in_process):
+    """Sweep over two learning rates with these options, in `sweep`; return the exit status."""
+    recipe = write_recipe(train__max_steps=2)
+    command = "sweep {} --optim.learning_rate 1e-2,2e-2 --sweep-dir {}"
+    return lambda options="": main(argv(f"{command} {options}", recipe, tmp_path / "sweep"))
+
+
 def read_table(folder):
     return {row["run"]: row for row in json.loads((folder / "sweep.json").read_text())["runs"]}
 
 
+@pytest.mark.long
 def test_sweep_over_a_mixture(in_process, make_recipe, text_file, byte_tokenizer, tmp_path):
     source = [
         {"source": str(text_file), "weight": weight, "name": f"part{weight}"} for weight in (3, 1)
@@ -59,68 +68,59 @@ def test_sweep_over_a_mixture(in_process, make_recipe, text_file, byte_tokenizer
     assert {row["status"] for row in read_table(folder).values()} == {"done"}
 
 
-def test_sweep_trains_runs_and_skips_finished_ones(write_recipe, tmp_path, in_process, capsys):
-    recipe, folder = str(write_recipe(train__max_steps=2)), tmp_path / "sweep"
-    arguments = ["sweep", recipe, *RATES, "--train.seed", "1", "--sweep-dir", str(folder)]
-    assert main(arguments) == 0
+@pytest.mark.long
+def test_sweep_trains_runs_and_skips_finished_ones(
+    run_sweep, tmp_path, in_process, capsys, monkeypatch
+):
+    folder = tmp_path / "sweep"
+    monkeypatch.chdir(tmp_path)
+    assert run_sweep() == 0
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02"]
     assert "0.01" in capsys.readouterr().out
     assert (folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
-    rows = read_table(folder)
-    assert [row["status"] for row in rows.values()] == ["done", "done"]
-    assert [row["optim.learning_rate"] for row in rows.values()] == [0.01, 0.02]
-    assert {row["steps"] for row in rows.values()} == {2}
-    assert len({row["val_loss"] for row in rows.values()}) == 2
+    rows = read_table(folder).values()
+    values = [(row["status"], row["steps"], row["optim.learning_rate"]) for row in rows]
+    assert values == [("done", 2, 0.01), ("done", 2, 0.02)]
+    assert len({row["val_loss"] for row in rows}) == 2
     # each run equals that of pretrain
-    single = tmp_path / "single"
-    pretrain = argv(
-        "pretrain {} --optim.learning_rate 2e-2 --train.seed 1 --run-dir {}", recipe, single
-    )
-    assert main(pretrain) == 0
-    weights = [
+    assert main(argv("pretrain tiny.yaml --optim.learning_rate 2e-2 --run-dir single")) == 0
+    first, second = (
         (run / "final" / "model.safetensors").read_bytes()
-        for run in (single, folder / "learning_rate=0.02")
-    ]
-    assert weights[0] == weights[1]
-    # again: nothing to do; with another value: only its run
-    assert main(arguments) == 0
-    assert len(in_process) == 2
-    assert main([*arguments, "--optim.learning_rate", "1e-2,2e-2,3e-2"]) == 0
+        for run in (Path("single"), folder / "learning_rate=0.02")
+    )
+    assert first == second
+    # again: nothing to do; with another value: only its run; of another recipe: an error
+    assert run_sweep() == 0
+    assert run_sweep("--optim.learning_rate 1e-2,2e-2,3e-2") == 0
     assert in_process[2:] == ["learning_rate=0.03"]
-    assert main([*arguments, "--overwrite"]) == 0
+    assert run_sweep("--train.seed 3") == 2
+    assert "train.seed: 1337 -> 3" in capsys.readouterr().err
+    assert run_sweep("--overwrite") == 0
     assert in_process[3:] == ["learning_rate=0.01", "learning_rate=0.02"]
 
 
-def test_failed_run_does_not_stop_the_sweep(write_recipe, tmp_path, in_process, capsys):
-    recipe, folder = str(write_recipe(train__max_steps=3)), tmp_path / "sweep"
+@pytest.mark.long
+def test_failed_run_does_not_stop_the_sweep(run_sweep, tmp_path, in_process, capsys):
+    folder = tmp_path / "sweep"
     blocked = folder / "learning_rate=0.01"
     blocked.mkdir(parents=True)
     (blocked / "notes.txt").write_text("not a run")
-    assert main(["sweep", recipe, *RATES, "--sweep-dir", str(folder)]) == 1
+    assert run_sweep() == 1
     assert "is not empty and holds no run" in capsys.readouterr().err
     assert [row["status"] for row in read_table(folder).values()] == ["failed (2)", "done"]
     (blocked / "notes.txt").unlink()  # the failed run is started again
-    assert main(["sweep", recipe, *RATES, "--sweep-dir", str(folder)]) == 0
+    assert run_sweep() == 0
     assert in_process == ["learning_rate=0.01", "learning_rate=0.02", "learning_rate=0.01"]
-
-
-def test_run_of_another_recipe_is_not_overwritten(write_recipe, tmp_path, in_process, capsys):
-    recipe, folder = str(write_recipe(train__max_steps=2)), tmp_path / "sweep"
-    arguments = ["sweep", recipe, *RATES, "--sweep-dir", str(folder)]
-    assert main(arguments) == 0
-    assert main([*arguments, "--train.seed", "3"]) == 2
-    assert "train.seed: 1337 -> 3" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("locked", [".", "learning_rate=0.02"])
 def test_folder_in_which_another_process_trains_is_refused(
-    write_recipe, tmp_path, in_process, capsys, locked
+    run_sweep, tmp_path, in_process, capsys, locked
 ):
     folder = RunFolder(tmp_path / "sweep" / locked)
     folder.lock()
-    arguments = ["sweep", str(write_recipe()), *RATES, "--sweep-dir", str(tmp_path / "sweep")]
-    for more in ([], ["--overwrite"]):
-        assert main([*arguments, *more]) == 2
+    for options in ("", "--overwrite"):
+        assert run_sweep(options) == 2
         assert f"{folder.path}: another process is training in it" in capsys.readouterr().err
     assert in_process == []
 
