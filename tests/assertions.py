@@ -73,6 +73,17 @@ def replace_step(monkeypatch, step: Callable, method: methods.Method = methods.T
     monkeypatch.setattr(methods, "METHODS", [dataclasses.replace(method, step=step)])
 
 
+def at_step(monkeypatch, number: int, action: Callable[[], object]) -> None:
+    """Call `action` before the step after `number`."""
+
+    def step(run, *arguments):
+        if run.state.step == number:
+            action()
+        return methods.TEXT.step(run, *arguments)
+
+    replace_step(monkeypatch, step)
+
+
 def load_newest(run: RunFolder, accelerator, model, optimizer) -> TrainState:
     """Load the newest checkpoint into a prepared model and optimizer."""
     return load_checkpoint(accelerator, model, optimizer, find_checkpoint(accelerator, run))

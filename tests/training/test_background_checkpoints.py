@@ -9,12 +9,11 @@ import threading
 
 import pytest
 
-from assertions import replace_step
+from assertions import at_step
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.training import checkpoint_writer, loop
 from nanogpt_hf.training.checkpoint import read_checkpoint
-from nanogpt_hf.training.step import train_step
 
 write_tensors = checkpoint_writer.write_tensors
 
@@ -32,17 +31,6 @@ def run(tmp_path):
 
 def steps_of(run: RunFolder) -> list[int]:
     return [step_of(folder) for folder in run.checkpoint_folders()]
-
-
-def at_step(monkeypatch, number: int, action) -> None:
-    """Call `action` before the step after `number`."""
-
-    def step(run, *arguments):
-        if run.state.step == number:
-            action()
-        return train_step(run, *arguments)
-
-    replace_step(monkeypatch, step)
 
 
 def hold_writes(monkeypatch) -> threading.Event:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import column, replace_step, same_weights, weights
+from assertions import at_step, column, replace_step, same_weights, weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
@@ -181,21 +181,6 @@ def test_seed_determines_the_run(start, uninterrupted):
     assert not same_weights(first, other)
 
 
-class StopAfter:
-    """Send SIGTERM to this process during the given step."""
-
-    def __init__(self, monkeypatch, step: int):
-        calls = []
-
-        def counting(*arguments):
-            calls.append(1)
-            if len(calls) == step:
-                os.kill(os.getpid(), signal.SIGTERM)
-            return train_step(*arguments)
-
-        replace_step(monkeypatch, counting)
-
-
 @pytest.mark.parametrize(("order", "stop_at"), [("shuffled", 5), ("random", 1)])
 def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, stop_at):
     options = {
@@ -213,7 +198,7 @@ def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, st
     assert 6 * 128 < blocks < 9 * 128
     before = signal.getsignal(signal.SIGTERM)
     with monkeypatch.context() as patch:
-        StopAfter(patch, stop_at)
+        at_step(patch, stop_at - 1, lambda: os.kill(os.getpid(), signal.SIGTERM))
         with pytest.raises(Stopped, match=f"stopped at step {stop_at}, saved"):
             start("stopped", **options)
     assert signal.getsignal(signal.SIGTERM) is before
@@ -289,11 +274,11 @@ def test_signal_in_evaluation_saves_and_resume_logs_it_once(
 
     assert evaluated_step() == 0
 
-    def kill(*arguments):
+    def kill() -> None:
         raise Killed
 
     with monkeypatch.context() as patch:  # killed in the step after the evaluation
-        replace_step(patch, kill)
+        at_step(patch, 3, kill)
         with pytest.raises(Killed):
             start("killed", resume=True, **options)
     assert 3 in column(killed, "val/loss")
