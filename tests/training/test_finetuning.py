@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from assertions import column, copy_at, same_weights
-from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import loop
@@ -182,12 +181,3 @@ def test_layer_decay_applies_to_steps(start, tiny_base):
         for n in (f"transformer.h.{i}.mlp.c_fc.weight" for i in range(4))
     ]
     assert moved == pytest.approx([1e-2 / 16, 1e-2 / 8, 1e-2 / 4, 1e-2 / 2], rel=0.02)
-
-
-def test_freezing_keeps_a_tied_head_and_trains_an_untied_one(tiny_base):
-    model = load_model(str(tiny_base))
-    GPT2.freeze(model, 4)
-    assert [name for name, p in model.named_parameters() if p.requires_grad] == [
-        "transformer.ln_f.weight",
-        "transformer.ln_f.bias",
-    ]
