@@ -5,13 +5,17 @@ scheduler's thread runs the model. Of a request only its sizes are logged.
 """
 
 import asyncio
+import base64
+import hashlib
 import json
 import logging
+import re
 import time
 import traceback
 import uuid
 from collections.abc import AsyncIterator
 from functools import partial
+from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -26,7 +30,6 @@ from starlette.types import Receive, Scope, Send
 
 from nanogpt_hf.errors import explain
 from nanogpt_hf.serving.generation import Generation, Served
-from nanogpt_hf.serving.page import load_page
 from nanogpt_hf.serving.requests import ApiError, parse_request
 from nanogpt_hf.serving.scheduler import ShuttingDown
 
@@ -177,9 +180,34 @@ async def _events(
         yield f"data: {json.dumps(_error_of(error).body())}\n\n"
 
 
+def _load_page() -> tuple[str, dict[str, str]]:
+    """The page and its headers.
+
+    It talks to its own server only, and inserts text as text, never as HTML.
+    """
+    html = files("nanogpt_hf.serving").joinpath("chat.html").read_text("utf-8")
+    hashes = {}
+    for name in ("script", "style"):
+        (content,) = re.findall(rf"<{name}>(.*?)</{name}>", html, flags=re.DOTALL)
+        hashes[name] = (
+            f"'sha256-{base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()}'"
+        )
+    policy = (
+        "default-src 'none'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'; "
+        f"connect-src 'self'; img-src data:; script-src {hashes['script']}; style-src "
+        f"{hashes['style']}; require-trusted-types-for 'script'; trusted-types 'none'"
+    )
+    return html, {
+        "Content-Security-Policy": policy,
+        "Cache-Control": "no-store",
+        "Referrer-Policy": "no-referrer",
+        "X-Content-Type-Options": "nosniff",
+    }
+
+
 def build_app(served: Served, hosts: list[str]) -> Starlette:
     """The ASGI application. It answers requests whose header Host is in `hosts` only."""
-    page, page_headers = load_page()
+    page, page_headers = _load_page()
 
     async def models(http: HTTPRequest) -> Response:
         return JSONResponse({"object": "list", "data": [served.entry()]})
