@@ -50,7 +50,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     if arguments.dry_run:
         if not mesh.is_main:
             return exit_status
-        rows = sweep.planned
+        rows = sweep.planned()
         tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
         lines = [f"{plural(len(runs), 'run')} below {folder}", "", grid.table(rows)]
         lines += ["", "nothing was started"]

@@ -13,10 +13,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -67,22 +66,26 @@ class Sweep:
     mesh: Mesh
     overwrite: bool = False
     log_level: str | None = None  # for the runs' processes
+    _sizes: dict[tuple[str, bool], Any] = field(default_factory=dict)  # estimates, each made once
 
     def run_folder(self, run: GridRun) -> RunFolder:
         return RunFolder(self.folder / run.name)
 
-    @cached_property
-    def planned(self) -> list[Row]:
-        """The runs as they would be, with their sizes."""
+    def planned(self, started: Container[str] = ()) -> list[Row]:
+        """The runs as they would be, with their sizes; of those that `started` the vocabulary is
+        known from their data.
+        """
         from nanogpt_hf.planning.estimate import estimate  # imports transformers, which is slow
         from nanogpt_hf.planning.placement import Placement
 
-        sizes = [estimate(run.config, Placement(on_cpu=True)) for run in self.runs]
-        return [
-            {"run": run.name, "status": "planned", **run.values, "parameters": size.parameters}
-            | {"steps": run.config.train.max_steps, "tokens": size.tokens, "flops": size.flops}
-            for run, size in zip(self.runs, sizes, strict=True)
-        ]
+        rows = []
+        for run in self.runs:
+            if (key := (run.name, run.name in started)) not in self._sizes:
+                self._sizes[key] = estimate(run.config, Placement(on_cpu=True))
+            sizes, steps = self._sizes[key], run.config.train.max_steps
+            rows.append({"run": run.name, "status": "planned", **run.values, "steps": steps})
+            rows[-1] |= {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
+        return rows
 
     def share(self, key: str, value: Any) -> Any:
         """The value of rank 0, on every rank."""
@@ -259,7 +262,7 @@ def run_process(command: list[str], environment: dict[str, str], stop: "StopRequ
 def result_rows(sweep: Sweep, statuses: dict[str, str]) -> list[Row]:
     """The runs as they are."""
     rows = []
-    for run, planned in zip(sweep.runs, sweep.planned, strict=True):
+    for run, planned in zip(sweep.runs, sweep.planned(statuses), strict=True):
         events = read_metrics(sweep.run_folder(run))
         last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
         losses, bits = (column(events, f"val/{name}")[1] for name in ("loss", "bits_per_byte"))

@@ -220,7 +220,7 @@ def sizes(tmp_path, grid):
     """
     runs = grid(("model.depth", "1,2,4"), ("model.aspect_ratio", "8"), ("train.seed", "1"))
     sizes = sweep.Sweep("tiny", runs, tmp_path / "si$zes", Mesh.from_environment())
-    for row, share in zip(sizes.planned, (1, 1, 0.5), strict=True):
+    for row, share in zip(sizes.planned(), (1, 1, 0.5), strict=True):
         folder = sizes.folder / row["run"]
         folder.mkdir(parents=True)
         with (folder / "metrics.jsonl").open("w") as file:
@@ -237,7 +237,7 @@ def test_table_json_and_law_have_the_results(sizes):
     tree = sweep.write_results(sizes, done)
     assert (sizes.folder / "sweep.png").read_bytes().startswith(b"\x89PNG")
     assert json.loads((sizes.folder / "sweep.json").read_text()) == tree
-    planned, rows = sizes.planned, tree["runs"]
+    planned, rows = sizes.planned(), tree["runs"]
     assert rows[2]["flops"] == pytest.approx(planned[2]["flops"] / 2, rel=0.1)
     assert rows[1]["steps"] == planned[1]["steps"]
     text = sweep.table(rows)
