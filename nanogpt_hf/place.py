@@ -44,17 +44,30 @@ def lock_of(folder: Path) -> Path:
     return folder / _LOCK if folder.is_dir() else folder.with_name(f".{folder.name}{_LOCK}")
 
 
+def flush(path: Path) -> None:
+    """Flush a file's content, or a folder's list of names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def put_in_place(partial: Path, folder: Path, last: str | None = None) -> None:
     """Move the folder of `partial_of` to its place.
 
-    In an existing folder the file `last` is moved at the end.
+    In an existing folder the file `last` is moved at the end. All is on the disk before it is
+    moved, so that a power cut leaves nothing that looks complete.
     """
+    for path in (*partial.rglob("*"), partial):
+        flush(path)
     if partial.parent != folder:
         partial.rename(folder)
-        return
-    for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
-        path.rename(folder / path.name)
-    partial.rmdir()
+    else:
+        for path in sorted(partial.iterdir(), key=lambda path: path.name == last):
+            path.rename(folder / path.name)
+        partial.rmdir()
+    flush(partial.parent)
 
 
 class Interrupted(BaseException):

@@ -8,14 +8,7 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-
-def flush(path: Path) -> None:
-    """Flush a file's content, or a folder's list of names, to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+from nanogpt_hf.place import flush
 
 
 @contextlib.contextmanager

@@ -1,6 +1,7 @@
 """Outputs into existing empty folders, such as mounted volumes."""
 
 import os
+import shutil
 
 import pytest
 
@@ -33,18 +34,17 @@ def test_volume_holds_data_and_run(ext4, tmp_path, write_recipe, capsys):
     assert main(["pretrain", recipe, "--run-dir", str(tmp_path / "run")]) == 0
 
 
-def test_volume_as_run_folder(ext4, write_recipe):
+def test_volume_as_run_and_export_folder(ext4, write_recipe, letter_model):
     arguments = ["pretrain", str(write_recipe(train__max_steps=2)), "--run-dir", str(ext4)]
     assert main(arguments) == 0
     assert {"best", "final", "checkpoints"} <= names(ext4)
     assert main([*arguments, "--resume", "--train.max_steps", "3"]) == 0
-
-
-def test_volume_as_export_folder(ext4, letter_model):
-    assert main(["export", str(letter_model), str(ext4)]) == 0
-    assert {"config.json", "model.safetensors"} <= names(ext4)
-    assert ".partial" not in names(ext4)
-    assert main(["export", str(letter_model), str(ext4)]) == 2  # it exists already
+    empty = ext4 / "model"
+    empty.mkdir()
+    assert main(["export", str(letter_model), str(empty)]) == 0
+    assert names(empty) >= {"config.json", "model.safetensors"}
+    assert ".partial" not in names(empty)
+    assert main(["export", str(letter_model), str(empty)]) == 2  # it exists already
 
 
 def test_mount_point_is_filled_without_rename(tmp_path, write_recipe, monkeypatch):
@@ -67,19 +67,27 @@ def test_mount_point_is_filled_without_rename(tmp_path, write_recipe, monkeypatc
     assert load_prepared(config)
 
 
-def test_manifest_is_moved_last(tmp_path, monkeypatch):
-    partial = partial_of(tmp_path)
-    partial.mkdir()
-    for name in ("a", "manifest.json", "z"):
-        (partial / name).touch()
-    moved = []
-    rename = place.Path.rename
+def test_all_is_flushed_before_it_is_moved_and_the_manifest_last(tmp_path, monkeypatch):
+    folder, done, rename = tmp_path / "data", [], place.Path.rename
+    monkeypatch.setattr(place, "flush", lambda path: done.append(path.name))
     monkeypatch.setattr(
-        place.Path, "rename", lambda path, to: moved.append(path.name) or rename(path, to)
+        place.Path, "rename", lambda path, to: done.append(f"move {path.name}") or rename(path, to)
     )
-    put_in_place(partial, tmp_path, last="manifest.json")
-    assert (set(moved), moved[-1]) == ({"a", "z", "manifest.json"}, "manifest.json")
-    assert names(tmp_path) == set(moved)
+    for _ in range(2):  # the folder is new; it exists
+        partial = partial_of(folder)
+        partial.mkdir()
+        for name in ("a", "manifest.json", "z"):
+            (partial / name).touch()
+        put_in_place(partial, folder, last="manifest.json")
+        assert names(folder) == {"a", "manifest.json", "z"}
+        shutil.rmtree(folder)
+        folder.mkdir()
+    new, existing = done[:6], done[6:]
+    assert set(new[:4]) == {"a", "manifest.json", "z", ".data.partial"}
+    assert new[4:] == ["move .data.partial", tmp_path.name]
+    assert set(existing[:4]) == {"a", "manifest.json", "z", ".partial"}
+    assert sorted(existing[4:6]) == ["move a", "move z"]
+    assert existing[6:] == ["move manifest.json", "data"]
 
 
 def test_kill_while_filling_a_folder_leaves_no_manifest(tmp_path, write_recipe, monkeypatch):
