@@ -20,6 +20,7 @@ from transformers import (
 
 from nanogpt_hf.bench.clock import WARM_STEPS, synchronize, time_of
 from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
@@ -40,7 +41,7 @@ def check_comparable(work: Workload, baselines: list[str]) -> None:
         raise UserError(
             f"--against: needs float32 or bf16, not mixed_precision {accelerator.mixed_precision}"
         )
-    if config.finetune.model or config.data.format != "text":
+    if config.finetune.model or has_conversations(config.data):
         raise UserError(
             "--against compares pretraining on text; use a recipe without finetune.model"
         )

@@ -7,7 +7,6 @@ import argparse
 import logging
 
 from nanogpt_hf.commands.arguments import add_recipe_argument, list_knobs, load_text_recipe
-from nanogpt_hf.config.sources import has_conversations, is_mixture
 
 logger = logging.getLogger(__name__)
 
@@ -21,15 +20,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     config = load_text_recipe("prepare", arguments.recipe, overrides)
 
     from nanogpt_hf.data.prepare import prepare
-    from nanogpt_hf.data.prepared import check_prepared, load_prepared, summary_lines
+    from nanogpt_hf.data.prepared import check_prepared, summary_lines
 
     manifest, prepared_now = prepare(config)
-    # A text alone may be too short for a block yet.
-    data = (
-        load_prepared(config) if has_conversations(config.data) or is_mixture(config.data) else None
-    )
     logger.info(f"{config.data.dir}: {'prepared' if prepared_now else 'is prepared already'}")
-    for line in summary_lines(config, manifest, data):
+    for line in summary_lines(config, manifest):
         logger.info(line)
     if not prepared_now:
         check_prepared(config.data)

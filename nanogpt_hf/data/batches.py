@@ -5,12 +5,13 @@ step and be moved.
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
 
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.blocks import Blocks, MixedBlocks
+from nanogpt_hf.data.blocks import Blocks
 
 
 class Batches:
@@ -40,45 +41,30 @@ class Batches:
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
-        self._mixture = blocks if isinstance(blocks, MixedBlocks) else None
-        self._lengths = self._mixture.lengths if self._mixture else [len(blocks)]
-        # By source and epoch, of each source the last two: a step may cross an epoch's end.
-        self._orders: dict[tuple[int, int], np.ndarray] = {}
-
-    def _epoch_order(self, source: int, epoch: int) -> np.ndarray:
-        if (source, epoch) not in self._orders:
-            kept = {
-                key: order
-                for key, order in self._orders.items()
-                if key[0] != source or key[1] == epoch - 1
-            }
-            self._orders = kept | {
-                (source, epoch): epoch_order(self.seed, epoch, self._lengths[source])
-            }
-        return self._orders[source, epoch]
+        # By source, of each the last two epochs: a step may cross an epoch's end.
+        self._orders = [
+            lru_cache(2)(partial(epoch_order, seed, length=length)) for length in blocks.lengths
+        ]
 
     def indices(self, step: int) -> np.ndarray:
         """Indices of all blocks of a step (0 is the first), in its order: int64, 1-D."""
         count = self.blocks_per_step
-        samples = np.arange(step * count, (step + 1) * count)
-        bits = None
+        sources, numbers = self.blocks.interleave(np.arange(step * count, (step + 1) * count))
+        bits = np.empty(0)
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
-        sources, numbers = (
-            self._mixture.interleave(samples)
-            if self._mixture
-            else (np.zeros_like(samples), samples)
-        )
         indices, start = np.empty(count, dtype=np.int64), 0
-        for source, length in enumerate(self._lengths):
+        for source, (length, order) in enumerate(
+            zip(self.blocks.lengths, self._orders, strict=True)
+        ):
             rows = np.flatnonzero(sources == source)
-            if bits is not None:
+            if self.order == "random":
                 indices[rows] = start + (bits[rows] % np.uint64(length)).astype(np.int64)
             else:
                 epochs, places = np.divmod(numbers[rows], length)
                 for epoch in np.unique(epochs):
                     now = epochs == epoch
-                    indices[rows[now]] = start + self._epoch_order(source, int(epoch))[places[now]]
+                    indices[rows[now]] = start + order(int(epoch))[places[now]]
             start += length
         return indices
 

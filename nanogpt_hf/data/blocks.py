@@ -23,8 +23,7 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
 def read_column(folder: Path, name: str) -> list[Any]:
     """The arrow chunks of a column of shards, memory-mapped. Raises DataError without one."""
     try:
-        split = datasets.Dataset.load_from_disk(str(folder))
-        return split.data.column(name).chunks
+        return datasets.Dataset.load_from_disk(str(folder)).data.column(name).chunks
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(
             f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
@@ -40,20 +39,15 @@ class TokenStream:
         self._ends = np.cumsum([len(chunk) for chunk in self.chunks], dtype=np.int64)
 
     @classmethod
-    def open(cls, folder: Path, vocab_size: int | None = None) -> "TokenStream":
-        """A split as `datasets.save_to_disk` wrote it, memory-mapped.
+    def open(
+        cls, folder: Path, vocab_size: int | None = None, column: str = "input_ids"
+    ) -> "TokenStream":
+        """A column of a split as `datasets.save_to_disk` wrote it, memory-mapped.
 
         Raises DataError if it cannot be read.
         """
-        chunks = read_column(folder, "input_ids")
-        try:
-            return cls(
-                [chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks], vocab_size
-            )
-        except (ValueError, AttributeError) as error:  # a column of something else
-            raise DataError(
-                f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
-            ) from None
+        chunks = read_column(folder, column)
+        return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks], vocab_size)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0
@@ -95,12 +89,13 @@ class TokenStream:
 
 
 class Blocks(Protocol):
-    """Equally long sequences with their targets, by index.
+    """Equally long sequences with their targets, by index. Derive kinds of blocks from it.
 
-    Token streams and conversations are two of these.
+    The blocks of a mixture are those of its sources, its `parts`, one after another.
     """
 
     block_size: int
+    weights: Sequence[int] = (1,)  # of the parts
 
     def __len__(self) -> int: ...
 
@@ -116,8 +111,51 @@ class Blocks(Protocol):
         """Number of targets in the blocks at `indices`, those of -100 not counted."""
         ...
 
+    @cached_property
+    def parts(self) -> Sequence["Blocks"]:
+        return [self]
 
-class TokenBlocks:
+    @property
+    def lengths(self) -> list[int]:
+        """The number of blocks of each part."""
+        return [len(part) for part in self.parts]
+
+    @property
+    def samples_per_epoch(self) -> float:
+        """How many blocks hold all tokens once."""
+        return len(self)
+
+    @cached_property
+    def interleave(self) -> "Interleave":
+        """The order of training; validation, which has none, does not make its table."""
+        return Interleave(self.weights)
+
+    def epochs(self, samples: int) -> list[float]:
+        """How often each part is read in the first `samples` samples."""
+        counts = self.interleave.counts(samples).tolist()
+        return [
+            count / part.samples_per_epoch for count, part in zip(counts, self.parts, strict=True)
+        ]
+
+    def owners(self, indices: np.ndarray) -> np.ndarray:
+        """The number of the part that has each of the blocks at `indices`."""
+        return np.searchsorted(np.cumsum(self.lengths), indices, side="right")
+
+    def _split(self, indices: np.ndarray) -> list[tuple["Blocks", np.ndarray, np.ndarray]]:
+        """(part, rows, its own indices) of each part for the blocks at `indices`."""
+        owners, starts = self.owners(indices), np.cumsum([0, *self.lengths[:-1]])
+        rows = [np.flatnonzero(owners == number) for number in range(len(self.parts))]
+        return [
+            (part, own, indices[own] - start)
+            for part, own, start in zip(self.parts, rows, starts, strict=True)
+        ]
+
+    def targets_by_source(self, indices: np.ndarray) -> list[int]:
+        """Number of targets of each part in the blocks at `indices`."""
+        return [part.num_targets(own) for part, _, own in self._split(indices)]
+
+
+class TokenBlocks(Blocks):
     """Blocks of a token stream; block i starts at token i · stride.
 
     By default blocks lie end to end and a shorter rest is dropped. With stride 1 a block starts
@@ -143,6 +181,10 @@ class TokenBlocks:
     def __len__(self) -> int:
         return self._length
 
+    @property
+    def samples_per_epoch(self) -> float:
+        return len(self) * self.stride / self.block_size  # windows at random offsets overlap
+
     def targets_of(self, indices: np.ndarray) -> np.ndarray:
         """Targets in each of the blocks at `indices`: fewer than block_size only at the stream's
         end.
@@ -154,23 +196,14 @@ class TokenBlocks:
 
         Past the stream's end the input is 0 and the target -100.
         """
-        starts, size = indices * self.stride, self.block_size
         counts = self.targets_of(indices)
-        if (counts == size).all():
-            inputs, targets = (
-                self.stream.windows(starts, size),
-                self.stream.windows(starts + 1, size),
-            )
-            return {
-                "input_ids": torch.from_numpy(inputs),
-                "shift_labels": torch.from_numpy(targets),
-            }
-        inputs = torch.zeros(len(starts), size, dtype=torch.int64)
-        targets = torch.full_like(inputs, -100)
-        for row, count in enumerate(counts.tolist()):
-            window = torch.from_numpy(self.stream.windows(starts[row : row + 1], count + 1)[0])
-            inputs[row, :count], targets[row, :count] = window[:-1], window[1:]
-        return {"input_ids": inputs, "shift_labels": targets}
+        inputs = np.zeros((len(indices), self.block_size), dtype=np.int64)
+        targets = np.full_like(inputs, -100)
+        for count in np.unique(counts):
+            rows = np.flatnonzero(counts == count)
+            windows = self.stream.windows(indices[rows] * self.stride, count + 1)
+            inputs[rows, :count], targets[rows, :count] = windows[:, :-1], windows[:, 1:]
+        return {"input_ids": torch.from_numpy(inputs), "shift_labels": torch.from_numpy(targets)}
 
     def num_targets(self, indices: np.ndarray) -> int:
         """All tokens of the blocks but those past the stream's end."""
@@ -186,7 +219,7 @@ class Interleave:
     counting up to it.
     """
 
-    def __init__(self, weights: list[int]):
+    def __init__(self, weights: Sequence[int]):
         self.weights, self.period = np.array(weights, dtype=np.int64), sum(weights)
         self._source = np.empty(self.period, dtype=np.int64)
         # the sample's number within its source and period
@@ -215,57 +248,29 @@ class Interleave:
         )
 
 
-class MixedBlocks:
+class MixedBlocks(Blocks):
     """The blocks of several sources, one after another by index; `interleave` gives the order of
     training.
     """
 
-    def __init__(self, parts: Sequence[Blocks], weights: list[int]):
-        self.parts, self._weights = parts, weights
+    def __init__(self, parts: Sequence[Blocks], weights: Sequence[int]):
+        self.parts, self.weights = parts, weights
         self.block_size = parts[0].block_size
-        self.lengths = [len(part) for part in parts]
-        self._ends = np.cumsum(self.lengths)
 
     def __len__(self) -> int:
-        return int(self._ends[-1])
-
-    @cached_property
-    def interleave(self) -> Interleave:
-        """The order of training; validation, which has none, does not make its table."""
-        return Interleave(self._weights)
-
-    def owners(self, indices: np.ndarray) -> np.ndarray:
-        """The number of the source that has each of the blocks at `indices`."""
-        return np.searchsorted(self._ends, indices, side="right")
-
-    def targets_by_source(self, indices: np.ndarray) -> list[int]:
-        """Number of targets of each source in the blocks at `indices`."""
-        owners, starts = self.owners(indices), self._ends - self.lengths
-        own = (indices[owners == number] - starts[number] for number in range(len(self.parts)))
-        return [part.num_targets(some) for part, some in zip(self.parts, own, strict=True)]
-
-    def _split(self, indices: np.ndarray) -> list[tuple[Blocks, np.ndarray, np.ndarray]]:
-        """(source, rows, its own indices) for each source that has some of `indices`."""
-        owners, starts = self.owners(indices), self._ends - self.lengths
-        split = ((number, np.flatnonzero(owners == number)) for number in range(len(self.parts)))
-        return [
-            (self.parts[number], rows, indices[rows] - starts[number])
-            for number, rows in split
-            if len(rows)
-        ]
+        return sum(self.lengths)
 
     def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
         """The blocks at `indices`, in their order.
 
         Next to packed conversations text has positions from 0 on.
         """
-        batches = [
-            (torch.from_numpy(rows), part.batch(own)) for part, rows, own in self._split(indices)
-        ]
-        names = {name: None for _, batch in batches for name in batch}
+        batches = [(rows, part.batch(own)) for part, rows, own in self._split(indices) if len(rows)]
         positions = torch.arange(self.block_size)
         mixed = {
-            name: torch.empty(len(indices), self.block_size, dtype=torch.int64) for name in names
+            name: torch.empty(len(indices), self.block_size, dtype=torch.int64)
+            for _, batch in batches
+            for name in batch
         }
         for rows, batch in batches:
             for name, tensor in mixed.items():
@@ -273,22 +278,4 @@ class MixedBlocks:
         return mixed
 
     def num_targets(self, indices: np.ndarray) -> int:
-        return sum(part.num_targets(own) for part, _, own in self._split(indices))
-
-    def epochs(self, samples: int) -> list[float]:
-        """How often each source is read in the first `samples` samples."""
-        counts = self.interleave.counts(samples).tolist()
-        return [
-            count / samples_per_epoch(part) for count, part in zip(counts, self.parts, strict=True)
-        ]
-
-
-def samples_per_epoch(blocks: Blocks) -> float:
-    """How many blocks hold all tokens once; windows at random offsets (stride 1) are more than
-    that.
-    """
-    return (
-        len(blocks) * blocks.stride / blocks.block_size
-        if isinstance(blocks, TokenBlocks)
-        else len(blocks)
-    )
+        return sum(self.targets_by_source(indices))

@@ -5,13 +5,11 @@ template may be hostile or broken, and the text of a message must not become a t
 turn or starts another.
 """
 
-import contextlib
 import json
 import re
 from collections import Counter
-from dataclasses import dataclass
 from datetime import datetime
-from typing import Any
+from typing import Any, NamedTuple
 
 import transformers
 
@@ -35,14 +33,14 @@ _PROBE: Conversation = [
 ]
 
 
-@dataclass(frozen=True)
-class ChatExample:
+class ChatExample(NamedTuple):
     """A conversation to train on, or the part of it that ends with one of its answers."""
 
     input_ids: list[int]
     # 1 for the tokens of answers, including the one that ends them; else 0
     assistant_mask: list[int]
     bytes: int  # bytes of the answers' text
+    conversation: int = 0  # its number
 
 
 class ChatFormat:
@@ -98,24 +96,30 @@ class ChatFormat:
         Raises DataError if the template fails, takes 2 seconds or writes more than 10 million
         characters, and for text that would become a special token.
         """
-        return self._encode(messages, add_generation_prompt=True)
+        text = self._render(self._harmless(messages), add_generation_prompt=True)
+        (ids,) = self._tokens([text])
+        self._check_special(ids, messages, add_generation_prompt=True)
+        return ids
 
     def examples(self, conversations: list[Conversation]) -> list[ChatExample]:
         """The conversations as examples to train on, in order.
 
         Answers are found by the template's `{% generation %}` marks. Without marks, the prompt
-        for each answer, the conversation up to this answer, the next prompt and so on must each
-        be a prefix of the next one, as text and as tokens. If the template rewrites earlier
-        turns, there is an example for each answer, in which only that answer counts. Raises
-        DataError if the tokens of an answer are not certain.
+        for each answer and the conversation up to this answer must be prefixes of the whole
+        conversation as tokens. If the template rewrites earlier turns, there is an example for
+        each answer, in which only that answer counts. Raises DataError if the tokens of an answer
+        are not certain.
         """
         conversations = [self._harmless(conversation) for conversation in conversations]
         if self.is_marked:
             return self._examples_by_marks(conversations)
         examples = []
-        for conversation in conversations:
+        for number, conversation in enumerate(conversations):
             try:
-                examples += self._examples_by_prefixes(conversation)
+                examples += [
+                    example._replace(conversation=number)
+                    for example in self._examples_by_prefixes(conversation)
+                ]
             except DataError as error:
                 raise DataError(
                     f"the conversation that starts {conversation[0]['content']!r:.40}: {error}"
@@ -139,16 +143,12 @@ class ChatFormat:
 
     def _harmless(self, messages: Conversation) -> Conversation:
         """The messages without control tokens in their text."""
-        patterns = {"assistant": self._special}
-        return [
-            m
-            | {
-                "content": patterns.get(m["role"], self._control).sub(
-                    lambda t: f"{t[0][:1]} {t[0][1:]}", m["content"]
-                )
-            }
-            for m in messages
-        ]
+
+        def broken(message: dict[str, str]) -> str:
+            tokens = self._special if message["role"] == "assistant" else self._control
+            return tokens.sub(lambda token: f"{token[0][:1]} {token[0][1:]}", message["content"])
+
+        return [message | {"content": broken(message)} for message in messages]
 
     def _render(self, messages: Conversation, add_generation_prompt: bool = False) -> str:
         """The text of `messages`.
@@ -178,13 +178,8 @@ class ChatFormat:
             )
         return text
 
-    def _tokens(self, text: str) -> list[int]:
-        return self.hf(text, add_special_tokens=False, verbose=False)["input_ids"]  # pyright: ignore[reportReturnType]
-
-    def _encode(self, messages: Conversation, add_generation_prompt: bool = False) -> list[int]:
-        ids = self._tokens(self._render(self._harmless(messages), add_generation_prompt))
-        self._check_special(ids, messages, add_generation_prompt)
-        return ids
+    def _tokens(self, texts: list[str]) -> list[list[int]]:
+        return self.hf(texts, add_special_tokens=False, verbose=False)["input_ids"]
 
     def _check_special(
         self, ids: list[int], messages: Conversation, add_generation_prompt: bool = False
@@ -196,9 +191,8 @@ class ChatFormat:
         if shape not in self._expected:
             if len(self._expected) >= _SHAPES:  # a server's clients choose the shapes
                 self._expected.clear()
-            other = self._tokens(
-                self._render([{"role": role, "content": "x"} for role in shape[0]], shape[1])
-            )
+            text = self._render([{"role": role, "content": "x"} for role in shape[0]], shape[1])
+            (other,) = self._tokens([text])
             self._expected[shape] = [i for i in other if i in self._special_ids]
         found = [i for i in ids if i in self._special_ids]
         if found != self._expected[shape]:
@@ -222,84 +216,72 @@ class ChatFormat:
         except Exception as error:  # whatever the template's own expressions raise
             raise _failed(error) from None
         examples = []
-        for conversation, ids, mask in zip(
-            conversations, out["input_ids"], out["assistant_masks"], strict=True
-        ):
+        for number, conversation in enumerate(conversations):
+            ids, mask = out["input_ids"][number], out["assistant_masks"][number]
             self._check_special(ids, conversation)
-            examples.append(ChatExample(ids, mask, _answer_bytes(conversation)))
+            examples.append(ChatExample(ids, mask, _answer_bytes(conversation), number))
         return examples
 
     def _examples_by_prefixes(self, conversation: Conversation) -> list[ChatExample]:
         turns = [
             number for number, message in enumerate(conversation) if message["role"] == "assistant"
         ]
-        prompts = [
-            self._render(conversation[:number], add_generation_prompt=True) for number in turns
+        pairs = [
+            (
+                self._render(conversation[:number], add_generation_prompt=True),
+                self._render(conversation[: number + 1]),
+            )
+            for number in turns
         ]
-        answered = [self._render(conversation[: number + 1]) for number in turns]
-        for prompt, text in zip(prompts, answered, strict=True):
+        for prompt, text in pairs:
             if not text.startswith(prompt):
                 raise DataError(
                     f"the chat template prompts for an answer with {prompt[-30:]!r}, which a "
                     "conversation with that answer does not contain; mark answers in the template "
                     "by {% generation %}"
                 )
-        if all(
-            prompt.startswith(before) for before, prompt in zip(answered, prompts[1:], strict=False)
-        ):
-            with contextlib.suppress(_NotAPrefixError):
-                return [self._masked(conversation, prompts, answered)]
-        try:
-            return [
-                self._masked(conversation[: number + 1], [prompt], [text])
-                for number, prompt, text in zip(turns, prompts, answered, strict=True)
-            ]
-        except _NotAPrefixError as error:
-            raise DataError(
-                "the tokens of its prompt change with the answer that follows it, after "
-                f"{str(error)[-30:]!r}; mark answers in the chat template by {{% generation %}}"
-            ) from None
+        texts = [text for pair in pairs for text in pair]
+        ids = dict(zip(texts, self._tokens(texts), strict=True))
+        if example := self._masked(conversation, pairs, ids):
+            return [example]
+        examples = []
+        for number, pair in zip(turns, pairs, strict=True):
+            example = self._masked(conversation[: number + 1], [pair], ids)
+            if example is None:
+                raise DataError(
+                    "the tokens of its prompt change with the answer that follows it, after "
+                    f"{pair[0][-30:]!r}; mark answers in the chat template by {{% generation %}}"
+                )
+            examples.append(example)
+        return examples
 
     def _masked(
-        self, conversation: Conversation, prompts: list[str], answered: list[str]
-    ) -> ChatExample:
-        """The example of `conversation`, which is rendered as the last of `answered`.
+        self, messages: Conversation, pairs: list[tuple[str, str]], ids: dict[str, list[int]]
+    ) -> ChatExample | None:
+        """The example of `messages` from the texts before and after each answer, and their tokens.
 
-        Each answer is what the text in `answered` adds to the one in `prompts`, without white
-        space after the token that ends it. Raises _NotAPrefixError if a text is not a prefix of
-        the whole as tokens.
+        Each answer is what the second text of a pair adds to the first, without white space after
+        the token that ends it. None if a text is not a prefix of the last one as tokens.
         """
-        ids = self._tokens(answered[-1])
-        self._check_special(ids, conversation)
-        mask = [0] * len(ids)
-        for texts in zip(prompts, answered, strict=True):
-            start, end = (self._length_in(text, ids) for text in texts)
-            while end > start and ids[end - 1] not in self._control_ids:
+        whole = ids[pairs[-1][1]]
+        mask = [0] * len(whole)
+        for before, after in pairs:
+            start, stop = len(ids[before]), len(ids[after])
+            if whole[:start] != ids[before] or whole[:stop] != ids[after]:
+                return None
+            end = stop
+            while end > start and whole[end - 1] not in self._control_ids:
                 end -= 1
-            rest = str(self.hf.decode(ids[end : self._length_in(texts[1], ids)]))
-            if rest.strip() or end - start < 2:
+            if end - start < 2 or str(self.hf.decode(whole[end:stop])).strip():
                 raise DataError(
                     "the chat template ends an answer with no special token, so a model would not "
                     "learn to end one; choose a tokenizer whose template does"
                 )
             mask[start:end] = [1] * (end - start)
+        self._check_special(whole, messages)
         return ChatExample(
-            ids, mask, _answer_bytes(conversation[-1:] if len(prompts) == 1 else conversation)
+            whole, mask, _answer_bytes(messages[-1:] if len(pairs) == 1 else messages)
         )
-
-    def _length_in(self, text: str, ids: list[int]) -> int:
-        """The number of tokens of `text`.
-
-        Raises _NotAPrefixError if they are not the first of `ids`.
-        """
-        prefix = self._tokens(text)
-        if ids[: len(prefix)] != prefix:
-            raise _NotAPrefixError(text)
-        return len(prefix)
-
-
-class _NotAPrefixError(Exception):
-    """The tokens of a text are not a prefix of those of the text that it starts."""
 
 
 def chat_format(hf: transformers.PreTrainedTokenizerBase, name: str) -> ChatFormat:
@@ -347,11 +329,9 @@ def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
     def literal(text: str) -> str:  # Jinja reads what JSON writes
         return json.dumps(text, ensure_ascii=False)
 
-    longest_first = sorted(
-        (token for token in special_tokens(hf) if len(token) > 1), key=lambda t: (-len(t), t)
-    )
     breaks = "".join(
-        (f" | replace({literal(t)}, {literal(f'{t[:1]} {t[1:]}')})") for t in longest_first
+        f" | replace({literal(token)}, {literal(f'{token[:1]} {token[1:]}')})"
+        for token in _breakable(special_tokens(hf))
     )
     start = "" if start_of_text_id_of(hf) is None else "{{- bos_token -}}"
     return (
@@ -366,12 +346,13 @@ def chat_template(hf: transformers.PreTrainedTokenizerBase) -> str:
     )
 
 
+def _breakable(tokens: set[str]) -> list[str]:
+    """Those of `tokens` that a space can break, the longest first."""
+    return sorted((token for token in tokens if len(token) > 1), key=lambda t: (-len(t), t))
+
+
 def _any_of(tokens: set[str]) -> re.Pattern[str]:
-    """A pattern of any of `tokens` that a space can break, the longest first."""
-    breakable = sorted(
-        (token for token in tokens if len(token) > 1), key=lambda token: (-len(token), token)
-    )
-    return re.compile("|".join(map(re.escape, breakable)) or "(?!)")
+    return re.compile("|".join(map(re.escape, _breakable(tokens))) or "(?!)")
 
 
 def _answer_bytes(messages: Conversation) -> int:

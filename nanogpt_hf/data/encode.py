@@ -14,7 +14,7 @@ import datasets
 import numpy as np
 import pyarrow
 
-from nanogpt_hf.data.manifest import ShardFacts, SplitFacts
+from nanogpt_hf.data.manifest import SplitFacts
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.formatting import format_duration
 
@@ -79,48 +79,45 @@ class Progress:
         logger.info(f"{self.where}: {self.tokens:,} tokens, {rate:,.0f} per second{left}")
 
 
-class Encoded:
-    """The rows of documents, in order, of the first ones that have at most `limit` tokens in all.
+def encoded(
+    documents: Iterable[Any], encode: Encode, num_threads: int = 1, limit: int | None = None
+) -> Iterator[tuple[int, Rows]]:
+    """(number of documents so far, rows) of the first documents that have at most `limit` tokens in
+    all, in order.
 
-    `count` is then the number of these documents. With one thread the caller's encodes; the
-    libraries that tokenize text do so without Python's lock, so that threads are enough.
+    With one thread the caller's encodes; the libraries that tokenize text do so without Python's
+    lock, so that threads are enough.
     """
-
-    def __init__(
-        self, documents: Iterable[Any], encode: Encode, num_threads: int, limit: int | None
-    ):
-        self.documents, self.encode, self.num_threads = documents, encode, num_threads
-        self.limit, self.count = limit, 0
-
-    def __iter__(self) -> Iterator[Rows]:
-        tokens = 0
-        for end, rows in self._batches():
-            ends = tokens + np.cumsum(rows.lengths)
-            if self.limit is not None and len(ends) and ends[-1] > self.limit:
-                self.count = int(rows.documents[np.argmax(ends > self.limit)])
-                yield rows.select(rows.documents < self.count)
-                return
-            self.count, tokens = end, tokens + len(rows.ids)
-            yield rows
-
-    def _batches(self) -> Iterator[tuple[int, Rows]]:
-        """(number of documents so far, rows)"""
-        if self.num_threads == 1:
-            for first, batch in _batches(self.documents):
-                yield first + len(batch), self.encode(batch, first)
+    tokens = 0
+    for count, rows in _encoded(documents, encode, num_threads):
+        ends = tokens + np.cumsum(rows.lengths)
+        if limit is not None and len(ends) and ends[-1] > limit:
+            count = int(rows.documents[np.argmax(ends > limit)])
+            yield count, rows.select(rows.documents < count)
             return
-        pending: deque[tuple[int, Future[Rows]]] = deque()
-        with ThreadPoolExecutor(self.num_threads) as pool:
-            try:
-                for first, batch in _batches(self.documents):
-                    pending.append((first + len(batch), pool.submit(self.encode, batch, first)))
-                    if len(pending) > 2 * self.num_threads:
-                        end, rows = pending.popleft()
-                        yield end, rows.result()
-                for end, rows in pending:
-                    yield end, rows.result()
-            finally:
-                pool.shutdown(cancel_futures=True)  # if it was interrupted
+        tokens += len(rows.ids)
+        yield count, rows
+
+
+def _encoded(
+    documents: Iterable[Any], encode: Encode, num_threads: int
+) -> Iterator[tuple[int, Rows]]:
+    if num_threads == 1:
+        for first, batch in _batches(documents):
+            yield first + len(batch), encode(batch, first)
+        return
+    pending: deque[tuple[int, Future[Rows]]] = deque()
+    with ThreadPoolExecutor(num_threads) as pool:
+        try:
+            for first, batch in _batches(documents):
+                pending.append((first + len(batch), pool.submit(encode, batch, first)))
+                if len(pending) > 2 * num_threads:
+                    count, rows = pending.popleft()
+                    yield count, rows.result()
+            for count, rows in pending:
+                yield count, rows.result()
+        finally:
+            pool.shutdown(cancel_futures=True)  # if it was interrupted
 
 
 def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
@@ -139,11 +136,11 @@ def _batches(documents: Iterable[Any]) -> Iterator[tuple[int, list[Any]]]:
 class Spool:
     """Rows in a scratch file, to write them when the number of their documents is known."""
 
-    def __init__(self, path: Path, rows: Iterable[Rows], progress: Progress):
-        self._path, self._batches = path, 0
+    def __init__(self, path: Path, rows: Iterable[tuple[int, Rows]]):
+        self.documents = self._batches = 0
+        self._path = path
         with path.open("wb") as file:
-            for batch in rows:
-                progress.add(len(batch.ids))
+            for self.documents, batch in rows:
                 for array in batch:
                     np.save(file, array)
                 self._batches += 1
@@ -162,8 +159,8 @@ class ShardWriter:
         self._folder, self._features, self._stream = folder, datasets.Features(), None
         self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
         self._pending: list[Rows] = []
-        self._shards: dict[str, ShardFacts] = {}
-        self._documents = self.tokens = self._bytes = self._answers = 0
+        self._shards: dict[str, dict[str, Any]] = {}
+        self._documents = self._tokens = self._bytes = self._answers = 0
 
     def write(self, rows: Rows) -> None:
         """Add rows, whose documents are complete."""
@@ -172,19 +169,18 @@ class ShardWriter:
         if rows.lengths.max() >= 2**31:  # arrow's lists count with 32 bits
             raise DataError("a document has more than 2^31 tokens; split its file")
         if not self._features:
-            columns = {"input_ids": rows.ids} | (
-                {"assistant_mask": rows.mask} if len(rows.mask) else {}
-            )
+            columns = zip(("input_ids", "assistant_mask"), rows, strict=False)
             self._features = datasets.Features(
                 {
                     name: datasets.List(datasets.Value(array.dtype.name))
-                    for name, array in columns.items()
+                    for name, array in columns
+                    if len(array)
                 }
             )
         for digest, array in zip(self._digests, rows, strict=False):
             digest.update(np.ascontiguousarray(array, dtype="<u4").data)
         self._documents += len(np.unique(rows.documents))
-        self.tokens += len(rows.ids)
+        self._tokens += len(rows.ids)
         self._bytes += int(rows.bytes.sum())
         self._answers += int(rows.mask.sum(dtype=np.int64))
         self._pending.append(rows)
@@ -210,7 +206,10 @@ class ShardWriter:
     def _end_shard(self) -> None:
         if self._stream is not None:
             self._stream.close()
-            self._shards[self._file.path.name] = self._file.facts()
+            self._shards[self._file.path.name] = {
+                "size": self._file.size,
+                "sha256": self._file.digest.hexdigest(),
+            }
             self._stream = None
 
     def close(self) -> SplitFacts:
@@ -230,8 +229,9 @@ class ShardWriter:
         }
         (self._folder / "state.json").write_text(json.dumps(state, indent=2), encoding="utf-8")
         answers = self._answers if has_mask else None
-        counts = self._documents, self.tokens, self._bytes
-        return SplitFacts(*counts, assistant_tokens=answers, sha256=sha256, shards=self._shards)
+        return SplitFacts(
+            self._documents, self._tokens, self._bytes, answers, sha256, shards=self._shards
+        )
 
 
 class _HashedFile:
@@ -240,16 +240,13 @@ class _HashedFile:
     closed = False
 
     def __init__(self, path: Path):
-        self.path, self.size, self._digest = path, 0, hashlib.sha256()
+        self.path, self.size, self.digest = path, 0, hashlib.sha256()
 
     def write(self, data: Any) -> int:
-        self._digest.update(data)
+        self.digest.update(data)
         self.size += len(data)
         with self.path.open("ab") as file:  # so that no error leaves it open
             return file.write(data)
 
     def flush(self) -> None:
         """For pyarrow: nothing is held back."""
-
-    def facts(self) -> ShardFacts:
-        return ShardFacts(self.size, self._digest.hexdigest())

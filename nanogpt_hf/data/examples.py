@@ -7,11 +7,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from nanogpt_hf.data.blocks import TokenStream, read_column
-from nanogpt_hf.errors import DataError
+from nanogpt_hf.data.blocks import Blocks, TokenStream, read_column
 
 
-class Examples:
+class Examples(Blocks):
     """Examples in blocks: several per block that do not attend to each other (packed), or one
     (padded).
 
@@ -55,7 +54,14 @@ class Examples:
 
         Raises DataError if it cannot be read.
         """
-        return cls(*_read(folder, vocab_size), block_size=block_size, packing=packing)
+        lengths = [np.diff(chunk.offsets.to_numpy()) for chunk in read_column(folder, "input_ids")]
+        return cls(
+            TokenStream.open(folder, vocab_size),
+            TokenStream.open(folder, column="assistant_mask"),
+            np.concatenate(lengths).astype(np.int64),
+            block_size=block_size,
+            packing=packing,
+        )
 
     def __len__(self) -> int:
         return len(self.blocks)
@@ -99,34 +105,6 @@ class Examples:
         """The tokens of answers in the blocks at `indices`."""
         numbers = (number for block in indices.tolist() for number in self.blocks[block])
         return sum(int(self._targets_of(number)[1].sum()) for number in numbers)
-
-
-def _read(
-    folder: Path, vocab_size: int | None = None
-) -> tuple[TokenStream, TokenStream, np.ndarray]:
-    """Ids, 1 for each that is part of an answer, and the length of each example."""
-    chunks, mask = (
-        read_column(folder, "input_ids"),
-        read_column(folder, "assistant_mask"),
-    )
-    try:
-        lengths = np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]).astype(
-            np.int64
-        )
-        ids, mask = (
-            [c.flatten().to_numpy(zero_copy_only=True) for c in column] for column in (chunks, mask)
-        )
-    except (ValueError, AttributeError) as error:  # a column of something else
-        raise DataError(
-            f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
-        ) from None
-    streams = TokenStream(ids, vocab_size), TokenStream(mask)
-    if len(streams[0]) != len(streams[1]):
-        raise DataError(
-            f"{folder}: cannot be read as prepared tokens: its columns differ; "
-            "prepare the data again"
-        )
-    return *streams, lengths
 
 
 def pack(lengths: np.ndarray, size: int) -> list[list[int]]:

@@ -19,8 +19,8 @@ from fsspec.compression import compr, register_compression
 
 from nanogpt_hf.errors import DataError, one_line
 
-PYTHON_DOCS, ARITHMETIC = "python-docs", "arithmetic"
-BUILT_IN = (PYTHON_DOCS, ARITHMETIC)  # sources that are neither files nor downloads
+ARITHMETIC = "arithmetic"
+BUILT_IN = ("python-docs", ARITHMETIC)  # sources that are neither files nor downloads
 ROW_ENDINGS = (".jsonl", ".json", ".csv", ".parquet")
 TEXT_ENDINGS = (".txt", ".md", *ROW_ENDINGS)
 _COMPRESSED = (".gz", ".xz", ".zst", ".zip")
@@ -148,13 +148,6 @@ def _open(path: Path) -> IO[bytes]:
     return fsspec.filesystem("file").open(str(path), "rb", compression="infer")
 
 
-@contextmanager
-def _open_text(path: Path) -> Iterator[io.TextIOWrapper]:
-    # utf-8-sig drops a byte order mark; line ends become \n, as Python's open() does.
-    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
-        yield text
-
-
 def check_text(text: str) -> None:
     """Raises ValueError for binary data, and for text that UTF-8 cannot encode."""
     if "\0" in text:
@@ -198,30 +191,28 @@ def _one_line_errors(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from None
 
 
-def read_text(path: Path) -> str:
-    """The text of a file. Raises DataError if it cannot be read, or is not text."""
-    with _one_line_errors(path), _open_text(path) as file:
-        text = file.read()
-        check_text(text)
-        return text
+def read_rows(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
+    """(position for messages, row) for each row of a file.
 
-
-def read_rows(path: Path, column: str | None = None) -> Iterator[tuple[str, Any]]:
-    """(position, row) for each row of a file; of Parquet only `column` is read, if it exists.
-
-    Raises DataError if it cannot be read.
+    With `column` a file of another ending is plain text, and one row, and of Parquet only this
+    column is read, if it exists. Raises DataError if the file cannot be read.
     """
-    if file_ending(path) not in ROW_ENDINGS:
+    ending = file_ending(path)
+    if column is None and ending not in ROW_ENDINGS:
         raise DataError(
             f"{path}: expected rows ({', '.join(ROW_ENDINGS)}), got a file of plain text"
         )
-    read = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}.get(file_ending(path))
     with _one_line_errors(path):
-        if read is None:
+        if ending == ".parquet":
             yield from _parquet(path, column)
             return
-        with _open_text(path) as file:
-            yield from read(file)
+        # utf-8-sig drops a byte order mark; line ends become \n, as Python's open() does.
+        with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+            yield from _READERS.get(ending, _plain_text)(text)
+
+
+def _plain_text(file: IO[str]) -> Iterator[tuple[str, Any]]:
+    yield "", file.read()
 
 
 def _json_lines(file: IO[str]) -> Iterator[tuple[str, Any]]:
@@ -231,13 +222,13 @@ def _json_lines(file: IO[str]) -> Iterator[tuple[str, Any]]:
                 row = json.loads(line)
             except (ValueError, RecursionError) as error:
                 raise ValueError(f"line {number}: not valid JSON: {error}") from None
-            yield f"line {number}", row
+            yield f"line {number}: ", row
 
 
 def _json(file: IO[str]) -> Iterator[tuple[str, Any]]:
     tree = json.load(file)
     for number, row in enumerate(tree if isinstance(tree, list) else [tree], 1):
-        yield f"row {number}", row
+        yield f"row {number}: ", row
 
 
 def _csv(file: IO[str]) -> Iterator[tuple[str, Any]]:
@@ -252,7 +243,10 @@ def _csv(file: IO[str]) -> Iterator[tuple[str, Any]]:
                 f"line {rows.line_num}: more fields than the header; a text with commas must be "
                 "in quotes"
             )
-        yield f"line {rows.line_num}", row
+        yield f"line {rows.line_num}: ", row
+
+
+_READERS = {".jsonl": _json_lines, ".json": _json, ".csv": _csv}
 
 
 def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
@@ -267,4 +261,4 @@ def _parquet(path: Path, column: str | None) -> Iterator[tuple[str, Any]]:
         for batch in table.iter_batches(columns=columns):
             for row in batch.to_pylist():
                 number += 1
-                yield f"row {number}", row
+                yield f"row {number}: ", row

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import datasets
 import numpy as np
@@ -22,7 +22,7 @@ from nanogpt_hf.data.conversations import Conversation, conversation_of
 from nanogpt_hf.data.encode import Encode, Rows
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.files import ROW_ENDINGS, TEXT_ENDINGS, find_files, text_of
-from nanogpt_hf.data.manifest import Manifest, SplitFacts
+from nanogpt_hf.data.manifest import SPLITS, Manifest, SplitFacts
 from nanogpt_hf.data.tokenizer import Tokenizer, bytes_of_tokens
 from nanogpt_hf.errors import DataError
 
@@ -46,13 +46,15 @@ class Format:
     reads_plain_text: bool = False
     # from the tokenizer and the id that ends each document; None if the tokens are made already
     encoder: Callable[[Tokenizer, int | None], Encode] | None = None
-    in_threads: bool = False  # whether the encoder may run in several
+    in_threads: bool = False  # whether the encoder may run in several; chat templates may not
     mask_bytes: int = 0  # on the disk for each token
 
 
 def local_files(data: DataSection) -> list[Path]:
-    """`find_files` of the recipe's source and format."""
-    return find_files(data.one_source, FORMATS[data.format].endings)
+    """`find_files` of the recipe's source and format; token files without tokens are left out."""
+    form = FORMATS[data.format]
+    files = find_files(data.one_source, form.endings)
+    return files if form.encoder else [path for path in files if path.stat().st_size]
 
 
 def bytes_of_a_token(data: DataSection, vocab_size: int) -> int:
@@ -68,7 +70,7 @@ def text_encoder(tokenizer: Tokenizer, end_of_text_id: int | None) -> Encode:
     tokenizer.encode_batch([""])  # sets options of the library, which threads may not
 
     def encode(texts: list[str | None], first: int) -> Rows:
-        numbers = [first + number for number, text in enumerate(texts) if text]
+        numbers = [number for number, text in enumerate(texts, first) if text]
         kept, rows = [text for text in texts if text], []
         for ids in tokenizer.encode_batch(kept) if kept else []:
             if len(ids) and ids.max() >= vocab_size:
@@ -86,30 +88,33 @@ def _chat_encoder(tokenizer: Tokenizer, _: int | None) -> Encode:
     chat, kind = chat_format(tokenizer.hf, tokenizer.name), token_dtype(tokenizer.vocab_size)
 
     def encode(conversations: list[Conversation], first: int) -> Rows:
-        if chat.is_marked:  # one example for each
-            found = [[example] for example in chat.examples(conversations)]
-        else:
-            found = [chat.examples([conversation]) for conversation in conversations]
-        numbers = [number for number, own in enumerate(found, first) for _ in own]
-        examples = [example for own in found for example in own]
+        examples = chat.examples(conversations)
         return Rows.of(
-            [np.asarray(example.input_ids, dtype=np.uint32).astype(kind) for example in examples],
-            numbers,
+            [np.array(example.input_ids, dtype=kind) for example in examples],
+            [first + example.conversation for example in examples],
             [example.bytes for example in examples],
-            [np.asarray(example.assistant_mask, dtype=np.uint8) for example in examples],
+            [np.array(example.assistant_mask, dtype=np.uint8) for example in examples],
         )
 
     return encode
 
 
 def token_stream(
-    folder: Path, split: str, manifest: Manifest, data: DataSection | None
+    folder: Path, split: str, manifest: Manifest, data: DataSection | None = None
 ) -> TokenStream:
-    """The tokens of a split; those of datatrove are in the source of `data`."""
-    if manifest.recipe["format"] == "datatrove" and data:
-        pieces = _pieces(open_token_files(data), split, manifest.train.tokens)
-        return TokenStream([tokens for _, tokens, _ in pieces], manifest.vocab_size)
-    return TokenStream.open(folder / split, manifest.vocab_size)
+    """The tokens of a split; those of datatrove are in the source of `data`.
+
+    Raises DataError if they cannot be read. Ids are checked against the vocabulary when they are
+    read, and all bytes by `check_prepared`.
+    """
+    if getattr(manifest, split).shards is not None:
+        return TokenStream.open(folder / split, manifest.vocab_size)
+    if data is None:
+        raise DataError(
+            f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote"
+        )
+    pieces = _pieces(open_token_files(data), split, manifest.train.tokens)
+    return TokenStream([tokens for _, tokens, _ in pieces], manifest.vocab_size)
 
 
 def _token_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
@@ -166,8 +171,7 @@ def _chat_line(facts: SplitFacts, blocks: Blocks | None) -> str:
     return line
 
 
-@dataclass(frozen=True)
-class TokenFile:
+class TokenFile(NamedTuple):
     """A .ds file, memory-mapped."""
 
     path: Path
@@ -180,15 +184,12 @@ def open_token_files(data: DataSection) -> list[TokenFile]:
 
     Raises DataError if there are none, or the size of one does not fit its index.
     """
-    paths = local_files(data)
-    if not paths:
-        raise DataError(
-            f"data.source: {data.one_source}: expected .ds files of datatrove on this machine"
-        )
-    files = [_open_token_file(path) for path in paths if path.stat().st_size]
-    if not files:
-        raise DataError(f"data.source: {data.one_source}: all .ds files are empty")
-    return files
+    if files := [_open_token_file(path) for path in local_files(data)]:
+        return files
+    raise DataError(
+        f"data.source: {data.one_source}: expected .ds files of datatrove on this machine, with "
+        "tokens"
+    )
 
 
 def _open_token_file(path: Path) -> TokenFile:
@@ -219,17 +220,15 @@ def _open_token_file(path: Path) -> TokenFile:
 
 def _pieces(files: list[TokenFile], split: str, train_tokens: int) -> Pieces:
     """What belongs to a split: the first `train_tokens` of all files, or the rest."""
-    pieces, start = [], 0
-    for file in files:
-        cut = min(max(train_tokens - start, 0), len(file.tokens))
-        documents = len(file.ends)
-        if cut < len(file.tokens):
-            documents = int(np.searchsorted(file.ends, cut, side="right"))
+    pieces, left = [], train_tokens
+    for path, tokens, ends in files:
+        cut = min(left, len(tokens))
+        left -= cut
+        documents = int(np.searchsorted(ends, cut, side="right"))
         if split == "train":
-            pieces.append((file.path, file.tokens[:cut], documents))
+            pieces.append((path, tokens[:cut], documents))
         else:
-            pieces.append((file.path, file.tokens[cut:], len(file.ends) - documents))
-        start += len(file.tokens)
+            pieces.append((path, tokens[cut:], len(ends) - documents))
     return pieces
 
 
@@ -244,7 +243,7 @@ def describe_token_files(
     _check_name(files[0].path, data.tokenizer)
     train_tokens = _end_of_training(files, data)
     sizes, facts = bytes_of_tokens(tokenizer), {}
-    for split in ("train", "validation"):
+    for split in SPLITS:
         pieces = _pieces(files, split, train_tokens)
         size = sum(_count_bytes(path, tokens, sizes, tokenizer) for path, tokens, _ in pieces)
         facts[split] = SplitFacts(

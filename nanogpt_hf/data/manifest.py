@@ -6,6 +6,7 @@ import dataclasses
 import hashlib
 import json
 import sys
+import uuid
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -17,6 +18,7 @@ from nanogpt_hf.errors import DataError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+SPLITS = ("train", "validation")
 
 # The knobs that decide the tokens. Prepared data is reused only if all of them are equal.
 DECIDING_KNOBS = (
@@ -37,19 +39,13 @@ DECIDING_KNOBS = (
 
 
 @dataclass(frozen=True)
-class ShardFacts:
-    size: int  # bytes
-    sha256: str
-
-
-@dataclass(frozen=True)
 class SplitFacts:
     documents: int
     tokens: int
     bytes: int  # UTF-8 text; in conversations, only answers count
     assistant_tokens: int | None = None  # in conversations: tokens that are part of an answer
     sha256: str | None = None  # digest of the tokens that we wrote
-    shards: dict[str, ShardFacts] | None = None  # by file name
+    shards: dict[str, dict[str, Any]] | None = None  # size and sha256 by file name
 
     @property
     def bytes_per_token(self) -> float:
@@ -68,7 +64,10 @@ class PreparedSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Source, tokenizer and sizes of prepared data."""
+    """Source, tokenizer and sizes of prepared data.
+
+    That of a mixture, which is not written, is of its sources as one: counts are sums.
+    """
 
     format: int
     recipe: dict[str, Any]  # the deciding knobs; of imported tokens, those that apply
@@ -82,27 +81,16 @@ class Manifest:
     versions: dict[str, str]
     # the token before each document; None if the tokenizer puts none there
     start_of_text_id: int | None = None
+    sources: tuple[PreparedSource, ...] = ()  # of a mixture
 
     def content(self) -> dict[str, Any]:
         """What identifies the tokens: equal for the same text and tokenizer."""
         facts = {name: getattr(self, name) for name in ("revision", "tokenizer_hash", "vocab_size")}
-        for name in ("train", "validation"):
+        for name in SPLITS:
             split = getattr(self, name)
             facts |= {f"{name} tokens": split.tokens, f"{name} sha256": split.sha256}
-        return facts
-
-
-@dataclass(frozen=True)
-class MixedManifest(Manifest):
-    """The manifests of a mixture's sources as one, which is not written: counts are sums, checksums
-    are of theirs.
-    """
-
-    sources: tuple[PreparedSource, ...] = ()
-
-    def content(self) -> dict[str, Any]:
         weights = ", ".join(f"{source.name} {source.weight}" for source in self.sources)
-        return super().content() | {"weights": weights}
+        return facts | ({"weights": weights} if weights else {})
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -116,7 +104,7 @@ def read_manifest(folder: Path) -> Manifest | None:
                 f"{folder}: prepared in format {raw['format']}, not {FORMAT}; remove it to "
                 "prepare again"
             )
-        return Manifest(**raw | {name: _split_facts(raw[name]) for name in ("train", "validation")})
+        return Manifest(**raw | {split: SplitFacts(**raw[split]) for split in SPLITS})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise DataError(
             f"{folder / MANIFEST}: not a manifest of prepared data: {error}; remove the folder to "
@@ -124,16 +112,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         ) from None
 
 
-def _split_facts(raw: dict[str, Any]) -> SplitFacts:
-    shards: Any = raw["shards"] and {
-        name: ShardFacts(**facts) for name, facts in raw["shards"].items()
-    }
-    return SplitFacts(**{**raw, "shards": shards})
-
-
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    text = json.dumps(dataclasses.asdict(manifest), indent=2, ensure_ascii=False)
-    (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")
+    facts = dataclasses.asdict(manifest)
+    del facts["sources"]
+    partial = folder / f".{uuid.uuid4().hex}"  # replaced at once: other processes may read it
+    partial.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    partial.replace(folder / MANIFEST)
 
 
 def tool_versions() -> dict[str, str]:
@@ -168,7 +152,7 @@ def find_manifest(data: DataSection) -> Manifest | None:
     return _mixed(sources)
 
 
-def _mixed(sources: list[PreparedSource]) -> MixedManifest:
+def _mixed(sources: list[PreparedSource]) -> Manifest:
     manifests = [source.manifest for source in sources]
     first = manifests[0]
     for source in sources[1:]:
@@ -192,22 +176,13 @@ def _mixed(sources: list[PreparedSource]) -> MixedManifest:
             sha256=None if None in checksums else digest(checksums),
         )
 
-    common = first.recipe.items()
-    return MixedManifest(
-        format=FORMAT,
-        recipe={
-            knob: value
-            for knob, value in common
-            if all(manifest.recipe.get(knob) == value for manifest in manifests)
-        },
+    recipes = [manifest.recipe.items() for manifest in manifests]
+    return dataclasses.replace(
+        first,
+        recipe=dict(item for item in recipes[0] if all(item in other for other in recipes)),
         revision=f"sha256:{digest([manifest.revision for manifest in manifests])}",
         file_state=None,
-        tokenizer_hash=first.tokenizer_hash,
-        vocab_size=first.vocab_size,
-        end_of_text_id=first.end_of_text_id,
         train=total([manifest.train for manifest in manifests]),
         validation=total([manifest.validation for manifest in manifests]),
-        versions=first.versions,
-        start_of_text_id=first.start_of_text_id,
         sources=tuple(sources),
     )

@@ -3,8 +3,10 @@
 The folder is complete or absent, also if several processes prepare it.
 """
 
+import itertools
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +17,14 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.cpu import allowed_cores
-from nanogpt_hf.data.encode import Encode, Encoded, Progress, ShardWriter, Spool
+from nanogpt_hf.data.encode import Encode, Progress, Rows, ShardWriter, Spool, encoded
 from nanogpt_hf.data.files import file_digest, file_state, without_login
 from nanogpt_hf.data.formats import FORMATS, Document, describe_token_files, local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
     FORMAT,
     MANIFEST,
+    SPLITS,
     Manifest,
     SplitFacts,
     find_manifest,
@@ -81,20 +84,26 @@ def _prepare_source(data: DataSection) -> tuple[Manifest, bool]:
 
 def _prepare_in(folder: Path, data: DataSection) -> Manifest:
     form = FORMATS[data.format]
+    if data.num_threads:  # of the library tokenizers; it reads this when it starts them
+        os.environ.setdefault("RAYON_NUM_THREADS", str(data.num_threads))
     if form.encoder is None:
         tokenizer = build_tokenizer(data.tokenizer, ())
         end_of_text_id, facts = describe_token_files(data, tokenizer)
-        revision = file_digest([path for path in local_files(data) if path.stat().st_size])
+        revision = file_digest(local_files(data))
         return write_facts(folder, data, tokenizer, revision, end_of_text_id, facts)
     scratch = folder / "scratch"
     scratch.mkdir()
     documents = load_documents(data, scratch)
     held, several = None, True
     if documents.validation is None and not data.streaming and data.max_tokens is None:
-        count = documents.count or sum(1 for _ in documents.train())
+        # `bpe` learns from the training split alone, so the documents are counted first. Else two
+        # show that it is no single text, and all are counted when they are encoded.
+        is_trained, some = data.tokenizer == "bpe", documents.train()
+        some = datasets.utils.tqdm(some, "counting") if is_trained else itertools.islice(some, 2)
+        count = documents.count or sum(1 for _ in some)
         if count == 1 and data.format == "text":
             documents, several = _cut(documents, data), False
-        else:
+        elif documents.count or is_trained:
             held = held_out(count, data)
     texts = _texts(documents, held, data.tokenizer)
     tokenizer = build_tokenizer(data.tokenizer, texts, data.vocab_size, data.bpe_pattern)
@@ -149,18 +158,16 @@ def _texts(documents: Documents, held: np.ndarray | None, tokenizer: str) -> Ite
     """Every text, and of conversations every message, that the tokenizer is made from."""
     # `char` has to know the characters of both splits; `bpe` learns from the training split alone.
     is_trained = tokenizer == "bpe"
-    for number, document in enumerate(documents.train()):
-        if held is None or not is_trained or not held[number]:
-            yield from _texts_of(document)
-    if documents.validation is not None and not is_trained:
-        for document in documents.validation():
-            yield from _texts_of(document)
-
-
-def _texts_of(document: Document) -> list[str]:
-    if isinstance(document, list):
-        return [message["content"] for message in document]
-    return [document or ""]
+    splits: list[Iterable[Document]] = [documents.train()]
+    if held is not None and is_trained:
+        splits = [itertools.compress(documents.train(), ~held)]
+    elif documents.validation is not None and not is_trained:
+        splits.append(documents.validation())
+    for document in itertools.chain(*splits):
+        if isinstance(document, list):
+            yield from (message["content"] for message in document)
+        else:
+            yield document or ""
 
 
 def _write_splits(
@@ -169,32 +176,31 @@ def _write_splits(
     threads = (data.num_threads or allowed_cores()) if FORMATS[data.format].in_threads else 1
     progress = Progress(data.dir, data.max_tokens)
 
-    def encoded(split: Any) -> Encoded:
+    def encoded_split(split: Any) -> Iterator[tuple[int, Rows]]:
         bar = datasets.utils.tqdm(split(), "tokenizing", documents.count, unit=" documents")
-        return Encoded(bar, encode, threads, data.max_tokens)
+        for count, rows in encoded(bar, encode, threads, data.max_tokens):
+            progress.add(len(rows.ids))
+            yield count, rows
 
-    train, validation = (ShardWriter(folder / name) for name in ("train", "validation"))
+    writers = {split: ShardWriter(folder / split) for split in SPLITS}
     if documents.validation is not None:
-        for split, writer in ((documents.train, train), (documents.validation, validation)):
-            for rows in encoded(split):
-                writer.write(rows)
-                progress.add(len(rows.ids))
+        for split in SPLITS:
+            for _, rows in encoded_split(getattr(documents, split)):
+                writers[split].write(rows)
     else:
-        batches = first = encoded(documents.train)
+        batches = (rows for _, rows in encoded_split(documents.train))
         if held is None:  # the number of documents is known when all are encoded
-            batches = Spool(folder / "scratch" / "rows", first, progress)
-            held = held_out(first.count, data)
+            batches = Spool(folder / "scratch" / "rows", encoded_split(documents.train))
+            held = held_out(batches.documents, data)
         for rows in batches:
             is_held = held[rows.documents]
-            train.write(rows.select(~is_held))
-            validation.write(rows.select(is_held))
-            if batches is first:
-                progress.add(len(rows.ids))
-    facts = {"train": train.close(), "validation": validation.close()}
-    for name, split in facts.items():
-        if not split.tokens:
+            writers["train"].write(rows.select(~is_held))
+            writers["validation"].write(rows.select(is_held))
+    facts = {split: writer.close() for split, writer in writers.items()}
+    for split, of_split in facts.items():
+        if not of_split.tokens:
             source = without_login(data.one_source)
-            raise DataError(f"data.source: {source}: too little text: none is left for {name}")
+            raise DataError(f"data.source: {source}: too little text: none is left for {split}")
     return facts
 
 
@@ -217,7 +223,8 @@ def write_facts(
         tokenizer_hash=vocabulary_hash(tokenizer.hf),
         vocab_size=tokenizer.vocab_size,
         end_of_text_id=end_of_text_id,
-        **facts,
+        train=facts["train"],
+        validation=facts["validation"],
         versions=tool_versions(),
         start_of_text_id=tokenizer.start_of_text_id if data.format == "text" else None,
     )

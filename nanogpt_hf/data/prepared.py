@@ -2,36 +2,31 @@
 describe it in a few lines.
 """
 
+import contextlib
 import hashlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
-from nanogpt_hf.data.blocks import Blocks, MixedBlocks, TokenStream, samples_per_epoch
+from nanogpt_hf.data.blocks import Blocks, MixedBlocks
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.files import file_digest, file_state, is_url, without_login
-from nanogpt_hf.data.formats import FORMATS, local_files, open_token_files, token_stream
+from nanogpt_hf.data.formats import FORMATS, local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
-    MANIFEST,
+    SPLITS,
     Manifest,
-    MixedManifest,
-    ShardFacts,
     find_manifest,
     read_manifest,
+    write_manifest,
 )
-from nanogpt_hf.data.tokenizer import (
-    end_of_text_id_of,
-    load_tokenizer,
-    vocabulary_hash,
-)
+from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
 
 TOKENIZER = "tokenizer"
-SPLITS = ("train", "validation")
 _REMEDY = "copy the prepared data again, or remove it to prepare it again"
 
 
@@ -78,8 +73,7 @@ def _load_source(data: DataSection) -> PreparedData:
     manifest = require_manifest(folder)
     check_fits(manifest, data)
     tokenizer = open_tokenizer(folder, manifest)
-    for split in SPLITS:
-        open_tokens(folder, split, manifest, data)
+    check_sizes(folder, manifest)
     train, validation = (
         FORMATS[data.format].blocks(folder, split, manifest, data) for split in SPLITS
     )
@@ -108,11 +102,10 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
     """Raises DataError if prepared data does not fit the recipe."""
     for knob in (knob for knob in DECIDING_KNOBS if knob in manifest.recipe):
         prepared, wanted = manifest.recipe[knob], getattr(data, knob)
-        if not _same(knob, prepared, wanted):
-            if knob == "source":
-                prepared, wanted = without_login(prepared or ""), without_login(wanted)
+        if prepared != wanted and not (knob == "source" and Path(prepared) == Path(wanted)):
             raise DataError(
-                f"{data.dir}: prepared with data.{knob} {prepared!r}, the recipe says {wanted!r}; "
+                f"{data.dir}: prepared with data.{knob} {without_login(repr(prepared))}, the "
+                f"recipe says {without_login(repr(wanted))}; "
                 "choose another --data.dir, or remove the folder to prepare it again"
             )
     expected = data.sha256 and f"sha256:{data.sha256.lower()}"
@@ -128,21 +121,15 @@ def check_fits(manifest: Manifest, data: DataSection) -> None:
             if FORMATS[data.format].encoder is None:  # its tokens are read where they are
                 raise
             return  # the text is on the machine that prepared it
-        if (
-            files
-            and file_state(files) != manifest.file_state
-            and file_digest(files) != manifest.revision
-        ):
+        if not files or (state := file_state(files)) == manifest.file_state:
+            return
+        if file_digest(files) != manifest.revision:
             raise DataError(
                 f"{data.dir}: {data.source} has changed since it was prepared; "
                 "choose another --data.dir, or remove the folder to prepare it again"
             )
-
-
-def _same(knob: str, prepared: str | None, wanted: str | None) -> bool:
-    if knob == "source" and prepared and wanted:
-        return prepared == wanted or (not is_url(wanted) and Path(prepared) == Path(wanted))
-    return prepared == wanted
+        with contextlib.suppress(OSError):  # the next call does not read the text again
+            write_manifest(Path(data.dir), replace(manifest, file_state=state))
 
 
 def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedTokenizerBase:
@@ -157,28 +144,19 @@ def open_tokenizer(folder: Path, manifest: Manifest) -> transformers.PreTrainedT
     return tokenizer
 
 
-def open_tokens(
-    folder: Path, split: str, manifest: Manifest, data: DataSection | None = None
-) -> TokenStream:
-    """The tokens of a split; those of datatrove are in the source of `data`.
-
-    Raises DataError if they cannot be read or their number is not the manifest's. Ids are checked
-    against the vocabulary when they are read, and all bytes by `check_prepared`.
-    """
-    facts = getattr(manifest, split)
-    if facts.shards is not None:
-        _check_sizes(folder / split, facts.shards)
-    elif data is None:
-        raise DataError(
-            f"{folder}: holds no tokens: they are in the .ds files that datatrove wrote"
-        )
-    stream = token_stream(folder, split, manifest, data)
-    if len(stream) != facts.tokens:
-        raise DataError(
-            f"{folder / split}: holds {len(stream):,} tokens, but {MANIFEST} says "
-            f"{facts.tokens:,}; {_REMEDY}"
-        )
-    return stream
+def check_sizes(folder: Path, manifest: Manifest) -> None:
+    """Raises DataError if a split has not exactly the manifest's arrow files with their sizes."""
+    for split in SPLITS:
+        if (shards := getattr(manifest, split).shards) is None:  # its tokens are in the source
+            continue
+        sizes = {path.name: path.stat().st_size for path in (folder / split).glob("*.arrow")}
+        for name in sorted(sizes.keys() | shards.keys()):
+            found, wanted = sizes.get(name), shards.get(name, {}).get("size")
+            if found != wanted:
+                raise DataError(
+                    f"{folder / split / name}: has {found} bytes, was prepared with {wanted}; "
+                    f"{_REMEDY}"
+                )
 
 
 def check_prepared(data: DataSection) -> None:
@@ -194,38 +172,20 @@ def _check_source(data: DataSection) -> None:
     folder = Path(data.dir)
     manifest = require_manifest(folder)
     open_tokenizer(folder, manifest)
-    if FORMATS[data.format].encoder is None:
-        if file_digest([file.path for file in open_token_files(data)]) != manifest.revision:
-            raise DataError(
-                f"data.source: {data.one_source}: its tokens have changed since it was prepared; "
-                "copy it again"
-            )
-        return
+    check_sizes(folder, manifest)
+    if FORMATS[data.format].encoder is None and file_digest(local_files(data)) != manifest.revision:
+        raise DataError(
+            f"data.source: {data.one_source}: its tokens have changed since it was prepared; "
+            "copy it again"
+        )
     for split in SPLITS:
-        shards = getattr(manifest, split).shards
-        _check_sizes(folder / split, shards)
-        for name, facts in shards.items():
+        for name, facts in (getattr(manifest, split).shards or {}).items():
             with (folder / split / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != facts.sha256:
+                if hashlib.file_digest(file, "sha256").hexdigest() != facts["sha256"]:
                     raise DataError(
                         f"{folder / split / name}: is damaged: its sha256 has changed since it "
                         f"was prepared; {_REMEDY}"
                     )
-
-
-def _check_sizes(folder: Path, shards: dict[str, ShardFacts]) -> None:
-    """Raises DataError if the folder has not exactly these arrow files with these sizes."""
-    sizes = {path.name: path.stat().st_size for path in folder.glob("*.arrow")}
-    for name in sorted(sizes.keys() | shards.keys()):
-        if name not in sizes:
-            raise DataError(f"{folder / name}: is missing; {_REMEDY}")
-        if name not in shards:
-            raise DataError(f"{folder / name}: is not part of this prepared data; {_REMEDY}")
-        if sizes[name] != shards[name].size:
-            raise DataError(
-                f"{folder / name}: has {sizes[name]:,} bytes, not the {shards[name].size:,} it "
-                f"was prepared with; {_REMEDY}"
-            )
 
 
 def summary_lines(
@@ -234,16 +194,19 @@ def summary_lines(
     """A line for each split; of a mixture for each split of each source, and the share and epochs
     of each source.
 
-    With `data` the lines of conversations say how they fill their blocks.
+    The lines of conversations say how they fill their blocks, for which the data is opened unless
+    it is given; a text alone may be too short for a block yet.
     """
-    train, validation = (data.train, data.validation) if data else (None, None)
-    if not (isinstance(manifest, MixedManifest) and isinstance(train, MixedBlocks)):
-        return _split_lines(manifest, train, validation)
-    assert isinstance(validation, MixedBlocks)
+    if data is None and (manifest.sources or manifest.train.assistant_tokens is not None):
+        data = load_prepared(config)
+    if not (manifest.sources and data):
+        return _split_lines(manifest, data and data.train, data and data.validation)
     lines = []
-    for source, *parts in zip(manifest.sources, train.parts, validation.parts, strict=True):
+    for source, *parts in zip(
+        manifest.sources, data.train.parts, data.validation.parts, strict=True
+    ):
         lines += [f"{source.data.dir}:", *_split_lines(source.manifest, *parts)]
-    epochs = epochs_by_source(config, train)
+    epochs = epochs_by_source(config, data.train)
     period = sum(source.weight for source in manifest.sources)
     width = max(len(name) for name in epochs)
     lines.append(
@@ -269,10 +232,8 @@ def _split_lines(manifest: Manifest, train: Blocks | None, validation: Blocks | 
 def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
     """How often a run of `config` reads each source."""
     samples = config.train.max_steps * config.train.tokens_per_step // config.data.block_size
-    names = [source.name for source in sources_of(config.data)]
-    if isinstance(train, MixedBlocks):
-        return dict(zip(names, train.epochs(samples), strict=True))
-    return {names[0]: samples / samples_per_epoch(train)}
+    names = (source.name for source in sources_of(config.data))
+    return dict(zip(names, train.epochs(samples), strict=True))
 
 
 def repetition_warnings(config: Config, data: PreparedData) -> list[str]:

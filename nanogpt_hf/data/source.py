@@ -4,7 +4,6 @@ Built in are Python's documentation and generated additions and subtractions.
 """
 
 import os
-import re
 import sys
 import zlib
 from collections.abc import Callable, Iterable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 
 import datasets
 import numpy as np
+from huggingface_hub import HfApi
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.seeds import derive_seed
@@ -21,21 +21,15 @@ from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.files import (
     ARITHMETIC,
     BUILT_IN,
-    PYTHON_DOCS,
-    ROW_ENDINGS,
     download,
     file_digest,
-    file_ending,
     find_files,
     is_url,
     read_rows,
-    read_text,
     without_login,
 )
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
 from nanogpt_hf.errors import DataError, one_line
-
-_TEXT_TYPES = (datasets.Value("string"), datasets.Value("large_string"))
 
 _LARGEST = 99  # operand
 _DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
@@ -64,20 +58,18 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
     """
     if is_on_hub(data):
         return _from_hub(data)
-    if data.validation_split:
-        raise DataError(
-            "data.validation_split: only a Hub data set has splits; use "
-            "data.validation_fraction instead"
-        )
-    if data.streaming:
-        raise DataError(
-            f"data.streaming: only a Hub data set is streamed, not {data.one_source}; leave it out"
-        )
-    if data.one_source == PYTHON_DOCS:
-        return _built_in([_python_docs()], f"Python {sys.version.split()[0]}")
-    if data.one_source == ARITHMETIC:
-        questions = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
-        return _built_in(list(questions), f"{ARITHMETIC} 1")
+    for knob in ("validation_split", "streaming"):
+        if getattr(data, knob):
+            raise DataError(
+                f"data.{knob}: only for a Hub data set, which {data.one_source} is not; leave it "
+                "out (data.validation_fraction is held out)"
+            )
+    if data.one_source in BUILT_IN:
+        documents, revision = [_python_docs()], f"Python {sys.version.split()[0]}"
+        if data.one_source == ARITHMETIC:
+            questions = arithmetic_conversations() if data.format == "chat" else arithmetic_text()
+            documents, revision = list(questions), f"{ARITHMETIC} 1"
+        return Documents(lambda: documents, None, revision, len(documents))
     files, shown = local_files(data), None
     if not files:
         knobs = "data.source", "data.sha256"
@@ -108,30 +100,23 @@ def check_source(data: DataSection, folder: Path) -> None:
         )
 
 
-def _built_in(documents: list[Document], revision: str) -> Documents:
-    return Documents(lambda: documents, None, revision, len(documents))
-
-
 def _from_files(files: list[Path], shown: str | None, data: DataSection) -> Iterator[Document]:
     """The documents of files, without empty ones; messages name `shown` in place of the file."""
     form, is_empty = FORMATS[data.format], True
     assert form.document
+    column = data.text_column if form.reads_plain_text else None
     for path in files:
         try:
-            if file_ending(path) not in ROW_ENDINGS and form.reads_plain_text:
-                rows = [("", read_text(path))]
-            else:
-                rows = read_rows(path, data.text_column if form.reads_plain_text else None)
-            for where, row in rows:
+            for where, row in read_rows(path, column):
                 try:
                     document = form.document(row, data)
                 except ValueError as error:
-                    raise DataError(f"{path}: {where}: {error}") from None
+                    raise DataError(f"{path}: {where}{error}") from None
                 if document:
                     yield document
                     is_empty = False
         except DataError as error:
-            raise DataError(str(error).replace(str(path), shown) if shown else str(error)) from None
+            raise DataError(str(error).replace(str(path), shown or str(path))) from None
     if is_empty:
         source = without_login(data.one_source)
         raise DataError(f"data.source: {source}: empty; there is no text to train on")
@@ -155,15 +140,8 @@ def _from_hub(data: DataSection) -> Documents:
             f"data.source: {data.one_source}: no file or folder here, and the Hub did not give "
             f"it: {reason}"
         ) from None
-    for split, rows in splits.items():
-        if not data.streaming and not rows.num_rows:
-            raise DataError(
-                f"data.source: {data.one_source}: split {split!r} is empty; there is no text to "
-                "train on"
-            )
-        if data.format == "text" and rows.features is not None:
-            # a streamed CSV's are known when the rows arrive
-            _check_text_column(rows.features, data)
+    for split, rows in splits.items():  # a streamed CSV's columns are known when its rows arrive
+        if FORMATS[data.format].reads_plain_text and data.text_column in (rows.features or ()):
             splits[split] = rows.select_columns(data.text_column)
 
     def read(split: str) -> Callable[[], Iterator[Document]]:
@@ -178,21 +156,16 @@ def _from_hub(data: DataSection) -> Documents:
 
 
 def _commit(data: DataSection) -> str | None:
-    """The commit of a Hub data set, from the URLs of its files."""
+    """The commit of a Hub data set, None if the Hub cannot be reached."""
     try:
-        builder = datasets.load_dataset_builder(
-            data.one_source, data.config, revision=data.revision
-        )
-        urls = [str(url) for urls in (builder.config.data_files or {}).values() for url in urls]
+        return HfApi().dataset_info(data.one_source, revision=data.revision).sha
     except Exception:  # the network: the rows are in the cache
         return None
-    commit = re.search(r"@([0-9a-f]{40})/", " ".join(urls))
-    return commit[1] if commit else None
 
 
 def _from_rows(rows: Any, split: str, data: DataSection) -> Iterator[Document]:
     """The documents of a Hub data set, of text with the empty ones, which count as documents."""
-    where, number, form = f"split {split}", 0, FORMATS[data.format]
+    source, number, form = f"data.source: {data.one_source}: split {split}", 0, FORMATS[data.format]
     document_of = _text_or_none if form.reads_plain_text else form.document
     assert document_of
     batches = rows.iter(1000)
@@ -201,9 +174,7 @@ def _from_rows(rows: Any, split: str, data: DataSection) -> Iterator[Document]:
             batch = next(batches, None)
         except Exception as error:  # the network, a file format, ...; tried again many times
             reason = one_line(error) or type(error).__name__
-            raise DataError(
-                f"data.source: {data.one_source}: {where}: cannot be read to its end: {reason}"
-            ) from None
+            raise DataError(f"{source}: cannot be read to its end: {reason}") from None
         if batch is None:
             return
         for values in zip(*batch.values(), strict=True):
@@ -211,9 +182,7 @@ def _from_rows(rows: Any, split: str, data: DataSection) -> Iterator[Document]:
             try:
                 yield document_of(dict(zip(batch, values, strict=True)), data)
             except ValueError as error:
-                raise DataError(
-                    f"data.source: {data.one_source}: {where}: row {number}: {error}"
-                ) from None
+                raise DataError(f"{source}: row {number}: {error}") from None
 
 
 def _text_or_none(row: dict[str, Any], data: DataSection) -> str | None:
@@ -224,18 +193,6 @@ def _text_or_none(row: dict[str, Any], data: DataSection) -> str | None:
             "data.text_column"
         )
     return text
-
-
-def _check_text_column(features: datasets.Features, data: DataSection) -> None:
-    if data.text_column not in features:
-        raise DataError(
-            f"data.text_column: {data.one_source} has no column {data.text_column!r}; it has: "
-            f"{', '.join(features)}"
-        )
-    if features[data.text_column] not in _TEXT_TYPES:
-        raise DataError(
-            f"data.text_column: column {data.text_column!r} of {data.one_source} does not hold text"
-        )
 
 
 def _python_docs() -> str:

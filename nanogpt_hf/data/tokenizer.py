@@ -14,13 +14,13 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import tiktoken
 import transformers
 from tiktoken.load import read_file_cached
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from nanogpt_hf.config.hub_name import folder_or_hub_id
 from nanogpt_hf.config.schema import DataSection
@@ -60,8 +60,7 @@ class Tokenizer:
 
     @property
     def end_of_text_id(self) -> int | None:
-        # transformers' type has lists and strings too
-        return cast("int | None", self.hf.eos_token_id)
+        return end_of_text_id_of(self.hf)
 
 
 def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
@@ -147,10 +146,6 @@ def load_tokenizer(name: str | Path) -> transformers.PreTrainedTokenizerBase:
                 "it needs Python code that comes with it, and code of a model is never run here"
             )
         raise DataError(f"{name}: no Hugging Face tokenizer {where}: {reason}") from None
-    if not isinstance(hf.model_max_length, int | float):
-        raise DataError(
-            f"{name}: no Hugging Face tokenizer {where}: its model_max_length is no number"
-        )
     # From a model's config.json alone, transformers makes a tokenizer that turns every text into
     # nothing.
     if not hf.get_vocab().keys() - set(hf.all_special_tokens):
@@ -304,15 +299,9 @@ def train_bpe_tokenizer(
 
 def printable_bytes() -> dict[str, int]:
     """GPT-2's names for single bytes, in the order of their ids: the printable ones stand for
-    themselves, and the others are moved up from U+0100 on (`bytes_to_unicode` in openai/gpt-2,
-    src/encoder.py)."""
-    printable = [
-        *range(ord("!"), ord("~") + 1),
-        *range(ord("¡"), ord("¬") + 1),
-        *range(ord("®"), ord("ÿ") + 1),
-    ]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}
+    themselves, and the others are moved up from U+0100 on.
+    """
+    return {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 def bytes_of_tokens(tokenizer: Tokenizer) -> np.ndarray:

@@ -7,11 +7,11 @@ from pathlib import Path
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.blocks import TokenStream
-from nanogpt_hf.data.encode import Encoded
+from nanogpt_hf.data.encode import encoded
 from nanogpt_hf.data.files import BUILT_IN, find_files, is_url
-from nanogpt_hf.data.formats import text_encoder
+from nanogpt_hf.data.formats import text_encoder, token_stream
 from nanogpt_hf.data.manifest import MANIFEST
-from nanogpt_hf.data.prepared import open_tokens, require_manifest
+from nanogpt_hf.data.prepared import check_sizes, require_manifest
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.data.tokenizer import Tokenizer, vocabulary_hash
 from nanogpt_hf.errors import DataError
@@ -71,7 +71,8 @@ def _read_prepared(folder: Path, split: str, tokenizer: Tokenizer) -> Corpus:
     facts = getattr(manifest, split)
     if facts.assistant_tokens is not None:
         raise DataError(f"--data: {folder}: conversations, which only a run evaluates; give a text")
-    stream = open_tokens(folder, split, manifest)
+    check_sizes(folder, manifest)
+    stream = token_stream(folder, split, manifest)
     return Corpus(f"{folder} ({split})", stream, facts.documents, facts.bytes, manifest.revision)
 
 
@@ -89,7 +90,7 @@ def _read_text(data: DataSection, split: str | None, tokenizer: Tokenizer, scrat
     name = source if split is None else f"{source} ({split})"
     texts = list(documents.train())
     encode = text_encoder(tokenizer, tokenizer.end_of_text_id if len(texts) > 1 else None)
-    rows = list(Encoded(texts, encode, num_threads=1, limit=None))
+    rows = [rows for _, rows in encoded(texts, encode)]
     stream = TokenStream([batch.ids for batch in rows])
     count = sum(len(batch.lengths) for batch in rows)
     size = sum(int(batch.bytes.sum()) for batch in rows)

@@ -13,8 +13,7 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from nanogpt_hf.data.blocks import Blocks, MixedBlocks, TokenBlocks
-from nanogpt_hf.data.manifest import MixedManifest
+from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
@@ -123,7 +122,7 @@ def evaluate_data(
         stopping=stopping,
     )
     blocks, manifest = data.validation, data.manifest
-    if not (isinstance(blocks, MixedBlocks) and isinstance(manifest, MixedManifest)):
+    if not manifest.sources:
         whole = evaluate(blocks, tokens=tokens, bytes_per_token=manifest.validation.bytes_per_token)
         return whole and (whole, {})
     each = tokens if tokens == "all" else tokens // len(manifest.sources)

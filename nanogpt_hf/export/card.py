@@ -17,7 +17,7 @@ from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import has_conversations, is_mixture, source_text, sources_of
 from nanogpt_hf.data.blocks import Interleave
 from nanogpt_hf.data.files import BUILT_IN
-from nanogpt_hf.data.manifest import Manifest, MixedManifest, PreparedSource
+from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.optim.optimizer import kind_of
@@ -42,10 +42,8 @@ def model_card(
     `state` is the training state when it was saved, `machine` one line about the hardware,
     `base_model` the Hub id or name of the model that fine-tuning started from.
     """
-    sources = (
-        manifest.sources
-        if isinstance(manifest, MixedManifest)
-        else tuple(PreparedSource(*source, manifest) for source in sources_of(config.data))
+    sources = manifest.sources or tuple(
+        PreparedSource(*source, manifest) for source in sources_of(config.data)
     )
     results = _eval_results(config, manifest, state)
     metadata = ModelCardData(
@@ -192,7 +190,7 @@ def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, s
     if held_out.assistant_tokens:
         measured_on = f"{held_out.assistant_tokens:,} tokens in answers"
     where = "held out"
-    if isinstance(manifest, MixedManifest):
+    if manifest.sources:
         where = "held out of the sources, weighted by their shares of the training sequences"
     elif config.data.validation_split:
         where = f"of the split {config.data.validation_split}"

@@ -15,7 +15,7 @@ from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.formats import bytes_of_a_token, local_files
-from nanogpt_hf.data.manifest import Manifest, MixedManifest, find_manifest
+from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
@@ -158,7 +158,7 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
 
 
 def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:
-    if isinstance(manifest, MixedManifest):
+    if manifest and manifest.sources:
         period = sum(source.weight for source in manifest.sources)
         return {
             s.name: tokens * s.weight / period / s.manifest.train.tokens for s in manifest.sources

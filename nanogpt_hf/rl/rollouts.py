@@ -11,6 +11,7 @@ from nanogpt_hf.completions import Completions
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches, epoch_order
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
 from nanogpt_hf.evaluation.loss import eval_mode
@@ -18,7 +19,7 @@ from nanogpt_hf.rl.objective import advantages, completion_log_probs
 from nanogpt_hf.tasks.task import Question, Task
 
 
-class Rollouts:
+class Rollouts(Blocks):
     """The `Blocks` of a step: completions with their advantages, from `draw` until the next one.
 
     Every process holds all of them, so which rank trains on which does not matter. Before the

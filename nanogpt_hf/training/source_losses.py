@@ -8,8 +8,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 
-from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.data.blocks import MixedBlocks
+from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.model.loss_gpt import Head
 from nanogpt_hf.training.run import Run
@@ -27,8 +26,7 @@ class SourceLosses:
     def __init__(self, run: Run):
         self.run, self.every = run, run.config.tracking.every
         self.names = [source.name for source in sources_of(run.config.data)]
-        blocks = run.batches.blocks
-        self._mixture = blocks if isinstance(blocks, MixedBlocks) else None
+        self._is_mixture = is_mixture(run.config.data)
         self._sums: torch.Tensor | None = None
         self._step = 0  # the step of the batches
 
@@ -36,7 +34,7 @@ class SourceLosses:
     def measured_step(self, step: int, data_step: int) -> Iterator[None]:
         """Context for the step that ends at `step`, on the batches of `data_step`."""
         run, self._sums = self.run, None
-        if self._mixture is None or step % self.every:
+        if not self._is_mixture or step % self.every:
             yield
             return
         model: Any = run.accelerator.unwrap_model(run.model)
@@ -46,12 +44,9 @@ class SourceLosses:
         ):
             yield
             return
-        owners = self._mixture.owners(run.batches.indices(data_step)).reshape(
-            -1, run.batches.micro_batch_size
-        )
-        sums = torch.zeros(
-            run.batches.accumulation, len(self._mixture.parts), device=run.accelerator.device
-        )
+        owners = run.batches.blocks.owners(run.batches.indices(data_step))
+        owners = owners.reshape(-1, run.batches.micro_batch_size)
+        sums = torch.zeros(run.batches.accumulation, len(self.names), device=run.accelerator.device)
         indices = count()
 
         @torch.no_grad()
@@ -82,9 +77,10 @@ class SourceLosses:
 
         All processes call it.
         """
-        if self._mixture is None or self._sums is None:
+        if self._sums is None:
             return {}
         sums = sum_over_ranks(self.run.accelerator, self.run.mesh, self._sums).tolist()
-        targets = self._mixture.targets_by_source(self.run.batches.indices(self._step))
+        batches = self.run.batches
+        targets = batches.blocks.targets_by_source(batches.indices(self._step))
         names = zip(self.names, sums, targets, strict=True)
         return {f"train/loss/{name}": total / count for name, total, count in names if count}

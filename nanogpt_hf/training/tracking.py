@@ -9,8 +9,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.data.blocks import MixedBlocks
+from nanogpt_hf.config.sources import is_mixture, sources_of
 from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
@@ -150,7 +149,7 @@ class Tracking:
     def _epochs(self) -> dict[str, float]:
         """How often each source of a mixture has been read."""
         state, batches = self.run.state, self.run.batches
-        if not isinstance(batches.blocks, MixedBlocks):
+        if not is_mixture(self.config.data):
             return {}
         epochs = batches.blocks.epochs((state.step + state.skipped_steps) * batches.blocks_per_step)
         names = [source.name for source in sources_of(self.config.data)]

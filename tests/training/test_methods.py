@@ -8,6 +8,7 @@ from torch.nn.functional import logsigmoid
 
 from assertions import column, copy_at, weights
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.layout import Machine, machine_settings
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
@@ -21,7 +22,7 @@ from nanogpt_hf.training.start import prepare_run
 BETA = 0.5
 
 
-class Pairs:
+class Pairs(Blocks):
     """Blocks of two halves: a text, which is preferred, and the same text backwards."""
 
     def __init__(self, blocks):
