@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 import datasets
+import numpy as np
 import pytest
 from transformers import AutoTokenizer
 
@@ -50,22 +51,11 @@ def prepare_rows(tmp_path, write_recipe, byte_tokenizer):
 
     def make(rows, name="rows.jsonl", **overrides):
         path = tmp_path / name
-        text = (
-            json.dumps(rows)
-            if name.endswith(".json")
-            else "".join(json.dumps(row) + "\n" for row in rows)
-        )
-        path.write_text(text, encoding="utf-8")
-        options = {
-            "data__source": str(path),
-            "data__format": "chat",
-            "data__tokenizer": str(byte_tokenizer),
-        }
-        options |= {
-            "model__n_positions": 128,
-            "data__block_size": 128,
-            "train__tokens_per_step": 512,
-        }
+        lines = "".join(json.dumps(row) + "\n" for row in rows)
+        path.write_text(json.dumps(rows) if name.endswith(".json") else lines, encoding="utf-8")
+        options = {"source": path, "format": "chat", "tokenizer": byte_tokenizer, "block_size": 128}
+        options = {f"data__{knob}": str(value) for knob, value in options.items()}
+        options |= {"model__n_positions": 128, "train__tokens_per_step": 512}
         config = load_config(write_recipe(**options | overrides))
         prepare(config)
         return config
@@ -102,96 +92,84 @@ def test_row_shapes_are_conversations(row):
 
 
 def test_sharegpt_row_with_system_and_several_turns():
-    turns = [
-        ("system", "Be brief."),
-        ("human", "Why?"),
-        ("gpt", "Because."),
-        ("human", "How?"),
-        ("gpt", "So."),
-    ]
-    messages = conversation_of(
-        {"id": "a", "conversations": [{"from": f, "value": v, "weight": 0} for f, v in turns]}
-    )
-    assert [m["role"] for m in messages] == ["system", "user", "assistant", "user", "assistant"]
-    assert [m["content"] for m in messages] == [value for _, value in turns]
+    roles = {"system": "system", "human": "user", "gpt": "assistant"}
+    turns = [(role, f"{role}?") for role in ("system", "human", "gpt", "human", "gpt")]
+    row = {"id": 1, "conversations": [{"from": f, "value": v, "weight": 0} for f, v in turns]}
+    assert conversation_of(row) == [{"role": roles[f], "content": v} for f, v in turns]
 
 
-def test_gsm8k_answer_loses_calculator_notes():
-    answer = "Natalia sold 48/2 = <<48/2=24>>24 clips in May.\nIn all <<48+24=72>>72.\n#### 72"
-    messages = conversation_of({"question": "How many clips?", "answer": answer})
-    assert messages[1]["content"] == "Natalia sold 48/2 = 24 clips in May.\nIn all 72.\n#### 72"
-    assert (
-        conversation_of({"question": "C++?", "answer": "cout <<x>> y"})[1]["content"]
-        == "cout <<x>> y"
-    )
-
-
-def test_multiple_choice_row_is_answered_by_a_letter():
-    row = {
-        "question": "2 + 2?\n",
-        "subject": "arithmetic",
-        "choices": ["3", " 4 ", "5", "6"],
-        "answer": 1,
-    }
-    assert conversation_of(row) == [
-        {
-            "role": "user",
-            "content": "2 + 2?\n\nA. 3\nB. 4\nC. 5\nD. 6\n\nAnswer with the letter only.",
-        },
-        {"role": "assistant", "content": "B"},
-    ]
-
-
-def test_input_follows_instruction():
-    row = {"instruction": "Translate. ", "input": " Hund\n", "output": "dog"}
-    assert conversation_of(row)[0]["content"] == "Translate.\n\nHund"
+@pytest.mark.parametrize(
+    ("row", "question", "answer"),
+    [
+        (  # GSM8K: without notes for a calculator
+            {"question": "How many?", "answer": "48/2 = <<48/2=24>>24.\nIn all <<24>>72.\n#### 72"},
+            "How many?",
+            "48/2 = 24.\nIn all 72.\n#### 72",
+        ),
+        ({"question": "C++?", "answer": "cout <<x>> y"}, "C++?", "cout <<x>> y"),
+        (
+            {"question": "2 + 2?\n", "subject": "-", "choices": ["3", " 4 ", "5"], "answer": 1},
+            "2 + 2?\n\nA. 3\nB. 4\nC. 5\n\nAnswer with the letter only.",
+            "B",
+        ),
+        (
+            {"instruction": "Translate. ", "input": " Hund\n", "output": "dog"},
+            "Translate.\n\nHund",
+            "dog",
+        ),
+    ],
+)
+def test_question_and_answer_of_a_row(row, question, answer):
+    assert [message["content"] for message in conversation_of(row)] == [question, answer]
 
 
 @pytest.mark.parametrize(
     ("row", "field", "value"),
     [
-        ("text", "messages", "instruction + output"),
-        ({"question": "a", "answers": "b"}, "messages", "question, answers"),
-        ({}, "messages", "nothing"),
-        ({"prompt": "a"}, "messages", "prompt"),
-        ({"messages": []}, "messages: ", "list"),
-        ({"messages": "hello"}, "messages: ", "list"),
-        ({"messages": ["hello"]}, "message 1: ", "object"),
-        ({"messages": [{"from": "human", "content": "a"}]}, "message 1: ", "object"),
-        ({"conversations": [{"from": "bing", "value": "a"}]}, "message 1: role ", "'bing'"),
-        ({"conversations": [{"from": ["gpt"], "value": "a"}]}, "message 1: role ", "['gpt']"),
-        ({"conversations": [{"from": "gpt", "value": "a"}]}, "message 1: ", "assistant's"),
-        ({"conversations": {"from": "gpt"}}, "conversations: ", "list"),
-        ({"question": "a", "answer": 5}, "answer ", "5"),
-        ({"question": "a", "answer": ""}, "answer ", "empty"),
-        ({"question": 5, "choices": ["a", "b"], "answer": 0}, "question ", "5"),
-        ({"question": "a", "choices": "b", "answer": 0}, "choices: ", "'b'"),
-        ({"question": "a", "choices": ["b"], "answer": 0}, "choices: ", "['b']"),
-        ({"question": "a", "choices": ["b", ""], "answer": 0}, "choice 2 ", "empty"),
-        ({"question": "a", "choices": ["b", "c"], "answer": 2}, "answer: ", "2"),
-        ({"question": "a", "choices": ["b", "c"], "answer": True}, "answer: ", "True"),
-        ({"question": "a", "choices": ["b", "c"], "answer": "B"}, "answer: ", "'B'"),
-        ({"messages": [{"role": "tool", "content": "a"}]}, "message 1: role ", "'tool'"),
-        ({"messages": EXCHANGE[1:]}, "message 1: ", "assistant's"),
-        ({"messages": [*EXCHANGE[:1], *EXCHANGE]}, "message 2: ", "user's"),
-        ({"messages": [*EXCHANGE, {"role": "system", "content": "a"}]}, "message 3: ", "system's"),
-        ({"messages": EXCHANGE[:1]}, "last message", "user's"),
-        ({"messages": [{"role": "system", "content": "a"}]}, "last message", "system's"),
+        ('"text"', "messages", "instruction + output"),
+        ('{"question": "a", "answers": "b"}', "messages", "question, answers"),
+        ("{}", "messages", "nothing"),
+        ('{"prompt": "a"}', "messages", "prompt"),
+        ('{"messages": []}', "messages: ", "list"),
+        ('{"messages": "hello"}', "messages: ", "list"),
+        ('{"messages": ["hello"]}', "message 1: ", "object"),
+        ('{"messages": [{"from": "human", "content": "a"}]}', "message 1: ", "object"),
+        ('{"conversations": [{"from": "bing", "value": "a"}]}', "message 1: role ", "'bing'"),
+        ('{"conversations": [{"from": ["gpt"], "value": "a"}]}', "message 1: role ", "['gpt']"),
+        ('{"conversations": [{"from": "gpt", "value": "a"}]}', "message 1: ", "assistant's"),
+        ('{"conversations": {"from": "gpt"}}', "conversations: ", "list"),
+        ('{"question": "a", "answer": 5}', "answer ", "5"),
+        ('{"question": "a", "answer": ""}', "answer ", "empty"),
+        ('{"question": 5, "choices": ["a", "b"], "answer": 0}', "question ", "5"),
+        ('{"question": "a", "choices": "b", "answer": 0}', "choices: ", "'b'"),
+        ('{"question": "a", "choices": ["b"], "answer": 0}', "choices: ", "['b']"),
+        ('{"question": "a", "choices": ["b", ""], "answer": 0}', "choice 2 ", "empty"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": 2}', "answer: ", "2"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": true}', "answer: ", "True"),
+        ('{"question": "a", "choices": ["b", "c"], "answer": "B"}', "answer: ", "'B'"),
+        ('{"messages": [{"role": "tool", "content": "a"}]}', "message 1: role ", "'tool'"),
+        ('{"messages": [ASSISTANT]}', "message 1: ", "assistant's"),
+        ('{"messages": [USER, USER, ASSISTANT]}', "message 2: ", "user's"),
         (
-            {"messages": [EXCHANGE[0], {"role": "assistant", "content": " \n"}]},
-            "message 2 ",
-            "empty",
+            '{"messages": [USER, ASSISTANT, {"role": "system", "content": "a"}]}',
+            "message 3: ",
+            "system's",
         ),
-        ({"messages": [EXCHANGE[0], {"role": "assistant", "content": None}]}, "message 2 ", "None"),
-        ({"prompt": "a", "completion": 5}, "completion ", "5"),
-        ({"instruction": 5, "output": "a"}, "instruction ", "5"),
-        ({"instruction": "a", "input": ["b"], "output": "a"}, "input ", "['b']"),
-        ({"instruction": "a", "output": ""}, "output ", "empty"),
-        ({"prompt": "a\ud83d", "completion": "b"}, "", r"\ud83d"),
+        ('{"messages": [USER]}', "last message", "user's"),
+        ('{"messages": [{"role": "system", "content": "a"}]}', "last message", "system's"),
+        ('{"messages": [USER, {"role": "assistant", "content": " \\n"}]}', "message 2 ", "empty"),
+        ('{"messages": [USER, {"role": "assistant", "content": null}]}', "message 2 ", "None"),
+        ('{"prompt": "a", "completion": 5}', "completion ", "5"),
+        ('{"instruction": 5, "output": "a"}', "instruction ", "5"),
+        ('{"instruction": "a", "input": ["b"], "output": "a"}', "input ", "['b']"),
+        ('{"instruction": "a", "output": ""}', "output ", "empty"),
+        ('{"prompt": "a\\ud83d", "completion": "b"}', "", "\\ud83d"),
     ],
 )
 def test_invalid_conversation_is_one_line(row, field, value):
-    message = refusal(conversation_of, row, error=ValueError)
+    for name, message in zip(("USER", "ASSISTANT"), EXCHANGE, strict=True):
+        row = row.replace(name, json.dumps(message))
+    message = refusal(conversation_of, json.loads(row), error=ValueError)
     assert field in message
     assert value in message
 
@@ -212,21 +190,12 @@ def test_plain_text_single_conversation_and_tokenizer_without_eos_are_refused(
 
 
 def test_saved_template_gives_the_training_tokens(prepare_rows):
-    rows = [
-        {
-            "messages": [
-                {"role": "system", "content": s},
-                *({"role": r, "content": c} for r, c in turns),
-            ]
-        }
-        for i, s in enumerate(DIFFICULT)
-        for turns in [
-            [
-                (r, DIFFICULT[(i + k) % len(DIFFICULT)])
-                for k, r in enumerate(["user", "assistant"] * 3)
-            ]
-        ]
-    ]
+    rows = []
+    for number in range(len(DIFFICULT)):
+        texts = [DIFFICULT[(number + k) % len(DIFFICULT)] for k in range(7)]
+        roles = ["system", *["user", "assistant"] * 3]
+        turns = zip(roles, texts, strict=True)
+        rows.append({"messages": [{"role": role, "content": text} for role, text in turns]})
     config = prepare_rows(rows, data__tokenizer="gpt2")
     # opened without this package
     plain = AutoTokenizer.from_pretrained(f"{config.data.dir}/tokenizer")
@@ -234,28 +203,22 @@ def test_saved_template_gives_the_training_tokens(prepare_rows):
     expected = [plain.apply_chat_template(row["messages"], return_dict=False) for row in rows]
     rows = trained_rows(config) + trained_rows(config, "validation")
     assert sorted(ids for ids, _ in rows) == sorted(expected)
-    assert len(rows) == len(DIFFICULT)
 
 
 def test_mask_covers_answers_and_text_has_no_special_tokens(gpt2):
     for text in DIFFICULT:
-        messages = [{"role": "system", "content": text}, {"role": "user", "content": text}]
-        messages += [{"role": "assistant", "content": text}, *EXCHANGE]
-        (example,) = gpt2.examples([messages])
-        ids, answered = example.input_ids, example.assistant_mask
-        ends = [i for i, token in enumerate(ids) if token == gpt2.hf.eos_token_id]
-        assert len(ends) == 2, text
+        messages = [{"role": role, "content": text} for role in ("system", "user", "assistant")]
+        (example,) = gpt2.examples([[*messages, *EXCHANGE]])
+        ids, answered = np.array(example.input_ids), np.array(example.assistant_mask)
+        assert (ids == gpt2.hf.eos_token_id).sum() == 2, text
         shown = text.strip().replace("<|endoftext|>", "< |endoftext|>")
-        answers = gpt2.hf.decode(
-            [token for token, counts in zip(ids, answered, strict=True) if counts]
-        )
+        answers = gpt2.hf.decode(ids[answered == 1])
         assert answers == f"{shown}<|endoftext|>Because.<|endoftext|>"
         prompt = gpt2.hf.apply_chat_template(
             messages[:2], add_generation_prompt=True, return_dict=False
         )
-        assert gpt2.prompt_ids(messages[:2]) == prompt
-        assert ids[: len(prompt)] == prompt  # the chat command uses the tokens of training
-        assert answered[: ends[0] + 1] == [0] * len(prompt) + [1] * (ends[0] + 1 - len(prompt))
+        assert gpt2.prompt_ids(messages[:2]) == prompt == ids[: len(prompt)].tolist()
+        assert answered.argmax() == len(prompt), "the chat command uses the tokens of training"
 
 
 def test_manifest_and_report_count_assistant_tokens(prepare_rows, chat_file, capsys):

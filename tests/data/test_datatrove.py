@@ -95,39 +95,29 @@ def test_a_folder_of_files_is_one_stream_without_a_copy(make, encode, tmp_path, 
 
 
 def test_one_file_trains(make, encode, tmp_path):
-    config = make(write(tmp_path / "tokens", "one", TEXTS, encode), train__max_steps=2)
+    make(write(tmp_path / "tokens", "one", TEXTS, encode), train__max_steps=2)
     assert main(["pretrain", str(tmp_path / "tiny.yaml"), "--run-dir", str(tmp_path / "run")]) == 0
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()
-    assert config.data.format == "datatrove"
 
 
 def test_wrong_files_are_one_line(make, encode, tmp_path):
-    folder = tmp_path / "tokens"
-    path = write(folder, "one", TEXTS, encode)
-    index = folder / "one.ds.index"
+    path = write(tmp_path / "tokens", "one", TEXTS, encode)
+    index = path.with_name("one.ds.index")
     whole, ends = path.read_bytes(), index.read_bytes()
     path.write_bytes(whole[:-2])
     assert f"{path}: {len(whole) - 2:,} bytes" in refusal(prepare, make(path))
     path.write_bytes(whole)
     index.write_bytes(ends[:-3])
-    assert f"{index}: 477 bytes" in refusal(prepare, make(folder))
+    assert f"{index}: 477 bytes" in refusal(prepare, make(path.parent))
     index.unlink()
-    assert f"{index}: " in refusal(prepare, make(folder))
-    for source in (
-        write_text(tmp_path / "a.txt"),
-        write_text(tmp_path / "x" / "a.txt").parent,
-        "some/set",
-    ):
+    assert f"{index}: " in refusal(prepare, make(path.parent))
+    path.write_bytes(b"")  # a task without documents
+    (tmp_path / "a.txt").write_text("text")
+    for source in (tmp_path / "a.txt", path, path.parent, "some/set"):
         message = refusal(prepare, make(source))
         assert f"{source}: " in message
         assert ".ds file" in message
     assert not (tmp_path / "data").exists()
-
-
-def write_text(path: Path) -> Path:
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("text")
-    return path
 
 
 def test_ids_beyond_the_vocabulary_are_refused(make, encode, tmp_path):
@@ -140,18 +130,19 @@ def test_ids_beyond_the_vocabulary_are_refused(make, encode, tmp_path):
 
 def test_changed_or_missing_files_are_found(make, encode, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, encode)
-    config = make(path)
+    config = make(path.parent)
     prepare(config)
     copy = tmp_path / "copy.ds"
     shutil.copy(path, copy)
     whole = bytearray(path.read_bytes())
     whole[10] ^= 1
     path.write_bytes(whole)
-    assert f"{path} has changed" in refusal(load_prepared, config)
+    assert f"{path.parent} has changed" in refusal(load_prepared, config)
     shutil.copy(copy, path)  # the same bytes, another time
+    (path.parent / "two.ds").touch()  # a task without documents
     assert len(tokens_of(config)) == len(whole) // 2
     path.unlink()
-    assert str(path) in refusal(load_prepared, config)
+    assert str(path.parent) in refusal(load_prepared, config)
 
 
 def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, caplog):
@@ -161,27 +152,16 @@ def test_another_tokenizer_in_the_metadata_is_a_warning(make, encode, tmp_path, 
     assert "their/tokenizer" in caplog.text
 
 
-def test_datatrove_and_text_mix(make, encode, byte_tokenizer, text_file, tmp_path):
+def test_datatrove_and_text_mix(make, encode, text_file, tmp_path):
     path = write(tmp_path / "tokens", "one", TEXTS, encode)
     source = [
         {"source": str(path), "weight": 1, "format": "datatrove"},
-        {"source": str(text_file), "weight": 3},
+        {"source": str(text_file), "weight": 3, "format": "text"},
     ]
-    config = load_config(
-        None,
-        {
-            "data.source": json.loads(json.dumps(source)),
-            "data.tokenizer": str(byte_tokenizer),
-            "data.dir": str(tmp_path / "mix"),
-            "data.block_size": 16,
-            "data.validation_fraction": 0.1,
-            "train.tokens_per_step": 16 * 12,
-        },
-        name="mix",
-    )
+    config = make("-", data__source=source)
     prepare(config)
     train = load_prepared(config).train
-    (batch,) = (train.batch(np.array([0, len(train) - 1])),)
+    batch = train.batch(np.array([0, len(train) - 1]))
     assert batch["input_ids"][0].tolist() == [*encode(TEXTS[0]), END][:16]
 
 

@@ -16,7 +16,6 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data import encode
 from nanogpt_hf.data.encode import Progress
 from nanogpt_hf.data.prepare import prepare
-from nanogpt_hf.errors import ConfigError
 
 FILES, ROWS = 3, 40
 
@@ -187,8 +186,8 @@ def test_rows_that_are_no_documents(hub_set, config, rows, message):
 @pytest.mark.parametrize(
     ("knobs", "message"),
     [
-        ({"data__text_column": "body"}, "data.text_column: user/set has no column 'body'"),
-        ({"data__text_column": "id"}, "data.text_column: column 'id'"),
+        ({"data__text_column": "body"}, "row 1: column 'body'"),
+        ({"data__text_column": "id"}, "row 1: column 'id'"),
         ({"data__split": "best"}, "Bad split: best"),
         ({"data__source": "user/none"}, "user/none: "),
         ({"data__max_tokens": 3}, "data.max_tokens"),
@@ -198,12 +197,6 @@ def test_rows_that_are_no_documents(hub_set, config, rows, message):
 def test_streams_that_cannot_start(config, tmp_path, knobs, message):
     assert message in refusal(prepare, config(**knobs, data__streaming=True))
     assert not (tmp_path / "data").exists()
-
-
-def test_a_part_of_a_split_is_not_streamed(config):
-    with pytest.raises(ConfigError) as caught:
-        config(data__split="train[:10%]", data__streaming=True)
-    assert "data.streaming: " in str(caught.value)
 
 
 def test_progress_states_speed_and_time_left(monkeypatch, caplog):
