@@ -8,8 +8,16 @@ from typing import NamedTuple
 
 from nanogpt_hf.config.compatibility import refused_in_recipe
 from nanogpt_hf.config.finetune import POLICY, chosen_method
-from nanogpt_hf.config.schema import KNOBS, LORA_TARGETS, Config, ModelSection, get_value
+from nanogpt_hf.config.schema import (
+    FAMILIES,
+    KNOBS,
+    LORA_TARGETS,
+    Config,
+    ModelSection,
+    get_value,
+)
 from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.errors import did_you_mean
 
 # user/name on the Hub
 REPO_ID = re.compile(
@@ -143,6 +151,14 @@ def _step_rules(config: Config) -> Rules:
         optim.name == "muon" and not optim.learning_rate,
         "must be above 0 with muon, whose learning rate follows the same schedule",
     )
+    for family, factor in optim.rates.items():
+        near = did_you_mean(family, FAMILIES) or f"; use one of {', '.join(FAMILIES)}"
+        yield "optim.rates", family not in FAMILIES, f"there is no family {family!r:.80}{near}"
+        yield (
+            "optim.rates",
+            not (isinstance(factor, int | float) and 0 <= factor <= 1000),
+            f"expected a factor of 0 to 1000 for {family!r:.80}, got {factor!r:.80}",
+        )
     uneven = _uneven_step(config)
     yield "train.tokens_per_step train.micro_batch_size data.block_size", uneven, uneven
 

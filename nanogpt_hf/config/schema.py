@@ -56,10 +56,11 @@ class ModelSection:
     activation_function: Literal["gelu", "gelu_new"] = knob(
         "gelu", "gpt2: gelu_new is the tanh approximation"
     )
-    init: Literal["own", "gpt2", "zero_residual"] = knob(
+    init: Literal["own", "gpt2", "zero_residual", "look_back"] = knob(
         "own",
         "initial weights: the architecture's own; with the layers that write to the residual "
-        "stream scaled by 1/√(2·n_layer), as in GPT-2; or with zeros there",
+        "stream scaled by 1/√(2·n_layer), as in GPT-2; with zeros there; or with heads of the "
+        "first block that begin by looking 1, 2, 3, ... tokens back",
     )
 
 
@@ -126,6 +127,19 @@ class DataSection:
         return self.source
 
 
+# Kinds of parameters with a learning rate of their own, by their place in the model.
+FAMILIES = (
+    "tokens",  # token embedding, and a head that is tied to it
+    "head",
+    "positions",
+    "vectors",  # gains of norms, biases
+    "query_key_value",
+    "attention_output",
+    "mlp_in",
+    "mlp_out",
+)
+
+
 @dataclass(frozen=True)
 class OptimSection:
     name: str = knob(
@@ -137,6 +151,11 @@ class OptimSection:
     # Jordan et al. 2024 (github.com/KellerJordan/Muon), for the update scale `original`
     muon_learning_rate: float = knob(
         0.02, "Muon's peak learning rate; it follows the same schedule", 0
+    )
+    rates: dict[str, Any] = knob(  # noqa: RUF009
+        {},
+        "factors of the learning rate for some parameters, such as {positions: 0.1, mlp_in: 2}: "
+        + ", ".join(FAMILIES),
     )
     muon_momentum: float = knob(0.95, "Muon's Nesterov momentum", 0, 0.999999)
     muon_scale: Literal["original", "match_rms_adamw"] = knob(

@@ -27,6 +27,7 @@ from nanogpt_hf.model.architecture import (
     architecture_on_disk,
     count_parameters,
 )
+from nanogpt_hf.model.look_back import check_look_back, look_back
 
 
 def build_config(
@@ -41,23 +42,31 @@ def build_config(
     except ValueError as error:
         raise UserError(f"model.architecture: {error}") from None
     try:
-        return architecture.config_from_recipe(section, vocab_size, end_of_text_id)
+        config = architecture.config_from_recipe(section, vocab_size, end_of_text_id)
     except ValueError as error:
         raise UserError(one_line(error)) from None
+    if section.init == "look_back":
+        try:
+            check_look_back(config)
+        except ValueError as error:
+            raise UserError(f"model.init: {error}") from None
+    return config
 
 
 def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTrainedModel:
     """A model with initial weights, the same for the same seed on every process and machine.
 
-    `init` is model.init: with zero_residual each block starts as the identity, and all other
-    weights as with `own`.
+    `init` is model.init: with zero_residual each block starts as the identity, with look_back see
+    look_back.py; all other weights start as with `own`.
     """
     architecture = architecture_of(config)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(derive_seed(seed, "weights"))
         model = architecture.model_class(config)
+        if init == "look_back":
+            look_back(model, architecture.attention(architecture.blocks(model)[0]))
         # GPT-2's own weights are so already
-        if init != "own" and not (init == "gpt2" and architecture is GPT2):
+        elif init != "own" and not (init == "gpt2" and architecture is GPT2):
             std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
             for block in architecture.blocks(model):
                 for layer in (

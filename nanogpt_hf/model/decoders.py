@@ -385,6 +385,39 @@ class Architecture:
         }
         return {name: depth.get(id(p), len(blocks) + 1) for name, p in model.named_parameters()}
 
+    def families(self, model: PreTrainedModel) -> dict[str, str]:
+        """Parameter name -> its family in optim.rates, `other` for those of none."""
+        tokens: Any = model.get_input_embeddings()
+        head: Any = model.get_output_embeddings()
+        modules = {
+            "tokens": [tokens],
+            "positions": [module for module in self.embeddings(model) if module is not tokens],
+        }
+        # the last pipeline stage has a copy of a tied head
+        modules.setdefault("tokens" if model.config.tie_word_embeddings else "head", []).append(
+            head
+        )
+        for block in self.blocks(model):
+            if not any(True for _ in block.parameters()):  # of another pipeline stage
+                continue
+            *queries, output = self.attention_layers(block)
+            *inner, outer = self.mlp_layers(block)
+            for name, layers in (
+                ("query_key_value", queries),
+                ("attention_output", [output]),
+                ("mlp_in", inner),
+                ("mlp_out", [outer]),
+            ):
+                modules.setdefault(name, []).extend(layers)
+        found: dict[int, str] = {}
+        for name, members in modules.items():
+            for p in (p for module in members for p in module.parameters()):
+                found[id(p)] = name
+        return {
+            name: "vectors" if p.dim() < 2 else found.get(id(p), "other")
+            for name, p in model.named_parameters()
+        }
+
     # What training, evaluation and estimates do with it.
 
     def freeze(self, model: PreTrainedModel, layers: int) -> None:

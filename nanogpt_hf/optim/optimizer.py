@@ -140,17 +140,18 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters.
 
-    A group's `scale` is its share of the learning rate: 1 at the top of the model, and
-    `layer_decay` times that of the layer above for each layer below, the embeddings at the
-    bottom.
+    A group's `scale` is its share of the learning rate: the factor of its family in optim.rates,
+    times `layer_decay` for each layer above it, the embeddings at the bottom.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    depths = architecture_of(model).depths(model)
+    architecture = architecture_of(model)
+    depths, families = architecture.depths(model), architecture.families(model)
     top, groups = max(depths.values()), {}
     for decays in (True, False):
         for name, parameter in trained.items():
             if (parameter.dim() >= 2) == decays:
-                scale = layer_decay ** (top - depths[name])
+                factor = optim.rates.get(families[name], 1.0)
+                scale = factor * layer_decay ** (top - depths[name])
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}
                 # the fused kernel takes no mixture of whole and split (tensor-parallel) tensors
                 key = (decays, scale, isinstance(parameter, DTensor))

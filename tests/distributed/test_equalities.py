@@ -89,13 +89,17 @@ FEATURES = {
         | LAYERS
         | {
             "optim.name": "muon",
-            "model.init": "zero_residual",
+            "optim.rates": "{positions: 0.1, query_key_value: 0.6, mlp_in: 2}",
+            "model.init": "look_back",
             "model.n_embd": 20,
             "train.tokens_per_step": 384,
         },
         ("DDP", "FSDP2 on 3", "HSDP"),
     ),
-    "mixture": Feature(LAYERS | SAMPLES | {"model.n_head": 4}, ("DDP", "FSDP2", "TP", "PP")),
+    "mixture": Feature(
+        LAYERS | SAMPLES | {"model.n_head": 4, "optim.rates": "{tokens: 0.5, mlp_out: 2}"},
+        ("DDP", "FSDP2", "TP", "PP"),
+    ),
     "conversations": Feature(
         DROPOUT
         | {

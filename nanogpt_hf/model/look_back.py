@@ -1,0 +1,106 @@
+"""Initial weights with which the heads of the first block look back: head 1 attends to the token
+before its own, head 2 to the one before that, and so on.
+
+With learned positions (GPT-2), a position is a sum of waves along orthonormal directions c_k, s_k:
+
+    p_t = Σ_k cos(w_k·t)·c_k + sin(w_k·t)·s_k,  k = 1 ... W,  W = half the dimensions of a head
+
+A head's keys are the coordinates of p_t along these directions. Its queries are the coordinates of
+p_t turned back by the head's offset o: the angle w_k·t becomes w_k·(t - o). So the score of query i
+and key j is proportional to Σ_k cos(w_k·(i - j - o)), which is largest at j = i - o. With
+w_k = (k - 1/2)·π/W it is 0 at all others: the sum is sin(π·d)/(2·sin(π·d/2W)) at d = i - j - o. It
+comes back at d = 4·W, so in longer contexts the waves are spaced unevenly (by the golden ratio).
+
+With rotary positions (Llama, Qwen3), every token gets the same direction u in its embedding. A tied
+head cannot see it: it adds the same number to all logits. Keys map u to 1 in the fastest rotary
+pairs, and queries map it to the pair turned back by the offset. The rotation of keys by w·j and of
+queries by w·i then gives the same sum of cosines with the rotary frequencies.
+
+All of this is only where training begins; every weight is learned.
+"""
+
+import math
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nanogpt_hf.model.configuration_gpt import GPTConfig
+
+ROTARY = ("llama", "mistral", "qwen2", "qwen3")  # with whole heads turned in halves, as in Llama
+_POSITIONS = 1.5  # standard deviation of positions, in those of token embeddings
+_PEAK = 60.0  # learned positions: score of the token that a head looks at; others begin near 0
+_ROTARY_PEAK = 12.0  # with rotary positions
+
+
+def check_look_back(config: PreTrainedConfig) -> None:
+    """Raises ValueError if heads cannot look back in such a model."""
+    kind = config.model_type
+    if kind not in (GPTConfig.model_type, *ROTARY):
+        raise ValueError(f"look_back is written for gpt2, {', '.join(ROTARY)}, not for {kind}")
+    if _head_size(config) < 8:
+        raise ValueError(
+            f"look_back needs heads of 8 dimensions or more, and these have {_head_size(config)}"
+        )
+
+
+def look_back(model: PreTrainedModel, attention: Any) -> None:
+    """Let the heads of the first block, whose module is `attention`, begin by looking back.
+
+    Adds to the weights that `model` has. Draws from torch's generator.
+    """
+    size = _head_size(model.config)
+    has_norms = hasattr(attention, "q_norm")
+    with torch.no_grad():
+        if isinstance(model.config, GPTConfig):
+            frequencies, first, second, gain = _wave_positions(model, size // 2)
+        else:
+            frequencies, first, second, gain = _mark_tokens(model, size, has_norms)
+        rows = torch.arange(len(frequencies)) + torch.tensor([[0], [size // 2]])
+        for keys in attention.k_proj.weight.split(size):
+            keys[rows[0]] += gain * first
+            keys[rows[1]] += gain * second
+        for head, queries in enumerate(attention.q_proj.weight.split(size)):
+            angles = frequencies[:, None] * (head + 1)
+            queries[rows[0]] += gain * (angles.cos() * first + angles.sin() * second)
+            queries[rows[1]] += gain * (angles.cos() * second - angles.sin() * first)
+        for norm in ("q_norm", "k_norm") if has_norms else ():
+            # normalized and scaled, they have a product of size · scale²
+            attention.get_submodule(norm).weight.fill_((_ROTARY_PEAK / size**0.5) ** 0.5)
+
+
+# frequencies (W,), directions c_k and s_k (W, width), gain of queries and keys
+Waves = tuple[torch.Tensor, torch.Tensor, torch.Tensor, float]
+
+
+def _wave_positions(model: Any, waves: int) -> Waves:
+    """Make the positions of a GPT-2 sums of waves."""
+    config, places = model.config, torch.arange(model.config.n_positions)
+    frequencies = (torch.arange(waves) + 0.5) * math.pi / waves
+    if config.n_positions > 4 * waves:
+        uneven = torch.arange(waves) * (5**0.5 - 1) / 2 % 1
+        frequencies = (torch.arange(waves) + uneven) * math.pi / waves
+    directions = torch.linalg.qr(torch.randn(config.n_embd, config.n_embd))[0]
+    first, second, *_ = directions.split(waves)
+    angles = places[:, None] * frequencies
+    positions = math.sqrt(config.n_embd / waves) * (angles.cos() @ first + angles.sin() @ second)
+    model.transformer.wpe.weight.copy_(_POSITIONS * config.initializer_range * positions)
+    variance = _POSITIONS**2 / (1 + _POSITIONS**2) * config.n_embd  # of a normalized input
+    return frequencies, first, second, math.sqrt(_PEAK * (2 * waves) ** 0.5 / variance)
+
+
+def _mark_tokens(model: Any, size: int, has_norms: bool) -> Waves:
+    """Add one direction to the embeddings of all tokens."""
+    frequencies = model.model.rotary_emb.inv_freq[: size // 8].float()  # the fastest
+    width = model.config.hidden_size
+    direction = torch.randint(2, (width,)) * 2.0 - 1
+    model.get_input_embeddings().weight += model.config.initializer_range * direction
+    first = direction.expand(len(frequencies), -1)
+    # The direction has half of the variance of a normalized input. Norms of queries and keys set
+    # the peak: more would only hide what queries and keys say of the token.
+    value = 2**0.5 if has_norms else math.sqrt(_ROTARY_PEAK * size**0.5 / len(frequencies))
+    return frequencies, first, torch.zeros_like(first), value * 2**0.5 / width
+
+
+def _head_size(config: Any) -> int:
+    return getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
