@@ -229,6 +229,10 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
     try:
         architecture = architecture_on_disk(name, revision)
         config = architecture.read_config(name, revision)
+        if architecture is not GPT2:
+            with torch.device("meta"):
+                model = architecture.model_class(config)
+            architecture.check_one_step(model)
         is_folder = Path(name).exists()
         file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)
         commit = file and extract_commit_hash(file, None)

@@ -48,7 +48,7 @@ _SPLITS: dict[str, Split] = {
     "rowwise": "inputs",
     "replicated_with_grad_allreduce": "heads",
 }
-# for `_check_one_step`; chunks of a loss cannot be on the meta device
+# for `check_one_step`; chunks of a loss cannot be on the meta device
 _BLOCKS_OF_A_STEP, _TOKENS_OF_A_STEP = 8, 2
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
@@ -177,7 +177,7 @@ class Architecture:
             raise ValueError(
                 f"model.extra: gives {self.name} other layers than its defaults, not supported"
             )
-        self._check_one_step(model)
+        self.check_one_step(model)
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
         return config
@@ -212,13 +212,17 @@ class Architecture:
             return 4 * width
         return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
 
-    def _check_one_step(self, model: Any) -> None:
+    def check_one_step(self, model: Any) -> None:
         """Raises ValueError if a model on the meta device, which computes shapes only, fails in a
         step.
 
         Removes blocks.
         """
         config = model.config
+        for name in (field.name for field in self._fields if "drop" in field.name):
+            value = getattr(config, name)
+            if isinstance(value, int | float) and not 0 <= value < 1:  # read in a real step only
+                raise ValueError(f"{name} {value} is not from 0 to below 1")
         del self.blocks(model)[_BLOCKS_OF_A_STEP:]
         length = min(_TOKENS_OF_A_STEP, config.max_position_embeddings)
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
