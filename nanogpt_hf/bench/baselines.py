@@ -9,6 +9,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -169,7 +170,9 @@ def pairs_with_trainer(work: Workload, windows: int, steps: int) -> list[Pair]:
             use_cpu=accelerator.device.type == "cpu",
             torch_compile=any(
                 block._compiled_call_impl
-                for block in architecture.blocks(accelerator.unwrap_model(work.run.model))
+                for block in architecture.blocks(
+                    cast(Any, accelerator.unwrap_model(work.run.model))
+                )
             ),
             logging_strategy="no",
             save_strategy="no",
