@@ -12,7 +12,9 @@ test failed.
 
 import argparse
 import contextlib
+import functools
 import os
+import pwd
 import random
 import signal
 import subprocess
@@ -26,6 +28,7 @@ from xml.etree import ElementTree
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [f"tests/{folder}" for folder in ("model", "optim", "training", "distributed", "rl")]
 QUICK = "not long and not slow"
+IS_ROOT = os.getuid() == 0
 TMPFS = Path("/dev/shm")
 
 INSTRUCTIONS = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
@@ -36,6 +39,8 @@ VARIATIONS: dict[str, dict[str, str]] = {
     **{f"{threads}-threads": {"OMP_NUM_THREADS": str(threads)} for threads in (1, 2, 4)},
     "c-locale": {"LANG": "C", "LC_ALL": "C"},
     "space-in-path": {},
+    "not-root": {},
+    "read-only-home": {},
     "tmpfs": {},
     "busy": {},
     "random-order": {},
@@ -43,11 +48,34 @@ VARIATIONS: dict[str, dict[str, str]] = {
 # Variations that do not interfere, and which tests they run: the markers keep .ci/run short.
 COMBINED = {
     ("default-isa", "1-threads", "c-locale", "space-in-path", "random-order"): QUICK,
-    ("avx2", "4-threads", "tmpfs"): "not slow",
+    ("avx2", "4-threads", "not-root", "read-only-home", "tmpfs"): "not slow",
     ("2-threads", "busy"): "long and not slow",
 }
 # Ends with the program that started it, however that ends.
 SPIN = "import os; parent = os.getppid()\nwhile os.getppid() == parent: pass"
+# Python may be in root's home, which others may not enter; in their own mount namespace they may.
+AS_NOBODY = """
+mount -t tmpfs tmpfs "$1" && mkdir "$1/upper" "$1/work" &&
+mount -t overlay -o "lowerdir=$HOME,upperdir=$1/upper,workdir=$1/work" overlay "$HOME" &&
+chmod 755 "$HOME"
+shift
+exec setpriv --reuid nobody --regid "$(id -g nobody)" --clear-groups env HOME="$1" "${@:2}"
+"""
+
+
+def as_nobody(folder: Path, home: Path, command: list[str]) -> list[str]:
+    return ["unshare", "--mount", "bash", "-c", AS_NOBODY, "bash", str(folder), str(home), *command]
+
+
+@functools.cache
+def not_root_obstacle() -> str | None:
+    with tempfile.TemporaryDirectory() as folder:
+        command = as_nobody(Path(folder), TMPFS, [sys.executable, "-c", "import torch"])
+        try:
+            done = subprocess.run(command, cwd="/", capture_output=True, text=True)
+        except FileNotFoundError as error:
+            return str(error)
+    return done.stderr.strip()[-200:] if done.returncode else None
 
 
 def obstacle(variation: str) -> str | None:
@@ -59,6 +87,8 @@ def obstacle(variation: str) -> str | None:
         return "the CPU has no AVX2"
     if variation == "tmpfs" and not TMPFS.is_dir():
         return f"there is no {TMPFS}"
+    if variation in ("not-root", "read-only-home") and IS_ROOT:
+        return not_root_obstacle()
     return None
 
 
@@ -74,7 +104,8 @@ def run(
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=place)))
         root, python, results = ROOT, sys.executable, folder / "tmp" / "results.xml"
         arguments = [f"--junitxml={results}", *arguments]
-        (folder / "tmp").mkdir()
+        for name in ("tmp", "home", "mount"):
+            (folder / name).mkdir()
         if "space-in-path" in variations:
             root = folder / "a checkout"
             kept_out = {str(ROOT): {"data", "runs", "build", "dist"}}
@@ -94,6 +125,14 @@ def run(
         if "random-order" in variations:
             command += ["--random-order", f"--random-order-seed={seed}"]
         command += arguments
+        if IS_ROOT and {"not-root", "read-only-home"} & set(variations):
+            folder.chmod(0o755)
+            for name in ("tmp", "home"):
+                os.chown(folder / name, pwd.getpwnam("nobody").pw_uid, -1)
+            command = as_nobody(folder / "mount", folder / "home", command)
+        if "read-only-home" in variations:
+            (folder / "home").chmod(0o555)
+            environment |= {} if IS_ROOT else {"HOME": str(folder / "home")}
         for _ in range(2 if "busy" in variations else 0):
             stack.callback(subprocess.Popen([sys.executable, "-c", SPIN]).kill)
         start = time.monotonic()
