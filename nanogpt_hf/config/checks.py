@@ -153,10 +153,15 @@ def _step_rules(config: Config) -> Rules:
     )
     for family, factor in optim.rates.items():
         near = did_you_mean(family, FAMILIES) or f"; use one of {', '.join(FAMILIES)}"
-        yield "optim.rates", family not in FAMILIES, f"there is no family {family!r:.80}{near}"
         yield (
             "optim.rates",
-            not (isinstance(factor, int | float) and 0 <= factor <= 1000),
+            family not in FAMILIES,
+            f"there is no kind of parameter {family!r:.80}{near}",
+        )
+        yield (
+            "optim.rates",
+            isinstance(factor, bool)
+            or not (isinstance(factor, int | float) and 0 <= factor <= 1000),
             f"expected a factor of 0 to 1000 for {family!r:.80}, got {factor!r:.80}",
         )
     uneven = _uneven_step(config)

@@ -127,7 +127,7 @@ class DataSection:
         return self.source
 
 
-# Kinds of parameters with a learning rate of their own, by their place in the model.
+# Kinds of parameters whose learning rate optim.rates can multiply.
 FAMILIES = (
     "tokens",  # token embedding, and a head that is tied to it
     "head",

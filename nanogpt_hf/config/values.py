@@ -129,7 +129,7 @@ _READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     int: ("an integer", _integer),
     float: ("a number", _number),
     list[str]: ("a list of names", _names),
-    dict[str, Any]: ("a mapping such as {tie_word_embeddings: true}", _mapping),
+    dict[str, Any]: ("a mapping such as {name: value}", _mapping),
     list[dict[str, Any]]: ("a list of sources", _sources),
     str: ("text", _text),
 }

@@ -390,7 +390,7 @@ class Architecture:
         return {name: depth.get(id(p), len(blocks) + 1) for name, p in model.named_parameters()}
 
     def families(self, model: PreTrainedModel) -> dict[str, str]:
-        """Parameter name -> its family in optim.rates, `other` for those of none."""
+        """Parameter name -> its kind in optim.rates, or `other`."""
         tokens: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
         modules = {

@@ -80,7 +80,8 @@ def _wave_positions(model: Any, waves: int) -> Waves:
     if config.n_positions > 4 * waves:
         uneven = torch.arange(waves) * (5**0.5 - 1) / 2 % 1
         frequencies = (torch.arange(waves) + uneven) * math.pi / waves
-    directions = torch.linalg.qr(torch.randn(config.n_embd, config.n_embd))[0]
+    # in float64, so that other CPUs round to the same float32
+    directions = torch.linalg.qr(torch.randn(config.n_embd, config.n_embd).double())[0].float()
     first, second, *_ = directions.split(waves)
     angles = places[:, None] * frequencies
     positions = math.sqrt(config.n_embd / waves) * (angles.cos() @ first + angles.sin() @ second)

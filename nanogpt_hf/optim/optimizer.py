@@ -140,7 +140,7 @@ def build_optimizer(
 ) -> torch.optim.Optimizer:
     """Build the optimizer of the trainable parameters.
 
-    A group's `scale` is its share of the learning rate: the factor of its family in optim.rates,
+    A group's `scale` is its share of the learning rate: the factor of its kind in optim.rates,
     times `layer_decay` for each layer above it, the embeddings at the bottom.
     """
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}

@@ -2,11 +2,11 @@
 advice.
 """
 
+import contextlib
 import dataclasses
 import gc
-import sys
+import resource
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -164,7 +164,7 @@ def largest_micro_batch(
         reset_peak_memory(accelerator)
         try:
             dry_run(size)
-            needed[size] = max(_gather(accelerator, peak_memory(accelerator.device) or 0))
+            needed[size] = max(_gather(accelerator, peak_memory(accelerator.device)))
         except Exception as error:
             if accelerator.num_processes > 1 or not needed or not is_out_of_memory(error):
                 raise
@@ -217,24 +217,22 @@ def reset_peak_memory(accelerator: Accelerator) -> None:
         ) from None
 
 
-def peak_memory(device: torch.device) -> int | None:
-    """Peak bytes of this process: tensors on a GPU, else RAM; on MPS the bytes in use now.
-
-    None if unknown.
+def peak_memory(device: torch.device) -> int:
+    """Peak bytes of this process since `reset_peak_memory`: tensors on a GPU, else RAM; on MPS the
+    bytes in use now.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     if device.type == "mps":
         return torch.mps.driver_allocated_memory()
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+    with contextlib.suppress(OSError, IndexError):  # a Mac has no /proc
+        # the resource module's number keeps the peak of the process that started this one
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(status.partition("VmHWM:")[2].split()[0])
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-@contextmanager
+@contextlib.contextmanager
 def one_line_for_too_little_memory(config: Config, vocab_size: int) -> Iterator[None]:
     """Context that turns an out-of-memory error into one line: what needs the memory, and knobs
     that reduce it.

@@ -89,8 +89,7 @@ class Monitor:
         if skipped := state.not_finite_steps:
             values["train/skipped_steps"] = skipped
             self._warn(f"step {state.step:,}: {skipped} steps had no finite gradient: skipped")
-        if (peak := peak_memory(self.device)) is not None:
-            values["train/memory_peak_bytes"] = peak
+        values["train/memory_peak_bytes"] = peak_memory(self.device)
         state.reported_step, state.clipped_steps, state.not_finite_steps = state.step, 0, 0
         return values
 

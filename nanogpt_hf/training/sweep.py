@@ -132,8 +132,8 @@ def build_grid(
 
 
 def _values(key: str, text: str) -> list[str]:
-    """`1e-3,3e-3` -> its values as the texts that an override has; a list in brackets is one."""
-    if text.startswith("[") or not re.search(r"[,'\"]", text):
+    """`1e-3,3e-3` -> its values as the texts that an override has. A list or a mapping is one."""
+    if text.startswith(("[", "{")) or not re.search(r"[,'\"]", text):
         return [text]
     try:
         values = parse_flow_list(text)
@@ -146,12 +146,20 @@ def _values(key: str, text: str) -> list[str]:
 
 def _grid_run(recipe: str, texts: dict[str, str], swept: list[str]) -> GridRun:
     config, overrides = load_config(recipe, list(texts.items())), list(texts.items())
-    values = {key: convert(KNOBS[key], texts[key]) for key in swept}
+    values = {key: _value(config, key, texts[key]) for key in swept}
     tokens = [key for key in swept if re.match(rf"data\.(?!{'|'.join(_SAME_TOKENS)})", key)]
     if tokens and "data.dir" not in swept:
         overrides.append(("data.dir", f"{config.data.dir}-{_label(values, tokens)}"))
         config = load_config(recipe, overrides)
     return GridRun(_label(values, swept), values, overrides, config)
+
+
+def _value(config: Config, key: str, text: str) -> Any:
+    """The value of a knob, or of one field of a mapping such as `optim.rates.mlp_in`."""
+    if key in KNOBS:
+        return convert(KNOBS[key], text)
+    knob, _, field = key.rpartition(".")
+    return get_value(config, knob)[field]
 
 
 def _label(values: Row, keys: list[str]) -> str:
@@ -352,7 +360,7 @@ def draw(sweep: Sweep, tree: dict[str, Any]) -> None:
         again, color = divmod(number, len(RUN_COLORS))
         style: dict[str, Any] = {"color": RUN_COLORS[color], "marker": "o", "markersize": 3.5}
         style["linestyle"] = ("-", "--", ":")[again % 3]
-        if number < _LEGEND_ROWS:
+        if number < _LEGEND_ROWS and late.any():
             style["label"] = row["run"].replace("$", r"\$")
         for one, scale in zip(axes, (1.0, row["flops"] / max(row["tokens"], 1)), strict=True):
             one.plot(tokens[late] * scale, values[late], **style)

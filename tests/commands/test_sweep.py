@@ -182,6 +182,14 @@ def test_overrides_of_a_run_are_its_arguments(grid, write_recipe):
     assert (runs[0].config.data.split, runs[0].name) == ("x: y #1", "text_column=a-b")
 
 
+def test_fields_of_a_mapping_are_swept(grid):
+    runs = grid(("optim.rates", "{positions: 0.1, mlp_in: 2}"), ("optim.rates.mlp_in", "2,3"))
+    assert [run.config.optim.rates for run in runs] == [
+        {"positions": 0.1, "mlp_in": factor} for factor in (2, 3)
+    ]
+    assert [run.name for run in runs] == ["mlp_in=2", "mlp_in=3"]
+
+
 def test_depth_is_swept_by_the_size_dial(grid):
     small, large = grid(("model.depth", "1,3"), ("model.aspect_ratio", "8"))
     assert (small.config.model.n_embd, large.config.model.n_embd) == (8, 24)

@@ -4,6 +4,7 @@ out-of-memory error.
 
 import mmap
 import os
+import subprocess
 import sys
 import traceback
 
@@ -104,9 +105,28 @@ def test_unmeasurable_memory_is_one_line(monkeypatch):
         largest_micro_batch(Accelerator(), [1, 2, 4, 8], lambda size: None)
 
 
-@pytest.mark.skipif(
+LINUX = pytest.mark.skipif(
     sys.platform != "linux", reason="peak memory of a CPU process is measured on Linux only"
 )
+
+
+@LINUX
+@pytest.mark.long
+def test_peak_memory_is_that_of_this_program_only(root):
+    """A launcher may have needed more before it became the program that trains."""
+    measure = (
+        "import psutil, torch; from types import SimpleNamespace;"
+        "from nanogpt_hf.training.micro_batch import peak_memory, reset_peak_memory;"
+        "device = torch.device('cpu'); reset_peak_memory(SimpleNamespace(device=device));"
+        "assert peak_memory(device) < 1.1 * psutil.Process().memory_info().rss"
+    )
+    large = (
+        "import os, sys; b'1' * 2**31; os.execv(sys.executable, [sys.executable, *sys.argv[1:]])"
+    )
+    subprocess.run([sys.executable, "-c", large, "-c", measure], check=True, cwd=root)
+
+
+@LINUX
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 def test_peak_memory_is_measured():
     accelerator, size = Accelerator(), 64 * 2**20
