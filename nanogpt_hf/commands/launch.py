@@ -86,7 +86,10 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
         if (value := layout.get(name) if option is None else option) is not None:
             os.environ[name.upper()] = str(value)
     if not (arguments.cpu or settings.get("use_cpu")):
-        _check_gpu_ids(arguments.gpu_ids or settings.get("gpu_ids"), file)
+        if arguments.gpu_ids:
+            _check_gpu_ids(arguments.gpu_ids, "--gpu_ids")
+        else:
+            _check_gpu_ids(settings.get("gpu_ids"), f"--config_file {file}: gpu_ids")
     command = arguments.training_script
     if command in commands:
         as_script = Path(sys.argv[0]).name == "cli.py"
@@ -99,17 +102,20 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
     return arguments
 
 
-def _check_gpu_ids(ids: str | None, file: str | None) -> None:
-    """Raises UserError for the number of a GPU that is not here; one process would take the CPU."""
+def _check_gpu_ids(ids: str | None, where: str) -> None:
+    """Raises UserError for the number of a GPU that is not here; one process would take the CPU.
+
+    `where` names the option or setting in the message.
+    """
     if ids in (None, "all") or "CUDA_VISIBLE_DEVICES" in os.environ:
         return
     import torch
 
     count = torch.accelerator.device_count()
-    if missing := [word for word in ids.split(",") if word.isdecimal() and int(word) >= count]:
+    words = [word.strip() for word in ids.split(",")]
+    if missing := [word for word in words if word.isdecimal() and int(word) >= count]:
         raise UserError(
-            f"cli.py launch: --config_file {file}: gpu_ids {ids}: there is no GPU {missing[0]}; "
-            f"this machine has {count}"
+            f"cli.py launch: {where} {ids}: there is no GPU {missing[0]}; this machine has {count}"
         )
 
 

@@ -91,6 +91,7 @@ def _score_task(subject: Subject, tokenizer: "Tokenizer", task: "CoreTask") -> d
 
     mesh, accelerator, model = subject.mesh, subject.accelerator, subject.model
     count, together = len(task.questions), mesh.dp_size * _AT_ONCE
+    positions = model.config.max_position_embeddings
     correct = torch.zeros(count, dtype=torch.int64)
     with (
         subject.bar("question", count, task.label) as progress,
@@ -100,7 +101,6 @@ def _score_task(subject: Subject, tokenizer: "Tokenizer", task: "CoreTask") -> d
     ):
         for first in range(0, count, together):
             numbers = range(count)[first + mesh.dp_rank * _AT_ONCE :][:_AT_ONCE]
-            positions = model.config.max_position_embeddings
             texts = [_scored_texts(task, number, tokenizer, positions) for number in numbers]
             values = iter(_score(model, task.kind, list(chain(*texts)), subject.batch_size))
             for number, own in zip(numbers, texts, strict=True):

@@ -111,7 +111,6 @@ def evaluate_data(
     training sequences; its bytes per token are weighted alike. Each source is measured on the
     same number of tokens, `tokens` in all.
     """
-
     evaluate = partial(
         evaluate_blocks,
         accelerator,

@@ -29,6 +29,7 @@ from nanogpt_hf.data.tokenizer import (
     vocabulary_hash,
 )
 from nanogpt_hf.errors import DataError, RunFolderError, UserError, one_line
+from nanogpt_hf.model.architecture import GPT2
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, from_gpt2_state_dict, gpt2_state_dict
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
@@ -90,7 +91,8 @@ def _config(
 ) -> GPTConfig:
     """The configuration of a model with the weights `state`, from which a tied head is removed.
 
-    Raises ValueError for weights that do not fit `sizes`, or are not finite.
+    Raises ValueError for sizes out of bounds, and for weights that do not fit `sizes`, or are not
+    finite.
     """
     head, embedding = (state.get(f"{name}.weight") for name in ("lm_head", "transformer.wte"))
     config = GPTConfig(
@@ -103,6 +105,7 @@ def _config(
         bos_token_id=tokenizer.end_of_text_id,
         eos_token_id=tokenizer.end_of_text_id,
     )
+    GPT2.check_sizes(config)
     if config.tie_word_embeddings:
         state.pop("lm_head.weight", None)
     with torch.device("meta"):

@@ -56,8 +56,8 @@ def build_config(
 def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTrainedModel:
     """A model with initial weights, the same for the same seed on every process and machine.
 
-    `init` is model.init: with zero_residual each block starts as the identity, with look_back see
-    look_back.py; all other weights start as with `own`.
+    `init` is model.init. With zero_residual each block starts as the identity; look_back.py
+    describes look_back. All other weights are those of `own`.
     """
     architecture = architecture_of(config)
     with torch.random.fork_rng(devices=[]):

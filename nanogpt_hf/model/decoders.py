@@ -23,6 +23,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from nanogpt_hf.config.checks import wrong_dropout
 from nanogpt_hf.config.schema import KNOBS, ModelSection
 from nanogpt_hf.errors import did_you_mean, one_line
 from nanogpt_hf.model.layout_gpt import check_loaded
@@ -213,16 +214,16 @@ class Architecture:
         return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
 
     def check_one_step(self, model: Any) -> None:
-        """Raises ValueError if a model on the meta device, which computes shapes only, fails in a
-        step.
+        """Raises ValueError for a dropout outside [0, 1), or if a model on the meta device, which
+        computes shapes only, fails in a step.
 
         Removes blocks.
         """
         config = model.config
-        for name in (field.name for field in self._fields if "drop" in field.name):
-            value = getattr(config, name)
-            if isinstance(value, int | float) and not 0 <= value < 1:  # read in a real step only
-                raise ValueError(f"{name} {value} is not from 0 to below 1")
+        # the meta device computes no dropout
+        for name in (field.name for field in self._fields):
+            if wrong := wrong_dropout(name, getattr(config, name, None)):
+                raise ValueError(wrong)
         del self.blocks(model)[_BLOCKS_OF_A_STEP:]
         length = min(_TOKENS_OF_A_STEP, config.max_position_embeddings)
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
@@ -248,18 +249,26 @@ class Architecture:
         return {"model.architecture": self.name, **sizes}
 
     def read_config(self, name: str, revision: str | None = None, **fields: Any) -> Any:
-        """The configuration of a model folder or of a model on the Hub, with other `fields`."""
+        """The configuration of a model folder or of a model on the Hub, with other `fields`.
+
+        Raises ValueError if a size is out of bounds.
+        """
         config = self.config_class.from_pretrained(
             name, revision=revision or "main", trust_remote_code=False, **fields
         )
-        # a damaged file might describe a model that takes hours to build
+        self.check_sizes(config)
+        return config
+
+    def check_sizes(self, config: Any) -> None:
+        """Raises ValueError if a size is out of the bounds of its knob: a damaged file might
+        describe a model that takes hours to build.
+        """
         for knob, size in SIZES.items():
             bounds: Any = KNOBS[f"model.{knob}"]
             low, high, value = bounds.low, bounds.high, getattr(config, size, None)
             if not (value is None and knob in _OPTIONAL_SIZES) and not low <= value <= high:
                 size = self._field(size)
                 raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
-        return config
 
     def read_model(
         self,
@@ -283,7 +292,7 @@ class Architecture:
             trust_remote_code=False,
         )
         model, info = loaded
-        check_loaded(name, self.name, info)
+        check_loaded(name, self.title, info)
         return model
 
     def write_model(

@@ -132,7 +132,10 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
     def from_pretrained(  # pyright: ignore[reportIncompatibleMethodOverride]
         cls, pretrained_model_name_or_path, *args, output_loading_info=False, **kwargs
     ) -> Any:
-        """As in transformers, but a missing, unexpected or misshapen weight is a ValueError."""
+        """As in transformers, but a missing, unexpected or misshapen weight is a ValueError.
+
+        With output_loading_info it is in the information, and the caller checks it.
+        """
         keys = (
             "revision",
             "token",
@@ -156,7 +159,8 @@ class GPT2Files(PreTrainedModel if TYPE_CHECKING else object):
             pretrained_model_name_or_path, *args, output_loading_info=True, **kwargs
         )
         model, info = loaded
-        check_loaded(pretrained_model_name_or_path, "GPT-2", info)
+        if not output_loading_info:
+            check_loaded(pretrained_model_name_or_path, "GPT-2", info)
         if zeros_for_no_bias:
             drop_zero_biases(model)
         return (model, info) if output_loading_info else model

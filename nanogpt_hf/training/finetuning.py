@@ -89,8 +89,9 @@ def finetune_config(
 
 
 def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
-    """The task of reinforcement learning, or ''. Raises UserError if recipe and command line state
-    no model, no text, or what another command trains.
+    """The task of reinforcement learning, or ''.
+
+    Raises UserError if no model, text or task is stated, or if the recipe is for another command.
     """
     start, command = stated.get("finetune.model"), method.command if method else "cli.py finetune"
     if not start or str(start).lower() in ("null", "none"):

@@ -203,6 +203,8 @@ C_ATTN = "transformer.h.0.attn.c_attn.weight"
         ("model_args", [1, 2], ""),
         ("model_args/n_head", None, "n_head"),
         ("model_args/n_embd", "16", ""),
+        ("model_args/n_layer", 10**9, "n_layer must be from 1 to 1,000, got 1000000000"),
+        ("model_args/block_size", 0, "n_positions must be from 1 "),
         ("model_args/n_layer", 3, "transformer.h.2.attn.c_attn.bias"),
         ("model_args/n_layer", 1, "transformer.h.1.attn.c_attn.bias"),
         ("model_args/block_size", 24, "(24, 16)"),

@@ -102,6 +102,15 @@ def test_other_models_are_refused(gpt2, variant, reason):
         GPTForCausalLM.from_pretrained(folder)
 
 
+def test_missing_weight_is_an_error(gpt2):
+    _, folder = gpt2()
+    weights = load_file(folder / "model.safetensors")
+    del weights["transformer.ln_f.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(ValueError, match=r"missing keys: .*ln_f\.weight"):
+        GPTForCausalLM.from_pretrained(folder)
+
+
 OPTIONS = [
     {},
     {"bias": False},
