@@ -21,9 +21,7 @@ Facts = TypeVar("Facts")
 _PARTIAL, _LOCK = ".partial", ".lock"
 _NO_CONTENT = {_PARTIAL, _LOCK, "lost+found"}  # the last is what ext4 makes
 
-_SIGNALS = [
-    getattr(signal, name) for name in ("SIGTERM", "SIGHUP", "SIGUSR1") if hasattr(signal, name)
-]
+_SIGNALS = [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1]
 _caught: list[int] = []  # those that have our handler now
 
 

@@ -105,7 +105,7 @@ def list_knobs(parser: argparse.ArgumentParser) -> None:
 _SHORT_NAMES = {
     "depth": ("model.depth", "N", "size dial: N blocks; width, batch and steps follow"),
     "from": ("finetune.model", "MODEL", "start from a Hub id, a model folder, or a run folder"),
-    "data": ("data.source", "PATH", "the text or questions: a file, folder, glob, URL, Hub data"),
+    "data": ("data.source", "PATH", "the text: a file, folder, glob, URL, or Hub data set"),
     "freeze-layers": ("finetune.freeze_layers", "N", "freeze the embeddings and N blocks"),
     "unfreeze-every": ("finetune.unfreeze_every", "K", "unfreeze the topmost block every K steps"),
     "lora": ("lora.rank", "R", "train LoRA adapters of rank R instead of the weights"),
@@ -114,10 +114,14 @@ _SHORT_NAMES = {
 }
 
 
-def add_knobs(parser: argparse.ArgumentParser, *names: str) -> None:
-    """Add short names of knobs. A command's `run` gets them as overrides."""
+def add_knobs(parser: argparse.ArgumentParser, *names: str, **meanings: str) -> None:
+    """Add short names of knobs; `meanings` of a command replace the common ones.
+
+    A command's `run` gets them as overrides.
+    """
     for name in names:
         key, metavar, meaning = _SHORT_NAMES[name]
+        meaning = meanings.get(name, meaning)
         add_option(parser, f"--{name} {metavar}", f"{meaning} (--{key})", dest=key)
 
 

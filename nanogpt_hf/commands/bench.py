@@ -42,7 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "per process (weak)"
     )
     add_option(parser, "--scaling", scaling, choices=["strong", "weak"])
-    split = "of --scaling: how processes share the work; tp: each matrix, pp: the layers"
+    split = (
+        "of --scaling: how processes share the work (default ddp); tp: each matrix, pp: the layers"
+    )
     add_option(parser, "--split", split, choices=["ddp", "fsdp2", "tp", "pp"])
     add_option(parser, "--processes N,N,...", "of --scaling", default="1,2")
     plot = "of --scaling (default scaling_<kind>.png)"

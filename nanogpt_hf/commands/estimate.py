@@ -42,7 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "--gpus N", layout, type=bounded(int, 1, 1_000_000))
     gpus = "of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
     add_option(parser, "--gpu NAME", gpus)
-    add_option(parser, "--per-machine N", "of --gpus", type=bounded(int, 1, 1024), default=8)
+    machine = "of --gpus, or all if they are fewer"
+    add_option(parser, "--per-machine N", machine, type=bounded(int, 1, 1024), default=8)
     network = "of --gpus: Gb/s between machines, per GPU and direction (default 400)"
     add_option(parser, "--network GBITS", network, type=bounded(float, 0.001, 100_000))
     written = "of --gpus: write the accelerate config of the layout"

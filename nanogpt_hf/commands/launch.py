@@ -138,10 +138,9 @@ def _pass_signals_on() -> list[int]:
 
     # torch's launcher would kill its processes 30 seconds after one of these signals, too early for
     # a large checkpoint
-    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT" if hasattr(signal, "SIGQUIT") else "SIGBREAK"
-    for name in ("SIGTERM", "SIGINT", "SIGUSR1", "SIGHUP"):
-        number = getattr(signal, name, None)
-        if number is not None and signal.getsignal(number) != signal.SIG_IGN:
+    os.environ["PET_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP):
+        if signal.getsignal(number) != signal.SIG_IGN:
             signal.signal(number, pass_on)
     return received
 

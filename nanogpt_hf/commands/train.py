@@ -35,15 +35,16 @@ def add_pretrain_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_finetune_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_argument(parser, nargs="?")
+    add_recipe_argument(parser, "a recipe, for example recipes/finetune_lora.yaml", nargs="?")
     add_knobs(parser, "from", "data", "freeze-layers", "unfreeze-every", "lora")
     _add_run_arguments(parser)
     parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/finetuning.md, or --dry-run."
 
 
 def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
-    add_recipe_argument(parser, nargs="?")
-    add_knobs(parser, "from", "task", "data", "reward", "lora")
+    add_recipe_argument(parser, "a recipe, for example recipes/arithmetic_rl.yaml", nargs="?")
+    questions = "the questions, with reference answers: as conversations for `finetune`"
+    add_knobs(parser, "from", "task", "data", "reward", "lora", data=questions)
     _add_run_arguments(parser)
     parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
 

@@ -168,10 +168,22 @@ _ROWS = [
         FSDP2,
     ),
     (
-        "dynamo_backend | fsdp_activation_checkpointing | fsdp_reshard_after_forward",
+        "dynamo_backend",
         "pp_schedule zero_bubble",
-        "a block's backward pass runs in two parts, some time apart",
-        "set dynamo_backend 'NO', the others false, or pp_schedule 1f1b",
+        "a compiled block runs its backward pass as a whole",
+        "set dynamo_backend 'NO', or pp_schedule 1f1b",
+    ),
+    (
+        "fsdp_activation_checkpointing",
+        "pp_schedule zero_bubble",
+        "the gradients of a block's weights would repeat its forward pass",
+        "set fsdp_activation_checkpointing false, or pp_schedule 1f1b",
+    ),
+    (
+        "fsdp_reshard_after_forward",
+        "pp_schedule zero_bubble",
+        "a stage's weights stay gathered until the end of a step",
+        "set fsdp_reshard_after_forward false, or pp_schedule 1f1b",
     ),
     ("lora.rank", "tensor parallelism", "matrices of adapters are not split", FSDP2),
     (

@@ -61,14 +61,16 @@ def read_sources(entries: list[Any]) -> list[dict[str, Any]]:
 
 
 def _read_source(entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict) or not (entry.get("source") and entry.get("weight")):
-        raise ValueError(
-            f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}"
-        )
+    expected = f"expected a source and its weight, such as {_EXAMPLE}, got {SHORT.repr(entry)}"
+    if not isinstance(entry, dict):
+        raise ValueError(expected)
+    if unknown := [str(key) for key in entry if key not in _KEYS]:
+        raise ValueError(f"{unknown[0]:.80}: unknown key{did_you_mean(unknown[0], _KEYS)}")
+    for key in ("source", "weight"):
+        if entry.get(key) in (None, ""):
+            raise ValueError(f"has no {key}; {expected}")
     source = {}
     for key, value in entry.items():
-        if key not in _KEYS:
-            raise ValueError(f"{key!s:.80}: unknown key{did_you_mean(str(key), _KEYS)}")
         try:
             if value is not None:
                 source[key] = convert(_KEYS[key], value)
@@ -77,8 +79,8 @@ def _read_source(entry: Any) -> dict[str, Any]:
     name = source.setdefault("name", short_name(source["source"]))
     if not _NAME.fullmatch(name):
         raise ValueError(
-            f"{source['source']}: name: {name!r:.80}: expected letters, digits, - and _, since it "
-            "names a folder"
+            f"{source['source']}: name: {name!r:.80}: expected at most 100 letters, digits, -, _ "
+            "and dots, without a dot at the start, since it names a folder"
         )
     if "dir" in source:
         source["dir"] = os.path.expanduser(source["dir"])

@@ -35,8 +35,12 @@ class StopRequest:
 
 
 @contextmanager
-def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
-    """Context that turns SIGTERM, SIGINT, SIGUSR1, SIGHUP and a time limit into a stop request.
+def stop_on_signals(
+    max_seconds: float | None = None,
+    message: str = "\nstopping after this step; a second Ctrl-C stops at once\n",
+) -> Iterator[StopRequest]:
+    """Context that turns SIGTERM, SIGINT, SIGUSR1, SIGHUP and a time limit into a stop request; at
+    the first signal `message` is written to stderr.
 
     A second SIGINT interrupts at once; of other signals any number may come. A SIGHUP that is
     ignored, as under nohup, stays ignored.
@@ -50,7 +54,7 @@ def stop_on_signals(max_seconds: float | None = None) -> Iterator[StopRequest]:
             return
         request.reason = request.reason or f"received {signal.Signals(number).name}"
         with contextlib.suppress(OSError):  # the signal may interrupt a print()
-            os.write(2, b"\nstopping after this step; a second Ctrl-C stops at once\n")
+            os.write(2, message.encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield request  # Python allows handlers in the main thread only

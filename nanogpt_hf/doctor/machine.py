@@ -76,7 +76,7 @@ def outside_ranges() -> list[str]:
         with suppress(metadata.PackageNotFoundError):
             found = metadata.version(needed.name)
         if found is None or not needed.specifier.contains(found, prereleases=True):
-            problems.append(f"{wanted} is needed, found {found}: pip install '{wanted}'")
+            problems.append(f"{wanted} is needed, found {found or 'none'}: pip install '{wanted}'")
     return problems
 
 

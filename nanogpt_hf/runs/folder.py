@@ -100,11 +100,13 @@ class RunFolder:
         files.
         """
         for folder in (self.checkpoints, self.best, self.final, self.trackers):
-            if os.path.lexists(folder) and not folder.is_dir():
+            if folder.is_symlink() and not folder.is_dir():
                 raise RunFolderError(
-                    f"{folder}: is a file, or a link to no folder; if that is on a volume that is "
-                    "not mounted, mount it; else remove this"
+                    f"{folder}: is a link to {os.path.realpath(folder)}, and there is no such "
+                    "folder; mount its volume, or remove the link"
                 )
+            if folder.exists() and not folder.is_dir():
+                raise RunFolderError(f"{folder}: is a file; move it away")
         for folder in (self.best, self.final):
             names = set(os.listdir(folder)) if folder.is_symlink() else ()
             if names and not names & _MODEL_FILES:
@@ -197,8 +199,12 @@ class RunFolder:
     def lock(self) -> None:
         """Lock the folder until this process ends, and repair what a killed one left.
 
-        Raises RunFolderError if another process has locked it.
+        Raises RunFolderError if another process has locked it, or if it is a file.
         """
+        if os.path.exists(self.path) and not os.path.isdir(self.path):
+            raise RunFolderError(f"{self.path}: is a file; choose another --run-dir")
+        # a folder that holds no run may have the .lock of another program
+        self._made_lock_file = not os.path.lexists(self._lock_file)
         self._made = [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
         try:
             self.path.mkdir(parents=True, exist_ok=True)
@@ -232,15 +238,16 @@ class RunFolder:
             ) from None
 
     def unlock(self) -> None:
-        """Release the lock if this object holds it, and remove a folder in which no run was
-        started.
+        """Release the lock if this object holds it. If no run was started, remove the lock file and
+        the folder, unless they were there before.
         """
         if not self._lock.is_locked:
             return
         self._lock.release()
         if not self.recipe.exists():
             with contextlib.suppress(OSError):
-                self._lock_file.unlink(missing_ok=True)
+                if self._made_lock_file:
+                    self._lock_file.unlink(missing_ok=True)
                 for folder in self._made:
                     folder.rmdir()
 

@@ -67,7 +67,7 @@ def file_digest(path: Path) -> str:
 
 def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
     """Open a checkpoint whose files are as written; of those with tensors, the `index`th of `count`
-    shares is verified. Raises DamagedError, and RunFolderError for another version.
+    shares is verified. Raises DamagedError, and RunFolderError for another version or fields.
     """
     try:
         checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
@@ -84,11 +84,15 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
         raise DamagedError(f"{folder}: damaged checkpoint: {error}") from None
     version, scaler = facts.pop("version", None), facts.pop("scaler", None)
     fields = {field.name for field in dataclasses.fields(TrainState)}
-    if version != VERSION or facts.keys() != fields:
+    remedy = "continue with the code that wrote it, or start again with --overwrite"
+    if version != VERSION:
         raise RunFolderError(
-            f"{folder}: is of a run folder of version {version}, or of unreleased code, and this "
-            f"is version {VERSION}; continue with the code that wrote it, or start again with "
-            "--overwrite"
+            f"{folder}: was written by version {version} of the run folder's format; this code "
+            f"reads version {VERSION}; {remedy}"
+        )
+    if facts.keys() != fields:
+        raise RunFolderError(
+            f"{folder}: its {STATE} has other fields than this code expects; {remedy}"
         )
     evaluation = facts.pop("evaluation")
     state = TrainState(**facts, evaluation=evaluation and MeasuredLoss(**evaluation))

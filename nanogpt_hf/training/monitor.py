@@ -88,7 +88,9 @@ class Monitor:
             )
         if skipped := state.not_finite_steps:
             values["train/skipped_steps"] = skipped
-            self._warn(f"step {state.step:,}: {skipped} steps had no finite gradient: skipped")
+            self._warn(
+                f"step {state.step:,}: {skipped} steps had no finite gradient and were skipped"
+            )
         values["train/memory_peak_bytes"] = peak_memory(self.device)
         state.reported_step, state.clipped_steps, state.not_finite_steps = state.step, 0, 0
         return values

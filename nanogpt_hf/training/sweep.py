@@ -202,7 +202,7 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
     from nanogpt_hf.distributed.signals import stop_on_signals
 
     statuses: dict[str, str] = {}
-    with stop_on_signals() as stop:
+    with stop_on_signals(message="") as stop:  # a run prints it
         for number, run in enumerate(sweep.runs, 1):
             done = not sweep.overwrite and is_done(sweep.run_folder(run), run.config)
             if sweep.share(f"done/{number}", done):

@@ -211,7 +211,7 @@ def test_outside_ranges_names_the_pip_command(monkeypatch):
     monkeypatch.setattr(machine.metadata, "version", version)
     old, missing = machine.outside_ranges()
     assert all(word in old for word in ("2.4.0+cpu", "pip install 'torch>=2.11'"))
-    assert "pip install 'peft>=0.19'" in missing
+    assert missing == "peft>=0.19 is needed, found none: pip install 'peft>=0.19'"
 
 
 def test_judge_launch_finds_other_precision_and_unused_gpus():

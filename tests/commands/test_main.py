@@ -41,6 +41,21 @@ def test_help_lists_log_options_and_every_knob_once(capsys):
     assert "\n".join(knob_lines()) in help_of(capsys, "pretrain")
 
 
+@pytest.mark.parametrize(
+    ("command", "meaning"),
+    [
+        ("bench", "how processes share the work (default ddp)"),
+        ("estimate", "of --gpus, or all if they are fewer; default 8"),
+        ("rl", "the questions, with reference answers: as conversations for `finetune`"),
+        ("rl", "recipes/arithmetic_rl.yaml"),
+        ("finetune", "the text: a file, folder, glob, URL, or Hub data set"),
+        ("finetune", "recipes/finetune_lora.yaml"),
+    ],
+)
+def test_help_states_what_an_argument_means(capsys, command, meaning):
+    assert meaning in " ".join(help_of(capsys, command).split())
+
+
 def test_help_and_mistakes_import_nothing_heavy(root):
     script = """
 import atexit, gc, os, sys

@@ -44,6 +44,20 @@ def test_signal_requests_stop_and_second_ctrl_c_interrupts(names):
     assert signal.getsignal(signal.SIGINT) is before
 
 
+def test_first_signal_prints_the_message_once(capfd):
+    hangup = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for options, printed in (
+        ({}, "\nstopping after this step; a second Ctrl-C stops at once\n"),
+        ({"message": ""}, ""),
+    ):
+        with stop_on_signals(**options) as stop:
+            for _ in range(2):
+                os.kill(os.getpid(), signal.SIGTERM)
+            assert stop.reason == "received SIGTERM"
+        assert capfd.readouterr().err == printed
+    signal.signal(signal.SIGHUP, hangup)
+
+
 def test_ignored_sighup_stays_ignored():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as under nohup
     try:

@@ -89,7 +89,14 @@ def test_overwrite_removes_nothing_if_a_folder_is_unusable(pretrain, run, tmp_pa
     before = contents(tmp_path)
     status, error = pretrain("--overwrite")
     assert (status, error.count("\n")) == (2, 1)
-    assert error.startswith(f"{folder}: is a ")
+    said = {
+        "file": "is a file; move it away",
+        "dangling link": (
+            f"is a link to {tmp_path / 'not-mounted'}, and there is no such folder; mount its "
+            "volume, or remove the link"
+        ),
+    }
+    assert error == f"{folder}: {said[damage]}\n"
     assert contents(tmp_path) == before
 
 
@@ -167,6 +174,24 @@ def test_folder_of_links_to_empty_folders_can_start_a_run(pretrain, tmp_path):
     assert status == 0, captured
     assert (tmp_path / "larger" / "best" / "config.json").exists()
     assert (tmp_path / "larger" / "checkpoints" / "step_00000006").exists()
+
+
+def test_folder_of_another_program_is_refused_and_keeps_its_lock_file(pretrain, tmp_path):
+    (tmp_path / "run").mkdir()
+    for name in (".lock", "notes.txt"):
+        (tmp_path / "run" / name).write_text("mine")
+    before = contents(tmp_path)
+    status, error = pretrain()
+    assert status == 2
+    assert "is not empty and holds no run" in error
+    assert contents(tmp_path) == before
+    assert (tmp_path / "run" / ".lock").read_text() == "mine"
+
+
+def test_file_as_run_folder_is_refused(pretrain, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    assert pretrain() == (2, f"{tmp_path / 'run'}: is a file; choose another --run-dir\n")
+    assert (tmp_path / "run").read_text() == "mine"
 
 
 def test_link_to_foreign_folder_is_refused(pretrain, run, tmp_path):

@@ -337,7 +337,7 @@ def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, 
     assert losses[4] is None  # null in JSON
     assert all(losses[step] < 10 for step in (1, 2, 3, 5, 6))
     assert column(run, "train/skipped_steps") == {4: 1}
-    assert "1 steps had no finite gradient" in caplog.text
+    assert "1 steps had no finite gradient and were skipped" in caplog.text
 
 
 def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
