@@ -38,12 +38,14 @@ class Repository:
 class FakeHub:
     """`with FakeHub() as hub:` serves at `hub.url`.
 
-    `faults` maps a part of a path to the status it answers with.
+    `faults` maps a part of a path to the status it answers with; of files in `cut`, connections
+    end in the middle.
     """
 
     lfs: bool = False  # whether weights travel as LFS objects
     role: str = "write"
     faults: dict[str, int] = field(default_factory=dict)
+    cut: set[str] = field(default_factory=set)
     silent: bool = False  # accept connections and never answer
     repositories: dict[str, Repository] = field(default_factory=dict)
     objects: dict[str, bytes] = field(default_factory=dict)
@@ -270,6 +272,10 @@ class _Handler(BaseHTTPRequestHandler):
             first, last = int(wanted[1]), min(int(wanted[2] or len(content)), len(content) - 1)
             headers["Content_Range"] = f"bytes {first}-{last}/{len(content)}"
             content = content[first : last + 1]
+        if name in self.hub.cut and self.command == "GET":
+            headers["Content_Length"] = str(len(content))
+            content = content[: len(content) // 2]
+            self.close_connection = True
         self.answer(content, status, **headers)
 
     def tree(self, body: bytes, repo_id: str, revision: str, folder: str | None = None) -> None:

@@ -215,7 +215,7 @@ def test_learning_rate_0_is_refused():
     values = {"optim.name": "muon", "optim.learning_rate": 0, "optim.min_learning_rate": 0}
     config = replace_knobs(Config(), {"data.source": "python-docs"} | values)
     (conflict,) = find_conflicts(config)
-    assert conflict.keys == ("optim.learning_rate", "optim.name")
+    assert conflict.keys == ["optim.learning_rate", "optim.name"]
 
 
 def test_muon_step_stacks_matrices_without_synchronization(counted):
