@@ -257,7 +257,7 @@ def test_extra_fields_of_an_architecture(recipe):
     }
     assert load_config(path, {"model.extra": {"a": 2}}).model.extra == {"a": 2}
     assert problems(path, [("model.extra", "7")]) == [
-        "--model.extra: expected a mapping such as {tie_word_embeddings: true}, got '7'"
+        "--model.extra: expected a mapping such as {name: value}, got '7'"
     ]
 
 
