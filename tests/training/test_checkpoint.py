@@ -261,7 +261,7 @@ def test_folder_without_run_is_never_overwritten(tmp_path):
     for overwrite in (False, True):
         with pytest.raises(RunFolderError, match="is not empty and holds no run"):
             RunFolder(tmp_path).check(resume=False, overwrite=overwrite)
-    with pytest.raises(RunFolderError, match="File exists"):
+    with pytest.raises(RunFolderError, match="is a file; choose another"):
         RunFolder(tmp_path / "thesis.tex").lock()
     (tmp_path / "empty").mkdir()
     RunFolder(tmp_path / "empty").check(resume=False, overwrite=False)
