@@ -1,7 +1,7 @@
 """The command line in a fork of the test's process: a new process without the time to import
 torch.
 
-OpenMP's threads do not survive a fork, so a process with several threads starts Python anew.
+OpenMP's threads do not survive a fork, so a process with several threads starts Python again.
 """
 
 import logging

@@ -130,7 +130,7 @@ def flush() -> int:
 
 
 def status_of(lost: OutputLost) -> int:
-    """The exit status of a command whose output was lost, with the reason unless nobody reads."""
+    """The exit status of a command whose output was lost. Logs why, unless the reader closed it."""
     (error,) = lost.args
     if error.errno in _GONE:
         return EXIT_NOBODY_READS

@@ -24,7 +24,7 @@ def written_whole(path: Path) -> Iterator[Path]:
     """Atomic write: yield a temporary file in the same folder that replaces `path` if the block
     ends without an error. Raises UserError if it cannot be written.
     """
-    # created with a name that nobody can guess, so that no link of another user is followed
+    # a random name: another user cannot have placed a link there
     partial = path.with_name(f".{secrets.token_hex(6)}.partial{path.suffix}")
     try:
         partial.open("x").close()

@@ -215,7 +215,7 @@ def start_again(run: Run) -> None:
     accelerator.free_memory()  # again, since now nothing refers to them
     spiked = run.saved is None or run.saved.step < before.step
     checkpoint = find_checkpoint(accelerator, run.folder, before.identity)
-    # whoever holds the run, such as the caller of `train`, has the new model, too
+    # update the same object, so that the caller of `train` has the new model
     vars(run).update(vars(_build(run.config, accelerator, run.data, run.folder, checkpoint)))
     run.state.seconds = before.seconds
     run.saved = dataclasses.replace(run.state)

@@ -97,8 +97,9 @@ def count_sound_checkpoints(run: RunFolder, damaged: int = 0) -> int:
 
 
 def each_kill(folder: Path, prepare: Callable, action: Callable, least: int) -> Iterator:
-    """Kill `action` at each of its changes below `folder`, which is prepared anew; yield the change
-    and whether `action` was killed. There are more than `least` changes.
+    """Kill `action` at each of its changes below `folder`, which `prepare` fills each time.
+
+    Yield the change and whether `action` was killed. There are more than `least` changes.
     """
     was_killed, point = True, 0
     while was_killed:
