@@ -47,8 +47,9 @@ def draw_curves(
     if not len(steps):
         return
     figure, (axes, lower_axes) = new_figure(2, height_ratios=[5, 1])
+    last_step = max([steps[-1], *column(events, "val/loss")[0]])
     if reference and reference.curve and not is_rl:
-        _draw_band(axes, reference.curve, steps[-1])
+        _draw_band(axes, reference.curve, last_step)
     smoothed = smooth(values, len(steps) // 25)
     if len(steps) > _MANY_POINTS:
         axes.plot(steps, values, color=BLUE, linewidth=0.7, alpha=0.3)
@@ -69,7 +70,7 @@ def draw_curves(
         _crop_start(axes, steps, smoothed, *column(events, "val/loss"))
     _label_ends(axes, labels)
     axes.set_ylabel("reward; share of questions" if is_rl else "loss (nats per token)")
-    note = f"step {int(steps[-1]):,}"
+    note = f"step {int(last_step):,}"
     _title(axes, title, f"{note}; pass@k on held-out questions" if is_rl else note)
     lower = column(events, "train/entropy" if is_rl else "train/learning_rate")
     lower_axes.fill_between(*lower, color=_GRAY, alpha=0.15, linewidth=0)
