@@ -1,4 +1,4 @@
-"""CPU cores and threads of this process: cores it may use, threads, spin limit."""
+"""What this process has of the CPU: cores, threads, spin limit, bfloat16 instructions."""
 
 import os
 from contextlib import suppress
@@ -72,3 +72,14 @@ def threads_of_a_process(default: int, local_world_size: int = 1) -> int:
     torch's own default counts the machine's cores, not those of a container.
     """
     return max(1, min(default, allowed_cores() // local_world_size))
+
+
+def multiplies_bfloat16() -> bool:
+    """Whether this CPU has instructions for products of bfloat16 (AVX512_BF16, AMX, Arm's BF16).
+
+    Without them such products are several times slower than those of float32.
+    """
+    import torch
+
+    capabilities = torch.cpu.get_capabilities()
+    return any(has for name, has in capabilities.items() if name.endswith("bf16"))

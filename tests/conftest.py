@@ -52,6 +52,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path not in long)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def bfloat16_instructions():
+    """Runs in bf16 stay in bf16 on every CPU."""
+    with mock.patch("nanogpt_hf.cpu.multiplies_bfloat16", return_value=True):
+        yield
+
+
 @pytest.fixture(scope="session")
 def root() -> Path:
     """The repository."""

@@ -15,6 +15,7 @@ import torch
 from accelerate.tracking import LOGGER_TYPE_TO_CLASS, get_available_trackers
 from accelerate.utils import LoggerType
 
+from nanogpt_hf import cpu
 from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed import deepspeed
@@ -65,8 +66,15 @@ def check_launch(config: Config, mesh: Mesh) -> int:
 
 
 def requested_precision() -> str:
-    """The mixed precision of the accelerate config: no, bf16, fp16 or fp8."""
-    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    """The mixed precision of the accelerate config: no, bf16, fp16 or fp8; no instead of bf16 on a
+    CPU without instructions for it, where it would be slower.
+    """
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+    return (
+        "no"
+        if precision == "bf16" and _on_the_cpu() and not cpu.multiplies_bfloat16()
+        else precision
+    )
 
 
 def check_config() -> None:

@@ -6,7 +6,9 @@ place; activation checkpointing is that of transformers; clipping and the optimi
 the wrapper; a dry-run step counts as no micro-batch.
 """
 
+import logging
 import math
+import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -37,6 +39,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     ignore_layout,
     one_line_of_accelerate,
     requested,
+    requested_precision,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
 from nanogpt_hf.distributed.mesh import Mesh
@@ -45,6 +48,8 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import compile_loss
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 from nanogpt_hf.runs.folder import RunFolder
+
+logger = logging.getLogger(__name__)
 
 
 class _Accelerator(Accelerator):
@@ -96,7 +101,9 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
     default_to_cpu(mesh)
     timeout = InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)
     with one_line_of_accelerate():
-        accelerator = _Accelerator(mesh, kwargs_handlers=[timeout], **options)
+        accelerator = _Accelerator(
+            mesh, mixed_precision=requested_precision(), kwargs_handlers=[timeout], **options
+        )
     if accelerator.num_processes != mesh.world_size:
         raise UserError(
             f"the launcher started {mesh.world_size} processes, but accelerate sees "
@@ -141,6 +148,11 @@ def build_accelerator(
         log_with=[*config.tracking.trackers, *trackers] or None,
         project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
     )
+    if requested_precision() != os.environ.get("ACCELERATE_MIXED_PRECISION", "no"):
+        logger.warning(
+            "this CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16), so the "
+            "run is in float32, which is faster here"
+        )
     provided = accelerator.distributed_type.value if torch.distributed.is_initialized() else "NO"
     for kind in ("FSDP", "DEEPSPEED"):
         if requested(kind) and provided != kind:

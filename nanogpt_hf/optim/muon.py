@@ -143,6 +143,7 @@ def build_muon(
         scale=optim.muon_scale,
         betas=(optim.beta1, optim.beta2),
         replicas=None if split else _replicas(accelerator),
+        bfloat16=accelerator is not None and accelerator.mixed_precision == "bf16",
     )
 
 
@@ -191,7 +192,8 @@ class Muon(torch.optim.Optimizer):
     decay is decoupled.
 
     Parameters are plain tensors or DTensors with any placements. Plain ones are equal on all
-    processes of `replicas` (DDP), which share the work. If `found_inf` is set and not 0, a step
+    processes of `replicas` (DDP), which share the work. Matrices are orthogonalized in bfloat16 on
+    GPUs, and on CPUs if `bfloat16` is set. If `found_inf` is set and not 0, a step
     leaves weights and state unchanged, without waiting for the device.
     """
 
@@ -205,6 +207,7 @@ class Muon(torch.optim.Optimizer):
         scale: UpdateScale,
         betas: tuple[float, float],
         replicas: DeviceMesh | None = None,
+        bfloat16: bool = False,
     ):
         self._adamw: Any = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
         muon = {"muon": True, "lr": lr, "momentum": momentum}
@@ -214,7 +217,7 @@ class Muon(torch.optim.Optimizer):
         )
         self.found_inf: torch.Tensor | None = None
         self._update_scale: UpdateScale = scale
-        self._replicas = replicas
+        self._replicas, self._bfloat16 = replicas, bfloat16
         self._orthogonalize = orthogonalize
         # fp16's scaler then sets found_inf, instead of waiting for it
         self._step_supports_amp_scaling = True
@@ -274,7 +277,7 @@ class Muon(torch.optim.Optimizer):
         """Orthogonalize a stack of matrices (or of shards of them) laid out as `parameter`: each
         process a share.
         """
-        if stack.device.type == "cuda":
+        if stack.device.type == "cuda" or self._bfloat16:
             stack = stack.bfloat16()
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh

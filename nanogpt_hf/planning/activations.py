@@ -12,21 +12,25 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.written_out import write_out_attention
 
 
 @lru_cache(maxsize=16)
 def saved_block_bytes(
-    model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool
+    model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool, written_out: bool
 ) -> float:
     """Bytes per token that autograd saves of the top block of a model on the meta device.
 
-    `autocast`: products in bfloat16; `half`: weights in bfloat16, too. As the CPU's kernels do
+    `autocast`: products in bfloat16; `half`: weights in bfloat16, too; `written_out`: attention
+    of model/written_out.py. As the CPU's kernels do
     it. The difference of two batches leaves out what does not grow with the batch: weights and
     their casts, tables of angles.
     """
     model = copy.deepcopy(model).train()
     if half:
         model.bfloat16()
+    if written_out:
+        write_out_attention(model)
     blocks = architecture_of(model).blocks(model)
     if len(set(getattr(model.config, "layer_types", None) or ())) <= 1:
         del blocks[:-1]  # the top block has no other kind of attention: faster

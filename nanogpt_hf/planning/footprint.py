@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
+from nanogpt_hf.model.written_out import MAX_POSITIONS
 from nanogpt_hf.optim.optimizer import kind_of
 from nanogpt_hf.planning.activations import narrower, saved_block_bytes
 from nanogpt_hf.planning.counts import Counts, StageShare, stages_of
@@ -204,10 +205,16 @@ def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Plac
     if architecture.block_activations is None:
         half = place.zero and value == 2
         return saved_block_bytes(
-            narrower(model, place.tp), block_size, autocast=place.autocast, half=half
+            narrower(model, place.tp),
+            block_size,
+            autocast=place.autocast,
+            half=half,
+            written_out=place.writes_out_attention,
         )
     block = architecture.blocks(model)[-1]
-    eager_attention = config.dropout > 0 and place.on_cpu  # the CPU's fused kernels have no dropout
+    written_out = place.writes_out_attention and block_size <= MAX_POSITIONS
+    # the CPU's fused kernels have no dropout
+    eager_attention = config.dropout > 0 and place.on_cpu and not written_out
     values = architecture.block_activations(config)
     saved = place.residual_bytes * values.residual
     saved += (4 if eager_attention else value) * values.attention / place.tp
@@ -216,6 +223,9 @@ def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Plac
         saved += 2 * (value if place.on_cpu else 1) * config.hidden_size
     if eager_attention:  # the softmax, the factors of its dropout, their product
         saved += 3 * 4 * config.num_attention_heads / place.tp * block_size
+    if written_out:  # the same in bfloat16, or the softmax alone
+        tensors = 3 if config.dropout else 1
+        saved += tensors * value * config.num_attention_heads / place.tp * block_size
     return saved + _linear_input_bytes(architecture, block, place)
 
 

@@ -71,6 +71,11 @@ class Placement:
         return self.precision != "no" and not self.zero
 
     @property
+    def writes_out_attention(self) -> bool:
+        """Whether short sequences take the attention of model/written_out.py."""
+        return self.on_cpu and self.autocast
+
+    @property
     def compute_bytes(self) -> int:
         """Bytes of a value in matrix products."""
         return 4 if self.precision == "no" else 2

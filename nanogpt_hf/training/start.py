@@ -41,6 +41,7 @@ from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.generate import end_ids_of
 from nanogpt_hf.model.build import build_config, describe_trainable, start_model
+from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
@@ -234,6 +235,8 @@ def _build(
 ) -> Run:
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
+    if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
+        write_out_attention(model)
     _record_end_ids(model, data.end_of_turn_id)
     if config.finetune.model:
         start = f"from step {step:,} on " if step else ""

@@ -16,6 +16,7 @@ ON_8 = {"processes": 8, "precision": "bf16"}
     ("name", "expected"),
     [
         ("cpu", Placement(per_machine=1, on_cpu=True)),
+        ("cpu_bf16", Placement(per_machine=1, precision="bf16", on_cpu=True)),
         ("cpu_ddp", Placement(kind="DDP", processes=2, per_machine=2, on_cpu=True)),
         ("mps", Placement(per_machine=1)),
         ("single_gpu", Placement(per_machine=1, precision="bf16", compiles=True)),

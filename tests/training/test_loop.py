@@ -16,7 +16,7 @@ import torch
 from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from assertions import at_step, column, replace_step, same_weights, weights
+from assertions import at_step, column, copy_at, replace_step, same_weights, weights
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
@@ -366,13 +366,25 @@ def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
     assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
 
 
-def test_bf16_keeps_float32_weights_and_learns(start, monkeypatch):
+def test_bf16_keeps_float32_weights_learns_and_resumes_exactly(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    half = start("half", train__max_steps=40, eval__every=40)
+    options = {"eval__every": 20, "checkpoint__every": 20, "optim__name": "muon"}
+    half = start("half", train__max_steps=40, **options)
     assert all(weight.dtype == torch.float32 for weight in weights(half).values())
     losses = column(half, "val/loss")
     assert losses[40] < losses[0] - 0.5
-    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION")
+    resumed = RunFolder(copy_at(half, 20, half.path.with_name("resumed")).path)
+    start("resumed", resume=True, train__max_steps=40, **options)
+    assert same_weights(half, resumed)
+
+
+def test_bf16_without_instructions_for_it_is_float32(start, uninterrupted, monkeypatch, caplog):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    monkeypatch.setattr("nanogpt_hf.cpu.multiplies_bfloat16", lambda: False)
+    with caplog.at_level("WARNING"):
+        run = start("float32")
+    assert "no instructions for bfloat16" in caplog.text
+    assert same_weights(run, uninterrupted())
 
 
 def test_resume_past_max_steps_is_refused(start, finished):
