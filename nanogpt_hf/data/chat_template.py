@@ -19,7 +19,7 @@ from nanogpt_hf.errors import DataError, one_line
 from nanogpt_hf.time_limit import TimeUpError, time_limit
 
 # Templates render in milliseconds, and no context is as long.
-_SECONDS, _CHARACTERS = 2.0, 10_000_000
+_SECONDS, _CHARACTERS = 10.0, 10_000_000
 _SHAPES = 1000  # sequences of roles whose special tokens are remembered
 _MARK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _TODAY = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
@@ -93,7 +93,7 @@ class ChatFormat:
     def prompt_ids(self, messages: Conversation) -> list[int]:
         """Ids of the prompt for the answer to the last of `messages`.
 
-        Raises DataError if the template fails, takes 2 seconds or writes more than 10 million
+        Raises DataError if the template fails, takes 10 seconds or writes more than 10 million
         characters, and for text that would become a special token.
         """
         text = self._render(self._harmless(messages), add_generation_prompt=True)

@@ -70,6 +70,7 @@ def test_bench_under_tensor_parallelism(launch_warm, make_recipe, tmp_path):
     assert figures["communicated_bytes"].keys() == {"all-reduce"}
 
 
+@pytest.mark.long
 def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_path, make_recipe):
     from nanogpt_hf.bench import scaling
 

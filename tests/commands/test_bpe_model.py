@@ -25,6 +25,7 @@ def run(tmp_path_factory, make_recipe, forget_accelerate):
     return RunFolder(folder / "run")
 
 
+@pytest.mark.long
 def test_bpe_model_is_sampled_and_evaluated(run, text_file, capsys):
     capsys.readouterr()
     assert main(argv("sample {} --prompt 'the cat 日本' --max-new-tokens 5", run.path)) == 0

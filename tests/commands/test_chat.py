@@ -167,6 +167,7 @@ def test_slash_commands_are_not_sent_to_the_model(talk, scripted, lines, note):
     assert note in err
 
 
+@pytest.mark.long
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no pseudo-terminals")
 def test_chat_in_terminal_handles_ctrl_c_and_ctrl_d(folder):
     import pty

@@ -72,6 +72,7 @@ def test_compare_prints_table_and_differences_and_plots(write_run, compare, tmp_
     assert image.imread(tmp_path / "compare.png")[..., :3].std() > 0.05
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("by", ["tokens", "time"])
 def test_by_tokens_or_time(write_run, compare, tmp_path, by):
     runs = write_run("one"), write_run("other", level=1.2)
@@ -104,6 +105,7 @@ def test_mixtures_are_compared(write_run, compare, byte_tokenizer):
     assert "the validation texts differ" in compare(*runs)
 
 
+@pytest.mark.long
 def test_make_reference_and_verdict(write_run, compare, tmp_path, capsys):
     path = tmp_path / "tiny.json"
     seeds = [write_run(f"seed_{seed}", train__seed=seed) for seed in range(4)]

@@ -112,6 +112,7 @@ def test_8bit_optimizer_state_is_a_quarter(write_recipe):
     assert optimizer_bytes("float32") == 8 * (sum(halves) + 8 * 256 + 3 * 128)
 
 
+@pytest.mark.long
 def test_estimated_run_folder_size_is_right(tmp_path, write_recipe):
     recipe = write_recipe(checkpoint__keep=1, model__n_embd=128, train__max_steps=2, eval__every=2)
     run = RunFolder(tmp_path / "run")

@@ -92,6 +92,7 @@ def test_finetune_lowers_validation_loss(run, options):
     assert losses[12] < losses[0] - 0.005
 
 
+@pytest.mark.long
 def test_shorter_block_crops_positions(run):
     model = GPT2LMHeadModel.from_pretrained(run("--data.block_size 8 --train.max_steps 1").final)
     assert model.config.n_positions == model.transformer.wpe.weight.shape[0] == 8
@@ -126,6 +127,7 @@ def test_patience_stops_the_run(run, capsys):
     assert all(math.isfinite(loss) for loss in losses_by_step.values())
 
 
+@pytest.mark.long
 def test_finetune_with_recipe_and_pretrain_refuses_it(tiny_base, tmp_path, make_recipe, capsys):
     tree = yaml.safe_load(make_recipe(tmp_path / "r.yaml").read_text())
     tree |= {"model": {"dropout": 0.0}, "finetune": {"model": str(tiny_base), "freeze_layers": 0}}

@@ -114,6 +114,7 @@ def test_overrides_before_the_recipe(capsys, tmp_path, monkeypatch, write_recipe
     assert "seed: 3\n" in out
 
 
+@pytest.mark.long
 def test_auto_resume_starts_resumes_and_keeps_models(capsys, tmp_path, write_recipe, refused):
     arguments = ["pretrain", write_recipe(train__max_steps=2), "--run-dir", tmp_path / "run"]
     assert run(capsys, *arguments, "--auto-resume")[0] == 0

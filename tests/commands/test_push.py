@@ -51,6 +51,7 @@ def push(capsys, *arguments: object) -> list[str]:
     return capsys.readouterr().out.splitlines()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("lfs", [False, True])
 def test_push_sends_a_run_in_one_commit(capsys, hub, run, lfs):
     hub.lfs = lfs
@@ -121,6 +122,7 @@ def test_a_pushed_model_loads_by_its_repo_id(capsys, hub, trained, text_file, tm
     )
 
 
+@pytest.mark.long
 def test_push_final_to_a_branch_lists_skipped_files(capsys, hub, run):
     (run / "final" / "optimizer.pt").write_bytes(b"pickle")
     (run / "final" / ".env").write_text("secret")
@@ -139,6 +141,7 @@ def test_push_final_to_a_branch_lists_skipped_files(capsys, hub, run):
     assert len(hub.commits("tester/tiny", "trial")) == 1
 
 
+@pytest.mark.long
 def test_push_adds_a_minimal_card_and_sends_adapters_unchanged(capsys, hub, tmp_path):
     config = GPTConfig(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2)
     GPTForCausalLM(config).save_pretrained(tmp_path / "model")
@@ -207,6 +210,7 @@ def test_push_without_network_or_in_offline_mode(refused, hub, trained, monkeypa
     assert err.endswith("nothing was pushed")
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("fault", "status", "reason"),
     [
@@ -261,6 +265,7 @@ def test_push_of_the_working_folder_is_a_push_of_its_run(capsys, hub, run, monke
     assert set(hub.repositories["tester/tiny"].files()) >= MODEL_FILES | RUN_FILES
 
 
+@pytest.mark.long
 def test_push_of_several_files_starts_no_threads(capsys, hub, run, monkeypatch):
     # at its exit a process waits for those of a pool, however long an upload takes
     hub.lfs = True

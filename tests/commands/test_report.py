@@ -27,6 +27,7 @@ def test_training_writes_and_names_the_report(loss_plots, write_recipe, tmp_path
     assert "data:image/png;base64," in text
 
 
+@pytest.mark.long
 def test_report_command_writes_it_again_or_elsewhere(trained, tmp_path, capsys):
     run = shutil.copytree(trained, tmp_path / "run")
     (run / "report.html").unlink()

@@ -34,6 +34,7 @@ def test_volume_holds_data_and_run(ext4, tmp_path, write_recipe, capsys):
     assert main(["pretrain", recipe, "--run-dir", str(tmp_path / "run")]) == 0
 
 
+@pytest.mark.long
 def test_volume_as_run_and_export_folder(ext4, write_recipe, letter_model):
     arguments = ["pretrain", str(write_recipe(train__max_steps=2)), "--run-dir", str(ext4)]
     assert main(arguments) == 0

@@ -109,6 +109,7 @@ def refusals(config):
 # ------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("tokenizer", "train", "validation", "vocabulary"),
     # from nanoGPT's own scripts

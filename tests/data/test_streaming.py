@@ -82,6 +82,7 @@ def remove(folder: Path) -> dict[str, bytes]:
     return before
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "case", ["chat", "one file and a validation split", "max_tokens of joined splits"]
 )
@@ -164,6 +165,7 @@ def test_a_mixture_may_stream_one_source(
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("rows", "message"),
     [

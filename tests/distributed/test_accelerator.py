@@ -120,6 +120,7 @@ def test_sharding_beyond_the_machine_is_refused(
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_address_given_to_the_launcher_does_not_mean_several_processes():
     code = (
         "import os, subprocess, sys\n"

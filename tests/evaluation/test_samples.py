@@ -49,6 +49,7 @@ def runs(tmp_path_factory, make_recipe):
     return RunFolder(folder / "with"), RunFolder(folder / "without"), recipe
 
 
+@pytest.mark.long
 def test_samples_are_logged_at_every_evaluation(runs):
     logged = samples(runs[0])
     assert list(logged) == [0, 3, 6, 9]
@@ -59,6 +60,7 @@ def test_samples_are_logged_at_every_evaluation(runs):
     assert not [event for event in read_metrics(runs[1]) if "samples" in event]
 
 
+@pytest.mark.long
 def test_samples_do_not_change_training(runs):
     first, second = (load_file(run.final / "model.safetensors") for run in runs[:2])
     assert len(first) > 10
@@ -70,6 +72,7 @@ def test_samples_do_not_change_training(runs):
     assert losses[0] == losses[1]
 
 
+@pytest.mark.long
 def test_samples_depend_only_on_model_seed_and_step(runs):
     run, _, recipe = runs
     config, model, tokenizer = (
@@ -93,6 +96,7 @@ def test_samples_depend_only_on_model_seed_and_step(runs):
     assert write(9, replace_knobs(config, {"train.seed": 5})) != samples(run)[9]
 
 
+@pytest.mark.long
 def test_resume_from_older_checkpoint_logs_samples_once(runs, tmp_path):
     recipe = runs[2]
     folder = RunFolder(tmp_path / "stopped")

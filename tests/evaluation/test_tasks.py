@@ -36,6 +36,7 @@ def evaluate_tasks(folder: Path, names: list[str]) -> tasks.Scores:
     return run_tasks(subject(folder), load_tasks(names))
 
 
+@pytest.mark.long
 def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch):
     ours = evaluate_tasks(letter_model, letter_tasks)
 
@@ -141,6 +142,7 @@ def test_task_with_unknown_character_is_one_line(letter_model, letter_tasks, tmp
     )
 
 
+@pytest.mark.long
 def test_tasks_are_scored_at_every_evaluation_without_effect(write_recipe, tmp_path, letter_tasks):
     (tmp_path / "text.txt").write_text("abc def gh?\n fed cba hag bed?\n" * 200)
     runs = {}

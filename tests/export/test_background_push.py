@@ -33,6 +33,7 @@ def pretrain(write_recipe, tmp_path, capfd):
     return pretrain
 
 
+@pytest.mark.long
 def test_pretrain_pushes_the_best_model(hub, pretrain, tmp_path):
     hub.lfs = True
     status, output = pretrain(*HUB, "--hub.private", "true", "--hub.license", "mit")
@@ -51,6 +52,7 @@ def test_pretrain_pushes_the_best_model(hub, pretrain, tmp_path):
     assert not list(run.path.glob(".push*"))
 
 
+@pytest.mark.long
 def test_pretrain_continues_when_the_hub_fails(hub, pretrain, tmp_path):
     hub.faults = {"/commit/": 413}
     status, output = pretrain(*HUB)

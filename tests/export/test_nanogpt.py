@@ -149,6 +149,7 @@ def test_untied_heads_and_older_checkpoints(tmp_path, meta):
     assert older.config.activation_function == "gelu_new"
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_load_nanogpt_keeps_the_loss_of_a_real_checkpoint(tmp_path, shared):
     folder = shared / "models" / "nanogpt-shakespeare-char"

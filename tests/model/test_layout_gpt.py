@@ -155,6 +155,7 @@ def test_load_and_save_gpt2_changes_no_weight(gpt2, tmp_path):
     assert configs[0] == configs[1]
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_saved_model_opens_without_this_package(tmp_path):
     model = add_noise(

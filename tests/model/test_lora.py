@@ -127,6 +127,7 @@ def test_every_linear_layer_of_gpt2_is_a_target():
     assert list(GPT2.lora_targets) == LORA_TARGETS
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning")  # peft reads it
 @pytest.mark.parametrize("architecture", ["qwen3", "nanochat"])
 def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):

@@ -212,6 +212,7 @@ def test_activation_checkpointing_keeps_gradients():
         torch.testing.assert_close(parameter.grad, expected[name], atol=1e-7, rtol=1e-6)
 
 
+@pytest.mark.long
 def test_model_and_blocks_compile_without_graph_breaks():
     model, tokens = tiny(), ids()
     expected = model(tokens).logits

@@ -25,10 +25,13 @@ try:
     adamw_8bit.check_8bit()
 except UserError as obstacle:
     pytest.skip(str(obstacle), allow_module_level=True)
+pytestmark = pytest.mark.long
 torchao = pytest.importorskip("torchao")
-# Each shape is compiled once: (128, 128), (512, 128), (128, 512) and that of a LayerNorm.
+# Each shape is compiled once: there are only (128, 128) and that of a LayerNorm.
 OPTIONS = {
     "model__n_embd": 128,
+    "model__architecture": "llama",  # whose n_inner is a knob
+    "model__n_inner": 128,
     "model__n_positions": 128,
     "model__pad_vocab_to_multiple_of": 128,
     "optim__learning_rate": 1e-3,
@@ -112,7 +115,9 @@ def test_run_switches_between_8bit_and_float32_state(uninterrupted, half, train,
 @pytest.fixture(scope="module")
 def stepped():
     """A model, its optimizer, and a function that takes a step with random gradients."""
-    sizes = GPTConfig(vocab_size=128, n_positions=128, n_embd=128, n_layer=1, n_head=2, bias=False)
+    sizes = GPTConfig(
+        vocab_size=128, n_positions=128, n_embd=128, n_inner=128, n_layer=1, n_head=2, bias=False
+    )
     torch.manual_seed(0)
     model = GPTForCausalLM(sizes)
     optimizer = build_optimizer(model, OptimSection(state="8bit"))

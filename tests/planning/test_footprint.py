@@ -222,6 +222,7 @@ def few_objects():
     gc.unfreeze()
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("few_objects")
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(

@@ -59,6 +59,7 @@ def bytes_of_shards(model, shards) -> float:
     return sum(4 * math.ceil(len(p) / shards) * math.prod(p.shape[1:]) for p in model.parameters())
 
 
+@pytest.mark.long
 def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
     config, model = gpt2_1558m()
     found = propose(config, model, cluster(8, None, 24e9), mfu=0.4)
@@ -112,6 +113,7 @@ def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     )
 
 
+@pytest.mark.long
 def test_tensor_parallel_memory_is_that_of_split_matrices():
     config = load_config(None, FOUR_LAYERS, name="example")
     model = planned_model(config)
@@ -125,6 +127,7 @@ def test_tensor_parallel_memory_is_that_of_split_matrices():
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("values", "where", "name"),
     [
@@ -141,6 +144,7 @@ def test_simplest_layout_that_is_nearly_as_fast_is_proposed(values, where, name)
     assert found.layout.place.name == name
 
 
+@pytest.mark.long
 def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow():
     _, _, found = proposal_for(
         LLAMA_7B | {"train.tokens_per_step": 4096 * 128}, cluster(16, gigabits=50.0)
@@ -156,6 +160,7 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
     assert any("FSDP2 16 fits" in reason for reason in found.reasons)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("knob", [{"optim.name": "muon"}, {"optim.state": "8bit"}])
 def test_pipelines_are_not_proposed_for_recipes_that_they_refuse(knob):
     config, model, proposal = proposal_for(FOUR_LAYERS | knob, cluster(8))
@@ -167,6 +172,7 @@ def test_pipelines_are_not_proposed_for_recipes_that_they_refuse(knob):
     assert any("pipeline" in reason and next(iter(knob)) in reason for reason in proposal.reasons)
 
 
+@pytest.mark.long
 def test_no_layout_is_proposed_if_none_fits():
     _, _, found = proposal_for(LLAMA_7B | {"model.n_layer": 16}, cluster(2, "L4"))
     assert found.layout is None
@@ -194,6 +200,7 @@ def test_bubble_is_the_idle_share_of_torchs_1f1b(stages, micro_batches):
     assert bubble / (busy + bubble) == pytest.approx((stages - 1) / (micro_batches + stages - 1))
 
 
+@pytest.mark.long
 def test_written_config_is_read_as_the_proposed_placement(tmp_path):
     seen = set()
     config = load_config(None, FOUR_LAYERS | {"train.tokens_per_step": 4096 * 64}, name="example")
@@ -217,6 +224,7 @@ def test_gpu_is_chosen_by_name_or_memory():
     assert fitting == ["RTX 4090", "L40S", "H100", "H100"]
 
 
+@pytest.mark.long
 def test_layouts_divide_the_sequences_of_a_step():
     config = load_config(None, FOUR_LAYERS | {"train.tokens_per_step": 4096 * 6}, name="example")
     model = planned_model(config)

@@ -15,6 +15,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.methods import POLICY, policy_step
 from nanogpt_hf.training.tracking import read_metrics
 
+pytestmark = pytest.mark.long
 KNOBS = {
     "data.block_size": 64,
     "train.tokens_per_step": 1024,  # 16 sequences: 2 questions × 8 completions

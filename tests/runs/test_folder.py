@@ -111,6 +111,7 @@ def test_overwrite_follows_link_to_checkpoints_and_keeps_other_files(pretrain, r
     assert names == ["lost+found", "step_00000002", "step_00000004"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("evaluations", [3, 100])
 def test_auto_resume_restarts_run_killed_before_first_checkpoint(
     pretrain, tmp_path, monkeypatch, evaluations
@@ -141,6 +142,7 @@ def test_auto_resume_restarts_run_killed_before_first_checkpoint(
     assert pretrain("--auto-resume")[0] == 2
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", ["best", "final", "newest checkpoint"])
 def test_link_to_another_disk_is_followed(pretrain, run, tmp_path, name):
     larger = tmp_path / "larger"

@@ -61,6 +61,7 @@ def test_resume_with_other_text_or_tokenizer_is_refused(
     assert state["step"] == 4
 
 
+@pytest.mark.long
 def test_resume_with_same_text_in_another_folder(resume, tmp_path):
     assert resume(prepare_again(TEXT, tmp_path), "--data.dir", str(tmp_path / "moved")) == 0
 

@@ -49,6 +49,7 @@ def commands(run, letter_model, write_recipe, tmp_path):
 NAMES = ["evaluate", "report", "compare", "estimate", "doctor", "bench", "trace"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "stdout"), [*((name, "-") for name in NAMES), ("report", "/dev/stdout")]
 )

@@ -264,6 +264,7 @@ def test_text_cannot_become_special_tokens(chat, chat_server, base_server, monke
     assert (encoded[-1].count(start), encoded[-1].count(end)) == (4, 3)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("config_class", [LlamaConfig, Qwen3Config])
 def test_models_of_transformers_chat_with_their_own_template(
     config_class, byte_tokenizer, tmp_path, running, capsys, monkeypatch
@@ -414,6 +415,7 @@ def test_client_that_reads_no_response_is_disconnected(base_server, endless, mon
         wait_until(lambda: not endless and not base_server.served.sequences)
 
 
+@pytest.mark.long
 def test_many_clients_at_once_lose_nothing(base_server, base):
     expected = [complete(base, seed=seed, max_tokens=6).choices[0].text for seed in range(12)]
     barrier = threading.Barrier(12)

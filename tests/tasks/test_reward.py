@@ -66,6 +66,7 @@ def test_failing_reward_is_zero_and_counted_or_one_line(message):
     assert all(word in line for word in ("'bad'", "'2+2'", "--rl.reward_errors zero"))
 
 
+@pytest.mark.long
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_reward_that_catches_every_exception_cannot_hang():
     def score(completion, question):

@@ -28,6 +28,7 @@ def test_arithmetic_answers_are_right_and_scored():
         assert task.score(question.answer + "0", question) == 0
 
 
+@pytest.mark.long
 def test_arithmetic_held_out_questions_are_in_no_text_or_conversation():
     task = load_task("arithmetic", DataSection())
     held_out = {question.prompt for question in task.held_out[:300]}

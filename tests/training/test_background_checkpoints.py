@@ -17,6 +17,8 @@ from nanogpt_hf.training.checkpoint import read_checkpoint
 
 write_tensors = checkpoint_writer.write_tensors
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def knobs():

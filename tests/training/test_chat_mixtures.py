@@ -113,6 +113,7 @@ def alone(arguments, base, forget_accelerate) -> RunFolder:
     return run
 
 
+@pytest.mark.long
 def test_rows_of_every_source_become_the_tokens_of_the_template(alone, base):
     plain = AutoTokenizer.from_pretrained(alone.final)
     assert plain.chat_template == CHATML

@@ -20,6 +20,8 @@ from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.tracking import read_metrics
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def knobs(chat_file, byte_tokenizer):

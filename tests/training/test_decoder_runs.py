@@ -30,6 +30,7 @@ save_file(logits, sys.argv[2])
 """
 
 
+@pytest.mark.long
 def test_commands_open_a_run_of_a_decoder(start, tmp_path, capsys, text_file):
     extra = {"model__extra": {"tie_word_embeddings": True}, "tracking__layers": True}
     run = str(start(model__architecture="qwen3", model__n_kv_head=1, **extra).path)

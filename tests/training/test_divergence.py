@@ -12,6 +12,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.training import checkpoint_writer
 from nanogpt_hf.training.checkpoint import read_checkpoint
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def knobs():

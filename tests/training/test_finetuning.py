@@ -20,6 +20,7 @@ from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.finetuning import finetune_config
 from nanogpt_hf.training.start import prepare_run
 
+pytestmark = pytest.mark.long
 KNOBS = {
     "model.dropout": 0.1,
     "data.order": "random",

@@ -13,6 +13,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.data.tokenizer import train_bpe_tokenizer
 
 START, END, TURN = "<|begin|>", "<|endoftext|>", "<|eot|>"
+pytestmark = pytest.mark.long
 TEMPLATE = (
     "{{- bos_token }}{% for m in messages %}"
     "{{- '[' + m['role'] + ']\n' + m['content'] | trim + '<|eot|>' }}{% endfor %}"

@@ -249,7 +249,7 @@ def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, k
     assert (tmp_path / "run").exists() != killed
 
 
-@pytest.mark.parametrize("event", ["killed", "disconnected"])
+@pytest.mark.parametrize("event", ["killed", pytest.param("disconnected", marks=pytest.mark.slow)])
 def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     first, second = hosts
     words = [recipe, "--run-dir", "run", "--train.max_steps", "100000"]

@@ -20,6 +20,7 @@ from nanogpt_hf.training.tracking import read_metrics
 NAMES = ["embedding", "0", "1", "head"]
 
 
+@pytest.mark.long
 def test_layer_stats_change_no_number(start):
     options = {"model__dropout": 0.2, "train__max_steps": 5, "tracking__every": 2, "eval__every": 3}
     options["checkpoint__every"] = 9

@@ -87,6 +87,7 @@ def config(tmp_path, make_recipe, monkeypatch):
     return load_config(make_recipe(tmp_path / "pairs.yaml", **knobs))
 
 
+@pytest.mark.long
 def test_row_of_another_method_trains_and_resumes_bit_for_bit(config, tmp_path, forget_accelerate):
     assert method_of(config) is PAIRS
     run = train(prepare_run(config, tmp_path / "run"))

@@ -192,6 +192,7 @@ def trained(folder, recipe, *arguments: str) -> RunFolder:
     return RunFolder(folder)
 
 
+@pytest.mark.long
 def test_auto_equals_the_size_found_and_resume_keeps_it(
     tmp_path, write_recipe, monkeypatch, forget_accelerate
 ):

@@ -15,6 +15,7 @@ from nanogpt_hf.errors import DataError, RunFolderError
 from nanogpt_hf.reports.comparison import compare_runs, summarize
 from nanogpt_hf.runs.metrics import read_metrics
 
+pytestmark = pytest.mark.long
 WORDS = {
     "web": "the cat sat on a mat",
     "code": "def x return y if z",

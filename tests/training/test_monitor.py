@@ -44,6 +44,7 @@ def patched_steps(monkeypatch):
     return data_steps, spikes, crashes
 
 
+@pytest.mark.long
 def test_spike_rolls_back_to_checkpoint_and_skips_its_data(pretrain, patched_steps):
     data_steps, spikes, _ = patched_steps
     spikes.add(7)
@@ -62,6 +63,7 @@ def state_at(run: RunFolder, step: int) -> dict:
     return json.loads((run.checkpoint(step) / "state.json").read_text())
 
 
+@pytest.mark.long
 # before the spike; after it, before a checkpoint. Later: distributed/test_equalities.py
 @pytest.mark.parametrize("crash_at", [7, 10])
 def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
@@ -76,6 +78,7 @@ def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
     assert column(uninterrupted, "train/loss") == column(killed, "train/loss")
 
 
+@pytest.mark.long
 def test_repeated_spikes_end_the_run(pretrain, patched_steps):
     patched_steps[1].update(range(7, 100))
     ended = pretrain()
@@ -84,6 +87,7 @@ def test_repeated_spikes_end_the_run(pretrain, patched_steps):
     assert ended.run.newest_checkpoint() == ended.run.checkpoint(6)
 
 
+@pytest.mark.long
 def test_run_of_python_has_the_model_after_a_rollback(write_recipe, knobs, tmp_path, patched_steps):
     patched_steps[1].add(7)
     run = prepare_run(load_config(write_recipe(**knobs)), tmp_path / "run")

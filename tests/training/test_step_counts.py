@@ -141,6 +141,7 @@ def test_steps_keep_no_tensors(build_steps):
     assert all(parameter.grad is None for parameter in steps.model.parameters())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "nanochat"])
 def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(
     architecture, build_steps, monkeypatch
