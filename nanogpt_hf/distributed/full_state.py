@@ -21,6 +21,7 @@ from nanogpt_hf.distributed import deepspeed
 from nanogpt_hf.distributed.deepspeed import full_shape, is_zero
 from nanogpt_hf.distributed.pipeline import pipeline_of
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.model.architecture import saved_buffers
 from nanogpt_hf.optim.optimizer import OptimizerKind, set_learning_rate
 from nanogpt_hf.optim.state import Item, local_part, state_items
 from nanogpt_hf.runs.tensor_files import Box, Layout
@@ -38,8 +39,8 @@ class SavedTensors(Protocol):
         ...
 
 
-def named_parameters(accelerator: Accelerator, model: Any) -> dict[str, torch.nn.Parameter]:
-    """Parameters by name, as this process has them; without a tied head.
+def named_tensors(accelerator: Accelerator, model: Any) -> dict[str, Any]:
+    """Parameters and saved buffers by name, as this process has them; without a tied head.
 
     Under FSDP2 these are the shards, as in the optimizer: evaluations leave some layers gathered.
     """
@@ -47,13 +48,14 @@ def named_parameters(accelerator: Accelerator, model: Any) -> dict[str, torch.nn
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-    pipeline = pipeline_of(accelerator)
-    return pipeline.named_parameters() if pipeline else dict(model.named_parameters())
+    if pipeline := pipeline_of(accelerator):
+        return pipeline.named_tensors()
+    return dict(model.named_parameters()) | saved_buffers(model)
 
 
 def own_weights(accelerator: Accelerator, model: torch.nn.Module) -> Tensors:
     """The weights as this process has them: whole, or DTensors; ZeRO's gathered one by one."""
-    for name, parameter in named_parameters(accelerator, model).items():
+    for name, parameter in named_tensors(accelerator, model).items():
         yield name, deepspeed.full_weight(parameter) if is_zero(accelerator) else parameter.detach()
 
 
@@ -89,7 +91,7 @@ class FullState:
 
     def __init__(self, accelerator: Accelerator, model: Any, optimizer: AcceleratedOptimizer):
         self.accelerator, self.model, self.optimizer = accelerator, model, optimizer
-        self.is_zero, self.parameters = is_zero(accelerator), named_parameters(accelerator, model)
+        self.is_zero, self.parameters = is_zero(accelerator), named_tensors(accelerator, model)
         self.trained = {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property

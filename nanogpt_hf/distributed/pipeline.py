@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.architecture import architecture_of, saved_buffers
 from nanogpt_hf.model.stages import Links, Stage, own_blocks
 from nanogpt_hf.optim.state import local_part
 
@@ -50,19 +50,19 @@ class Pipeline(Links):
         model.to(cast(Any, self.device))
         if self.is_sharded:
             self._shard(model)
-        shapes = {name: (p.shape, p.dtype) for name, p in self.named_parameters().items()}
+        shapes = {name: (p.shape, p.dtype) for name, p in self.named_tensors().items()}
         self._parameters: list[dict[str, tuple[torch.Size, torch.dtype]]] = [{}] * self.count
         dist.all_gather_object(self._parameters, shapes, group=self.pp_group)
         cast(Any, accelerator).pipeline = self
 
-    def named_parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters of this stage by their names in the whole model, as on disk: a tied
-        head is the embedding.
+    def named_tensors(self) -> dict[str, Any]:
+        """The parameters and saved buffers of this stage by their names in the whole model, as on
+        disk: a tied head is the embedding.
         """
         return {
             self.stage.tied_name if name == self.stage.tied_here else name: parameter
             for name, parameter in self.model.named_parameters()
-        }
+        } | saved_buffers(self.model)
 
     @property
     def shapes(self) -> dict[str, torch.Size]:

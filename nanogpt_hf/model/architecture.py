@@ -10,7 +10,9 @@ write a subclass of Architecture as in gpt2.py, and list it by its config class.
 
 import re
 from functools import cache
+from typing import Any
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.model.configuration_gpt import GPTConfig
@@ -58,6 +60,15 @@ def count_parameters(config: PreTrainedConfig) -> int:
     head counts once.
     """
     return architecture_of(config).count_parameters(config)
+
+
+def saved_buffers(model: Any) -> dict[str, torch.Tensor]:
+    """The tensors of a model's folder that are no parameters, by name: constants, running values.
+
+    They are not trained, but without them the folder would open as another model.
+    """
+    names = model.state_dict().keys()
+    return {name: buffer for name, buffer in model.named_buffers() if name in names}
 
 
 _PARTS = (

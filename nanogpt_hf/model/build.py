@@ -178,6 +178,31 @@ def start_model(
     return _prepare_for_finetuning(model, config, step)
 
 
+def check_packing(model: PreTrainedModel) -> None:
+    """Raises UserError if tokens of a packed conversation attend to the one before it.
+
+    Compares the last hidden states of some tokens alone and after others, in evaluation mode.
+    """
+    length = min(8, model.config.max_position_embeddings)
+    tokens = torch.arange(2 * length)[None] * 7 % model.config.vocab_size
+    positions = torch.arange(length)[None]
+    base, was_training = model.base_model, model.training
+
+    def hidden(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return base(tokens, position_ids=positions, use_cache=False).last_hidden_state
+
+    with torch.no_grad():
+        base.eval()
+        packed = hidden(tokens, torch.cat([positions, positions], 1))[:, length:]
+        alone = hidden(tokens[:, length:], positions)
+        model.train(was_training)
+    if not (packed - alone).abs().max() <= 1e-3 * alone.abs().max():
+        raise UserError(
+            f"model.architecture {architecture_of(model).name}: tokens of packed conversations "
+            "attend to those of others; set --data.packing padded"
+        )
+
+
 def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
     """Add rows to embedding and head until there are `tokens`; a new row is the mean of the
     others.
@@ -232,6 +257,7 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
         if architecture is not GPT2:
             with torch.device("meta"):
                 model = architecture.model_class(config)
+            architecture.check_parts(model)
             architecture.check_one_step(model)
         is_folder = Path(name).exists()
         file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)

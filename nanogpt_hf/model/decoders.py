@@ -116,6 +116,7 @@ class Architecture:
         try:
             one_block: dict[str, Any] = {self._field(SIZES["n_layer"]): 1}
             config = self.config_class(**one_block)
+            getattr(config, "head_dim", None)  # raises if blocks may have sizes of their own
             with torch.device("meta"):
                 model = standard_class(self.config_class)(config)
         except Exception as error:
@@ -174,10 +175,7 @@ class Architecture:
             match = re.search(r"Field '(\w+)' (expected .*)", str(error))
             reason = f"{match[1]} {match[2]}" if match else one_line(error)
             raise ValueError(f"model.extra: {self.name}'s config: {reason}") from error
-        if _parts_of(self.name, model) != self.parts:
-            raise ValueError(
-                f"model.extra: gives {self.name} other layers than its defaults, not supported"
-            )
+        self.check_parts(model)
         self.check_one_step(model)
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
@@ -212,6 +210,14 @@ class Architecture:
         if len(self.parts.mlp_layers) < 3:
             return 4 * width
         return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
+
+    def check_parts(self, model: PreTrainedModel) -> None:
+        """Raises ValueError unless all blocks of a model have the layers of `parts`."""
+        if _parts_of(self.name, model) != self.parts:
+            raise ValueError(
+                f"{self.name}: with these settings its blocks have other layers than by default, "
+                "not supported"
+            )
 
     def check_one_step(self, model: Any) -> None:
         """Raises ValueError for a dropout outside [0, 1), or if a model on the meta device, which

@@ -25,7 +25,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks
 from nanogpt_hf.distributed.accelerator import mesh_of
-from nanogpt_hf.distributed.full_state import named_parameters
+from nanogpt_hf.distributed.full_state import named_tensors
 from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices
 from nanogpt_hf.model.architecture import architecture_of
@@ -180,7 +180,7 @@ class LayerStats:
     def _trainable(self, model: nn.Module) -> dict[str, list[nn.Parameter]]:
         """Trainable parameters by layer."""
         pipeline = pipeline_of(self.accelerator)
-        parameters = named_parameters(self.accelerator, model)
+        parameters = named_tensors(self.accelerator, model)
         if pipeline and pipeline.stage.is_last:  # a tied head is the embedding, on the first stage
             parameters.pop(pipeline.stage.tied_name, None)
         trained = [p for p in parameters.values() if p.requires_grad]

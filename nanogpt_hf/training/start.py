@@ -40,7 +40,7 @@ from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepa
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.generate import end_ids_of
-from nanogpt_hf.model.build import build_config, describe_trainable, start_model
+from nanogpt_hf.model.build import build_config, check_packing, describe_trainable, start_model
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
@@ -235,6 +235,9 @@ def _build(
 ) -> Run:
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
+    sources = sources_of(config.data)
+    if any((source.data.format, source.data.packing) == ("chat", "packed") for source in sources):
+        check_packing(model)
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
         write_out_attention(model)
     _record_end_ids(model, data.end_of_turn_id)

@@ -15,7 +15,7 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, count_parameters, part_of
-from nanogpt_hf.model.build import build_config, build_model, load_model
+from nanogpt_hf.model.build import build_config, build_model, check_packing, load_model
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
 VOCAB = 61
@@ -187,6 +187,7 @@ def test_default_inner_width_costs_the_same_gated_or_not():
         ({"architecture": "bert"}, "has an encoder, is one"),
         ({"architecture": "bart"}, "has an encoder, is one"),
         ({"architecture": "mixtral"}, "experts"),
+        ({"architecture": "gemma4_text"}, "head_dim"),
         ({"architecture": "mamba"}, "has no"),
         (
             {"architecture": "llama", "extra": {"atention_bias": True}},
@@ -209,6 +210,17 @@ def test_build_config_refuses_what_does_not_fit(knobs, message):
         build_config(ModelSection(n_layer=2, n_head=4, n_embd=32, n_positions=32, **knobs), VOCAB)
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("architecture", ["gpt2", "llama", "qwen3", "gemma2", "falcon", "opt"])
+def test_packing_that_leaks_is_refused(architecture):
+    model = build_model(build_config(section(architecture), VOCAB), seed=0).train()
+    if architecture in ("falcon", "opt"):
+        with pytest.raises(UserError, match="set --data"):
+            check_packing(model)
+    else:
+        check_packing(model)
+    assert model.training
 
 
 @pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "gemma2", "granite"])

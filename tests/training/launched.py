@@ -80,7 +80,7 @@ def recording(writer, model, optimizer, state):
     optimizer_state = [
         value for state in states.values() for key, value in state.items() if key != "step"
     ]
-    parameters = full_state.named_parameters(accelerator, model)
+    parameters = full_state.named_tensors(accelerator, model)
     parts = ("_local_tensor", "ds_tensor")
     whole = [
         p for p in parameters.values() if not (p.is_meta or any(hasattr(p, name) for name in parts))

@@ -6,10 +6,13 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
 
-from assertions import run_without_this_package
+from assertions import copy_at, run_without_this_package, same_weights
 from nanogpt_hf.commands import main
+from nanogpt_hf.model.architecture import saved_buffers
 from nanogpt_hf.model.build import load_model
+from nanogpt_hf.training import start as start_module
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2"]
 
@@ -48,6 +51,27 @@ def test_commands_open_a_run_of_a_decoder(start, tmp_path, capsys, text_file):
     assert {parameter.dtype for parameter in masters.parameters()} == {torch.float32}
     assert main(["report", run]) == 0
     capsys.readouterr()
+
+
+def test_saved_buffers_are_in_checkpoints_and_folders(start, monkeypatch):
+    knobs = {"model__architecture": "apertus", "checkpoint__every": 2}  # constants of its MLP
+    build = start_module.start_model
+
+    def with_other_constants(*arguments):
+        model = build(*arguments)
+        for buffer in saved_buffers(model).values():
+            buffer.fill_(0.25)
+        return model
+
+    with monkeypatch.context() as patch:
+        patch.setattr(start_module, "start_model", with_other_constants)
+        whole = start("whole", train__max_steps=4, **knobs)
+    resumed = copy_at(whole, 2, whole.path.with_name("resumed"))
+    start("resumed", resume=True, train__max_steps=4, **knobs)
+    for run in (whole, resumed):
+        model = AutoModelForCausalLM.from_pretrained(run.final)
+        assert {value.item() for value in saved_buffers(model).values()} == {0.25}
+    assert same_weights(whole, resumed)
 
 
 @pytest.mark.slow

@@ -180,3 +180,16 @@ def test_default_block_is_not_as_long_as_all_rotary_positions(base, finetune, te
     assert "n_positions: 2048" in out
     finetune("--model.n_positions", "512", status=2)
     assert "model.n_positions" in capsys.readouterr().err
+
+
+def test_blocks_of_different_kinds_are_refused(base, finetune, tmp_path, capsys):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "moe_intermediate_size": 16}
+    sizes |= {"num_attention_heads": 2, "num_hidden_layers": 3, "n_routed_experts": 4}
+    sizes |= {"n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "vocab_size": 300}
+    sizes |= {"first_k_dense_replace": 1}  # as its default: one block is dense
+    model = transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**sizes))
+    model.save_pretrained(tmp_path / "experts")
+    transformers.AutoTokenizer.from_pretrained(base).save_pretrained(tmp_path / "experts")
+    finetune("--from", str(tmp_path / "experts"), status=2)
+    assert "experts" in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
