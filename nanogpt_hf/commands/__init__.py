@@ -59,6 +59,7 @@ COMMANDS = {
     "rl": Command(
         "train a model further by rewards of its answers to questions", "train", knobs=True
     ),
+    "align": Command("train a model further on pairs of answers, by DPO", "train", knobs=True),
     "sample": Command("generate text with a model", "generate"),
     "chat": Command("chat with a model", "generate"),
     "serve": Command("serve a model as OpenAI's API does, with a chat page", "generate"),

@@ -1,4 +1,4 @@
-"""The commands that train: pretrain, finetune and rl."""
+"""The commands that train: pretrain, finetune, rl and align."""
 
 import argparse
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
-from nanogpt_hf.config.finetune import POLICY
+from nanogpt_hf.config.finetune import POLICY, PREFERENCES
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.mesh import Mesh
@@ -45,6 +45,17 @@ def add_rl_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_argument(parser, "a recipe, for example recipes/arithmetic_rl.yaml", nargs="?")
     questions = "the questions, with reference answers: as conversations for `finetune`"
     add_knobs(parser, "from", "task", "data", "reward", "lora", data=questions)
+    _add_run_arguments(parser)
+    parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
+
+
+def add_align_arguments(parser: argparse.ArgumentParser) -> None:
+    add_recipe_argument(parser, "a recipe with pairs", nargs="?")
+    add_knobs(
+        parser,
+        *("from", "data", "loss", "lora"),
+        data="the pairs: rows with prompt, chosen and rejected, as texts or messages",
+    )
     _add_run_arguments(parser)
     parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
 
@@ -99,6 +110,17 @@ def run_rl(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> N
     No recipe is needed: cli.py rl --from runs/arithmetic_sft --task arithmetic
     """
     config, base = finetune_config(arguments.recipe, overrides, POLICY)
+    check_tokenizer(config, base)
+    _run(config, arguments, base)
+
+
+def run_align(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
+    hinge or SimPO.
+
+    No recipe is needed: cli.py align --from runs/arithmetic_sft --data pairs.jsonl
+    """
+    config, base = finetune_config(arguments.recipe, overrides, PREFERENCES)
     check_tokenizer(config, base)
     _run(config, arguments, base)
 

@@ -33,6 +33,7 @@ class RecipeMethod(NamedTuple):
     command: str
     defaults: dict[str, Any]  # they replace those of fine-tuning
     sequences_per_step: int
+    data: str  # what it trains on
 
 
 # A step of reinforcement learning has new completions, and its gradient is noisy.
@@ -51,9 +52,21 @@ _POLICY_DEFAULTS = {
     "checkpoint.every": 20,
     "tracking.every": 1,
 }
+# Rates are TRL's for DPO; small models want higher ones.
+_PREFERENCE_DEFAULTS = {
+    "align.loss": "dpo",
+    "data.order": "shuffled",
+    "optim.learning_rate": 1e-6,
+    "optim.min_learning_rate": 0.0,
+    "optim.schedule": "linear",
+    "optim.weight_decay": 0.0,
+    "model.dropout": 0.0,
+    "eval.patience": None,
+}
 _SEQUENCES_PER_STEP = 32  # nanoGPT's config/finetune_shakespeare.py
-POLICY = RecipeMethod("rl.task", "cli.py rl", _POLICY_DEFAULTS, 64)
-RECIPE_METHODS = [POLICY]
+POLICY = RecipeMethod("rl.task", "cli.py rl", _POLICY_DEFAULTS, 64, "questions")
+PREFERENCES = RecipeMethod("align.loss", "cli.py align", _PREFERENCE_DEFAULTS, 16, "pairs")
+RECIPE_METHODS = [POLICY, PREFERENCES]
 
 
 def chosen_method(value_of: Callable[[str], Any]) -> RecipeMethod | None:

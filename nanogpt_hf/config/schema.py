@@ -326,6 +326,16 @@ class RlSection:
 
 
 @dataclass(frozen=True)
+class AlignSection:
+    loss: Literal["dpo", "ipo", "hinge", "simpo"] | None = knob(
+        None, "loss of preference pairs (default: no preference training)"
+    )
+    beta: float = knob(0.1, "weight of the log-ratio in the loss of a pair", 1e-6)
+    label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
+    margin: float = knob(0.5, "simpo: how far the chosen answer should be ahead", 0)
+
+
+@dataclass(frozen=True)
 class HubSection:
     push: Literal["best", "final"] | None = knob(
         None, "push to the Hub: every new best model during the run, or the final model"
@@ -363,6 +373,7 @@ class Config:
     finetune: FinetuneSection = field(default_factory=FinetuneSection)
     lora: LoraSection = field(default_factory=LoraSection)
     rl: RlSection = field(default_factory=RlSection)
+    align: AlignSection = field(default_factory=AlignSection)
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
     dial: tuple[Choice, ...] = ()  # what model.depth chose, for display; not part of the recipe

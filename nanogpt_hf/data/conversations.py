@@ -7,6 +7,7 @@ from typing import Any
 from nanogpt_hf.data.files import check_text
 
 Conversation = list[dict[str, str]]  # [{"role": system, user or assistant, "content": text}, ...]
+Pair = tuple[Conversation, Conversation]  # the chosen answer and the rejected one
 
 # the name of each message in error messages, its role and its content
 _Named = list[tuple[str, object, object]]
@@ -31,6 +32,37 @@ def conversation_of(row: object) -> Conversation:
     raise ValueError(
         f"expected a row with {_shapes()}; it has: {', '.join(map(str, row)) or 'nothing'}"
     )
+
+
+def pair_of(row: object, _: object = None) -> Pair:
+    """A row as two conversations that differ in their last message, an answer: the chosen and the
+    rejected one. Raises ValueError if it is none.
+
+    `chosen` and `rejected` are texts after a `prompt`, or messages; those of `prompt`, if it has
+    any, come before messages that do not begin with them.
+    """
+    if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
+        has = ", ".join(map(str, row)) if isinstance(row, dict) else repr(row)[:40]
+        raise ValueError(f"expected a row with prompt, chosen and rejected; it has: {has}")
+    prompt = row.get("prompt")
+    pair = []
+    for name in ("chosen", "rejected"):
+        messages = row[name]
+        if isinstance(messages, str):
+            messages = [{"role": "assistant", "content": messages}]
+        if isinstance(messages, list) and len(messages) == 1:
+            if isinstance(prompt, str):
+                messages = [{"role": "user", "content": prompt}, *messages]
+            elif isinstance(prompt, list):
+                messages = [*prompt, *messages]
+        try:
+            pair.append(_checked(_from_messages({"messages": messages})))
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from None
+    chosen, rejected = pair
+    if chosen[:-1] != rejected[:-1]:
+        raise ValueError("chosen and rejected differ before their last message")
+    return chosen, rejected
 
 
 def multiple_choice_question(question: str, choices: list[str]) -> str:

@@ -36,6 +36,8 @@ _DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
 _CONVERSATIONS = 10_000
 _HELD_OUT_SHARE = 10  # one question in ten
 
+ReadRow = Callable[[Any, DataSection], Any]  # a row as a document; raises ValueError if it is none
+
 
 @dataclass(frozen=True)
 class Documents:
@@ -50,14 +52,15 @@ class Documents:
     count: int | None = None  # length of `train`, if it is known without reading
 
 
-def load_documents(data: DataSection, scratch: Path) -> Documents:
-    """The documents of `data.source`. `scratch` is a folder for temporary files.
+def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:
+    """The documents of `data.source`. `scratch` is a folder for temporary files; `read_row` makes
+    a     document of a row, instead of the format's own.
 
     Raises DataError if the source does not exist; a split that is not text, or cannot be read as
     `data.format`, raises it while it is read.
     """
     if is_on_hub(data):
-        return _from_hub(data)
+        return _from_hub(data, read_row)
     for knob in ("validation_split", "streaming"):
         if getattr(data, knob):
             raise DataError(
@@ -75,7 +78,7 @@ def load_documents(data: DataSection, scratch: Path) -> Documents:
         knobs = "data.source", "data.sha256"
         files = [download(data.one_source, scratch, sha256=data.sha256, knobs=knobs)]
         shown = without_login(data.one_source)
-    return Documents(lambda: _from_files(files, shown, data), None, file_digest(files))
+    return Documents(lambda: _from_files(files, shown, data, read_row), None, file_digest(files))
 
 
 def is_on_hub(data: DataSection) -> bool:
@@ -100,16 +103,19 @@ def check_source(data: DataSection, folder: Path) -> None:
         )
 
 
-def _from_files(files: list[Path], shown: str | None, data: DataSection) -> Iterator[Document]:
+def _from_files(
+    files: list[Path], shown: str | None, data: DataSection, read_row: ReadRow | None
+) -> Iterator[Document]:
     """The documents of files, without empty ones; messages name `shown` in place of the file."""
     form, is_empty = FORMATS[data.format], True
-    assert form.document
+    document_of = read_row or form.document
+    assert document_of
     column = data.text_column if form.reads_plain_text else None
     for path in files:
         try:
             for where, row in read_rows(path, column):
                 try:
-                    document = form.document(row, data)
+                    document = document_of(row, data)
                 except ValueError as error:
                     raise DataError(f"{path}: {where}{error}") from None
                 if document:
@@ -122,7 +128,7 @@ def _from_files(files: list[Path], shown: str | None, data: DataSection) -> Iter
         raise DataError(f"data.source: {source}: empty; there is no text to train on")
 
 
-def _from_hub(data: DataSection) -> Documents:
+def _from_hub(data: DataSection, read_row: ReadRow | None) -> Documents:
     splits: dict[str, Any] = {}
     try:
         for split in filter(None, (data.split, data.validation_split)):
@@ -145,7 +151,7 @@ def _from_hub(data: DataSection) -> Documents:
             splits[split] = rows.select_columns(data.text_column)
 
     def read(split: str) -> Callable[[], Iterator[Document]]:
-        return lambda: _from_rows(splits[split], split, data)
+        return lambda: _from_rows(splits[split], split, data, read_row)
 
     return Documents(
         read(data.split),
@@ -163,10 +169,12 @@ def _commit(data: DataSection) -> str | None:
         return None
 
 
-def _from_rows(rows: Any, split: str, data: DataSection) -> Iterator[Document]:
+def _from_rows(
+    rows: Any, split: str, data: DataSection, read_row: ReadRow | None = None
+) -> Iterator[Document]:
     """The documents of a Hub data set, of text with the empty ones, which count as documents."""
     source, number, form = f"data.source: {data.one_source}: split {split}", 0, FORMATS[data.format]
-    document_of = _text_or_none if form.reads_plain_text else form.document
+    document_of = read_row or (_text_or_none if form.reads_plain_text else form.document)
     assert document_of
     batches = rows.iter(1000)
     while True:

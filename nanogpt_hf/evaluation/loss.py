@@ -83,7 +83,7 @@ def evaluate_blocks(
     exact = torch.float32 if accelerator.device.type == "mps" else torch.float64
     total = torch.zeros((), dtype=exact, device=accelerator.device)
     with eval_mode(model):
-        for _, batch in _rank_batches(
+        for _, batch in rank_batches(
             accelerator, mesh, blocks, indices, micro_batch_size, pad=True
         ):
             total += objective(model, batch)[0].to(exact)
@@ -167,7 +167,7 @@ def evaluate_text(
     architecture = architecture_of(model)
     with eval_mode(model):
         size = subject.batch_size
-        for rows, batch in _rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
+        for rows, batch in rank_batches(accelerator, mesh, blocks, windows, size, pad=False):
             for row, count in enumerate(already_predicted[rows].tolist()):
                 batch["shift_labels"][row, :count] = -100
             with accelerator.autocast():
@@ -194,7 +194,7 @@ def evaluation_indices(blocks: Blocks, tokens: int | Literal["all"]) -> np.ndarr
     return np.linspace(0, len(blocks) - 1, count).round().astype(np.int64)
 
 
-def _rank_batches(
+def rank_batches(
     accelerator: Accelerator,
     mesh: Mesh,
     blocks: Blocks,

@@ -172,6 +172,14 @@ def _source_rows(
 def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, str]:
     """What was trained and evaluated on, which depends on the kind of data."""
     train, held_out = manifest.train, manifest.validation
+    if config.align.loss:
+        texts = {
+            "split": f"{train.documents:,} preference pairs, loss {config.align.loss}",
+            "seen": ", padding included",
+        }
+        if state.best_loss is not None:
+            texts["best"] = f"{state.best_loss:.4f} on {held_out.documents:,} held-out pairs"
+        return texts | {"score": "loss"}
     if not train.tokens:
         texts = {
             "split": f"{train.documents:,} questions of the task {config.rl.task}",
@@ -179,8 +187,8 @@ def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, s
         }
         if state.best_loss is not None:
             questions = min(config.rl.eval_questions, held_out.documents)
-            texts["reward"] = f"{-state.best_loss:.4f} on {questions:,} held-out questions"
-        return texts
+            texts["best"] = f"{-state.best_loss:.4f} on {questions:,} held-out questions"
+        return texts | {"score": "mean reward"}
     split = f"{train.tokens:,} tokens in {train.documents:,} documents"
     seen = f" ({state.tokens / train.tokens:.2f} times the training split)"
     measured_on = f"{held_out.tokens:,} tokens"

@@ -69,7 +69,8 @@ def draw_curves(
     if not is_rl:
         _crop_start(axes, steps, smoothed, *column(events, "val/loss"))
     _label_ends(axes, labels)
-    axes.set_ylabel("reward; share of questions" if is_rl else "loss (nats per token)")
+    unit = "pair" if "val/margin" in names(events) else "token"
+    axes.set_ylabel("reward; share of questions" if is_rl else f"loss (nats per {unit})")
     note = f"step {int(last_step):,}"
     _title(axes, title, f"{note}; pass@k on held-out questions" if is_rl else note)
     lower = column(events, "train/entropy" if is_rl else "train/learning_rate")

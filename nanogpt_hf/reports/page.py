@@ -180,8 +180,10 @@ def _summary_tiles(events: list[Event]) -> list[tuple[str, str, str]]:
             if is_number(best.get(name)):
                 tiles.append((other, format_number(best[name], digits), "at that step"))
 
-    per_token = {"val/perplexity": ("perplexity", 2), "val/bits_per_byte": ("bits per byte", 3)}
-    add_best("val/loss", "validation loss", "nats per token, ", per_token)
+    others = {"val/perplexity": ("perplexity", 2), "val/bits_per_byte": ("bits per byte", 3)}
+    others |= {"val/accuracy": ("accuracy on pairs", 3), "val/margin": ("margin of rewards", 3)}
+    unit = "pair" if "val/margin" in names(events) else "token"
+    add_best("val/loss", "validation loss", f"nats per {unit}, ", others)
     rates = [name for name in names(events) if name.startswith("val/pass@")]
     add_best("val/reward", "mean reward", "", {r: (r.removeprefix("val/"), 4) for r in rates})
     if events:

@@ -50,6 +50,8 @@ class RunFolder:
         self.loss_plot = self.path / "loss.png"
         self.report = self.path / "report.html"
         self.machine = self.path / "machine.json"
+        # of preference training: what the model before it thinks of the pairs
+        self.reference = self.path / "reference.safetensors"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.final = self.path / "final"
@@ -171,7 +173,13 @@ class RunFolder:
                 remove_folder(checkpoint)
             for folder in (self.best, self.final, self.trackers):
                 _clear(folder)
-            for file in (self.metrics, self.loss_plot, self.report, self.machine):
+            for file in (
+                self.metrics,
+                self.loss_plot,
+                self.report,
+                self.machine,
+                self.reference,
+            ):
                 file.unlink(missing_ok=True)
         except OSError as error:
             raise RunFolderError(
@@ -188,7 +196,7 @@ class RunFolder:
         for folder in (self.trackers, self.path / "wandb"):
             with contextlib.suppress(OSError):
                 _clear(folder)
-        for file in (self.metrics, self.recipe):
+        for file in (self.metrics, self.recipe, self.reference):
             file.unlink(missing_ok=True)
 
     def update_recipe(self, recipe_yaml: str) -> None:

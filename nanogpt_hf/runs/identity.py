@@ -22,6 +22,7 @@ _FIXED = (
     "finetune.",
     "lora.",
     "rl.",
+    "align.",
 )
 _FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "lora.merge")
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")

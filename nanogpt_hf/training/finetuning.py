@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.compatibility import check_settings, recipe_settings
-from nanogpt_hf.config.finetune import RecipeMethod, chosen_method, finetune_defaults
+from nanogpt_hf.config.finetune import POLICY, RecipeMethod, chosen_method, finetune_defaults
 from nanogpt_hf.config.load import load_config, stated_knobs
 from nanogpt_hf.config.schema import KNOBS, Config, get_value, replace_knobs
 from nanogpt_hf.config.values import convert
@@ -101,14 +101,14 @@ def _check_stated(stated: dict[str, Any], method: RecipeMethod | None) -> str:
     other = chosen_method(stated.get)
     if other and other is not method:
         raise UserError(f"{command}: {other.knob} is for `{other.command}`")
-    task = str(stated.get(method.knob) or "") if method else ""
-    if method and not task:
-        raise UserError(f"{command}: no task: give --task arithmetic, or another {method.knob}")
+    task = str(stated.get(POLICY.knob) or "") if method is POLICY else ""
+    if method is POLICY and not task:
+        raise UserError(f"{command}: no task: give --task arithmetic, or another {POLICY.knob}")
     if task:
         check_name(task)
     if not stated.get("data.source") and not is_generated(task):
         raise UserError(
-            f"{command}: needs {'questions' if task else 'text'} to train on: --data my.txt"
+            f"{command}: needs {method.data if method else 'text'} to train on: --data my.txt"
         )
     return task
 

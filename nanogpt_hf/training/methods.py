@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
-from transformers import PreTrainedModel
 
 from nanogpt_hf.config import finetune
 from nanogpt_hf.config.compatibility import FSDP2, Rule, check_settings
@@ -18,13 +17,17 @@ from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.evaluation.loss import evaluate_data
 from nanogpt_hf.formatting import format_number
-from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.build import load_model
 from nanogpt_hf.model.objective import Objective, next_token_loss
 from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
-from nanogpt_hf.training.run import Evaluated, Run, StepResult
+from nanogpt_hf.training.preferences import (
+    evaluate_pairs,
+    load_pairs,
+    preference_objective,
+    preference_step,
+)
+from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
 
 logger = logging.getLogger(__name__)
@@ -133,17 +136,6 @@ def policy_step(run: Run, step: int, learning_rate: float) -> StepResult:
     return result._replace(figures=rollouts.metrics())
 
 
-def start_model_of(run: Run) -> PreTrainedModel:
-    """The model that the run started from, whole on every process; loaded at the first call."""
-    if run.start_model is None:
-        finetune = run.config.finetune
-        assert finetune.model is not None  # `rl` requires it
-        model = load_model(finetune.model, finetune.revision)
-        architecture_of(model).crop_positions(model, run.config.model.n_positions)
-        run.start_model = model.to(run.accelerator.device).requires_grad_(False)
-    return run.start_model
-
-
 def evaluate_policy(run: Run, stopping: Callable[[], bool]) -> Evaluated:
     """Metrics of answers to the first held-out questions, and examples; it is not stopped.
 
@@ -220,7 +212,16 @@ POLICY = Method(
     describe_best=lambda score: f"best mean reward {-score:.4f}",
     step=policy_step,
 )
-METHODS = [POLICY, TEXT]  # the first that a recipe chooses is its method
+PREFERENCES = Method(
+    "preference training",
+    is_chosen=lambda config: bool(get_value(config, finetune.PREFERENCES.knob)),
+    load=load_pairs,
+    objective=lambda config: preference_objective(config.align),
+    evaluate=evaluate_pairs,
+    describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
+    step=preference_step,
+)
+METHODS = [POLICY, PREFERENCES, TEXT]  # the first that a recipe chooses is its method
 
 
 def method_of(config: Config) -> Method:

@@ -14,6 +14,7 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.model.architecture import Architecture, architecture_of
+from nanogpt_hf.model.build import load_model
 from nanogpt_hf.model.objective import Metrics, Objective
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
@@ -34,7 +35,7 @@ class Run:
     objective: Objective
     state: TrainState
     saved: TrainState | None = None  # the state in the newest checkpoint
-    start_model: PreTrainedModel | None = None  # for reinforcement learning (methods.py)
+    start_model: PreTrainedModel | None = None  # for methods that compare with it
     run_folder: RunFolder | None = None  # bench and doctor have none
 
     @property
@@ -68,3 +69,14 @@ class Evaluated(NamedTuple):
     metrics: dict[str, float]
     lines: list[str]  # for the console
     samples: list[dict[str, str]]  # prompt and text, for the report
+
+
+def start_model_of(run: Run) -> PreTrainedModel:
+    """The model that the run started from, whole on every process; loaded at the first call."""
+    if run.start_model is None:
+        finetune = run.config.finetune
+        assert finetune.model is not None  # the methods that call it require one
+        model = load_model(finetune.model, finetune.revision)
+        architecture_of(model).crop_positions(model, run.config.model.n_positions)
+        run.start_model = model.to(run.accelerator.device).requires_grad_(False)
+    return run.start_model

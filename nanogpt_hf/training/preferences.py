@@ -1,0 +1,281 @@
+"""Preference training: pairs of a chosen and a rejected answer, their losses (DPO, IPO, hinge,
+SimPO), and their evaluation.
+
+A block is a pair, padded at the end; a step's loss is the mean over its pairs.
+"""
+
+import dataclasses
+import logging
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from accelerate.utils import broadcast_object_list
+from safetensors.torch import load_file, save_file
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from nanogpt_hf.config.schema import AlignSection, Config
+from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.conversations import Pair, pair_of
+from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions
+from nanogpt_hf.data.prepare import split_documents
+from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.data.source import load_documents
+from nanogpt_hf.data.tokenizer import (
+    build_tokenizer,
+    end_of_text_id_of,
+    prompt_ids,
+    vocabulary_hash,
+)
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
+from nanogpt_hf.errors import DataError
+from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
+from nanogpt_hf.formatting import format_number
+from nanogpt_hf.model.objective import Metrics, Objective
+from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
+from nanogpt_hf.training.step import train_step
+
+logger = logging.getLogger(__name__)
+_NO_TARGET = -100
+Encoded = tuple[list[int], int]  # token ids, and how many of them are the prompt
+
+
+class Pairs(Blocks):
+    """Preference pairs as blocks: input_ids and shift_labels (n, 2, T), the chosen answer first,
+    and `reference` (n, 2), the log-probabilities of the answers under the model before training.
+    """
+
+    def __init__(self, pairs: list[tuple[Encoded, Encoded]], block_size: int):
+        self.pairs, self.block_size = pairs, block_size
+        self.width = max(len(ids) for pair in pairs for ids, _ in pair) - 1
+        self.reference = torch.zeros(len(pairs), 2)
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def num_targets(self, indices: np.ndarray) -> int:
+        """The pairs at `indices`: each counts the same, however long its answers are."""
+        return len(indices)
+
+    def batch(self, indices: np.ndarray) -> dict[str, torch.Tensor]:
+        """The pairs at `indices`; shift_labels is -100 but for the tokens of the answers."""
+        inputs = torch.zeros(len(indices), 2, self.width, dtype=torch.int64)
+        labels = torch.full_like(inputs, _NO_TARGET)
+        for row, index in enumerate(indices.tolist()):
+            for side, (ids, prompt) in enumerate(self.pairs[index]):
+                inputs[row, side, : len(ids) - 1] = torch.tensor(ids[:-1])
+                labels[row, side, prompt - 1 : len(ids) - 1] = torch.tensor(ids[prompt:])
+        reference = self.reference[torch.from_numpy(indices)]
+        return {"input_ids": inputs, "shift_labels": labels, "reference": reference}
+
+
+def load_pairs(config: Config) -> PreparedData:
+    """The preference pairs of data.source, split and encoded, with the model's tokenizer.
+
+    Raises UserError if they cannot be read, or none fits into a block.
+    """
+    data = dataclasses.replace(config.data, format="chat")
+    if is_mixture(data):
+        raise DataError("data.source: pairs come from one source; a list is not supported")
+    tokenizer = build_tokenizer(data.tokenizer, ()).hf
+    chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
+    with tempfile.TemporaryDirectory() as scratch:
+        documents = load_documents(data, Path(scratch), pair_of)
+        splits = [
+            _encoded(pairs, tokenizer, chat, data.block_size)
+            for pairs in split_documents(documents, data)
+        ]
+    blocks, facts = [], []
+    for name, (pairs, left_out) in zip(("train", "validation"), splits, strict=True):
+        if not pairs:
+            raise DataError(
+                f"data.block_size: {data.block_size} tokens are too few for every {name} pair"
+            )
+        line = f"  {name:<10} {len(pairs):,} preference pairs"
+        if left_out:
+            line += f"; {left_out:,} are longer than data.block_size {data.block_size}, left out"
+        logger.info(line)
+        blocks.append(Pairs(pairs, data.block_size))
+        facts.append(SplitFacts(documents=len(pairs), tokens=0, bytes=0))
+    manifest = Manifest(
+        format=FORMAT,
+        recipe={"source": data.source, "format": "chat"},
+        revision=documents.revision,
+        file_state=None,
+        tokenizer_hash=vocabulary_hash(tokenizer),
+        vocab_size=len(tokenizer),
+        end_of_text_id=end_of_text_id_of(tokenizer),
+        train=facts[0],
+        validation=facts[1],
+        versions=tool_versions(),
+    )
+    train, validation = blocks
+    return PreparedData(train, validation, tokenizer, manifest, chat and chat.end_of_turn_id())
+
+
+def _encoded(
+    pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None, block_size: int
+) -> tuple[list[tuple[Encoded, Encoded]], int]:
+    """Token ids of the pairs, and how many are left out: a pair without the end of an answer would
+    prefer one that never ends.
+    """
+    kept = []
+    for pair in pairs:
+        answers = [_answer(messages, tokenizer, chat) for messages in pair]
+        if all(len(ids) <= block_size + 1 for ids, _ in answers):
+            kept.append(tuple(answers))
+    return kept, len(pairs) - len(kept)
+
+
+def _answer(messages: list[dict[str, str]], tokenizer: Any, chat: ChatFormat | None) -> Encoded:
+    """The token ids of a conversation whose last answer is trained, and where that begins.
+
+    Without a chat template the answer continues the last question as text, and the token that
+    ends a text ends it.
+    """
+    if chat is None:
+        prompt = prompt_ids(tokenizer, messages[-2]["content"])
+        answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        end = end_of_text_id_of(tokenizer)
+        return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
+    example = chat.examples([messages])[-1]
+    counts = np.array([0, *example.assistant_mask])
+    begins = np.flatnonzero(np.diff(counts) == 1)
+    end = int(np.flatnonzero(counts)[-1])
+    return example.input_ids[:end], int(begins[-1])
+
+
+def preference_objective(align: AlignSection) -> Objective:
+    """The summed loss of the pairs of a batch, which `train_step` divides by the pairs of a step.
+
+    With c and r the log-probabilities of the chosen and the rejected answer, summed over their
+    tokens, c' and r' those of the model before training, and D = (c - c') - (r - r'):
+
+    - dpo: -log σ(β·D), with label smoothing ε: (1 - ε) times it, plus -ε · log σ(-β·D)
+      (Rafailov et al. 2023, arXiv:2305.18290; ε as in Mitchell's note on conservative DPO)
+    - ipo: (D - 1 / (2β))², with the means over the tokens of each answer for the sums
+      (Azar et al. 2023, arXiv:2310.12036)
+    - hinge: max(0, 1 - β·D) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
+    - simpo: -log σ(β·(c - r) - margin), with means over tokens and no model before training
+      (Meng et al. 2024, arXiv:2405.14734)
+
+    Metrics: the implicit rewards β·(c - c') and β·(r - r') (for simpo β·c and β·r), and how often
+    the chosen one is higher.
+    """
+    beta = align.beta
+
+    def objective(
+        model: torch.nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
+        labels = batch["shift_labels"]
+        scores, lengths = answer_log_probs(model, batch["input_ids"], labels)
+        counts = (lengths[:, 0] > 0).float()  # evaluations pad batches by empty rows
+        if align.loss != "simpo":
+            scores = scores - batch["reference"]
+        if align.loss in ("ipo", "simpo"):
+            scores = scores / lengths.clamp(min=1)
+        chosen, rejected = scores.unbind(1)
+        difference = chosen - rejected
+        if align.loss == "ipo":
+            loss = (difference - 1 / (2 * beta)) ** 2
+        elif align.loss == "hinge":
+            loss = torch.relu(1 - beta * difference)
+        else:
+            margin = align.margin if align.loss == "simpo" else 0.0
+            smoothing = align.label_smoothing
+            loss = -(1 - smoothing) * F.logsigmoid(beta * difference - margin)
+            if smoothing:
+                loss = loss - smoothing * F.logsigmoid(-beta * difference)
+        metrics = {
+            "accuracy": (difference.sign() + 1) / 2,  # equal ones count half
+            "reward_chosen": beta * chosen,
+            "reward_rejected": beta * rejected,
+        }
+        return (loss * counts).sum(), {name: (m * counts).sum() for name, m in metrics.items()}
+
+    return objective
+
+
+def answer_log_probs(
+    model: torch.nn.Module, input_ids: torch.Tensor, shift_labels: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities of answers, summed over their tokens, and their tokens: (n, 2) each.
+
+    Both inputs are (n, 2, T). Sequences are padded at their end, which needs no mask.
+    """
+    rows, labels = input_ids.flatten(0, 1), shift_labels.flatten(0, 1)
+    logits = model(input_ids=rows, use_cache=False).logits.float()
+    counts = labels != _NO_TARGET
+    chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
+    sums = (chosen * counts).sum(1).view(-1, 2)
+    return sums, counts.sum(1).view(-1, 2)
+
+
+def preference_step(run: Run, step: int, learning_rate: float) -> StepResult:
+    """Take one optimizer step on the pairs of `step`."""
+    _fill_reference(run)
+    return train_step(run, step, learning_rate)
+
+
+def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
+    """The loss on held-out pairs, the share whose chosen answer has the higher reward, and the
+    margin; the same on all processes.
+    """
+    _fill_reference(run)
+    blocks, accelerator = run.data.validation, run.accelerator
+    indices = evaluation_indices(blocks, run.config.eval.tokens)
+    totals: Metrics = {}
+    with torch.no_grad(), eval_mode(run.model):
+        for _, batch in rank_batches(
+            accelerator, run.mesh, blocks, indices, run.batches.micro_batch_size, pad=True
+        ):
+            loss, metrics = run.objective(run.model, batch)
+            for name, value in {"loss": loss, **metrics}.items():
+                totals[name] = totals.get(name, 0) + value.float()
+            if stopping():
+                return None
+    means = {
+        name: sum_over_ranks(accelerator, run.mesh, total).item() / len(indices)
+        for name, total in totals.items()
+    }
+    means["margin"] = means["reward_chosen"] - means["reward_rejected"]
+    line = (
+        f"held-out pairs: loss {format_number(means['loss'], 4)}, accuracy "
+        f"{means['accuracy']:.3f}, margin {format_number(means['margin'], 4)}"
+    )
+    metrics = {f"val/{name}": value for name, value in means.items()}
+    return Evaluated(means["loss"], None, metrics, [line], [])
+
+
+@torch.no_grad()
+def _fill_reference(run: Run) -> None:
+    """Compute the log-probabilities of all pairs under the model that the run started from, once:
+    they are kept in the run folder.
+    """
+    splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
+    if run.config.align.loss == "simpo" or splits["train"].reference.any():
+        return
+    file, accelerator, mesh = run.folder.reference, run.accelerator, run.mesh
+    saved = load_file(file) if mesh.is_main and file.exists() else {}
+    is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
+    for name, blocks in splits.items():
+        found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
+        if not is_saved[0]:
+            model, size = start_model_of(run), run.batches.micro_batch_size
+            every = np.arange(len(blocks))
+            for rows, batch in rank_batches(accelerator, mesh, blocks, every, size, pad=False):
+                with eval_mode(model), accelerator.autocast():
+                    sums, _ = answer_log_probs(model, batch["input_ids"], batch["shift_labels"])
+                found[torch.from_numpy(rows).to(found.device)] = sums
+        blocks.reference = sum_over_ranks(accelerator, mesh, found).cpu()
+    run.start_model = None  # frees its memory
+    if mesh.is_main and not is_saved[0]:
+        partial = file.with_name(f".{file.name}.partial")
+        save_file({name: blocks.reference for name, blocks in splits.items()}, partial)
+        partial.rename(file)
