@@ -10,7 +10,6 @@ from typing import Any
 from nanogpt_hf.commands.arguments import add_model_argument, add_option
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
-from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.runs.find import find_model
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
@@ -173,14 +172,9 @@ def import_model(source: Path, out: Path, meta: Path | None, activation_function
 
 def import_data(source: Path, out: Path, meta: Path | None) -> None:
     """A folder with train.bin and val.bin -> prepared data, and say how to train on it."""
-
-    import datasets
-
     from nanogpt_hf.export.model_folder import new_folder
     from nanogpt_hf.export.nanogpt import import_bins
 
-    if not shows_bars():
-        datasets.disable_progress_bars()
     with new_folder(out) as folder:
         manifest = import_bins(source, folder, meta)
     show(

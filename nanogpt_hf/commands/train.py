@@ -1,7 +1,10 @@
 """The commands that train: pretrain, finetune, rl and align."""
 
 import argparse
-from collections.abc import Callable
+import gc
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.arguments import (
@@ -137,11 +140,27 @@ def _run(
     if arguments.dry_run:
         _dry_run(config, arguments.mesh, base)
         return
-    from nanogpt_hf.training.loop import train
-    from nanogpt_hf.training.start import prepare_run
+    with _permanent_imports():
+        from nanogpt_hf.training.loop import train
+        from nanogpt_hf.training.start import prepare_run
 
     options = ("run_dir", "resume", "overwrite", "auto_resume", "mesh")
     train(prepare_run(config, check=check, **{name: getattr(arguments, name) for name in options}))
+
+
+@contextmanager
+def _permanent_imports() -> Iterator[None]:
+    """Context in which the libraries are imported: the garbage collector never scans the 400,000
+    objects that they create, which takes 0.4 s.
+    """
+    is_first = "torch" not in sys.modules
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+    if is_first:  # else this process has objects that do not live to its end
+        gc.freeze()
 
 
 def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> None:

@@ -3,13 +3,14 @@ of several sources, with the order in which a mixture takes them.
 """
 
 import hashlib
+import json
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
-import datasets
 import numpy as np
+import pyarrow
 import torch
 
 from nanogpt_hf.errors import DataError
@@ -23,8 +24,11 @@ def token_dtype(vocab_size: int) -> type[np.unsignedinteger]:
 def read_column(folder: Path, name: str) -> list[Any]:
     """The arrow chunks of a column of shards, memory-mapped. Raises DataError without one."""
     try:
-        return datasets.Dataset.load_from_disk(str(folder)).data.column(name).chunks
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
+        paths = [str(folder / file["filename"]) for file in state["_data_files"]]
+        tables = (pyarrow.ipc.open_stream(pyarrow.memory_map(path)).read_all() for path in paths)
+        return [chunk for table in tables for chunk in table.column(name).chunks]
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             f"{folder}: cannot be read as prepared tokens: {error}; prepare the data again"
         ) from None
@@ -47,7 +51,7 @@ class TokenStream:
         Raises DataError if it cannot be read.
         """
         chunks = read_column(folder, column)
-        return cls([chunk.flatten().to_numpy(zero_copy_only=True) for chunk in chunks], vocab_size)
+        return cls([np.from_dlpack(chunk.flatten()) for chunk in chunks], vocab_size)
 
     def __len__(self) -> int:
         return int(self._ends[-1]) if len(self._ends) else 0

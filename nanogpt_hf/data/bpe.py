@@ -13,9 +13,10 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Literal
 
-import datasets
 import numpy as np
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nanogpt_hf.formatting import shows_bars
 
 BpePattern = Literal["gpt2", "gpt4"]
 _BEFORE_DIGITS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
@@ -61,7 +62,7 @@ def train_merges(
         vocab_size=256 + count,
         min_frequency=2,
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=not datasets.are_progress_bars_disabled(),
+        show_progress=shows_bars(),
     )
     _run_interruptibly(lambda: tokenizer.train_from_iterator(sample, trainer, length=len(sample)))
     # A process that is forked from here on must not use the library's threads: they exist only in

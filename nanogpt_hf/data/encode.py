@@ -10,7 +10,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
 import pyarrow
 
@@ -155,8 +154,10 @@ class ShardWriter:
     """Write rows as arrow shards that `datasets.load_from_disk` reads; count and hash them."""
 
     def __init__(self, folder: Path):
+        from datasets import Features  # slow to import, and reading does without
+
         folder.mkdir()
-        self._folder, self._features, self._stream = folder, datasets.Features(), None
+        self._folder, self._features, self._stream = folder, Features(), None
         self._digests = [hashlib.sha256() for _ in range(3)]  # for ids, mask and lengths
         self._pending: list[Rows] = []
         self._shards: dict[str, dict[str, Any]] = {}
@@ -169,13 +170,11 @@ class ShardWriter:
         if rows.lengths.max() >= 2**31:  # arrow's lists count with 32 bits
             raise DataError("a document has more than 2^31 tokens; split its file")
         if not self._features:
+            from datasets import Features, List, Value
+
             columns = zip(("input_ids", "assistant_mask"), rows, strict=False)
-            self._features = datasets.Features(
-                {
-                    name: datasets.List(datasets.Value(array.dtype.name))
-                    for name, array in columns
-                    if len(array)
-                }
+            self._features = Features(
+                {name: List(Value(array.dtype.name)) for name, array in columns if len(array)}
             )
         for digest, array in zip(self._digests, rows, strict=False):
             digest.update(np.ascontiguousarray(array, dtype="<u4").data)
@@ -214,13 +213,15 @@ class ShardWriter:
 
     def close(self) -> SplitFacts:
         """Write what is left, and the files that `datasets` keeps beside the shards."""
+        from datasets import DatasetInfo
+
         if self._pending:
             self._write_pending()
         self._end_shard()
         ids, *others = (digest.hexdigest() for digest in self._digests)
         has_mask = len(self._features) > 1
         sha256 = hashlib.sha256("".join([ids, *others]).encode()).hexdigest() if has_mask else ids
-        datasets.DatasetInfo(features=self._features).write_to_directory(str(self._folder))
+        DatasetInfo(features=self._features).write_to_directory(str(self._folder))
         state = dict.fromkeys(("_format_columns", "_format_type", "_split")) | {
             "_data_files": [{"filename": name} for name in self._shards],
             "_fingerprint": sha256[:16],

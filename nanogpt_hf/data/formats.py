@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
+from tqdm import tqdm
 
 from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, token_dtype
@@ -25,6 +25,7 @@ from nanogpt_hf.data.files import ROW_ENDINGS, TEXT_ENDINGS, find_files, text_of
 from nanogpt_hf.data.manifest import SPLITS, Manifest, SplitFacts
 from nanogpt_hf.data.tokenizer import Tokenizer, bytes_of_tokens
 from nanogpt_hf.errors import DataError
+from nanogpt_hf.formatting import shows_bars
 
 Document = str | Conversation | None  # None and "" are the empty rows of a Hub data set
 Pieces = list[tuple[Path, np.ndarray, int]]  # for token files: path, ids, documents
@@ -277,7 +278,8 @@ def _end_of_training(files: list[TokenFile], data: DataSection) -> int:
 def _count_bytes(path: Path, tokens: np.ndarray, sizes: np.ndarray, tokenizer: Tokenizer) -> int:
     total = 0
     starts = range(0, len(tokens), _AT_ONCE)
-    for start in datasets.utils.tqdm(starts, f"reading {path.name}", unit=" pieces"):
+    bar = tqdm(starts, f"reading {path.name}", unit=" pieces", disable=not shows_bars())
+    for start in bar:
         piece = tokens[start : start + _AT_ONCE]
         if piece.max() >= tokenizer.vocab_size:
             raise DataError(

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
+from tqdm import tqdm
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.seeds import derive_seed
@@ -49,8 +49,6 @@ def prepare(config: Config) -> tuple[Manifest, bool]:
     Raises DataError if the text cannot be read or the folder contains something else, and Stopped
     at a signal.
     """
-    if not shows_bars():
-        datasets.disable_progress_bars()
     if not is_mixture(config.data):
         return _prepare_source(config.data)
     if read_manifest(Path(config.data.dir)):
@@ -99,7 +97,7 @@ def _prepare_in(folder: Path, data: DataSection) -> Manifest:
         # `bpe` learns from the training split alone, so the documents are counted first. Else two
         # show that it is no single text, and all are counted when they are encoded.
         is_trained, some = data.tokenizer == "bpe", documents.train()
-        some = datasets.utils.tqdm(some, "counting") if is_trained else itertools.islice(some, 2)
+        some = _bar(some, "counting") if is_trained else itertools.islice(some, 2)
         count = documents.count or sum(1 for _ in some)
         if count == 1 and data.format == "text":
             documents, several = _cut(documents, data), False
@@ -170,6 +168,10 @@ def _texts(documents: Documents, held: np.ndarray | None, tokenizer: str) -> Ite
             yield document or ""
 
 
+def _bar(documents: Iterable[Document], what: str, total: int | None = None) -> Any:
+    return tqdm(documents, what, total, unit=" documents", disable=not shows_bars())
+
+
 def _write_splits(
     folder: Path, data: DataSection, documents: Documents, held: np.ndarray | None, encode: Encode
 ) -> dict[str, SplitFacts]:
@@ -177,7 +179,7 @@ def _write_splits(
     progress = Progress(data.dir, data.max_tokens)
 
     def encoded_split(split: Any) -> Iterator[tuple[int, Rows]]:
-        bar = datasets.utils.tqdm(split(), "tokenizing", documents.count, unit=" documents")
+        bar = _bar(split(), "tokenizing", documents.count)
         for count, rows in encoded(bar, encode, threads, data.max_tokens):
             progress.add(len(rows.ids))
             yield count, rows

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import datasets
 import numpy as np
 from huggingface_hub import HfApi
 
@@ -30,6 +29,7 @@ from nanogpt_hf.data.files import (
 )
 from nanogpt_hf.data.formats import FORMATS, Document, local_files
 from nanogpt_hf.errors import DataError, one_line
+from nanogpt_hf.formatting import shows_bars
 
 _LARGEST = 99  # operand
 _DOCUMENTS, _LINES = 2_000, 50  # documents and lines of the text
@@ -129,6 +129,10 @@ def _from_files(
 
 
 def _from_hub(data: DataSection, read_row: ReadRow | None) -> Documents:
+    import datasets  # slow to import
+
+    if not shows_bars():
+        datasets.disable_progress_bars()
     splits: dict[str, Any] = {}
     try:
         for split in filter(None, (data.split, data.validation_split)):

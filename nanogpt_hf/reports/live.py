@@ -4,7 +4,6 @@ A failure here is a warning and never ends the run.
 """
 
 import logging
-import math
 import time
 
 from nanogpt_hf.config.schema import Config
@@ -14,18 +13,18 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import Event
 
 logger = logging.getLogger(__name__)
-_SECONDS_BETWEEN_PLOTS = 30.0  # one takes about half a second
+_SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
 
 
 class LiveReports:
-    """Draws loss.png now and then while a run trains, and both files at its end.
+    """Draws loss.png every now and then while a run trains, and both files at its end.
 
     Only the main process draws.
     """
 
     def __init__(self, folder: RunFolder, config: Config, *, is_main: bool):
         self.folder, self.config, self.is_main = folder, config, is_main
-        self._last_plot = -math.inf
+        self._last_plot = time.perf_counter()  # a short run has one plot
 
     def plot(self, events: list[Event]) -> None:
         """Draw the loss plot unless the last one is less than 30 seconds old."""

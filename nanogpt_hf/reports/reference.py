@@ -19,6 +19,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.shipped import shipped_folder
 from nanogpt_hf.config.sources import is_mixture
+from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -137,8 +138,6 @@ def band_of(steps: list[int], losses: np.ndarray) -> Curve:
 
 def text_facts(config: Config) -> dict[str, Any] | None:
     """Facts that identify the prepared tokens of a recipe; None if they are not on this machine."""
-    from nanogpt_hf.data.manifest import find_manifest  # imports datasets, which is slow
-
     manifest = find_manifest(config.data)
     return manifest and {
         "revision": manifest.revision,

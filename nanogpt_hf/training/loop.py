@@ -156,7 +156,8 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
         evaluated = observers.evaluate(run, evaluated)
         metrics = observers.layers.evaluation_report(run.model)
         observers.tracking.evaluation(evaluated, is_best, metrics)
-        observers.reports.plot(observers.tracking.events)
+        if state.step < run.config.train.max_steps:  # else it is drawn at the end
+            observers.reports.plot(observers.tracking.events)
         if is_best:
             observers.push.new_model(run.folder.best)
     observers.tracking.restart_clock()
