@@ -27,7 +27,6 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = [f"tests/{folder}" for folder in ("model", "optim", "training", "distributed", "rl")]
-QUICK = "not long and not slow"
 IS_ROOT = os.getuid() == 0
 TMPFS = Path("/dev/shm")
 
@@ -45,9 +44,9 @@ VARIATIONS: dict[str, dict[str, str]] = {
     "busy": {},
     "random-order": {},
 }
-# Variations that do not interfere, and which tests they run: the markers keep .ci/run short.
+# Variations that do not interfere, and which tests they run.
 COMBINED = {
-    ("default-isa", "1-threads", "c-locale", "space-in-path", "random-order"): QUICK,
+    ("default-isa", "1-threads", "c-locale", "space-in-path", "random-order"): "not slow",
     ("avx2", "4-threads", "not-root", "read-only-home", "tmpfs"): "not slow",
     ("2-threads", "busy"): "long and not slow",
 }
