@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from nanogpt_hf.config.compatibility import refused_in_recipe
-from nanogpt_hf.config.finetune import POLICY, chosen_method
+from nanogpt_hf.config.finetune import POLICY, PREFERENCES, chosen_method
 from nanogpt_hf.config.schema import (
     FAMILIES,
     KNOBS,
@@ -47,6 +47,8 @@ def find_conflicts(config: Config) -> Iterator[Conflict]:
     method = chosen_method(partial(get_value, config))
     if method is POLICY:
         rules.append(_rl_rules)
+    if method is PREFERENCES:
+        rules.append(_align_rules)
     if method is None and not config.data.source:
         yield Conflict(["data.source"], "required: the text to train on, for example python-docs")
     for part in rules:
@@ -253,6 +255,21 @@ def _rl_rules(config: Config) -> Rules:
         "rl.clip rl.updates",
         rl.clip is not None and rl.updates == 1,
         "the ratio is 1 in the first update of a step; set rl.updates, or leave it out",
+    )
+
+
+def _align_rules(config: Config) -> Rules:
+    """The rules over the knobs of preference training."""
+    align = config.align
+    yield (
+        "align.label_smoothing align.loss",
+        align.label_smoothing and align.loss != "dpo",
+        f"only dpo has it, and this is {align.loss}; leave it out",
+    )
+    yield (
+        "data.format align.loss",
+        config.data.format == "datatrove",
+        "pairs are rows of text or messages; leave it out",
     )
 
 

@@ -38,8 +38,8 @@ def pair_of(row: object, _: object = None) -> Pair:
     """A row as two conversations that differ in their last message, an answer: the chosen and the
     rejected one. Raises ValueError if it is none.
 
-    `chosen` and `rejected` are texts after a `prompt`, or messages; those of `prompt`, if it has
-    any, come before messages that do not begin with them.
+    `chosen` and `rejected` are texts or messages. A `prompt` of messages comes before those that
+    do not begin with it, a text as the user's message before a single one.
     """
     if not isinstance(row, dict) or not {"chosen", "rejected"} <= row.keys():
         has = ", ".join(map(str, row)) if isinstance(row, dict) else repr(row)[:40]
@@ -50,11 +50,11 @@ def pair_of(row: object, _: object = None) -> Pair:
         messages = row[name]
         if isinstance(messages, str):
             messages = [{"role": "assistant", "content": messages}]
-        if isinstance(messages, list) and len(messages) == 1:
-            if isinstance(prompt, str):
-                messages = [{"role": "user", "content": prompt}, *messages]
-            elif isinstance(prompt, list):
+        if isinstance(messages, list) and isinstance(prompt, list):
+            if messages[: len(prompt)] != prompt:
                 messages = [*prompt, *messages]
+        elif isinstance(messages, list) and isinstance(prompt, str) and len(messages) == 1:
+            messages = [{"role": "user", "content": prompt}, *messages]
         try:
             pair.append(_checked(_from_messages({"messages": messages})))
         except ValueError as error:

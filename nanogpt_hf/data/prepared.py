@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import transformers
 
@@ -17,10 +18,13 @@ from nanogpt_hf.data.files import file_digest, file_state, is_url, without_login
 from nanogpt_hf.data.formats import FORMATS, local_files
 from nanogpt_hf.data.manifest import (
     DECIDING_KNOBS,
+    FORMAT,
     SPLITS,
     Manifest,
+    SplitFacts,
     find_manifest,
     read_manifest,
+    tool_versions,
     write_manifest,
 )
 from nanogpt_hf.data.tokenizer import end_of_text_id_of, load_tokenizer, vocabulary_hash
@@ -47,6 +51,36 @@ class PreparedData:
     @property
     def end_of_text_id(self) -> int | None:
         return end_of_text_id_of(self.tokenizer)
+
+
+def in_memory(
+    train: Blocks,
+    validation: Blocks,
+    tokenizer: transformers.PreTrainedTokenizerBase,
+    *,
+    source: Any,
+    revision: str,
+    end_of_turn_id: int | None,
+    documents: tuple[int, int] | None = None,
+) -> PreparedData:
+    """Data that is not on the disk, such as questions and preference pairs, with a manifest without
+    tokens. `documents` are those of each split, by default its blocks.
+    """
+    counts = documents or (len(train), len(validation))
+    splits = (SplitFacts(documents=count, tokens=0, bytes=0) for count in counts)
+    manifest = Manifest(
+        format=FORMAT,
+        recipe={"source": source, "format": "chat"},
+        revision=revision,
+        file_state=None,
+        tokenizer_hash=vocabulary_hash(tokenizer),
+        vocab_size=len(tokenizer),
+        end_of_text_id=end_of_text_id_of(tokenizer),
+        train=next(splits),
+        validation=next(splits),
+        versions=tool_versions(),
+    )
+    return PreparedData(train, validation, tokenizer, manifest, end_of_turn_id)
 
 
 def load_prepared(config: Config) -> PreparedData:

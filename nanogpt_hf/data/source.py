@@ -54,7 +54,7 @@ class Documents:
 
 def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = None) -> Documents:
     """The documents of `data.source`. `scratch` is a folder for temporary files; `read_row` makes
-    a     document of a row, instead of the format's own.
+    a document of a row, instead of the format's own.
 
     Raises DataError if the source does not exist; a split that is not text, or cannot be read as
     `data.format`, raises it while it is read.

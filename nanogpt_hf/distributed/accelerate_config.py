@@ -70,11 +70,13 @@ def requested_precision() -> str:
     CPU without instructions for it, where it would be slower.
     """
     precision = os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
-    return (
-        "no"
-        if precision == "bf16" and _on_the_cpu() and not cpu.multiplies_bfloat16()
-        else precision
-    )
+    return "no" if lacks_bfloat16() else precision
+
+
+def lacks_bfloat16() -> bool:
+    """Whether the accelerate config sets bf16 for a CPU without instructions for it."""
+    precision = os.environ.get("ACCELERATE_MIXED_PRECISION")
+    return precision == "bf16" and _on_the_cpu() and not cpu.multiplies_bfloat16()
 
 
 def check_config() -> None:

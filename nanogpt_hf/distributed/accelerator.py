@@ -8,7 +8,6 @@ the wrapper; a dry-run step counts as no micro-batch.
 
 import logging
 import math
-import os
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -24,6 +23,7 @@ from accelerate.utils import (
     GradientAccumulationPlugin,
     InitProcessGroupKwargs,
     ProjectConfiguration,
+    gather_object,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -37,6 +37,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     default_to_cpu,
     hide_pipeline_stages,
     ignore_layout,
+    lacks_bfloat16,
     one_line_of_accelerate,
     requested,
     requested_precision,
@@ -148,7 +149,12 @@ def build_accelerator(
         log_with=[*config.tracking.trackers, *trackers] or None,
         project_config=ProjectConfiguration(str(run.path), str(run.trackers)),
     )
-    if requested_precision() != os.environ.get("ACCELERATE_MIXED_PRECISION", "no"):
+    if len(set(gather_object([accelerator.mixed_precision]))) > 1:
+        raise UserError(
+            "the accelerate config sets mixed_precision bf16, and not every machine's CPU has "
+            "instructions for it; set 'no'"
+        )
+    if lacks_bfloat16() and accelerator.is_main_process:
         logger.warning(
             "this CPU has no instructions for bfloat16 (AVX512_BF16, AMX or Arm's BF16), so the "
             "run is in float32, which is faster here"

@@ -175,10 +175,13 @@ def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, s
     if config.align.loss:
         texts = {
             "split": f"{train.documents:,} preference pairs, loss {config.align.loss}",
-            "seen": ", padding included",
+            "seen": f"; a pair counts as {config.data.block_size:,}",
         }
         if state.best_loss is not None:
-            texts["best"] = f"{state.best_loss:.4f} on {held_out.documents:,} held-out pairs"
+            measured, tokens = held_out.documents, config.eval.tokens
+            if tokens != "all":
+                measured = min(measured, max(1, tokens // config.data.block_size))
+            texts["best"] = f"{state.best_loss:.4f} on {measured:,} held-out pairs"
         return texts | {"score": "loss"}
     if not train.tokens:
         texts = {

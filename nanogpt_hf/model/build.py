@@ -184,8 +184,8 @@ def check_packing(model: PreTrainedModel) -> None:
     Compares the last hidden states of some tokens alone and after others, in evaluation mode.
     """
     length = min(8, model.config.max_position_embeddings)
-    tokens = torch.arange(2 * length)[None] * 7 % model.config.vocab_size
-    positions = torch.arange(length)[None]
+    tokens = torch.arange(2 * length, device=model.device)[None] * 7 % model.config.vocab_size
+    positions = torch.arange(length, device=model.device)[None]
     base, was_training = model.base_model, model.training
 
     def hidden(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

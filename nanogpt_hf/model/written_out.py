@@ -13,8 +13,8 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 NAME = "written_out"
-# Longer sequences take the fused kernel: scores of all pairs of positions would fill the memory,
-# and from about 1,024 positions on they are not faster.
+# Longer sequences take the fused kernel: its time is 1.2 to 1.7 times this one's at 512 to 1,024
+# positions, and the scores of all pairs of positions would fill the memory.
 MAX_POSITIONS = 512
 
 
@@ -42,11 +42,12 @@ def attend(
     Masks, generation with a cache, float32 and long sequences take the fused kernel.
     """
     batch, heads, positions, size = query.shape
+    is_causal = options.get("is_causal")
     if (
         mask is not None
         or not 1 < positions == key.shape[2] <= MAX_POSITIONS
         or not (torch.is_autocast_enabled("cpu") or query.dtype == torch.bfloat16)
-        or not (options.get("is_causal") or getattr(module, "is_causal", True))
+        or not (getattr(module, "is_causal", True) if is_causal is None else is_causal)
     ):
         fused: Any = ALL_ATTENTION_FUNCTIONS["sdpa"]
         return fused(module, query, key, value, mask, scaling=scaling, dropout=dropout, **options)

@@ -193,7 +193,7 @@ class Muon(torch.optim.Optimizer):
 
     Parameters are plain tensors or DTensors with any placements. Plain ones are equal on all
     processes of `replicas` (DDP), which share the work. Matrices are orthogonalized in bfloat16 on
-    GPUs, and on CPUs if `bfloat16` is set. If `found_inf` is set and not 0, a step
+    GPUs, and elsewhere if `bfloat16` is set. If `found_inf` is set and not 0, a step
     leaves weights and state unchanged, without waiting for the device.
     """
 

@@ -22,9 +22,8 @@ def saved_block_bytes(
     """Bytes per token that autograd saves of the top block of a model on the meta device.
 
     `autocast`: products in bfloat16; `half`: weights in bfloat16, too; `written_out`: attention
-    of model/written_out.py. As the CPU's kernels do
-    it. The difference of two batches leaves out what does not grow with the batch: weights and
-    their casts, tables of angles.
+    of model/written_out.py. As the CPU's kernels do it. The difference of two batches leaves out
+    what does not grow with the batch: weights and their casts, tables of angles.
     """
     model = copy.deepcopy(model).train()
     if half:

@@ -73,7 +73,7 @@ class Placement:
     @property
     def writes_out_attention(self) -> bool:
         """Whether short sequences take the attention of model/written_out.py."""
-        return self.on_cpu and self.autocast
+        return self.on_cpu and self.precision == "bf16"
 
     @property
     def compute_bytes(self) -> int:

@@ -69,8 +69,9 @@ def draw_curves(
     if not is_rl:
         _crop_start(axes, steps, smoothed, *column(events, "val/loss"))
     _label_ends(axes, labels)
-    unit = "pair" if "val/margin" in names(events) else "token"
-    axes.set_ylabel("reward; share of questions" if is_rl else f"loss (nats per {unit})")
+    is_of_pairs = "val/margin" in names(events)
+    y_label = "loss per pair" if is_of_pairs else "loss (nats per token)"
+    axes.set_ylabel("reward; share of questions" if is_rl else y_label)
     note = f"step {int(last_step):,}"
     _title(axes, title, f"{note}; pass@k on held-out questions" if is_rl else note)
     lower = column(events, "train/entropy" if is_rl else "train/learning_rate")

@@ -6,9 +6,8 @@ import logging
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions
-from nanogpt_hf.data.prepared import PreparedData
-from nanogpt_hf.data.tokenizer import build_tokenizer, end_of_text_id_of, vocabulary_hash
+from nanogpt_hf.data.prepared import PreparedData, in_memory
+from nanogpt_hf.data.tokenizer import build_tokenizer
 from nanogpt_hf.evaluation.answers import AnswerSampler
 from nanogpt_hf.rl.rollouts import Rollouts
 from nanogpt_hf.tasks.load import load_task
@@ -40,22 +39,18 @@ def load_questions(config: Config) -> PreparedData:
     )
     for question in (task.train[0], task.held_out[0]):
         sampler.encode(chat, question)
-    manifest = Manifest(
-        format=FORMAT,
-        recipe={"source": config.data.source, "format": "chat"},
-        revision=task.revision,
-        file_state=None,
-        tokenizer_hash=vocabulary_hash(tokenizer),
-        vocab_size=len(tokenizer),
-        end_of_text_id=end_of_text_id_of(tokenizer),
-        train=SplitFacts(documents=len(task.train), tokens=0, bytes=0),
-        validation=SplitFacts(documents=len(task.held_out), tokens=0, bytes=0),
-        versions=tool_versions(),
-    )
     rollouts = Rollouts(config, task, sampler)
     prompt = tokenizer.decode(sampler.encode(chat, task.train[0]))
     logger.info(
         f"{task.name}: {len(task.train):,} questions, {len(task.held_out):,} held out; the "
         f"first: {prompt!r:.200}"
     )
-    return PreparedData(rollouts, rollouts, tokenizer, manifest, chat and chat.end_of_turn_id())
+    return in_memory(
+        rollouts,
+        rollouts,
+        tokenizer,
+        source=config.data.source,
+        revision=task.revision,
+        end_of_turn_id=chat and chat.end_of_turn_id(),
+        documents=(len(task.train), len(task.held_out)),
+    )

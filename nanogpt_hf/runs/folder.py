@@ -50,7 +50,7 @@ class RunFolder:
         self.loss_plot = self.path / "loss.png"
         self.report = self.path / "report.html"
         self.machine = self.path / "machine.json"
-        # of preference training: what the model before it thinks of the pairs
+        # of preference training: log-probabilities under the model before it
         self.reference = self.path / "reference.safetensors"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"

@@ -14,7 +14,8 @@ from typing import Any
 import numpy as np
 import torch
 from accelerate.utils import broadcast_object_list
-from safetensors.torch import load_file, save_file
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
@@ -22,22 +23,23 @@ from nanogpt_hf.config.schema import AlignSection, Config
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.data.chat_template import ChatFormat
-from nanogpt_hf.data.conversations import Pair, pair_of
-from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions
+from nanogpt_hf.data.conversations import Conversation, Pair, pair_of
 from nanogpt_hf.data.prepare import split_documents
-from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.data.prepared import PreparedData, in_memory
 from nanogpt_hf.data.source import load_documents
 from nanogpt_hf.data.tokenizer import (
     build_tokenizer,
+    encode_ordinary,
     end_of_text_id_of,
     prompt_ids,
-    vocabulary_hash,
+    unknown_characters_named,
 )
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
 from nanogpt_hf.formatting import format_number
 from nanogpt_hf.model.objective import Metrics, Objective
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step
 
@@ -91,7 +93,7 @@ def load_pairs(config: Config) -> PreparedData:
             _encoded(pairs, tokenizer, chat, data.block_size)
             for pairs in split_documents(documents, data)
         ]
-    blocks, facts = [], []
+    blocks = []
     for name, (pairs, left_out) in zip(("train", "validation"), splits, strict=True):
         if not pairs:
             raise DataError(
@@ -102,21 +104,15 @@ def load_pairs(config: Config) -> PreparedData:
             line += f"; {left_out:,} are longer than data.block_size {data.block_size}, left out"
         logger.info(line)
         blocks.append(Pairs(pairs, data.block_size))
-        facts.append(SplitFacts(documents=len(pairs), tokens=0, bytes=0))
-    manifest = Manifest(
-        format=FORMAT,
-        recipe={"source": data.source, "format": "chat"},
-        revision=documents.revision,
-        file_state=None,
-        tokenizer_hash=vocabulary_hash(tokenizer),
-        vocab_size=len(tokenizer),
-        end_of_text_id=end_of_text_id_of(tokenizer),
-        train=facts[0],
-        validation=facts[1],
-        versions=tool_versions(),
-    )
     train, validation = blocks
-    return PreparedData(train, validation, tokenizer, manifest, chat and chat.end_of_turn_id())
+    return in_memory(
+        train,
+        validation,
+        tokenizer,
+        source=data.source,
+        revision=documents.revision,
+        end_of_turn_id=chat and chat.end_of_turn_id(),
+    )
 
 
 def _encoded(
@@ -127,24 +123,30 @@ def _encoded(
     """
     kept = []
     for pair in pairs:
-        answers = [_answer(messages, tokenizer, chat) for messages in pair]
+        answers = [encode_answer(messages, tokenizer, chat) for messages in pair]
         if all(len(ids) <= block_size + 1 for ids, _ in answers):
             kept.append(tuple(answers))
     return kept, len(pairs) - len(kept)
 
 
-def _answer(messages: list[dict[str, str]], tokenizer: Any, chat: ChatFormat | None) -> Encoded:
+def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
     """The token ids of a conversation whose last answer is trained, and where that begins.
 
     Without a chat template the answer continues the last question as text, and the token that
     ends a text ends it.
     """
     if chat is None:
-        prompt = prompt_ids(tokenizer, messages[-2]["content"])
-        answer = tokenizer(messages[-1]["content"], add_special_tokens=False)["input_ids"]
+        if len(messages) > 2:
+            raise DataError(
+                "the model has no chat template, so a pair is one question with two answers; "
+                f"the one that starts {messages[0]['content']!r:.40} has more messages"
+            )
+        prompt = prompt_ids(tokenizer, messages[0]["content"])
         end = end_of_text_id_of(tokenizer)
+        answer = encode_ordinary(tokenizer, messages[1]["content"])
         return [*prompt, *answer, *([] if end is None else [end])], len(prompt)
-    example = chat.examples([messages])[-1]
+    with unknown_characters_named(tokenizer, [message["content"] for message in messages]):
+        example = chat.examples([messages])[-1]
     counts = np.array([0, *example.assistant_mask])
     begins = np.flatnonzero(np.diff(counts) == 1)
     end = int(np.flatnonzero(counts)[-1])
@@ -174,7 +176,7 @@ def preference_objective(align: AlignSection) -> Objective:
         model: torch.nn.Module, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Metrics]:
         labels = batch["shift_labels"]
-        scores, lengths = answer_log_probs(model, batch["input_ids"], labels)
+        scores, lengths = pair_log_probs(model, batch["input_ids"], labels)
         counts = (lengths[:, 0] > 0).float()  # evaluations pad batches by empty rows
         if align.loss != "simpo":
             scores = scores - batch["reference"]
@@ -202,7 +204,7 @@ def preference_objective(align: AlignSection) -> Objective:
     return objective
 
 
-def answer_log_probs(
+def pair_log_probs(
     model: torch.nn.Module, input_ids: torch.Tensor, shift_labels: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of answers, summed over their tokens, and their tokens: (n, 2) each.
@@ -219,7 +221,8 @@ def answer_log_probs(
 
 def preference_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the pairs of `step`."""
-    _fill_reference(run)
+    with run.batches.waiting():
+        _fill_reference(run, lambda: False)
     return train_step(run, step, learning_rate)
 
 
@@ -227,7 +230,8 @@ def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
     """The loss on held-out pairs, the share whose chosen answer has the higher reward, and the
     margin; the same on all processes.
     """
-    _fill_reference(run)
+    if not _fill_reference(run, stopping):
+        return None
     blocks, accelerator = run.data.validation, run.accelerator
     indices = evaluation_indices(blocks, run.config.eval.tokens)
     totals: Metrics = {}
@@ -254,28 +258,47 @@ def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
 
 
 @torch.no_grad()
-def _fill_reference(run: Run) -> None:
-    """Compute the log-probabilities of all pairs under the model that the run started from, once:
-    they are kept in the run folder.
+def _fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
+    """Compute the log-probabilities of all pairs under the model before training, once: they are
+    kept in the run folder. Returns whether they are there; not if `stopping()` has ended it.
+
+    At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
     if run.config.align.loss == "simpo" or splits["train"].reference.any():
-        return
+        return True
     file, accelerator, mesh = run.folder.reference, run.accelerator, run.mesh
-    saved = load_file(file) if mesh.is_main and file.exists() else {}
+    saved = _read_reference(file, splits) if mesh.is_main else {}
     is_saved: list[bool] = broadcast_object_list([bool(saved)], from_process=0)
+    filled = {}
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
         if not is_saved[0]:
-            model, size = start_model_of(run), run.batches.micro_batch_size
-            every = np.arange(len(blocks))
-            for rows, batch in rank_batches(accelerator, mesh, blocks, every, size, pad=False):
-                with eval_mode(model), accelerator.autocast():
-                    sums, _ = answer_log_probs(model, batch["input_ids"], batch["shift_labels"])
-                found[torch.from_numpy(rows).to(found.device)] = sums
-        blocks.reference = sum_over_ranks(accelerator, mesh, found).cpu()
+            logger.info(f"log-probabilities of {len(blocks):,} {name} pairs before training ...")
+            model = run.model if run.state.step == 0 else start_model_of(run)
+            every, size = np.arange(len(blocks)), run.batches.micro_batch_size
+            with eval_mode(model):
+                for rows, batch in rank_batches(accelerator, mesh, blocks, every, size, pad=True):
+                    with accelerator.autocast():
+                        sums, _ = pair_log_probs(model, batch["input_ids"], batch["shift_labels"])
+                    found[torch.from_numpy(rows).to(found.device)] = sums[: len(rows)].float()
+                    if stopping():
+                        return False
+        filled[name] = sum_over_ranks(accelerator, mesh, found).cpu()
     run.start_model = None  # frees its memory
     if mesh.is_main and not is_saved[0]:
-        partial = file.with_name(f".{file.name}.partial")
-        save_file({name: blocks.reference for name, blocks in splits.items()}, partial)
-        partial.rename(file)
+        with written_whole(file) as partial:
+            partial.write_bytes(save(filled))
+    for name, reference in filled.items():
+        splits[name].reference = reference
+    return True
+
+
+def _read_reference(file: Path, splits: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """The saved log-probabilities; {} if there are none, or they are damaged or of other pairs."""
+    try:
+        saved = load_file(file)
+    except (OSError, SafetensorError):
+        return {}
+    shapes = {name: (len(blocks), 2) for name, blocks in splits.items()}
+    return saved if {name: tuple(t.shape) for name, t in saved.items()} == shapes else {}

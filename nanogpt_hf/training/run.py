@@ -14,7 +14,7 @@ from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import Pipeline, pipeline_of
 from nanogpt_hf.model.architecture import Architecture, architecture_of
-from nanogpt_hf.model.build import load_model
+from nanogpt_hf.model.build import extend_vocabulary, load_model
 from nanogpt_hf.model.objective import Metrics, Objective
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
@@ -78,5 +78,7 @@ def start_model_of(run: Run) -> PreTrainedModel:
         assert finetune.model is not None  # the methods that call it require one
         model = load_model(finetune.model, finetune.revision)
         architecture_of(model).crop_positions(model, run.config.model.n_positions)
+        if run.data.vocab_size > model.config.vocab_size:
+            extend_vocabulary(model, run.data.vocab_size)
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)
     return run.start_model

@@ -48,7 +48,7 @@ from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import restore_threads
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
-from nanogpt_hf.training.methods import method_of
+from nanogpt_hf.training.methods import TEXT, method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,
     check_memory,
@@ -235,8 +235,7 @@ def _build(
 ) -> Run:
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
-    sources = sources_of(config.data)
-    if any((source.data.format, source.data.packing) == ("chat", "packed") for source in sources):
+    if _packs(config) and model.device.type != "meta" and not config.lora.quantize:
         check_packing(model)
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
         write_out_attention(model)
@@ -276,6 +275,14 @@ def _build(
         run.state = load_checkpoint(accelerator, prepared, optimizer, checkpoint)
         run.saved = dataclasses.replace(run.state)
     return run
+
+
+def _packs(config: Config) -> bool:
+    """Whether blocks hold several conversations, which must not attend to each other."""
+    return method_of(config) is TEXT and any(
+        (source.data.format, source.data.packing) == ("chat", "packed")
+        for source in sources_of(config.data)
+    )
 
 
 def _record_end_ids(model: PreTrainedModel, end_of_turn_id: int | None) -> None:

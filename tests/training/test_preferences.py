@@ -10,19 +10,24 @@ import random
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load, load_file
 from torch.nn import functional as F
 
 from assertions import replace_step
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.schema import AlignSection
 from nanogpt_hf.data.conversations import pair_of
-from nanogpt_hf.errors import Stopped
+from nanogpt_hf.errors import DataError, Stopped
 from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.methods import PREFERENCES
-from nanogpt_hf.training.preferences import Pairs, preference_objective, preference_step
+from nanogpt_hf.training.preferences import (
+    Pairs,
+    encode_answer,
+    preference_objective,
+    preference_step,
+)
 from nanogpt_hf.training.tracking import read_metrics
 
 LOSSES = {
@@ -175,6 +180,7 @@ GOOD, BAD = ({"role": "assistant", "content": text} for text in ("Because.", "No
         {"prompt": "Why?", "chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD]},
         {"chosen": [*QUESTION, GOOD], "rejected": [*QUESTION, BAD], "score": 3},
         {"prompt": QUESTION, "chosen": [GOOD], "rejected": [BAD]},
+        {"prompt": QUESTION, "chosen": [*QUESTION, GOOD], "rejected": "No."},
     ],
 )
 def test_rows_of_every_shape_are_pairs(row):
@@ -307,6 +313,44 @@ def test_run_that_is_overwritten_gets_a_new_reference(align, folder):
     align("again", data__validation_fraction=0.3)
     run = align("again", "--overwrite")
     assert column(run, "val/margin")[0] == pytest.approx(0, abs=1e-5)
+
+
+@pytest.mark.long
+def test_damaged_reference_is_computed_again_and_the_card_counts_measured_pairs(align):
+    run = align("damaged", train__max_steps=2, eval__tokens=2 * 48)
+    assert "on 2 held-out pairs" in (run.best / "README.md").read_text()
+    before = load(run.reference.read_bytes())
+    run.reference.write_bytes(b"damaged")
+    align("damaged", "--resume", train__max_steps=4, eval__tokens=2 * 48)
+    again = load_file(run.reference)
+    for name in before:
+        torch.testing.assert_close(again[name], before[name], atol=1e-4, rtol=0)
+
+
+@pytest.mark.long
+def test_new_tokens_have_a_reference(align, folder):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "start")
+    tokenizer.add_tokens(["11"])
+    tokenizer.save_pretrained(folder / "larger")
+    options = {"data__tokenizer": folder / "larger", "train__max_steps": 2}
+    run = align("new", **options)
+    run.reference.unlink()
+    align("new", "--resume", **options | {"train__max_steps": 3})
+    assert column(run, "train/loss")[0] == pytest.approx(math.log(2), abs=1e-5)
+
+
+def test_answers_without_a_chat_template_are_text(byte_tokenizer):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(byte_tokenizer)
+    messages = pair_of({"prompt": "Why?", "chosen": "No<|endoftext|>", "rejected": "x"})[0]
+    ids, prompt = encode_answer(messages, tokenizer, None)
+    assert tokenizer.decode(ids[:prompt]) == "Why?"
+    assert ids.count(tokenizer.eos_token_id) == 1
+    with pytest.raises(DataError, match="more messages"):
+        encode_answer([*messages, *messages], tokenizer, None)
 
 
 @pytest.mark.long
