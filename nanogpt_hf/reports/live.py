@@ -17,7 +17,7 @@ _SECONDS_BETWEEN_PLOTS = 30.0  # the first takes about half a second
 
 
 class LiveReports:
-    """Draws loss.png every now and then while a run trains, and both files at its end.
+    """Draws loss.png every 30 seconds or more while a run trains, and both files at its end.
 
     Only the main process draws.
     """
