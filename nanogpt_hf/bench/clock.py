@@ -155,7 +155,7 @@ def profiler(device: torch.device) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if device.type == "cuda":
         activities.append(torch.profiler.ProfilerActivity.CUDA)
-    return torch.profiler.profile(activities=activities)
+    return torch.profiler.profile(activities=activities, acc_events=True)  # else torch 2.11 warns
 
 
 def collectives(profile: torch.profiler.profile) -> list:

@@ -94,7 +94,7 @@ from nanogpt_hf import commands
 from nanogpt_hf.reports import live
 plot, draw, rare, plots = live.LiveReports.plot, live.draw_run, set(), 0
 def plot_and_look(reports, events):
-    rare.update({"datasets", "matplotlib", "pandas", "peft", "wandb"} & sys.modules.keys())
+    rare.update({"datasets", "matplotlib", "peft", "wandb"} & sys.modules.keys())
     plot(reports, events)
 def draw_and_count(*arguments):
     global plots
