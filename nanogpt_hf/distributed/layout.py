@@ -49,10 +49,13 @@ def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) ->
         share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)
 
 
-def check_layout(config: Config, mesh: Mesh, machine: Machine) -> None:
+def check_layout(
+    config: Config, mesh: Mesh, machine: Machine, model: PreTrainedModel | None = None
+) -> None:
     """Raises UserError if the recipe cannot be trained on this machine with these sizes.
 
     The sizes that the accelerate config states have to multiply to the number of processes, too.
+    `model`: the recipe's, on any device, if there is one already.
     """
     _check_product(mesh)
     settings = recipe_settings(config) | machine_settings(mesh, machine)
@@ -66,7 +69,7 @@ def check_layout(config: Config, mesh: Mesh, machine: Machine) -> None:
             named = f"model.architecture {config.model.architecture} ({error})"
             check_combination(settings | {"blocks that are no stages": named})
     if mesh.tp_size * mesh.cp_size > 1:
-        model = _meta_model(config)
+        model = model or _meta_model(config)
         check_combination(settings | model_settings(config, model, mesh))
         if problem := _sizes_problem(config, model, mesh, machine):
             raise UserError(problem)

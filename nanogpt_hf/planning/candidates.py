@@ -121,7 +121,7 @@ def _model_parallel_sizes(
     for size in divisors(cluster.gpus)[1:]:
         if cluster.per_machine % size == 0:
             for tp, cp in ((size, 1), (1, size)):
-                if problem_with(config, cluster, tp, cp) is None:
+                if problem_with(config, cluster, tp, cp, model=model) is None:
                     yield tp, cp, 1
         fits = size <= model.config.num_hidden_layers
         if fits and problem_with(config, cluster, pp=size) is None:
@@ -129,7 +129,12 @@ def _model_parallel_sizes(
 
 
 def problem_with(
-    config: Config, cluster: Cluster, tp: int = 1, cp: int = 1, pp: int = 1
+    config: Config,
+    cluster: Cluster,
+    tp: int = 1,
+    cp: int = 1,
+    pp: int = 1,
+    model: PreTrainedModel | None = None,
 ) -> str | None:
     """Why the recipe cannot be trained with these sizes, whatever the micro-batch; None if it
     can.
@@ -140,7 +145,7 @@ def problem_with(
     sizes = {"dp_shard_size": dp_size, "tp_size": tp, "cp_size": cp, "pp_size": pp}
     mesh = Mesh(world_size=cluster.gpus, tp_size=tp, cp_size=cp, pp_size=pp, stated_sizes=sizes)
     try:
-        check_layout(config, mesh, Machine(sharding, "bf16", device="cuda"))
+        check_layout(config, mesh, Machine(sharding, "bf16", device="cuda"), model)
     except UserError as error:
         return str(error)
     return None

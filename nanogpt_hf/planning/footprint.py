@@ -6,8 +6,8 @@ of the loss, and when gradients are allocated and freed. tests/planning/test_foo
 compares them with torch's allocator.
 """
 
-import dataclasses
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from transformers import PreTrainedModel
@@ -95,9 +95,12 @@ def _footprint(
     copies_of_input = 2 if hasattr(last, "lora_A") else 1  # an adapter has a gradient of its own
     passing = residual + value * rows * (last.in_features // place.tp * copies_of_input)
     recomputed = full_block if place.checkpointing else 0
-    state, offloaded = _state(counts, place, _optimizer_bytes(model, counts, place, optim))
-    in_float32 = dataclasses.replace(optim, state="float32")
-    checkpoint = _optimizer_bytes(model, counts, place, in_float32)
+    share = counts.trainable / Counts.of(model).trainable
+    optimizer, checkpoint = (
+        share * _optimizer_bytes(model, place.shards, optim.name, state)
+        for state in (optim.state, "float32")
+    )
+    state, offloaded = _state(counts, place, optimizer)
     checkpoint += 4 * counts.total / place.shards
     # processes of a machine: of copies one is saved
     savers = min(place.per_machine, place.processes // place.copies)
@@ -256,14 +259,10 @@ def _linear_input_bytes(
     return saved
 
 
-def _optimizer_bytes(
-    model: PreTrainedModel, counts: Counts, place: Placement, optim: OptimSection
-) -> float:
-    """Bytes of the optimizer state of the part of the model that `counts` counts, on one
-    process.
-    """
-    share = counts.trainable / model.num_parameters(only_trainable=True)
-    return share * kind_of(optim).state_bytes(model, place.shards)
+@lru_cache(maxsize=256)  # layouts share them
+def _optimizer_bytes(model: PreTrainedModel, shards: int, name: str, state: str) -> float:
+    """Bytes of the optimizer state of a whole model, on one of N shards."""
+    return kind_of(OptimSection(name=name, state=state)).state_bytes(model, shards)
 
 
 def _state(
