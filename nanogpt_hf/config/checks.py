@@ -174,6 +174,21 @@ def _step_rules(config: Config) -> Rules:
             or not (isinstance(factor, int | float) and 0 <= factor <= 1000),
             f"expected a factor of 0 to 1000 for {family!r:.80}, got {factor!r:.80}",
         )
+    groups, sequences = train.gradient_groups or 1, train.tokens_per_step // config.data.block_size
+    micro_batches, uneven_tree = sequences // train.min_micro_batch_size, groups & (groups - 1)
+    yield (
+        "train.gradient_groups",
+        uneven_tree,
+        f"{groups} is no power of two, so its tree has no equal branches; nearest: "
+        f"{2 ** (groups.bit_length() - 1)} or {2 ** groups.bit_length()}",
+    )
+    yield (
+        "train.gradient_groups train.tokens_per_step train.micro_batch_size",
+        not uneven_tree and micro_batches % groups,
+        f"{groups} does not divide the {micro_batches} micro-batches of a step "
+        f"(train.tokens_per_step {train.tokens_per_step:,} / data.block_size "
+        f"{config.data.block_size} / train.micro_batch_size {train.min_micro_batch_size})",
+    )
     uneven = _uneven_step(config)
     yield "train.tokens_per_step train.micro_batch_size data.block_size", uneven, uneven
 
@@ -278,11 +293,16 @@ def accumulation_steps(config: Config, num_processes: int) -> int:
     step; auto counts as 1.
 
     Raises ValueError, with the product and the nearest tokens_per_step that divide, if the
-    result is not whole.
+    result is not whole, and if processes have unequal shares of the gradient groups.
     """
     if message := _uneven_step(config, num_processes):
         raise ValueError(f"train.tokens_per_step: {message}")
     train = config.train
+    if (groups := train.gradient_groups) and groups % num_processes:
+        raise ValueError(
+            f"train.gradient_groups: {num_processes} processes do not divide {groups} groups; start"
+            " 1, 2, 4, ... up to that many"
+        )
     return train.tokens_per_step // (
         train.min_micro_batch_size * config.data.block_size * num_processes
     )

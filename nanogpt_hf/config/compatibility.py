@@ -102,6 +102,12 @@ _ROWS = [
     ),
     ("train.rollback_ratio", "rl.task | align.loss", "its loss has no trend", "leave it out"),
     ("finetune.unfreeze_every", "rl.task | align.loss", "not supported there", "leave it out"),
+    (
+        "train.gradient_groups",
+        "rl.task | align.loss | train.micro_batch_size auto",
+        "its sums depend on processes or on free memory",
+        "leave it out",
+    ),
     # with the accelerate config
     (
         "rl.task",
@@ -233,6 +239,18 @@ _ROWS = [
         FSDP2,
     ),
     ("tracking.layers", "DeepSpeed", "DeepSpeed gives no access to gradients and weights", FSDP2),
+    (
+        "train.gradient_groups",
+        "FSDP2 | DeepSpeed | tensor parallelism | context parallelism | pipeline stages",
+        "only gradients of whole models are summed in groups",
+        "use accelerate_configs/ddp.yaml",
+    ),
+    (
+        "train.gradient_groups",
+        "mixed_precision fp16",
+        "its loss scaler is not part of the sums",
+        "set bf16 or 'no'",
+    ),
     # on the command line
     ("--auto-resume", "--resume | --overwrite", "it decides whether to resume", "give it alone"),
     ("--overwrite", "--resume", "one continues the run, the other removes it", "give one of them"),

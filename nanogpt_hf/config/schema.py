@@ -193,6 +193,13 @@ class TrainSection:
         12, "sequences in a forward pass of a process; auto: all that fit", 1, 10_000_000
     )
     seed: int = knob(1337, "seed of initial weights, data order, dropout and samples", 0, 2**64 - 1)
+    gradient_groups: int | None = knob(
+        None,
+        "sum gradients in this many fixed groups, a power of two: as many processes, or a half, a "
+        "quarter, ..., end with the same bytes (default: the fastest order)",
+        1,
+        65_536,
+    )
     rollback_ratio: float | None = knob(
         None, "if the loss exceeds this multiple of its average, go back and skip the data", 1
     )

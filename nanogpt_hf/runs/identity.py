@@ -19,6 +19,7 @@ _FIXED = (
     "optim.name",
     "train.seed",
     "train.tokens_per_step",
+    "train.gradient_groups",
     "finetune.",
     "lora.",
     "rl.",

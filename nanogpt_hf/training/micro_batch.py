@@ -55,6 +55,7 @@ def build_batches(
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         pin_memory=accelerator.device.type == "cuda",
+        contiguous=config.train.gradient_groups is not None,
     )
 
 

@@ -70,6 +70,8 @@ class SourceLosses:
             yield
         finally:
             handle.remove()
+        if run.config.train.gradient_groups and sums.device.type != "mps":  # it has no float64
+            sums = sums.double()  # exact, so that the order does not matter
         self._sums, self._step = cast(torch.Tensor, sum(sums)), data_step  # one after the other
 
     def report(self) -> dict[str, float]:
