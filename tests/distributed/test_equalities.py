@@ -43,7 +43,7 @@ LAYOUTS = {
     "PP": ("pp", 2),
 }
 # all others are forks of a process that has imported torch: warm.py
-REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2", "DDP on 3")
+REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
 needs_deepspeed = pytest.mark.skipif(
     importlib.util.find_spec("deepspeed") is None or shutil.which("g++") is None,
     reason="DeepSpeed or g++ (to compile its CPU operations) is not installed",

@@ -25,7 +25,7 @@ try:
     adamw_8bit.check_8bit()
 except UserError as obstacle:
     pytest.skip(str(obstacle), allow_module_level=True)
-pytestmark = pytest.mark.long
+pytestmark = [pytest.mark.long, pytest.mark.slow]  # torch compiles its step
 torchao = pytest.importorskip("torchao")
 # Each shape is compiled once: there are only (128, 128) and that of a LayerNorm.
 OPTIONS = {
