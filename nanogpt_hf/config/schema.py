@@ -334,10 +334,10 @@ class RlSection:
 
 @dataclass(frozen=True)
 class AlignSection:
-    loss: Literal["dpo", "ipo", "hinge", "simpo"] | None = knob(
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo"] | None = knob(
         None, "loss of preference pairs (default: no preference training)"
     )
-    beta: float = knob(0.1, "weight of the log-ratio in the loss of a pair", 1e-6)
+    beta: float = knob(0.1, "weight of the log-ratio, or for orpo of the odds ratio", 1e-6)
     label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
     margin: float = knob(0.5, "simpo: how far the chosen answer should be ahead", 0)
 

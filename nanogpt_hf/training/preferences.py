@@ -1,5 +1,5 @@
 """Preference training: pairs of a chosen and a rejected answer, their losses (DPO, IPO, hinge,
-SimPO), and their evaluation.
+SimPO, ORPO), and their evaluation.
 
 A block is a pair, padded at the end; a step's loss is the mean over its pairs.
 """
@@ -9,7 +9,7 @@ import logging
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -153,53 +153,75 @@ def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | Non
     return example.input_ids[:end], int(begins[-1])
 
 
+class PairLoss(NamedTuple):
+    """Row of LOSSES: the loss of pairs, from the scores of their chosen and rejected answers."""
+
+    loss: Callable[[AlignSection, torch.Tensor, torch.Tensor], torch.Tensor]
+    uses_reference: bool = True  # scores are differences to the model before training
+    per_token: bool = False  # scores are means over the tokens of an answer
+
+
+def _dpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    x, smoothing = align.beta * (chosen - rejected), align.label_smoothing
+    return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
+
+
+def _orpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    # an answer of probability 1 has infinite odds
+    scores = (score.clamp(max=-1e-7) for score in (chosen, rejected))
+    log_odds = [score - torch.log(-torch.expm1(score)) for score in scores]
+    return -chosen - align.beta * F.logsigmoid(log_odds[0] - log_odds[1])
+
+
+# With c and r the scores of the chosen and the rejected answer: sums of the log-probabilities of
+# their tokens, or means; and minus those of the model before training, if the row says so.
+LOSSES = {
+    # -log σ(β·(c - r)); with label smoothing ε (1 - ε) times it, plus -ε·log σ(-β·(c - r))
+    # (Rafailov et al. 2023, arXiv:2305.18290; ε as in Mitchell's note on conservative DPO)
+    "dpo": PairLoss(_dpo),
+    # (c - r - 1 / (2β))² (Azar et al. 2023, arXiv:2310.12036)
+    "ipo": PairLoss(lambda align, c, r: (c - r - 1 / (2 * align.beta)) ** 2, per_token=True),
+    # max(0, 1 - β·(c - r)) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
+    "hinge": PairLoss(lambda align, c, r: torch.relu(1 - align.beta * (c - r))),
+    # -log σ(β·(c - r) - margin) (Meng et al. 2024, arXiv:2405.14734)
+    "simpo": PairLoss(
+        lambda align, c, r: -F.logsigmoid(align.beta * (c - r) - align.margin),
+        uses_reference=False,
+        per_token=True,
+    ),
+    # -c - β·log σ(log odds(c) - log odds(r)), odds(c) = eᶜ / (1 - eᶜ): with the loss of
+    # supervised fine-tuning (Hong et al. 2024, arXiv:2403.07691)
+    "orpo": PairLoss(_orpo, uses_reference=False, per_token=True),
+}
+
+
 def preference_objective(align: AlignSection) -> Objective:
     """The summed loss of the pairs of a batch, which `train_step` divides by the pairs of a step.
 
-    With c and r the log-probabilities of the chosen and the rejected answer, summed over their
-    tokens, c' and r' those of the model before training, and D = (c - c') - (r - r'):
-
-    - dpo: -log σ(β·D), with label smoothing ε: (1 - ε) times it, plus -ε · log σ(-β·D)
-      (Rafailov et al. 2023, arXiv:2305.18290; ε as in Mitchell's note on conservative DPO)
-    - ipo: (D - 1 / (2β))², with the means over the tokens of each answer for the sums
-      (Azar et al. 2023, arXiv:2310.12036)
-    - hinge: max(0, 1 - β·D) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
-    - simpo: -log σ(β·(c - r) - margin), with means over tokens and no model before training
-      (Meng et al. 2024, arXiv:2405.14734)
-
-    Metrics: the implicit rewards β·(c - c') and β·(r - r') (for simpo β·c and β·r), and how often
-    the chosen one is higher.
+    Metrics: the implicit rewards, β times the scores of the answers, and how often that of the
+    chosen one is higher.
     """
-    beta = align.beta
+    row = LOSSES[align.loss or "dpo"]
 
     def objective(
         model: torch.nn.Module, batch: dict[str, torch.Tensor]
     ) -> tuple[torch.Tensor, Metrics]:
         labels = batch["shift_labels"]
         scores, lengths = pair_log_probs(model, batch["input_ids"], labels)
-        counts = (lengths[:, 0] > 0).float()  # evaluations pad batches by empty rows
-        if align.loss != "simpo":
+        if row.uses_reference:
             scores = scores - batch["reference"]
-        if align.loss in ("ipo", "simpo"):
+        if row.per_token:
             scores = scores / lengths.clamp(min=1)
-        chosen, rejected = scores.unbind(1)
-        difference = chosen - rejected
-        if align.loss == "ipo":
-            loss = (difference - 1 / (2 * beta)) ** 2
-        elif align.loss == "hinge":
-            loss = torch.relu(1 - beta * difference)
-        else:
-            margin = align.margin if align.loss == "simpo" else 0.0
-            smoothing = align.label_smoothing
-            loss = -(1 - smoothing) * F.logsigmoid(beta * difference - margin)
-            if smoothing:
-                loss = loss - smoothing * F.logsigmoid(-beta * difference)
-        metrics = {
-            "accuracy": (difference.sign() + 1) / 2,  # equal ones count half
-            "reward_chosen": beta * chosen,
-            "reward_rejected": beta * rejected,
+        is_pair = lengths[:, 0] > 0  # evaluations pad batches by empty rows
+        chosen, rejected = torch.where(is_pair[:, None], scores, -1.0).unbind(1)
+        values = {
+            "loss": row.loss(align, chosen, rejected),
+            "accuracy": ((chosen - rejected).sign() + 1) / 2,  # equal ones count half
+            "reward_chosen": align.beta * chosen,
+            "reward_rejected": align.beta * rejected,
         }
-        return (loss * counts).sum(), {name: (m * counts).sum() for name, m in metrics.items()}
+        sums = {name: torch.where(is_pair, value, 0.0).sum() for name, value in values.items()}
+        return sums.pop("loss"), sums
 
     return objective
 
@@ -265,7 +287,8 @@ def _fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
-    if run.config.align.loss == "simpo" or splits["train"].reference.any():
+    uses_reference = LOSSES[run.config.align.loss or "dpo"].uses_reference
+    if not uses_reference or splits["train"].reference.any():
         return True
     file, accelerator, mesh = run.folder.reference, run.accelerator, run.mesh
     saved = _read_reference(file, splits) if mesh.is_main else {}

@@ -6,6 +6,7 @@ import importlib.util
 import json
 import math
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +23,7 @@ from nanogpt_hf.evaluation.loss import pad_batch
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.methods import PREFERENCES
+from nanogpt_hf.training.preferences import LOSSES as LOSS_ROWS
 from nanogpt_hf.training.preferences import (
     Pairs,
     encode_answer,
@@ -36,6 +38,7 @@ LOSSES = {
     "ipo": AlignSection(loss="ipo", beta=0.3),
     "hinge": AlignSection(loss="hinge", beta=0.3),
     "simpo": AlignSection(loss="simpo", beta=2.0, margin=0.4),
+    "orpo": AlignSection(loss="orpo", beta=0.3),
 }
 KNOBS = {
     "data.block_size": 48,
@@ -83,6 +86,9 @@ def plain_loss(align: AlignSection, model, reference, pair) -> torch.Tensor:
     (chosen, rejected), (n, m) = sums(model, pair)
     if align.loss == "simpo":
         return -F.logsigmoid(align.beta * (chosen / n - rejected / m) - align.margin)
+    if align.loss == "orpo":
+        x, y = (chosen / n).exp(), (rejected / m).exp()
+        return -x.log() - align.beta * torch.sigmoid((x / (1 - x) / (y / (1 - y))).log()).log()
     with torch.no_grad():
         (first, second), _ = sums(reference, pair)
     a, b = chosen - first, rejected - second
@@ -167,6 +173,19 @@ def test_loss_and_gradients_equal_trl(name, pairs, tmp_path, byte_tokenizer):
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-5)
     for key, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, gradients[key], atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_odds_ratio_equals_trl(pairs):
+    orpo = pytest.importorskip("trl.experimental.orpo", reason="needs trl: pip install trl==1.16.0")
+    scores = -torch.rand(2, 6) * 3
+    scores[0, 0] = -1e-4
+    theirs, *_ = orpo.ORPOTrainer.odds_ratio_loss(
+        SimpleNamespace(beta=0.3, accelerator=SimpleNamespace(device="cpu")), *scores
+    )
+    ours = LOSS_ROWS["orpo"].loss(LOSSES["orpo"], *scores)
+    torch.testing.assert_close(ours, -scores[0] - theirs, atol=1e-5, rtol=1e-5)
 
 
 QUESTION = [{"role": "user", "content": "Why?"}]
