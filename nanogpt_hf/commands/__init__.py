@@ -70,6 +70,14 @@ COMMANDS = {
         writes_alone=True,
     ),
     "report": Command("write a run's report.html", "compare", writes_alone=True),
+    "verify": Command(
+        "repeat steps of a run, and compare them with what it recorded", writes_alone=True
+    ),
+    "inspect": Command(
+        "show the text that a step saw, with its losses; find the steps of a text",
+        "sequences",  # the name of Python's own module is taken
+        writes_alone=True,
+    ),
     "export": Command(
         "convert a model to plain safetensors, GGUF or ONNX", "convert", writes_alone=True
     ),

@@ -19,27 +19,28 @@ class GradientTree:
 
     def __init__(self, parameters: list[torch.nn.Parameter], per_group: int):
         self.parameters, self.per_group = parameters, per_group
-        self._branches: list[tuple[int, torch.Tensor]] = []  # height and sum, the highest first
-        self._losses: list[torch.Tensor] = []  # of the group
+        self._branches: list[torch.Tensor] = []  # sums of whole branches, the largest first
+        self._losses: list[torch.Tensor] = []
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of the next micro-batch, and the gradients of its backward pass."""
         self._losses.append(loss)
-        if len(self._losses) < self.per_group:
+        group, rest = divmod(len(self._losses), self.per_group)
+        if rest:
             return
         self.parameters = [p for p in self.parameters if p.grad is not None]
         gradients = [p.grad.flatten() for p in self.parameters if p.grad is not None]
-        total, height = torch.cat([*gradients, torch.stack(self._losses).sum(0, True)]), 0
-        while self._branches and self._branches[-1][0] == height:
-            total, height = self._branches.pop()[1].add_(total), height + 1
-        self._branches.append((height, total))
-        self._losses = []
+        loss_sum = torch.stack(self._losses[-self.per_group :]).sum(0, True)
+        total = torch.cat([*gradients, loss_sum])
+        while group % 2 == 0:  # with it a larger branch is whole
+            total, group = self._branches.pop().add_(total), group // 2
+        self._branches.append(total)
         for parameter in self.parameters:
             parameter.grad = None
 
     def finish(self) -> torch.Tensor:
         """Give the parameters the gradient of the step; return its loss. All processes call it."""
-        ((_, total),) = self._branches
+        (total,) = self._branches
         *gradients, loss = sum_over_branches(total).split(
             [*(p.numel() for p in self.parameters), 1]
         )

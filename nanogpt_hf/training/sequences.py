@@ -1,0 +1,72 @@
+"""What a step of a run saw: its sequences, their places in the data, their text and losses."""
+
+from functools import cache
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.data.blocks import TokenBlocks, read_column
+from nanogpt_hf.evaluation.loss import eval_mode
+from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.training.run import Run
+
+
+@torch.no_grad()
+def sequences_of(run: Run, step: int) -> list[dict[str, Any]]:
+    """The sequences of a step, the one with the highest loss under the run's weights first."""
+    blocks, found = run.batches.blocks, []
+    with eval_mode(run.model):
+        for index in tqdm(_indices(run, step), unit="sequence", disable=not shows_bars()):
+            number = np.array([index])
+            batch = {
+                key: value.to(run.accelerator.device) for key, value in blocks.batch(number).items()
+            }
+            loss = run.objective(run.model, batch)[0].item() / max(1, blocks.num_targets(number))
+            found.append({"loss": loss, **_place_of(run, index), "text": _text_of(run, index)})
+    return sorted(found, key=lambda sequence: -sequence["loss"])
+
+
+def steps_with(run: Run, text: str, last: int) -> list[int]:
+    """The steps up to `last` of which a sequence contains `text`."""
+    contains = cache(lambda index: text in _text_of(run, index))  # a block is read once per epoch
+    steps = tqdm(range(1, last + 1), unit="step", disable=not shows_bars())
+    return [step for step in steps if any(map(contains, _indices(run, step)))]
+
+
+def _indices(run: Run, step: int) -> list[int]:
+    return run.batches.indices(step - 1 + run.state.skipped_steps).tolist()
+
+
+def _text_of(run: Run, index: int) -> str:
+    """The text of a block, up to the last token that is learned."""
+    batch = run.batches.blocks.batch(np.array([index]))
+    inputs, targets = batch["input_ids"][0], batch["shift_labels"][0]
+    end = int((targets != -100).nonzero().max()) + 1
+    return str(run.data.tokenizer.decode(torch.cat([inputs[:end], targets[end - 1 : end]])))
+
+
+def _place_of(run: Run, index: int) -> dict[str, Any]:
+    """Where a block is in the prepared data: source, numbers of documents, tokens."""
+    blocks = run.batches.blocks
+    number = int(blocks.owners(np.array(index)))
+    source, part = sources_of(run.config.data)[number], cast(Any, blocks.parts[number])
+    place: dict[str, Any] = {"source": source.name}
+    own = index - sum(blocks.lengths[:number])
+    if not isinstance(part, TokenBlocks):  # conversations
+        return place | {"documents": part.blocks[own]}
+    tokens = own * part.stride + np.array([0, part.block_size])
+    if source.data.format == "text":
+        ends = _document_ends(source.data.dir)
+        first, last = np.searchsorted(ends, tokens, side="right").tolist()
+        place["documents"] = list(range(first, last + 1))
+    return place | {"tokens": tokens.tolist()}
+
+
+@cache
+def _document_ends(folder: str) -> np.ndarray:
+    chunks = read_column(Path(folder) / "train", "input_ids")
+    return np.cumsum(np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]))

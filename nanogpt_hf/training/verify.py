@@ -1,0 +1,152 @@
+"""Repeat steps of a run from its checkpoints, and compare with what it recorded: metrics of each
+logged step, and the tensors of each kept checkpoint.
+"""
+
+import hashlib
+import logging
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.distributed.accelerate_config import requested_precision
+from nanogpt_hf.distributed.full_state import FullState, own_weights
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.formatting import plural, shows_bars
+from nanogpt_hf.optim.schedule import learning_rate_at
+from nanogpt_hf.runs.folder import RunFolder, step_of
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.runs.provenance import read_starts, restore_threads
+from nanogpt_hf.training.checkpoint import read_checkpoint
+from nanogpt_hf.training.methods import TEXT, method_of
+from nanogpt_hf.training.run import Run
+from nanogpt_hf.training.start import prepare_run
+
+
+def recipe_of(folder: RunFolder) -> Config:
+    """The recipe of a run on text, without what leaves its folder. Raises UserError for others."""
+    config = load_config(folder.recipe)
+    if method_of(config) is not TEXT:
+        raise UserError(
+            f"{folder.path}: trained by {method_of(config).name}; only steps on text or "
+            "conversations can be repeated"
+        )
+    return replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
+
+
+def check_repeatable(folder: RunFolder, config: Config) -> None:
+    """Raises UserError if one process with this accelerate config cannot repeat the run."""
+    if config.finetune.unfreeze_every:
+        raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
+    now = requested_precision().replace("no", "fp32")
+    for start in read_starts(folder):
+        count, precision = start["processes"], start["precision"]
+        if precision != now or (count > 1 and not config.train.gradient_groups):
+            raise UserError(
+                f"{folder.path}: one process in {now} cannot repeat {plural(count, 'process')} in "
+                f"{precision} bit for bit; of several it can with train.gradient_groups"
+            )
+
+
+def steps_to_verify(folder: RunFolder, stated: tuple[int, int] | None) -> tuple[int, int]:
+    """The steps to begin and end at, which have checkpoints: by default the oldest and the newest.
+
+    A run begins at 0. Raises UserError for others.
+    """
+    kept = [step_of(path) for path in folder.checkpoint_folders()]
+    if not kept:
+        raise UserError(f"{folder.path}: has no checkpoint to compare with")
+    first, last = stated or (kept[0] if len(kept) > 1 else 0, kept[-1])
+    if first not in (0, *kept) or last not in kept or first >= last:
+        raise UserError(
+            f"--steps {first}:{last}: expected two steps of 0 and those with checkpoints, "
+            f"{', '.join(map(str, kept))}, the first below the second"
+        )
+    return first, last
+
+
+@contextmanager
+def run_at(folder: RunFolder, config: Config, first: int) -> Iterator[Run]:
+    """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder."""
+    with tempfile.TemporaryDirectory() as temporary:
+        copy = RunFolder(Path(temporary) / "run")
+        if first:
+            copy.checkpoints.mkdir(parents=True)
+            copy.recipe.write_bytes(folder.recipe.read_bytes())
+            copy.checkpoint(first).symlink_to(folder.checkpoint(first).resolve())
+        logging.disable(logging.INFO)  # lines about the temporary folder
+        try:
+            run = prepare_run(config, copy.path, resume=first > 0)
+        finally:
+            logging.disable(logging.NOTSET)
+        try:
+            if run.accelerator.device.type == "cpu":
+                restore_threads(folder, 1)
+            yield run
+        finally:
+            copy.unlock()
+
+
+def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[str]] | None:
+    """Repeat the steps up to `last`; return the first that differs from what the folder has
+    recorded, and what differs.
+    """
+    config, state, first = run.config, run.state, run.state.step
+    method, recorded = method_of(config), {}
+    for event in read_metrics(folder):
+        recorded.setdefault(event["step"], {}).update(event)
+    for step in tqdm(range(first, last + 1), unit="step", disable=not shows_bars()):
+        ours: dict[str, float] = {}
+        if step > first:
+            learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
+            result = method.step(run, step - 1 + state.skipped_steps, learning_rate)
+            state.step = step
+            if step % config.tracking.every == 0:
+                ours["train/loss"] = result.loss.item()
+                ours["train/grad_norm"] = result.grad_norm.item()
+                ours["train/learning_rate"] = learning_rate
+        elif step:  # a checkpoint is written after the evaluation of its step
+            continue
+        if step % config.eval.every == 0 or step == config.train.max_steps:
+            evaluated = method.evaluate(run, lambda: False)
+            ours |= evaluated.metrics if evaluated else {}
+        lines = _other_values(ours, recorded.get(step, {}))
+        if (path := folder.checkpoint(step)).is_dir():
+            saved = read_checkpoint(path)
+            lines += _other_tensors(run, saved)
+            state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
+        if lines:
+            return step, lines
+    return None
+
+
+def _other_values(ours: dict[str, float], recorded: dict[str, Any]) -> list[str]:
+    """A line for each metric that is not the recorded one; null is one that was not finite."""
+    return [
+        f"{name}: recorded {recorded.get(name, 'nothing')}, repeated {value}"
+        for name, value in ours.items()
+        if recorded.get(name, "nothing") != (value if math.isfinite(value) else None)
+    ]
+
+
+def _other_tensors(run: Run, saved: Any) -> list[str]:
+    """A line with the tensors of weights and optimizer state that are not the saved ones."""
+    state = FullState(run.accelerator, run.model, run.optimizer)
+    ours = dict(own_weights(run.accelerator, run.model)) | dict(state.own_optimizer_state())
+    theirs = dict(saved.weights) | dict(saved.optimizer_state)
+    names = [
+        name
+        for name in sorted({*ours, *theirs})
+        if _digest(ours.get(name)) != _digest(theirs.get(name))
+    ]
+    return [f"{saved.folder}: {plural(len(names), 'tensor')}: {', '.join(names)}"] if names else []
+
+
+def _digest(tensor: Any) -> object:
+    return tensor is not None and hashlib.sha256(tensor.cpu().numpy()).hexdigest()

@@ -1,0 +1,116 @@
+"""`verify`: an honest run is equal; each thing that was edited is found and named."""
+
+import json
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+from arguments import argv
+from assertions import file_contents
+from nanogpt_hf.commands import main
+from nanogpt_hf.data.blocks import read_column
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training.checkpoint import CHECKSUMS, file_digest
+
+
+@pytest.fixture(scope="module")
+def honest(train, tmp_path_factory) -> RunFolder:
+    options = {"train__max_steps": 8, "checkpoint__keep": 9, "eval__every": 4}
+    folder = tmp_path_factory.mktemp("honest")
+    return train(folder / "run", model__dropout=0.1, **options)
+
+
+@pytest.fixture
+def run(honest, tmp_path) -> RunFolder:
+    """A copy that a test may edit."""
+    return RunFolder(shutil.copytree(honest.path, tmp_path / "run"))
+
+
+@pytest.fixture
+def verify(capsys, forget_accelerate):
+    def verify(run: RunFolder, options: str = "") -> tuple[int, list[str]]:
+        forget_accelerate()
+        capsys.readouterr()
+        status = main(argv("verify {}", run.path) + options.split())
+        return status, capsys.readouterr().out.splitlines()
+
+    return verify
+
+
+@pytest.mark.parametrize(("options", "steps"), [("", "2 to 8"), ("--steps 0:4", "0 to 4")])
+def test_honest_run_is_equal_and_only_read(honest, verify, options, steps):
+    before = file_contents(honest.path)
+    status, lines = verify(honest, options)
+    assert (status, lines[1:]) == (0, [f"steps {steps}: equal"])
+    assert lines[0].startswith(f"repeating steps {steps}, which took the run ")
+    assert file_contents(honest.path) == before
+
+
+@pytest.mark.parametrize(
+    ("step", "name", "found"),
+    [(5, "train/loss", 5), (6, "train/grad_norm", 6), (8, "val/loss", 8), (7, None, 7)],
+)
+def test_edited_metrics_line_is_named(run, verify, step, name, found):
+    events = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+    for event in [event for event in events if event["step"] == step]:
+        if name is None:
+            events.remove(event)
+        elif name in event:
+            event[name] = event[name] * (1 + 1e-15)
+    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+    status, lines = verify(run)
+    assert (status, lines[1]) == (1, f"step {found}: differs")
+    assert lines[2].startswith(f"  {name or 'train/loss'}: recorded ")
+    assert ("nothing" in lines[2]) == (name is None)
+
+
+@pytest.mark.parametrize(("kind", "number"), [("model", 3), ("optimizer", 5)])
+def test_edited_checkpoint_is_named_by_its_tensor(run, verify, kind, number):
+    folder = run.checkpoint(6)
+    path = folder / f"{kind}.safetensors"
+    tensors = load_file(path)
+    name = sorted(name for name in tensors if tensors[name].numel() > 1)[number]
+    tensors[name].view(-1)[1] += 1e-3
+    save_file(tensors, path, {"format": "pt"})
+    status, lines = verify(run)
+    assert (status, lines[1:]) == (
+        1,
+        [f"differs: {folder}: damaged checkpoint: {path.name} was changed after it was written"],
+    )
+    checksums = json.loads((folder / CHECKSUMS).read_text())
+    checksums[path.name] = file_digest(path)
+    (folder / CHECKSUMS).write_text(json.dumps(checksums))
+    status, (_, first, second) = verify(run)
+    assert (status, first) == (1, "step 6: differs")
+    assert second == f"  {folder}: 1 tensor: {name}"
+    status, (_, first, *_) = verify(run, "--steps 6:8")  # what follows from it differs, too
+    # the optimizer's state changes weights after step 7, and so the loss of step 8
+    assert (status, first) == (1, f"step {8 if kind == 'optimizer' else 7}: differs")
+
+
+def test_changed_document_of_the_data_is_named(run, verify, honest):
+    (shard,) = (honest.path.parent / "data" / "train").glob("*.arrow")
+    content = shard.read_bytes()
+    ids = read_column(shard.parent, "input_ids")[0].flatten().to_numpy()
+    at = content.index(ids[1000:1020].tobytes())
+    try:
+        shard.write_bytes(content[:at] + ids[:1].tobytes() + content[at + ids.itemsize :])
+        status, (_, line) = verify(run)
+    finally:
+        shard.write_bytes(content)
+    assert status == 1
+    assert line.startswith(f"differs: {shard}: is damaged: its sha256 has changed")
+
+
+def test_data_that_was_prepared_anew_from_another_text_is_named(run, verify, honest):
+    manifest = honest.path.parent / "data" / "manifest.json"
+    content = manifest.read_text()
+    sha256 = json.loads(content)["train"]["sha256"]
+    try:
+        manifest.write_text(content.replace(sha256, "0" * 64))
+        status, (_, line) = verify(run)
+    finally:
+        manifest.write_text(content)
+    assert status == 1
+    assert "the newest checkpoint is of another run or other data: text: " in line
