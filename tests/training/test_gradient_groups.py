@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from assertions import assert_same_experiment, file_contents, numbers
+from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.distributed.gradient_tree import GradientTree
@@ -97,6 +98,13 @@ def test_processes_end_with_the_bytes_of_one(trained, feature, processes):
         1,
         processes,
     )
+
+
+@pytest.mark.long
+def test_run_of_four_processes_is_verified_on_one(trained, forget_accelerate, capsys):
+    forget_accelerate()
+    assert main(["verify", str(trained("mixture", 4).path), "--steps", "2:12"]) == 0
+    assert capsys.readouterr().out.endswith("\nsteps 2 to 12: equal\n")
 
 
 @pytest.mark.long
