@@ -282,6 +282,11 @@ def _align_rules(config: Config) -> Rules:
         f"only dpo has it, and this is {align.loss}; leave it out",
     )
     yield (
+        "align.margin align.loss",
+        align.margin is not None and align.loss != "simpo",
+        f"only simpo has it, and this is {align.loss}; leave it out",
+    )
+    yield (
         "data.format align.loss",
         config.data.format == "datatrove",
         "pairs are rows of text or messages; leave it out",

@@ -339,7 +339,9 @@ class AlignSection:
     )
     beta: float = knob(0.1, "weight of the log-ratio, or for orpo of the odds ratio", 1e-6)
     label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
-    margin: float = knob(0.5, "simpo: how far the chosen answer should be ahead", 0)
+    margin: float | None = knob(
+        None, "simpo: how far the chosen answer should be ahead (default: 0.5)", 0
+    )
 
 
 @dataclass(frozen=True)

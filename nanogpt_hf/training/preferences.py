@@ -166,6 +166,11 @@ def _dpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> t
     return -(1 - smoothing) * F.logsigmoid(x) - smoothing * F.logsigmoid(-x)
 
 
+def _simpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
+    margin = 0.5 if align.margin is None else align.margin
+    return -F.logsigmoid(align.beta * (chosen - rejected) - margin)
+
+
 def _orpo(align: AlignSection, chosen: torch.Tensor, rejected: torch.Tensor) -> torch.Tensor:
     # an answer of probability 1 has infinite odds
     scores = (score.clamp(max=-1e-7) for score in (chosen, rejected))
@@ -184,11 +189,7 @@ LOSSES = {
     # max(0, 1 - β·(c - r)) (SLiC, Zhao et al. 2023, arXiv:2305.10425)
     "hinge": PairLoss(lambda align, c, r: torch.relu(1 - align.beta * (c - r))),
     # -log σ(β·(c - r) - margin) (Meng et al. 2024, arXiv:2405.14734)
-    "simpo": PairLoss(
-        lambda align, c, r: -F.logsigmoid(align.beta * (c - r) - align.margin),
-        uses_reference=False,
-        per_token=True,
-    ),
+    "simpo": PairLoss(_simpo, uses_reference=False, per_token=True),
     # -c - β·log σ(log odds(c) - log odds(r)), odds(c) = eᶜ / (1 - eᶜ): with the loss of
     # supervised fine-tuning (Hong et al. 2024, arXiv:2403.07691)
     "orpo": PairLoss(_orpo, uses_reference=False, per_token=True),

@@ -123,7 +123,9 @@ def take_two_steps(case: "Case", folder: Path, cpu: bool = True) -> None:
 def peak_allocation(work) -> int:
     """Peak bytes of torch's CPU allocator during `work`."""
     gc.collect()  # older tensors must not be freed inside
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+    with profile(
+        activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True
+    ) as profiler:
         work()
     events = profiler.profiler.kineto_results.events()
     allocated = peak = 0

@@ -48,7 +48,6 @@ def contents(folder: Path) -> dict[Path, object]:
     return {
         path: path.readlink() if path.is_symlink() else path.stat().st_mtime_ns
         for path in folder.rglob("*")
-        if path.name != ".lock"  # older versions of filelock change its time
     }
 
 
