@@ -77,10 +77,10 @@ def estimate(
 
     `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the
     steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
-    does not combine with ZeRO.
+    does not combine with ZeRO or FSDP2.
     """
-    if place.zero:
-        check_combination(recipe_settings(config) | {"DeepSpeed": "DeepSpeed"})
+    sharding = "DeepSpeed" if place.zero else place.kind
+    check_combination(recipe_settings(config) | {sharding: sharding})
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     try:
