@@ -108,7 +108,19 @@ _ROWS = [
         "its sums depend on processes or on free memory",
         "leave it out",
     ),
+    (
+        "optim.balance_loss",
+        "rl.task | align.loss",
+        "it is added to the loss of the next token only",
+        "leave it out",
+    ),
     # with the accelerate config
+    (
+        "optim.balance_loss",
+        "context parallelism | pipeline stages",
+        "it is a function of all routers and of whole sequences",
+        FSDP2,
+    ),
     (
         "rl.task",
         "DeepSpeed | tensor parallelism | context parallelism | pipeline stages",

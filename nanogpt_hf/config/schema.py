@@ -170,6 +170,9 @@ class OptimSection:
     weight_decay: float = knob(
         0.1, "decoupled decay of matrices and embeddings (never biases or LayerNorm)", 0
     )
+    balance_loss: float = knob(
+        0.0, "mixtures of experts: weight of a loss that gives all experts equal work", 0
+    )
     beta1: float = knob(0.9, "decay of AdamW's first moment", 0, 0.999999)
     beta2: float = knob(0.95, "decay of AdamW's second moment", 0, 0.999999)
     max_grad_norm: float = knob(

@@ -105,7 +105,8 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
     architecture, window = architecture_of(model), getattr(model.config, "sliding_window", None)
     if mesh.tp_size > 1:
         try:
-            if "heads" in architecture.tensor_parallel(architecture.blocks(model)[0]).values():
+            plans = map(architecture.tensor_parallel, architecture.blocks(model))
+            if any("heads" in plan.values() for plan in plans):
                 found["split norms of heads"] = f"the norms of heads of {name}"
         except ValueError as error:
             found["blocks without a plan"] = f"{name} ({error})"

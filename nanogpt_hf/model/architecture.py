@@ -76,6 +76,7 @@ _PARTS = (
     (r"\.(wte|embed_tokens)\.|^lm_head\.", "token embedding and head"),
     (r"\.wpe\.", "position embedding"),
     (r"\.(attn|self_attn)\.", "attention"),
+    (r"\.experts\.", "experts"),
     (r"\.mlp\.", "MLP"),
 )
 

@@ -69,14 +69,11 @@ def build_model(config: PreTrainedConfig, seed: int, init: str = "own") -> PreTr
         elif init != "own" and not (init == "gpt2" and architecture is GPT2):
             std = config.initializer_range / math.sqrt(2 * config.num_hidden_layers)
             for block in architecture.blocks(model):
-                for layer in (
-                    architecture.attention_layers(block)[-1],
-                    architecture.mlp_layers(block)[-1],
-                ):
+                for weight in architecture.residual_weights(block):
                     if init == "zero_residual":
-                        nn.init.zeros_(layer.weight)
+                        nn.init.zeros_(weight)
                     else:
-                        nn.init.normal_(layer.weight, std=std)
+                        nn.init.normal_(weight, std=std)
     return model
 
 
@@ -178,28 +175,47 @@ def start_model(
     return _prepare_for_finetuning(model, config, step)
 
 
-def check_packing(model: PreTrainedModel) -> None:
-    """Raises UserError if tokens of a packed conversation attend to the one before it.
+def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
+    """Raises UserError if tokens see later ones, or, if it `packs`, the conversation before.
 
-    Compares the last hidden states of some tokens alone and after others, in evaluation mode.
+    Compares the last hidden states of some tokens before, after and without others, in evaluation
+    mode.
     """
-    length = min(8, model.config.max_position_embeddings)
+    length = max(1, min(8, model.config.max_position_embeddings // 2))
     tokens = torch.arange(2 * length, device=model.device)[None] * 7 % model.config.vocab_size
     positions = torch.arange(length, device=model.device)[None]
     base, was_training = model.base_model, model.training
+    name = f"model.architecture {architecture_of(model).name}"
 
-    def hidden(tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        return base(tokens, position_ids=positions, use_cache=False).last_hidden_state
+    def differ(one: torch.Tensor, other: torch.Tensor) -> bool:
+        return not (one - other).abs().max() <= 1e-3 * other.abs().max()
+
+    def hidden(tokens: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
+        return base(tokens, use_cache=False, **positions).last_hidden_state
 
     with torch.no_grad():
         base.eval()
-        packed = hidden(tokens, torch.cat([positions, positions], 1))[:, length:]
-        alone = hidden(tokens[:, length:], positions)
+        sees_later = differ(hidden(tokens)[:, :length], hidden(tokens[:, :length]))
+        leaks = packs and differ(
+            hidden(tokens, position_ids=torch.cat([positions, positions], 1))[:, length:],
+            hidden(tokens[:, length:], position_ids=positions),
+        )
         model.train(was_training)
-    if not (packed - alone).abs().max() <= 1e-3 * alone.abs().max():
+    if sees_later:
+        raise UserError(f"{name}: tokens see later ones, so that it cannot learn to predict them")
+    if leaks:
         raise UserError(
-            f"model.architecture {architecture_of(model).name}: tokens of packed conversations "
-            "attend to those of others; set --data.packing padded"
+            f"{name}: tokens of packed conversations attend to those of others; "
+            "set --data.packing padded"
+        )
+
+
+def check_balance(config: Config, model_config: PreTrainedConfig) -> None:
+    """Raises UserError if there is a balance loss, but no experts."""
+    architecture = architecture_of(model_config)
+    if config.optim.balance_loss and not architecture.idle_parameters(model_config):
+        raise UserError(
+            f"optim.balance_loss: {architecture.name} has no experts to choose from; leave it out"
         )
 
 
@@ -257,7 +273,6 @@ def load_base_config(name: str, revision: str | None) -> tuple[PreTrainedConfig,
         if architecture is not GPT2:
             with torch.device("meta"):
                 model = architecture.model_class(config)
-            architecture.check_parts(model)
             architecture.check_one_step(model)
         is_folder = Path(name).exists()
         file = None if is_folder else cached_file(name, CONFIG_NAME, revision=revision)

@@ -26,6 +26,7 @@ from transformers import (
 from nanogpt_hf.config.checks import wrong_dropout
 from nanogpt_hf.config.schema import KNOBS, ModelSection
 from nanogpt_hf.errors import did_you_mean, one_line
+from nanogpt_hf.model.experts import experts_of, shapes_only
 from nanogpt_hf.model.layout_gpt import check_loaded
 from nanogpt_hf.model.loss_decoders import model_class_of, standard_class
 
@@ -56,13 +57,10 @@ _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 @dataclass(frozen=True)
 class Parts:
-    """Names of the parts of a model: those of the model, and those of layers in a block."""
+    """Names of the parts of a model."""
 
     blocks: str
     final_norm: str
-    attention: str
-    attention_layers: tuple[str, ...]  # linear layers; the last one writes to the residual stream
-    mlp_layers: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -114,16 +112,24 @@ class Architecture:
                 f"{kind} has an encoder, is one, or can attend to one, and is not supported"
             )
         try:
-            one_block: dict[str, Any] = {self._field(SIZES["n_layer"]): 1}
-            config = self.config_class(**one_block)
-            getattr(config, "head_dim", None)  # raises if blocks may have sizes of their own
+            config = self.config_class()
+            # raises if blocks may have sizes of their own
+            for name in (*SIZES.values(), "head_dim"):
+                getattr(config, name, None)
+            _ = config.tie_word_embeddings
             with torch.device("meta"):
                 model = standard_class(self.config_class)(config)
         except Exception as error:
             raise ValueError(
-                f"{kind} cannot be built with one block: {one_line(error, 100)}"
+                f"{kind} cannot be built by its defaults: {one_line(error, 100)}"
             ) from error
-        return _parts_of(kind, model)
+        parts = _parts_of(kind, model)
+        blocks: Any = model.get_submodule(parts.blocks)
+        has_experts = bool(experts_of(model))
+        if has_experts and not getattr(config, "num_experts_per_tok", None):
+            raise ValueError(f"{kind} has no num_experts_per_tok, and is not supported")
+        self._is_gated = has_experts or any(len(self.mlp_layers(block)) > 2 for block in blocks)
+        return parts
 
     def _field(self, name: str) -> str:
         """The field of the config for a standard name; empty if it has none."""
@@ -175,7 +181,6 @@ class Architecture:
             match = re.search(r"Field '(\w+)' (expected .*)", str(error))
             reason = f"{match[1]} {match[2]}" if match else one_line(error)
             raise ValueError(f"model.extra: {self.name}'s config: {reason}") from error
-        self.check_parts(model)
         self.check_one_step(model)
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
@@ -207,17 +212,9 @@ class Architecture:
         """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that
         both cost the same.
         """
-        if len(self.parts.mlp_layers) < 3:
+        if not self._is_gated:
             return 4 * width
         return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
-
-    def check_parts(self, model: PreTrainedModel) -> None:
-        """Raises ValueError unless all blocks of a model have the layers of `parts`."""
-        if _parts_of(self.name, model) != self.parts:
-            raise ValueError(
-                f"{self.name}: with these settings its blocks have other layers than by default, "
-                "not supported"
-            )
 
     def check_one_step(self, model: Any) -> None:
         """Raises ValueError for a dropout outside [0, 1), or if a model on the meta device, which
@@ -235,9 +232,10 @@ class Architecture:
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
         try:
             model.train()
-            model(
-                input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1
-            ).loss.backward()
+            with shapes_only():
+                model(
+                    input_ids=ids, shift_labels=ids, use_cache=False, num_items_in_batch=1
+                ).loss.backward()
         except Exception as error:
             # it reads values, or a loss in chunks asks for autocast: the meta device has neither
             if "meta tensor" in str(error) or "autocast" in str(error):
@@ -248,6 +246,12 @@ class Architecture:
             raise ValueError(
                 f"model.architecture {self.name} cannot take a step with {given}: {one_line(error)}"
             ) from error
+        idle = [name for name, parameter in model.named_parameters() if parameter.grad is None]
+        if idle:
+            raise ValueError(
+                f"model.architecture {self.name}: {idle[0]} gets no gradient from the loss of the "
+                "next token, not supported"
+            )
 
     def recipe_knobs(self, config: Any) -> dict[str, Any]:
         """The knobs `model.*` that describe a model. Raises ValueError if none do."""
@@ -352,20 +356,56 @@ class Architecture:
         return model.get_submodule(self.parts.final_norm)
 
     def attention(self, block: nn.Module) -> Any:
-        return block.get_submodule(self.parts.attention)
+        """What mixes tokens: attention, or, of a block without, its first part."""
+        parts = [part for part in block.children() if any(p.dim() > 1 for p in part.parameters())]
+        return next((part for part in parts if "Attention" in type(part).__name__), parts[0])
 
     def attention_layers(self, block: nn.Module) -> list[Any]:
         """The linear layers of attention; the last one writes to the residual stream."""
-        return [block.get_submodule(name) for name in self.parts.attention_layers]
+        return list(self._layers(block)[0].values())
 
     def mlp_layers(self, block: nn.Module) -> list[Any]:
-        """The linear layers of the MLP; the last one writes to the residual stream."""
-        return [block.get_submodule(name) for name in self.parts.mlp_layers]
+        """The other linear layers; the last one writes to the residual stream. Experts are in
+        none.
+        """
+        return list(self._layers(block)[1].values())
 
-    @property
-    def lora_targets(self) -> tuple[str, ...]:
-        layers = (*self.parts.attention_layers, *self.parts.mlp_layers)
-        return tuple(name.rpartition(".")[2] for name in layers)
+    def _layers(self, block: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The linear layers of attention, and all others, by name."""
+        inside = {id(module) for module in self.attention(block).modules()}
+        found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
+        for name, module in block.named_modules():
+            if isinstance(module, nn.Linear) and ".lora_" not in name:
+                name = name.removesuffix(".base_layer")  # an adapter's
+                found[id(module) not in inside][name] = block.get_submodule(name)
+        width = next((layer.in_features for layers in found for layer in layers.values()), 0)
+        for layers in found:  # the last that is as wide as the residual stream writes to it
+            wide = [name for name, layer in layers.items() if layer.out_features == width]
+            if wide:
+                layers[wide[-1]] = layers.pop(wide[-1])
+        return found
+
+    def inner_width(self, block: nn.Module, config: Any) -> int:
+        """Values per token that the last matrices of the MLP and of a token's experts multiply."""
+        width = sum(layer.in_features for layer in self.mlp_layers(block)[-1:])
+        for experts in experts_of(block):
+            matrix = experts.down_proj[0].numel()
+            width += config.num_experts_per_tok * matrix // config.hidden_size
+        return width
+
+    def residual_weights(self, block: nn.Module) -> list[nn.Parameter]:
+        """The weights that write to the residual stream."""
+        layers = [
+            part[-1].weight for part in map(list, map(dict.values, self._layers(block))) if part
+        ]
+        return layers + [experts.down_proj for experts in experts_of(block)]
+
+    def lora_targets(self, config: PreTrainedConfig) -> tuple[str, ...]:
+        """Names of the linear layers that can have adapters; experts cannot."""
+        with torch.device("meta"):
+            blocks = self.blocks(self.model_class(config))
+        names = [name for block in blocks for part in self._layers(block) for name in part]
+        return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
     def tensor_parallel(self, block: nn.Module) -> dict[str, Split]:
         """How tensor parallelism splits a block's layers, by name: the plan in the config class, as
@@ -386,7 +426,7 @@ class Architecture:
                     f"({styles.get(name, 'not in it')})"
                 )
             plan[name] = _SPLITS[styles[name]]
-        for last in (self.parts.attention_layers[-1], self.parts.mlp_layers[-1]):
+        for last in (list(part)[-1] for part in self._layers(block)):
             if plan[last] != "inputs":
                 raise ValueError(
                     f"transformers' plan for {self.name} does not split {last} by its inputs"
@@ -419,21 +459,22 @@ class Architecture:
         for block in self.blocks(model):
             if not any(True for _ in block.parameters()):  # of another pipeline stage
                 continue
-            *queries, output = self.attention_layers(block)
-            *inner, outer = self.mlp_layers(block)
-            for name, layers in (
-                ("query_key_value", queries),
-                ("attention_output", [output]),
-                ("mlp_in", inner),
-                ("mlp_out", [outer]),
+            for names, layers in (
+                (("query_key_value", "attention_output"), self.attention_layers(block)),
+                (("mlp_in", "mlp_out"), self.mlp_layers(block)),
             ):
-                modules.setdefault(name, []).extend(layers)
+                for layer in layers:
+                    modules.setdefault(names[layer is layers[-1]], []).append(layer)
         found: dict[int, str] = {}
         for name, members in modules.items():
             for p in (p for module in members for p in module.parameters()):
-                found[id(p)] = name
+                found[id(p)] = "vectors" if p.dim() < 2 else name
+        for experts in experts_of(model):
+            for name, p in experts.named_parameters():
+                inner = "mlp_out" if name.startswith("down") else "mlp_in"
+                found[id(p)] = inner if p.dim() > 2 else "vectors"  # biases of all experts
         return {
-            name: "vectors" if p.dim() < 2 else found.get(id(p), "other")
+            name: found.get(id(p), "vectors" if p.dim() < 2 else "other")
             for name, p in model.named_parameters()
         }
 
@@ -464,12 +505,21 @@ class Architecture:
         parameters = [p for module in self.embeddings(model) for p in module.parameters()]
         return sum(p.numel() for p in parameters if p is not head.weight)
 
+    def idle_parameters(self, config: Any) -> int:
+        """Parameters of the experts that a token does not choose."""
+        with torch.device("meta"):
+            experts = experts_of(self.model_class(config))
+        sizes = [(sum(p.numel() for p in m.parameters()), m.num_experts) for m in experts]
+        return sum(size - size * config.num_experts_per_tok // count for size, count in sizes)
+
     def flops_per_token(self, config: PreTrainedConfig, block_size: int) -> float:
         """6·N + 12·L·H·Q·T: training, forward and backward (PaLM, arXiv:2204.02311, appendix B).
 
-        N leaves out the parameters that are only looked up, as nanoGPT's `estimate_mfu` does.
+        N leaves out the parameters that are only looked up, as nanoGPT's `estimate_mfu` does, and
+        the experts that a token does not choose.
         """
         parameters = self.count_parameters(config) - self.lookup_parameters(config)
+        parameters -= self.idle_parameters(config)
         heads = config.num_attention_heads
         width = heads * (getattr(config, "head_dim", None) or config.hidden_size // heads)
         return 6 * parameters + 12 * config.num_hidden_layers * width * block_size
@@ -523,30 +573,6 @@ def _parts_of(kind: str, model: PreTrainedModel) -> Parts:
         for name, module in model.get_submodule(container).named_children()
         if "norm" in type(module).__name__.lower()
     ]
-    blocks: Any = model.get_submodule(lists[0])
-    block = blocks[0]
-    if any(p.dim() > 2 for p in blocks.parameters()):
-        raise ValueError(f"{kind} has experts or convolutions in its blocks, and is not supported")
-    if len({tuple(name for name, _ in block.named_parameters()) for block in blocks}) != 1:
-        raise ValueError(f"{kind} has blocks of different kinds, and is not supported")
-    attention = [
-        name for name, module in block.named_children() if "Attention" in type(module).__name__
-    ]
-    if len(attention) != 1 or not norms or not isinstance(model.get_output_embeddings(), nn.Linear):
-        raise ValueError(
-            f"{kind} has no single attention layer in a block, final norm or head, "
-            "and is not supported"
-        )
-    linear = {n: module for n, module in block.named_modules() if isinstance(module, nn.Linear)}
-    layers: tuple[list[str], list[str]] = [], []
-    for name in linear:
-        layers[not name.startswith(f"{attention[0]}.")].append(name)
-    if not all(layers):
-        raise ValueError(
-            f"{kind} has no linear layers in its attention or MLP, and is not supported"
-        )
-    for part in layers:  # the last that is as wide as the residual stream writes to it
-        wide = [name for name in part if linear[name].out_features == model.config.hidden_size]
-        part.remove(wide[-1])
-        part.append(wide[-1])
-    return Parts(lists[0], f"{container}.{norms[-1]}", attention[0], *map(tuple, layers))
+    if not norms or not isinstance(model.get_output_embeddings(), nn.Linear):
+        raise ValueError(f"{kind} has no final norm or linear head, and is not supported")
+    return Parts(lists[0], f"{container}.{norms[-1]}")

@@ -27,13 +27,7 @@ class GPT2Architecture(Architecture):
     def __init__(self, config_class: type[GPTConfig]):
         self.config_class, self.model_class = config_class, GPTForCausalLM
         self.name, self.title = "gpt2", "GPT-2"
-        self.parts = Parts(
-            blocks="transformer.h",
-            final_norm="transformer.ln_f",
-            attention="attn",
-            attention_layers=("attn.q_proj", "attn.k_proj", "attn.v_proj", "attn.o_proj"),
-            mlp_layers=("mlp.fc", "mlp.proj"),
-        )
+        self.parts = Parts("transformer.h", "transformer.ln_f")
 
     def config_from_recipe(
         self, section: ModelSection, vocab_size: int, end_of_text_id: int | None

@@ -7,6 +7,7 @@ of the model's own logits.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -19,9 +20,10 @@ from transformers import (
     PreTrainedModel,
     masking_utils,
 )
-from transformers.modeling_outputs import BaseModelOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
+from nanogpt_hf.model.experts import experts_of, routing_of, use_own_products
 from nanogpt_hf.model.loss_gpt import IGNORED, Head, SummedLoss, cap_logits, shifted_labels
 
 
@@ -51,6 +53,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         config.vocab_size = getattr(config, "padded_vocab_size", vocab_size)
         super().__init__(config)
         config.vocab_size = vocab_size
+        self.has_experts = use_own_products(self)
         self.softcap = getattr(config, "final_logit_softcapping", None)
         self._is_linear = _head_is_linear(config, self.softcap)
         if self._is_linear:
@@ -90,18 +93,34 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             out.logits = out.logits[..., : self.config.vocab_size]
             return out
         compute = self.base_model if self._is_linear else super().forward
+        if routes := self.training and self.has_experts:
+            kwargs["output_router_logits"] = True
         with _no_search_for_packing(kwargs.get("position_ids")):
             out = compute(input_ids=input_ids, use_cache=bool(use_cache), **kwargs)
         if self._is_linear:
-            return self.with_loss(
+            result = self.with_loss(
                 out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep
             )
+            return self._with_routing(result, out, shift_labels) if routes else result
         out.logits = out.logits[..., : self.config.vocab_size]
         targets = shift_labels.reshape(-1).to(out.logits.device)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
         logits = out.logits.float().flatten(0, 1)
         out.loss = F.cross_entropy(logits, targets, reduction="sum") / items
-        return out
+        return self._with_routing(out, out, shift_labels) if routes else out
+
+    def _with_routing(self, result, out, shift_labels):
+        """The output with `routing`, if all routers show their logits."""
+        logits = getattr(out, "router_logits", None)
+        if not logits or len(logits) != len(experts_of(self)):
+            return result
+        routing = routing_of(self, logits, shift_labels != IGNORED)
+        return _RoutedOutput(loss=result.loss, logits=result.logits, routing=routing)
+
+
+@dataclass
+class _RoutedOutput(CausalLMOutputWithPast):
+    routing: Any = None
 
 
 @contextmanager
@@ -123,8 +142,8 @@ def _no_search_for_packing(position_ids: torch.Tensor | None) -> Iterator[None]:
 class _Hidden(nn.Module):
     """A base model whose last hidden state is fixed."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> BaseModelOutputWithPast:
-        return BaseModelOutputWithPast(last_hidden_state=_wave(1, 4, 8))
+    def forward(self, *args: Any, **kwargs: Any) -> MoeModelOutputWithPast:
+        return MoeModelOutputWithPast(last_hidden_state=_wave(1, 4, 8))
 
 
 def _wave(*shape: int) -> torch.Tensor:

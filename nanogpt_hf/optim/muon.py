@@ -9,7 +9,7 @@ share, and the others receive the result.
 
 import math
 from collections import Counter
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate import Accelerator
@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.optim.state import local_part
 
 MOMENTUM = "momentum_buffer"  # the state of a matrix, as torch.optim.Muon names it
@@ -105,10 +106,39 @@ def update_scale(rows: int, columns: int, kind: UpdateScale) -> float:
     )
 
 
-def matrices(model: PreTrainedModel) -> list[torch.nn.Parameter]:
-    """The trainable parameters that Muon updates: matrices inside the blocks."""
-    inside = architecture_of(model).blocks(model).parameters()
-    return [p for p in inside if p.requires_grad and p.dim() == 2]
+class Stored(NamedTuple):
+    """How a parameter holds its matrices: one, or of each expert `fused` ones below each other."""
+
+    fused: int = 1
+    transposed: bool = False  # (inputs, outputs)
+
+
+def matrices(model: PreTrainedModel) -> dict[torch.nn.Parameter, Stored]:
+    """The trainable parameters that Muon updates: matrices inside the blocks, also of experts.
+
+    An expert's gate and up are two matrices, as in a dense MLP, unless their rows alternate.
+    """
+    blocks = architecture_of(model).blocks(model)
+    experts = {
+        p: Stored(2 if fused and name == "gate_up_proj" else 1, module.is_transposed)
+        for module in experts_of(blocks)
+        for fused in [module.is_concatenated and not module.is_transposed]
+        for name, p in module.named_parameters()
+    }
+    return {
+        p: experts.get(p, Stored())
+        for p in blocks.parameters()
+        if p.requires_grad and p.dim() == (3 if p in experts else 2)
+    }
+
+
+def _shapes(model: PreTrainedModel) -> Counter[tuple[int, int]]:
+    """How many matrices of each shape Muon orthogonalizes."""
+    counts: Counter[tuple[int, int]] = Counter()
+    for p, stored in matrices(model).items():
+        rows, columns = p.shape[-2:]
+        counts[rows // stored.fused, columns] += p.shape[:-2].numel() * stored.fused
+    return counts
 
 
 def build_muon(
@@ -121,23 +151,25 @@ def build_muon(
 
     Several processes of `accelerator` that hold equal copies of the model share Muon's work.
     """
-    inside = {id(p) for p in matrices(model)}
+    inside = matrices(model)
 
-    def part(is_matrix: bool, scale: float) -> list[dict[str, Any]]:
+    def part(stored: Stored | None, scale: float) -> list[dict[str, Any]]:
         parts = [
             group
             | {
-                "params": [p for p in group["params"] if (id(p) in inside) == is_matrix],
+                "params": [p for p in group["params"] if inside.get(p) == stored],
                 "scale": group["scale"] * scale,
+                **({"stored": stored} if stored else {}),
             }
             for group in groups
         ]
         return [part for part in parts if part["params"]]
 
     split = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    scale = optim.muon_learning_rate / optim.learning_rate
     return Muon(
-        part(True, optim.muon_learning_rate / optim.learning_rate),
-        part(False, 1.0),
+        [group for stored in dict.fromkeys(inside.values()) for group in part(stored, scale)],
+        part(None, 1.0),
         lr=optim.learning_rate,
         momentum=optim.muon_momentum,
         scale=optim.muon_scale,
@@ -170,7 +202,8 @@ def describe(optim: OptimSection) -> str:
 
 def update_flops(model: PreTrainedModel) -> float:
     """FLOPs of the orthogonalization of all matrices."""
-    return sum(orthogonalization_flops(*matrix.shape) for matrix in matrices(model))
+    shapes = _shapes(model).items()
+    return sum(count * orthogonalization_flops(*shape) for shape, count in shapes)
 
 
 def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: int, processes: int) -> float:
@@ -180,7 +213,7 @@ def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: int, processes: i
     it.
     """
     value, sizes = 4 if on_cpu else 2, []
-    for (rows, columns), count in Counter(matrix.shape for matrix in matrices(model)).items():
+    for (rows, columns), count in _shapes(model).items():
         stacked = (4 if on_cpu else 4 + value) * count * rows * columns / shards
         buffers = count * orthogonalization_buffers(rows, columns, float32=on_cpu)
         sizes.append(stacked + value * buffers / processes)
@@ -210,7 +243,7 @@ class Muon(torch.optim.Optimizer):
         bfloat16: bool = False,
     ):
         self._adamw: Any = torch.optim.AdamW(others, lr=lr, betas=betas, fused=True)
-        muon = {"muon": True, "lr": lr, "momentum": momentum}
+        muon = {"muon": True, "lr": lr, "momentum": momentum, "stored": Stored()}
         groups = [{**muon, **group} for group in matrices]
         super().__init__(
             [*groups, *({"muon": False, **group} for group in self._adamw.param_groups)], {}
@@ -238,7 +271,8 @@ class Muon(torch.optim.Optimizer):
             for p in group["params"] if group["muon"] else ():
                 if p.grad is not None:
                     layout = (p.device_mesh, p.placements) if isinstance(p, DTensor) else p.device
-                    stacks.setdefault((p.shape, layout), []).append((p, group))
+                    key = (p.shape, layout, group["stored"])
+                    stacks.setdefault(key, []).append((p, group))
         for stack in stacks.values():
             self._update_matrices(stack, found_inf)
         # Optimizer.load_state_dict, which accelerate calls, replaces groups and state
@@ -252,6 +286,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         """Update matrices of one shape and one layout."""
         first, group = stack[0]
+        stored: Stored = group["stored"]
         applied = 1.0 if found_inf is None else 1.0 - found_inf  # 0: the step is skipped
         gradients = torch.stack([local_part(p.grad) for p, _ in stack if p.grad is not None])
         if found_inf is not None:
@@ -262,23 +297,31 @@ class Muon(torch.optim.Optimizer):
             momentum = local_part(self.state[p][MOMENTUM])
             momentum.lerp_(gradient, (1 - group["momentum"]) * applied)
             gradient.lerp_(momentum, group["momentum"])  # Nesterov
-        updates = self._orthogonalize_stack(gradients, first)
+        updates = self._orthogonalize_stack(gradients, first, stored.fused)
         del gradients
         if found_inf is not None:
             updates.mul_(applied)
-        rows, columns = first.shape
-        scale = update_scale(rows, columns, self._update_scale)
+        rows, columns = first.shape[-2] // stored.fused, first.shape[-1]
+        sizes = (columns, rows) if stored.transposed else (rows, columns)
+        scale = update_scale(*sizes, self._update_scale)
         for (p, group), update in zip(stack, updates.unbind(), strict=True):
             weight = local_part(p)
             weight.mul_(1 - group["lr"] * group["weight_decay"] * applied)
             weight.add_(update, alpha=-group["lr"] * scale)
 
-    def _orthogonalize_stack(self, stack: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
+    def _orthogonalize_stack(
+        self, stack: torch.Tensor, parameter: torch.Tensor, fused: int
+    ) -> torch.Tensor:
         """Orthogonalize a stack of matrices (or of shards of them) laid out as `parameter`: each
         process a share.
         """
         if stack.device.type == "cuda" or self._bfloat16:
             stack = stack.bfloat16()
+        if stack.dim() == 4:  # (parameters, experts, rows, columns); a shard has whole experts
+            count, (rows, columns) = stack.shape[:2].numel() * fused, stack.shape[2:]
+            flat = stack.view(count, rows // fused, columns)
+            one = torch.empty(flat.shape[1:], device="meta")
+            return self._orthogonalize_stack(flat, one, 1).reshape(stack.shape)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
             placements = [

@@ -149,7 +149,7 @@ def build_optimizer(
     top, groups = max(depths.values()), {}
     for decays in (True, False):
         for name, parameter in trained.items():
-            if (parameter.dim() >= 2) == decays:
+            if (families[name] != "vectors") == decays:
                 factor = optim.rates.get(families[name], 1.0)
                 scale = factor * layer_decay ** (top - depths[name])
                 group = {"params": [], "weight_decay": optim.weight_decay * decays, "scale": scale}

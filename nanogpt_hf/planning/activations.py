@@ -12,6 +12,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PreTrainedModel
 
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.experts import shapes_only
 from nanogpt_hf.model.written_out import write_out_attention
 
 
@@ -33,7 +34,7 @@ def saved_block_bytes(
     blocks = architecture_of(model).blocks(model)
     if len(set(getattr(model.config, "layer_types", None) or ())) <= 1:
         del blocks[:-1]  # the top block has no other kind of attention: faster
-    with FakeTensorMode(allow_non_fake_inputs=True):
+    with FakeTensorMode(allow_non_fake_inputs=True), shapes_only():
         model.to_empty(device="cpu")
         batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
         one, two = (_saved_bytes(model, blocks[-1], tokens, autocast) for tokens in batches)

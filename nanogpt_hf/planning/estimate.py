@@ -46,6 +46,7 @@ class Estimate:
     machine: str
     vocabulary: str  # its size and source
     parameters: int
+    active: int  # those that compute for a token
     trainable: int
     by_part: dict[str, int]
     micro_batch_size: int
@@ -91,7 +92,8 @@ def estimate(
     tokens = config.train.max_steps * config.train.tokens_per_step
     micro = config.train.min_micro_batch_size
     sequences = micro * accumulation  # per process and step
-    flops_per_token = architecture_of(model).flops_per_token(model.config, block_size)
+    architecture = architecture_of(model)
+    flops_per_token = architecture.flops_per_token(model.config, block_size)
     update_flops = kind_of(config.optim).update_flops(model)
 
     @cache
@@ -129,6 +131,7 @@ def estimate(
         machine=str(place),
         vocabulary=vocabulary,
         parameters=total - padding,
+        active=total - padding - architecture.idle_parameters(model.config),
         trainable=trainable,
         by_part=dict(by_part),
         micro_batch_size=micro,

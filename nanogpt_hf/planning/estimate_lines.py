@@ -93,8 +93,10 @@ def _table(rows: list[list[str]]) -> list[str]:
 
 def _model(estimate: Estimate) -> list[str]:
     trains = f", {estimate.trainable:,} trainable"
+    active = f", {estimate.active:,} active per token"
     return [
         f"{estimate.recipe}: {estimate.parameters:,} parameters"
+        f"{active * (estimate.active != estimate.parameters)}"
         f"{trains * (estimate.trainable != estimate.parameters)}; vocabulary "
         f"{estimate.vocabulary}",
         *_table([[part, f"{count:,}"] for part, count in estimate.by_part.items()]),

@@ -8,6 +8,7 @@ compares them with torch's allocator.
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
@@ -91,9 +92,13 @@ def _footprint(
     saved_block = rows * saved_bytes_per_token(model, block_size, place)
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
     architecture = architecture_of(model)
-    last = architecture.mlp_layers(architecture.blocks(model)[-1])[-1]
-    copies_of_input = 2 if hasattr(last, "lora_A") else 1  # an adapter has a gradient of its own
-    passing = residual + value * rows * (last.in_features // place.tp * copies_of_input)
+    block = architecture.blocks(model)[-1]
+    last = architecture.mlp_layers(block)[-1:]
+    copies_of_input = (
+        2 if any(hasattr(layer, "lora_A") for layer in last) else 1
+    )  # an adapter has a gradient of its own
+    inner = architecture.inner_width(block, config)
+    passing = residual + value * rows * (inner // place.tp * copies_of_input)
     recomputed = full_block if place.checkpointing else 0
     share = counts.trainable / Counts.of(model).trainable
     optimizer, checkpoint = (
@@ -260,7 +265,7 @@ def _linear_input_bytes(
 
 
 @lru_cache(maxsize=256)  # layouts share them
-def _optimizer_bytes(model: PreTrainedModel, shards: int, name: str, state: str) -> float:
+def _optimizer_bytes(model: PreTrainedModel, shards: int, name: str, state: Any) -> float:
     """Bytes of the optimizer state of a whole model, on one of N shards."""
     return kind_of(OptimSection(name=name, state=state)).state_bytes(model, shards)
 

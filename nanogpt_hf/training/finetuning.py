@@ -39,7 +39,7 @@ def finetune_config(
     generated = is_generated(task)
 
     from nanogpt_hf.model.architecture import architecture_of
-    from nanogpt_hf.model.build import load_base_config
+    from nanogpt_hf.model.build import check_balance, load_base_config
 
     base, commit = load_base_config(start, revision)
     architecture = architecture_of(base)
@@ -54,7 +54,8 @@ def finetune_config(
         method=method,
     )
     defaults["data.tokenizer"] = tokenizer
-    defaults["lora.targets"] = list(architecture.lora_targets)
+    targets = architecture.lora_targets(base)
+    defaults["lora.targets"] = list(targets)
     source = task if generated else _stated_value(stated, "data.source") or ""
     sources = source if isinstance(source, list) else [source]
     text = "-".join(
@@ -67,8 +68,8 @@ def finetune_config(
         for key, value in knobs.items()
         if (key != "model.n_positions" or not learned_positions) and get_value(config, key) != value
     ]
-    if not set(config.lora.targets) <= set(architecture.lora_targets):
-        wrong.append(f"lora.targets: expected some of {', '.join(architecture.lora_targets)}")
+    if not set(config.lora.targets) <= set(targets):
+        wrong.append(f"lora.targets: expected some of {', '.join(targets)}")
     if config.model.n_positions > positions and learned_positions:
         wrong.append(
             f"model.n_positions: {start} has learned only {positions} positions; leave it out"
@@ -77,6 +78,7 @@ def finetune_config(
         wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
         raise ConfigError(wrong)
+    check_balance(config, base)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if generated:
         resolved["data.source"] = task

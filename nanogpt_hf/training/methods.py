@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 
 import numpy as np
 import torch
@@ -198,7 +199,7 @@ TEXT = Method(
     "the next token",  # pretraining and fine-tuning, of text and conversations
     is_chosen=lambda config: True,  # if no other is
     load=load_text,
-    objective=lambda config: next_token_loss,
+    objective=lambda config: partial(next_token_loss, balance=config.optim.balance_loss),
     evaluate=evaluate_validation,
     describe_best=lambda score: f"best validation loss {format_number(score, 4)}",
     refuses={},

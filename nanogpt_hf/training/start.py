@@ -40,7 +40,13 @@ from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, prepa
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.export.hub import check_login
 from nanogpt_hf.generate import end_ids_of
-from nanogpt_hf.model.build import build_config, check_packing, describe_trainable, start_model
+from nanogpt_hf.model.build import (
+    build_config,
+    check_balance,
+    check_causal,
+    describe_trainable,
+    start_model,
+)
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
@@ -121,7 +127,7 @@ def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> Non
             )
     check_launch(config, mesh)
     if config.finetune.model is None:
-        build_config(config.model, vocab_size=256)
+        check_balance(config, build_config(config.model, vocab_size=256))
     for line in dial_lines(config):
         logger.info(line)
 
@@ -235,8 +241,8 @@ def _build(
 ) -> Run:
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
-    if _packs(config) and model.device.type != "meta" and not config.lora.quantize:
-        check_packing(model)
+    if model.device.type != "meta" and not config.lora.quantize:
+        check_causal(model, packs=_packs(config))
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
         write_out_attention(model)
     _record_end_ids(model, data.end_of_turn_id)

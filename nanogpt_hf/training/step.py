@@ -15,6 +15,7 @@ from nanogpt_hf.distributed.accelerator import (
 from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.distributed.gradient_tree import GradientTree
 from nanogpt_hf.distributed.pipeline import Pipeline
+from nanogpt_hf.model.experts import load_figures
 from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate, skip_step_unless_finite
 from nanogpt_hf.training.run import Run, StepResult
@@ -110,10 +111,13 @@ def _pipelined_step(run: Run, pipeline: Pipeline, step: int, learning_rate: floa
 
 def step_metrics(run: Run, result: StepResult) -> dict[str, float]:
     """Metrics of the objective and of the method's step, by name. All processes call it."""
-    values = {
-        name: sum_over_ranks(run.accelerator, run.mesh, value).item()
+    sums = {
+        name: sum_over_ranks(run.accelerator, run.mesh, value)
         for name, value in result.metrics.items()
     }
+    values: dict[str, float] = {}
+    for name, value in sums.items():
+        values |= load_figures(value) if value.dim() else {name: value.item()}
     return {f"train/{name}": value for name, value in (values | result.figures).items()}
 
 

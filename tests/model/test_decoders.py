@@ -15,7 +15,7 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, count_parameters, part_of
-from nanogpt_hf.model.build import build_config, build_model, check_packing, load_model
+from nanogpt_hf.model.build import build_config, build_model, check_causal, load_model
 
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2", "smollm3"]
 VOCAB = 61
@@ -186,7 +186,11 @@ def test_default_inner_width_costs_the_same_gated_or_not():
         ({"architecture": "gemma3"}, "several models"),
         ({"architecture": "bert"}, "has an encoder, is one"),
         ({"architecture": "bart"}, "has an encoder, is one"),
-        ({"architecture": "mixtral"}, "experts"),
+        ({"architecture": "aria_text"}, "has no num_experts_per_tok"),
+        (
+            {"architecture": "afmoe", "extra": {"num_experts": 2, "num_experts_per_tok": 1}},
+            "gets no gradient",
+        ),
         ({"architecture": "gemma4_text"}, "head_dim"),
         ({"architecture": "mamba"}, "has no"),
         (
@@ -217,9 +221,9 @@ def test_packing_that_leaks_is_refused(architecture):
     model = build_model(build_config(section(architecture), VOCAB), seed=0).train()
     if architecture in ("falcon", "opt"):
         with pytest.raises(UserError, match="set --data"):
-            check_packing(model)
+            check_causal(model, packs=True)
     else:
-        check_packing(model)
+        check_causal(model, packs=True)
     assert model.training
 
 

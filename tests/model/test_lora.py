@@ -11,6 +11,7 @@ from transformers import GPT2LMHeadModel
 
 from assertions import run_without_this_package
 from nanogpt_hf.config.schema import LORA_TARGETS, FinetuneSection, LoraSection, ModelSection
+from nanogpt_hf.model import GPTConfig
 from nanogpt_hf.model.architecture import GPT2, architecture_of
 from nanogpt_hf.model.build import build_config, build_model, load_model
 from nanogpt_hf.model.lora import add_adapters, merged_weights, save_adapter
@@ -124,7 +125,7 @@ def test_adapters_follow_the_seed_without_global_state(tiny_base):
 
 
 def test_every_linear_layer_of_gpt2_is_a_target():
-    assert list(GPT2.lora_targets) == LORA_TARGETS
+    assert list(GPT2.lora_targets(GPTConfig())) == LORA_TARGETS
 
 
 @pytest.mark.long
@@ -137,7 +138,7 @@ def test_adapters_of_decoders_open_with_peft(architecture, tmp_path):
     base = build_model(build_config(section, 20), seed=0)
     row = architecture_of(base)
     row.write_model(tmp_path / "base", base.config, base.state_dict(), "1GB")
-    lora = LoraSection(rank=3, targets=list(row.lora_targets))
+    lora = LoraSection(rank=3, targets=list(row.lora_targets(base.config)))
     model = base_with_adapters(tmp_path / "base", lora)
     linear = [m for m in row.blocks(base).modules() if isinstance(m, torch.nn.Linear)]
     assert sum(".lora_A" in name for name, _ in model.named_parameters()) == len(linear)

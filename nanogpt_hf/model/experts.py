@@ -1,0 +1,110 @@
+"""Mixtures of experts of transformers: which modules hold experts, their products and balance.
+
+Shapes in comments: B rows, T positions, E experts, of which a token has k.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedModel
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, grouped_mm_experts_forward
+
+_OWN = "grouped_mm_autocast"
+
+
+def experts_of(module: torch.nn.Module) -> list[Any]:
+    """The modules that hold experts: transformers' interface for their products marks them.
+
+    Their weights have one matrix per expert, (E, rows, columns).
+    """
+    return [part for part in module.modules() if hasattr(part, "is_concatenated")]
+
+
+class _InDtype:
+    """A module of experts, with its parameters in another dtype."""
+
+    def __init__(self, experts: Any, dtype: torch.dtype):
+        self.experts, self.dtype = experts, dtype
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.experts, name)
+        return value.to(self.dtype) if isinstance(value, torch.nn.Parameter) else value
+
+
+def _products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: Any) -> Any:
+    """transformers' grouped products, in autocast's dtype: torch does not cast their inputs.
+
+    Notes the experts that were `chosen`, (B·T, k).
+    """
+    experts.chosen, device = chosen, hidden.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        experts, hidden = _InDtype(experts, dtype), hidden.to(dtype)
+    return grouped_mm_experts_forward(experts, hidden, chosen, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_OWN, _products)
+
+
+def use_own_products(model: PreTrainedModel) -> bool:
+    """Let the experts of a model, if it has any, compute by `_products`. Return whether it has."""
+    if has_experts := bool(experts_of(model)):
+        model.set_experts_implementation(_OWN)
+    return has_experts
+
+
+@contextmanager
+def shapes_only() -> Iterator[None]:
+    """Context for tensors without values, which torch's grouped product refuses: all tokens go to
+    the first expert. It saves as much for the backward pass.
+    """
+    product = F.grouped_mm
+    F.grouped_mm = lambda rows, weights, offs: rows @ weights[0]
+    try:
+        yield
+    finally:
+        F.grouped_mm = product
+
+
+class Routing(NamedTuple):
+    """How a micro-batch was routed. Sums over its targets, so that they add up over micro-batches
+    and processes.
+    """
+
+    balance: torch.Tensor  # the loss that is smallest, 1 per target, if all experts have equal work
+    entropy: torch.Tensor  # of the router's softmax, in nats, mean over layers
+    load: torch.Tensor  # (layers, E): targets that an expert has, divided by k
+
+
+def routing_of(model: PreTrainedModel, logits: Any, counted: torch.Tensor) -> Routing:
+    """The routing of the last forward pass, for its routers' `logits`, (B·T, E) of each layer.
+
+    `counted` (B, T) are the targets. The balance loss of a sequence is that of DeepSeek-V3
+    (arXiv:2412.19437, equations 17 to 20), for the softmax of the logits, times its targets:
+    E · Σ_e (share of choices that are e) · (Σ_t probability of e), mean over layers.
+    """
+    experts, counted = experts_of(model), counted.to(logits[0].device)
+    balance = entropy = torch.zeros((), device=counted.device)
+    loads = []
+    for module, scores in zip(experts, logits, strict=True):
+        log_p = scores.float().view(*counted.shape, -1).log_softmax(-1)
+        p = log_p.exp() * counted[..., None]
+        chosen = module.chosen.view(*counted.shape, -1)
+        choices = torch.zeros_like(p).scatter_(-1, chosen, 1.0) * counted[..., None]
+        load = choices.sum(1) / chosen.shape[-1]  # (B, E)
+        share = load / counted.sum(1, keepdim=True).clamp(min=1)
+        balance = balance + p.shape[-1] * (share * p.sum(1)).sum() / len(experts)
+        entropy = entropy - (p.detach() * log_p.detach()).sum() / len(experts)
+        loads.append(load.sum(0))
+    return Routing(balance, entropy, torch.stack(loads))
+
+
+def load_figures(load: torch.Tensor) -> dict[str, float]:
+    """Figures of a step's load, (layers, E): the largest of an expert, as a multiple of equal work,
+    and the number of experts that no token has chosen.
+    """
+    largest = load.max() * load.shape[1] / load[0].sum()
+    return {"expert_load_max": largest.item(), "unused_experts": int((load == 0).sum())}

@@ -1,0 +1,194 @@
+"""Mixtures of experts and hybrids: equal to plain transformers, also on disk; a balance loss that
+adds up; Muon and FLOPs.
+"""
+
+from functools import partial
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+from nanogpt_hf.config.schema import Config, ModelSection, OptimSection
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.model import loss_gpt
+from nanogpt_hf.model.architecture import architecture_of, count_parameters, saved_buffers
+from nanogpt_hf.model.build import (
+    build_config,
+    build_model,
+    check_balance,
+    check_causal,
+    load_model,
+)
+from nanogpt_hf.model.experts import experts_of, load_figures
+from nanogpt_hf.model.objective import next_token_loss
+from nanogpt_hf.optim.muon import Stored, matrices, orthogonalize
+from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
+
+VOCAB = 61
+DENSE_FIRST = {"moe_intermediate_size": 16, "n_routed_experts": 4, "first_k_dense_replace": 1}
+DENSE_FIRST |= {"n_group": 1, "topk_group": 1}
+TYPES = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 40},  # tall matrices
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "granitemoe": {"num_local_experts": 4},
+    "gpt_oss": {"num_local_experts": 4},
+    "glm4_moe": DENSE_FIRST,
+    "deepseek_v3": DENSE_FIRST
+    | {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+    | {"v_head_dim": 8},
+}
+HYBRIDS = {
+    "gemma3_text": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 4},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "qwen3_5_text": {"layer_types": ["linear_attention", "full_attention"]},
+}
+
+
+def model_of(architecture: str):
+    """A tiny model with weights and saved buffers large enough that a mistake shows."""
+    extra = (TYPES | HYBRIDS)[architecture]
+    extra = extra | ({"num_experts_per_tok": 2} if architecture in TYPES else {})
+    sizes = {"n_layer": 2, "n_head": 4, "n_embd": 32, "n_positions": 32}
+    section = ModelSection(architecture=architecture, extra=extra, **sizes)
+    model = build_model(build_config(section, VOCAB), 0)
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *saved_buffers(model).values()]:
+            tensor.add_(torch.randn(tensor.shape, generator=draw), alpha=0.1)
+    return model
+
+
+def batch(rows: int = 3, length: int = 16) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, VOCAB, (rows, length), generator=torch.Generator().manual_seed(2))
+    labels = ids.roll(-1, 1)
+    labels[:, -3:] = -100
+    return {"input_ids": ids, "shift_labels": labels}
+
+
+def gradients(model, loss) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@pytest.mark.parametrize("architecture", [*TYPES, *HYBRIDS])
+def test_loss_gradients_and_folder_are_those_of_transformers(architecture, tmp_path, monkeypatch):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", VOCAB * 7)
+    model = model_of(architecture).train()
+    row = architecture_of(model)
+    check_causal(model, packs=False)
+    row.write_model(tmp_path, model.config, model.state_dict(), "1GB")
+    options = {"experts_implementation": "eager"} if architecture in TYPES else {}
+    standard = AutoModelForCausalLM.from_pretrained(tmp_path, **options).train()
+    assert saved_buffers(standard).keys() == saved_buffers(model).keys()
+    theirs = standard(**batch(), labels=batch()["input_ids"], num_items_in_batch=7).loss
+    ours = model(**batch(), num_items_in_batch=7, skip_logits=True)
+    torch.testing.assert_close(ours.loss, theirs, atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        gradients(model, ours.loss), gradients(standard, theirs), atol=1e-5, rtol=1e-5
+    )
+    again = load_model(str(tmp_path)).eval()
+    ids = batch()["input_ids"]
+    torch.testing.assert_close(again(ids).logits, standard.eval()(ids).logits)
+    assert count_parameters(model.config) == standard.num_parameters()
+
+
+@pytest.mark.parametrize("architecture", TYPES)
+def test_balance_loss_adds_up_over_rows(architecture):
+    model = model_of(architecture).train()
+    loss_of = partial(next_token_loss, balance=3.0)
+    whole, metrics = loss_of(model, batch())
+    rows = [
+        loss_of(model, {name: tensor[i : i + 1] for name, tensor in batch().items()})
+        for i in range(3)
+    ]
+    torch.testing.assert_close(sum(loss for loss, _ in rows), whole)
+    for name, value in metrics.items():
+        torch.testing.assert_close(sum(of[name] for _, of in rows), value)
+    without = next_token_loss(model, batch())[0]
+    torch.testing.assert_close(without + 3 * metrics["balance_loss"], whole)
+    metrics["balance_loss"].backward()
+    routers = [
+        p for n, p in model.named_parameters() if n.endswith(("gate.weight", "router.weight"))
+    ]
+    routers += [p for n, p in model.named_parameters() if n.endswith("router.layer.weight")]
+    assert routers
+    assert all(router.grad.any() for router in routers)
+    targets = int((batch()["shift_labels"] != -100).sum())
+    load = metrics["expert_load"]
+    assert load.shape == (len(experts_of(model)), 4)
+    torch.testing.assert_close(load.sum(1), torch.full((len(load),), float(targets)))
+
+
+def test_balance_loss_is_one_per_target_if_experts_have_equal_work():
+    model = model_of("qwen3_moe").train()
+    with torch.no_grad():
+        for block in model.model.layers:
+            block.mlp.gate.weight.zero_()  # equal probabilities, whatever the choices
+    metrics = next_token_loss(model, batch())[1]
+    assert metrics["balance_loss"].item() / 39 == pytest.approx(1)
+    assert metrics["router_entropy"].item() / 39 == pytest.approx(torch.tensor(4.0).log().item())
+    assert load_figures(torch.tensor([[0.5, 0.5, 0, 0], [0.25, 0.25, 0.25, 0.25]])) == {
+        "expert_load_max": 2,
+        "unused_experts": 2,
+    }
+
+
+def test_products_of_experts_follow_autocast():
+    model, dtypes = model_of("qwen3_moe").train(), set()
+
+    class Dtypes(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if "grouped_mm" in str(function):
+                dtypes.update(arg.dtype for arg in args[:2])
+            return function(*args, **(kwargs or {}))
+
+    with Dtypes(), torch.autocast("cpu", torch.bfloat16):
+        loss = next_token_loss(model, batch())[0]
+        loss.backward()
+    assert dtypes == {torch.bfloat16}
+    assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+def test_muon_takes_each_expert_as_a_matrix(architecture):
+    model = model_of(architecture).train()
+    experts = model.model.layers[0].mlp.experts
+    fused, transposed = (1, True) if architecture == "gpt_oss" else (2, False)
+    stored = matrices(model)
+    assert stored[experts.gate_up_proj] == Stored(fused, transposed)
+    assert stored[experts.down_proj] == Stored(1, transposed)
+    assert not any(p.dim() == 2 for p in experts.parameters() if p in stored)
+    optim = OptimSection(name="muon", weight_decay=0.0, muon_learning_rate=0.1)
+    optimizer = build_optimizer(model, optim)
+    set_learning_rate(optimizer, optim.learning_rate)
+    gradients(model, next_token_loss(model, batch())[0])
+    before = {p: p.detach().clone() for p in (experts.gate_up_proj, experts.down_proj)}
+    optimizer.step()
+    for p, old in before.items():
+        momentum = torch.lerp(p.grad, 0.05 * p.grad, 0.95)  # of the first step, Nesterov's
+        parts = momentum[3:].chunk(stored[p].fused, 1)  # of the last expert
+        outputs, inputs = parts[0].shape[:0:-1] if transposed else parts[0].shape[1:]
+        update = torch.cat([orthogonalize(part) for part in parts], 1)[0]
+        update *= 0.1 * max(1, outputs / inputs) ** 0.5
+        torch.testing.assert_close(old[3] - p[3], update, atol=1e-5, rtol=1e-4)
+
+
+def test_only_active_parameters_count_as_work():
+    model = model_of("deepseek_v3")
+    row, config = architecture_of(model), model.config
+    expert = 3 * 32 * 16  # of four in the second block, two are chosen
+    assert row.idle_parameters(config) == 2 * expert
+    active = count_parameters(config) - row.lookup_parameters(config) - 2 * expert
+    attention = row.flops_per_token(config, 16) - 6 * active
+    assert attention == row.flops_per_token(config, 32) - row.flops_per_token(config, 16)
+
+
+def test_a_balance_loss_needs_experts():
+    recipe = Config(optim=OptimSection(balance_loss=0.1))
+    dense = build_config(ModelSection(n_layer=1, n_head=2, n_embd=8), VOCAB)
+    with pytest.raises(UserError, match=r"optim.balance_loss: gpt2 has no experts"):
+        check_balance(recipe, dense)
+    check_balance(recipe, model_of("qwen3_moe").config)
