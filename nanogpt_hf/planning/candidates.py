@@ -5,6 +5,7 @@ Data, tensor, context and pipeline parallelism, and sharding.
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import PreTrainedModel
 
@@ -274,7 +275,8 @@ def _missing(config: Config, cluster: Cluster, listed: list[Candidate]) -> Itera
     for kind, name in (("tp", "tensor"), ("cp", "context"), ("pp", "pipeline")):
         if kind.upper() in families or not sizes:
             continue
-        if problem := problem_with(config, cluster, **{kind: sizes[0]}):
+        tried: dict[str, Any] = {kind: sizes[0]}
+        if problem := problem_with(config, cluster, **tried):
             yield f"no {name} parallelism: {problem}"
 
 
