@@ -308,4 +308,6 @@ def entry_point() -> None:
         status = 130
     except console.OutputLost as lost:
         status = console.status_of(lost)
+    except BrokenPipeError:  # the reader of `--json -` is gone
+        status = console.EXIT_NOBODY_READS
     sys.exit(status or console.flush())

@@ -5,6 +5,7 @@ import argparse
 from nanogpt_hf.commands.arguments import add_json_argument, add_option
 from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.values import bounded
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.find import find_run
@@ -34,8 +35,13 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     from nanogpt_hf.training.verify import recipe_of, run_at
 
     config, step, text = recipe_of(folder), arguments.step, arguments.find
-    last = max((event["step"] for event in read_metrics(folder)), default=0)
-    kept = (step_of(path) for path in folder.checkpoint_folders())
+    kept = [step_of(path) for path in folder.checkpoint_folders()]
+    last = max([0, *kept, *(event["step"] for event in read_metrics(folder))])
+    last = min(last, config.train.max_steps)
+    if step and step > last:
+        raise UserError(f"--step {step}: the run has recorded {plural(last, 'step')}")
+    if text == "":
+        raise UserError("--find: expected a text, got nothing")
     before = max((number for number in kept if number < (step or last + 1)), default=0)
     with run_at(folder, config, before) as run:
         if step is None:

@@ -5,6 +5,7 @@ Without --steps: from the oldest to the newest kept checkpoint. Exit status 1 if
 """
 
 import argparse
+from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.commands.console import show
@@ -20,7 +21,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _steps(text: str) -> tuple[int, int]:
-    first, last = map(int, text.split(":"))
+    try:
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two steps, A:B, got {text!r}") from None
     return first, last
 
 
@@ -28,13 +32,17 @@ def run(arguments: argparse.Namespace) -> int:
     folder = find_run(arguments.run)
     folder.check_unlocked()
 
-    from nanogpt_hf.data.prepared import check_prepared
+    from nanogpt_hf.config.sources import sources_of
+    from nanogpt_hf.data.prepared import check_prepared, require_manifest
+    from nanogpt_hf.runs.provenance import read_starts
     from nanogpt_hf.training import verify
     from nanogpt_hf.training.checkpoint import read_checkpoint
 
     config = verify.recipe_of(folder)
     verify.check_repeatable(folder, config)
     first, last = verify.steps_to_verify(folder, arguments.steps)
+    for source in sources_of(config.data):
+        require_manifest(Path(source.data.dir))
     try:
         begun, ended = (
             read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
@@ -51,5 +59,12 @@ def run(arguments: argparse.Namespace) -> int:
     if found is None:
         show(f"steps {first:,} to {last:,}: equal")
         return 0
-    show("\n  ".join([f"step {found[0]:,}: differs", *found[1]]))
+    step, lines = found
+    starts = [start["step"] for start in read_starts(folder) if step <= start.get("step", 0) < last]
+    if starts:
+        lines.append(
+            f"the run was resumed at step {starts[-1]:,}, and recipe.yaml is that of its last "
+            "start: knobs that changed then explain differences before it"
+        )
+    show("\n  ".join([f"step {step:,}: differs", *lines]))
     return 1

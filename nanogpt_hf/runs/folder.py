@@ -231,8 +231,10 @@ class RunFolder:
             ) from None
 
     def check_unlocked(self) -> None:
-        """Raises RunFolderError if another process is training in the folder."""
-        if self._lock_file.is_file():
+        """Raises RunFolderError if another process is training in the folder; in one that is
+        read-only for this user it cannot be asked.
+        """
+        if self._lock_file.is_file() and os.access(self._lock_file, os.W_OK):
             with self._locked():
                 pass
 

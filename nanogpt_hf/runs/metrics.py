@@ -18,15 +18,18 @@ AXES = ("step", "tokens", "seconds")
 def read_metrics(run: RunFolder) -> list[Event]:
     """The events of a run.
 
-    Lines that are not JSON are skipped, with one warning; an incomplete last line, cut by a kill or
-    being written now, silently.
+    Lines that are no JSON object with a step are skipped, with one warning; an incomplete last
+    line, cut by a kill or being written now, silently.
     """
     events, damaged = [], []
     lines = run.metrics.read_text("utf-8", "replace").split("\n") if run.metrics.exists() else []
     for number, line in enumerate(lines, 1):
         try:
-            events.append(json.loads(line))
-        except (ValueError, RecursionError):
+            event = json.loads(line)
+            if not isinstance(event["step"], int):
+                raise ValueError
+            events.append(event)
+        except (ValueError, TypeError, LookupError, RecursionError):
             if line.strip() and number < len(lines):  # the last one has no line end
                 damaged.append(number)
     if damaged:

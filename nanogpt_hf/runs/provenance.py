@@ -15,6 +15,7 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.redact import redact
 
 logger = logging.getLogger(__name__)
+_LOWEST = {"step": 0, "processes": 1, "threads": 1}  # numbers of a start that are read again
 
 
 def describe_start(*, step: int, processes: int, precision: str, device: str) -> dict[str, Any]:
@@ -46,8 +47,13 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
     if not run.machine.is_file():
         return []
     try:
-        return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
-    except (ValueError, KeyError):
+        starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+        for start in starts:
+            for name, low in _LOWEST.items():
+                if not isinstance(value := start.get(name, low), int) or value < low:
+                    raise ValueError
+        return list(starts)
+    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
 
 
@@ -67,7 +73,7 @@ def restore_threads(run: RunFolder, local_world_size: int) -> None:
     """
     import torch
 
-    if not (starts := read_starts(run)):
+    if not (starts := read_starts(run)) or "threads" not in starts[-1]:
         return
     before = starts[-1]["threads"]
     if stated_threads(local_world_size) is None and before <= allowed_cores():

@@ -80,7 +80,7 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
             TensorFiles([folder / name for name in names if name.startswith(kind)])
             for kind in (MODEL, OPTIMIZER)
         )
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
         raise DamagedError(f"{folder}: damaged checkpoint: {error}") from None
     version, scaler = facts.pop("version", None), facts.pop("scaler", None)
     fields = {field.name for field in dataclasses.fields(TrainState)}

@@ -17,7 +17,7 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.full_state import FullState, own_weights
-from nanogpt_hf.errors import UserError
+from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder, step_of
@@ -46,11 +46,16 @@ def check_repeatable(folder: RunFolder, config: Config) -> None:
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
     now = requested_precision().replace("no", "fp32")
     for start in read_starts(folder):
-        count, precision = start["processes"], start["precision"]
-        if precision != now or (count > 1 and not config.train.gradient_groups):
+        count, precision = start.get("processes", 1), start.get("precision", now)
+        if precision != now:
             raise UserError(
-                f"{folder.path}: one process in {now} cannot repeat {plural(count, 'process')} in "
-                f"{precision} bit for bit; of several it can with train.gradient_groups"
+                f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
+                "repeat it under a config with that mixed_precision, by launch --config_file F"
+            )
+        if count > 1 and not config.train.gradient_groups:
+            raise UserError(
+                f"{folder.path}: one process cannot repeat {plural(count, 'process')} bit for bit; "
+                "it can with train.gradient_groups"
             )
 
 
@@ -76,13 +81,18 @@ def run_at(folder: RunFolder, config: Config, first: int) -> Iterator[Run]:
     """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder."""
     with tempfile.TemporaryDirectory() as temporary:
         copy = RunFolder(Path(temporary) / "run")
+        copy.path.mkdir()
+        (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
         if first:
+            read_checkpoint(folder.checkpoint(first))  # else an older one would be searched for
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())
             copy.checkpoint(first).symlink_to(folder.checkpoint(first).resolve())
         logging.disable(logging.INFO)  # lines about the temporary folder
         try:
             run = prepare_run(config, copy.path, resume=first > 0)
+        except RunFolderError as error:
+            raise RunFolderError(str(error).replace(str(copy.path), str(folder.path))) from None
         finally:
             logging.disable(logging.NOTSET)
         try:
@@ -113,12 +123,16 @@ def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[
                 ours["train/learning_rate"] = learning_rate
         elif step:  # a checkpoint is written after the evaluation of its step
             continue
-        if step % config.eval.every == 0 or step == config.train.max_steps:
+        path, theirs = folder.checkpoint(step), recorded.get(step, {})
+        saved = read_checkpoint(path) if path.is_dir() else None
+        # a run that was stopped before the evaluation has saved without it
+        stopped = saved and saved.state.evaluated_step < step and "val/loss" not in theirs
+        due = step % config.eval.every == 0 or step == config.train.max_steps
+        if due and not stopped:
             evaluated = method.evaluate(run, lambda: False)
             ours |= evaluated.metrics if evaluated else {}
-        lines = _other_values(ours, recorded.get(step, {}))
-        if (path := folder.checkpoint(step)).is_dir():
-            saved = read_checkpoint(path)
+        lines = _other_values(ours, theirs)
+        if saved:
             lines += _other_tensors(run, saved)
             state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
         if lines:

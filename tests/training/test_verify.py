@@ -1,16 +1,20 @@
 """`verify`: an honest run is equal; each thing that was edited is found and named."""
 
 import json
+import os
 import shutil
+import signal
 
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from arguments import argv
-from assertions import file_contents
+from assertions import at_step, file_contents, replace_step
 from nanogpt_hf.commands import main
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.training import step as steps
 from nanogpt_hf.training.checkpoint import CHECKSUMS, file_digest
 
 
@@ -45,6 +49,17 @@ def test_honest_run_is_equal_and_only_read(honest, verify, options, steps):
     assert (status, lines[1:]) == (0, [f"steps {steps}: equal"])
     assert lines[0].startswith(f"repeating steps {steps}, which took the run ")
     assert file_contents(honest.path) == before
+
+
+def test_run_of_another_user_is_equal(run, verify):
+    (run.path / ".lock").chmod(0o444)
+    assert verify(run)[0] == 0
+
+
+def test_other_precision_is_refused(run, verify, capsys, monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert main(argv("verify {}", run.path)) == 2
+    assert "trained in fp32, and the accelerate config sets bf16" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -114,3 +129,82 @@ def test_data_that_was_prepared_anew_from_another_text_is_named(run, verify, hon
         manifest.write_text(content)
     assert status == 1
     assert "the newest checkpoint is of another run or other data: text: " in line
+
+
+@pytest.mark.parametrize(
+    ("bit", "step", "name"),
+    [(22, 5, "  train/grad_norm: recorded "), (8, 6, "checkpoints/step_00000006: ")],
+)
+def test_flipped_bit_of_one_gradient_is_named(
+    train, tmp_path, verify, monkeypatch, bit, step, name
+):
+    clip = steps.clip_gradients
+
+    def flipped(accelerator, model, *others):
+        parameter = next(model.parameters())
+        parameter.grad.view(-1).view(torch.int32)[3] ^= 1 << bit
+        return clip(accelerator, model, *others)
+
+    def flipping_step(run, *arguments):
+        with monkeypatch.context() as patch:
+            if run.state.step == 4:
+                patch.setattr(steps, "clip_gradients", flipped)
+            return steps.train_step(run, *arguments)
+
+    with monkeypatch.context() as patch:
+        replace_step(patch, flipping_step)
+        run = train(tmp_path / "run", checkpoint__keep=9)
+    status, lines = verify(run)
+    assert (status, lines[1]) == (1, f"step {step}: differs")
+    assert any(name in line for line in lines[2:]), lines
+
+
+def test_run_that_was_stopped_before_an_evaluation_is_equal(
+    write_recipe, tmp_path, verify, monkeypatch
+):
+    run = RunFolder(tmp_path / "run")
+    with monkeypatch.context() as patch:
+        at_step(patch, 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert main(argv("pretrain {} --run-dir {}", write_recipe(), run.path)) == 75
+    assert verify(run)[1][1:] == ["steps 2 to 3: equal"]
+
+
+def test_knob_that_a_resume_changed_is_a_possible_reason(
+    write_recipe, tmp_path, verify, monkeypatch
+):
+    run = RunFolder(tmp_path / "run")
+    words = argv("pretrain {} --run-dir {} --checkpoint.keep 9", write_recipe(), run.path)
+    with monkeypatch.context() as patch:
+        at_step(patch, 3, lambda: os.kill(os.getpid(), signal.SIGINT))
+        assert main(words) == 75
+    assert main([*words, "--resume", "--optim.learning_rate", "0.02"]) == 0
+    status, lines = verify(run)
+    assert (status, lines[1]) == (1, "step 3: differs")
+    assert "resumed at step 4" in lines[-1]
+    assert verify(run, "--steps 4:6")[0] == 0
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "status"),
+    [
+        ("machine.json", "[]", 2),
+        ("machine.json", '{"starts": [{"threads": 0}]}', 2),
+        ("checkpoints/step_00000002/checksums.json", "[]", 1),
+    ],
+)
+def test_damaged_file_is_one_line(run, verify, capsys, file, text, status):
+    (run.path / file).write_text(text)
+    assert main(argv("verify {}", run.path)) == status
+    streams = capsys.readouterr()
+    (line,) = (streams.err + streams.out).splitlines()
+    assert file.rpartition("/")[0] in line
+
+
+def test_data_that_is_missing_is_a_mistake(run, verify, honest, capsys):
+    data = honest.path.parent / "data"
+    data.rename(data.with_name("away"))
+    try:
+        assert main(argv("verify {}", run.path)) == 2
+    finally:
+        data.with_name("away").rename(data)
+    assert f"{data}: no prepared data" in capsys.readouterr().err
