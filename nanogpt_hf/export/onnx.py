@@ -13,8 +13,10 @@ import torch
 import transformers
 
 from nanogpt_hf.data.tokenizer import save_tokenizer
+from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.export.model_folder import fixed_input, logits_of, max_difference
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.experts import experts_of
 
 FILE = "model.onnx"
 # bytes; protobuf's limit is 2 GiB, so larger weights go to a second file
@@ -48,6 +50,8 @@ def export_onnx(
     registration = logging.getLogger("torch.onnx._internal.exporter._registration")
     level = registration.level
     registration.setLevel(logging.ERROR)  # it reports that torchvision is missing
+    if experts_of(model):
+        model.set_experts_implementation("batched_mm")  # the others have no ONNX function
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # deprecations inside torch
@@ -62,6 +66,10 @@ def export_onnx(
                 external_data=size > _LARGEST_FILE,
                 verbose=False,
             )
+    except torch.onnx.OnnxExporterError as error:
+        raise UserError(
+            f"--format onnx: torch cannot export {architecture_of(config).name}: {one_line(error)}"
+        ) from error
     finally:
         registration.setLevel(level)
     architecture_of(config).standard_config(config).save_pretrained(folder)

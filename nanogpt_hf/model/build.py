@@ -191,7 +191,8 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
         return not (one - other).abs().max() <= 1e-3 * other.abs().max()
 
     def hidden(tokens: torch.Tensor, **positions: torch.Tensor) -> torch.Tensor:
-        return base(tokens, use_cache=False, **positions).last_hidden_state
+        out = base(tokens, use_cache=False, **positions)
+        return getattr(out, "last_hidden_state", out[0])  # of a model without a base, its logits
 
     with torch.no_grad():
         base.eval()

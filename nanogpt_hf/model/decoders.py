@@ -52,6 +52,7 @@ _SPLITS: dict[str, Split] = {
 }
 # for `check_one_step`; chunks of a loss cannot be on the meta device
 _BLOCKS_OF_A_STEP, _TOKENS_OF_A_STEP = 8, 2
+_EXPERT_MULTIPLE = 8  # torch's grouped products need rows of 16 bytes, in bf16 too
 _INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
@@ -227,6 +228,16 @@ class Architecture:
         for name in (field.name for field in self._fields):
             if wrong := wrong_dropout(name, getattr(config, name, None)):
                 raise ValueError(wrong)
+        if experts := experts_of(model):
+            if config.num_experts_per_tok < 1:  # its gradients would be nan
+                value = config.num_experts_per_tok
+                raise ValueError(f"num_experts_per_tok must be at least 1, got {value}")
+            for p in experts[0].parameters():
+                if p.dim() > 2 and any(size % _EXPERT_MULTIPLE for size in p.shape[1:]):
+                    raise ValueError(
+                        f"{self.name}'s experts are matrices of {p.shape[1]} × {p.shape[2]}; their "
+                        f"sizes must be multiples of {_EXPERT_MULTIPLE}"
+                    )
         del self.blocks(model)[_BLOCKS_OF_A_STEP:]
         length = min(_TOKENS_OF_A_STEP, config.max_position_embeddings)
         ids = torch.zeros(1, length, dtype=torch.long, device="meta")
@@ -240,7 +251,8 @@ class Architecture:
             # it reads values, or a loss in chunks asks for autocast: the meta device has neither
             if "meta tensor" in str(error) or "autocast" in str(error):
                 return
-            sizes = {**SIZES, "head_dim": "head_dim"}
+            others = ("head_dim", "num_local_experts", "num_experts_per_tok")
+            sizes = SIZES | {name: name for name in others}
             values = {knob: getattr(config, name, None) for knob, name in sizes.items()}
             given = ", ".join(f"{knob} {value}" for knob, value in values.items() if value)
             raise ValueError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.checks import accumulation_steps, divisors
@@ -19,7 +20,7 @@ from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
-from nanogpt_hf.model.build import build_config, meta_model
+from nanogpt_hf.model.build import build_config, check_balance, meta_model
 from nanogpt_hf.optim.optimizer import check_combination, kind_of
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
@@ -84,6 +85,9 @@ def estimate(
     check_combination(recipe_settings(config) | {sharding: sharding})
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
+    check_balance(config, model.config)
+    if place.tp > 1:
+        _check_plan(model)
     try:
         accumulation = accumulation_steps(config, place.dp)
     except ValueError as error:
@@ -158,6 +162,21 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
     Raises UserError if its vocabulary is unknown.
     """
     return _meta_model(config, base, find_manifest(config.data))[0]
+
+
+def _check_plan(model: PreTrainedModel) -> None:
+    """Raises UserError if tensor parallelism cannot split the blocks."""
+    architecture = architecture_of(model)
+    with torch.device("meta"):  # without adapters
+        blocks = architecture.blocks(architecture.model_class(model.config))
+    try:
+        for block in blocks:
+            architecture.tensor_parallel(block)
+    except ValueError as error:
+        named = f"model.architecture {architecture.name} ({error})"
+        check_combination(
+            {"tensor parallelism": "tensor parallelism", "blocks without a plan": named}
+        )
 
 
 def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from arguments import argv
 from assertions import run_without_this_package
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.data.tokenizer import (
     char_tokenizer,
     encode_ordinary,
@@ -19,6 +20,8 @@ from nanogpt_hf.data.tokenizer import (
 )
 from nanogpt_hf.export.model_folder import fixed_input, logits_of, write_model_folder
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.build import build_config, build_model
 
 SIZES = {"vocab_size": 5, "n_positions": 12, "n_embd": 16, "n_layer": 2, "n_head": 2}
 SIZES |= {"bias": False, "activation_function": "gelu"}
@@ -162,5 +165,20 @@ def test_export_onnx(capsys, model, refused):
     assert "--dtype: " in refused(*argv("export model out --format onnx --dtype bf16"))
     lines = export(capsys, "--format onnx")
     assert lines[1].startswith("  model.onnx, ")
+    assert lines[2].startswith("  opened again with onnxruntime: ")
+    assert last_number(lines[2]) < 1e-4
+
+
+@pytest.mark.long
+def test_export_onnx_of_experts(capsys, tmp_path, monkeypatch):
+    for package in ("onnx", "onnxscript", "onnxruntime"):
+        pytest.importorskip(package, reason=f"the package {package} is not installed")
+    monkeypatch.chdir(tmp_path)
+    extra = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+    section = ModelSection("qwen3_moe", n_layer=1, n_head=2, n_embd=16, n_positions=16, extra=extra)
+    config = build_config(section, 20)
+    model = build_model(config, 0)
+    architecture_of(config).write_model(tmp_path / "model", config, model.state_dict(), "1GB")
+    lines = export(capsys, "--format onnx")
     assert lines[2].startswith("  opened again with onnxruntime: ")
     assert last_number(lines[2]) < 1e-4
