@@ -122,6 +122,17 @@ def test_balance_loss_adds_up_over_rows(architecture):
     torch.testing.assert_close(load.sum(1), torch.full((len(load),), float(targets)))
 
 
+def test_evaluation_has_no_balance_loss_if_a_wrapper_stays_in_training():
+    model = model_of("qwen3_moe").eval()
+    engine = torch.nn.Module()  # as DeepSpeed's
+    engine.forward = model.forward
+    with torch.no_grad():
+        loss, metrics = next_token_loss(engine, batch(), balance=1.0)
+        assert torch.equal(loss, next_token_loss(model, batch())[0])
+    assert engine.training
+    assert metrics == {}
+
+
 def test_balance_loss_is_one_per_target_if_experts_have_equal_work():
     model = model_of("qwen3_moe").train()
     with torch.no_grad():
