@@ -150,6 +150,18 @@ def test_gpt2_recipes_have_gpt2_shapes_and_nanogpt_tokens(name, with_biases):
             4 * (4 * 128**2 + 3 * 128 * 344 + 2 * 128 + 2 * 32) + 65 * 128 + 128,
         ),
         ("nanochat_d12", 32768, 12 * 12 * 768**2 + 2 * 32768 * 768),
+        (
+            "experts_char_cpu",
+            65,
+            4 * (4 * 128**2 + 8 * 128 + 8 * 3 * 128 * 168 + 2 * 128 + 2 * 32) + 65 * 128 + 128,
+        ),
+        (
+            "experts_124m",
+            50257,
+            12 * (3 * 768**2 + 32 * 768 + 32 * 3 * 768 * 576 + 2 * 768 + 2 * 64)
+            + 50257 * 768
+            + 768,
+        ),
     ],
 )
 def test_modern_recipes_have_the_parameters_of_their_comments(name, tokens, parameters):

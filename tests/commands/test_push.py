@@ -165,13 +165,15 @@ def test_push_adds_a_minimal_card_and_sends_adapters_unchanged(capsys, hub, tmp_
     assert all(files[path.name] == path.read_bytes() for path in adapter.iterdir())
 
 
-def test_push_refuses_a_missing_wrong_or_read_only_token(refused, hub, trained, monkeypatch):
+def test_push_refuses_a_missing_wrong_or_read_only_token(
+    refused, hub, trained, monkeypatch, tmp_path
+):
     monkeypatch.setenv("HF_TOKEN", "hf_wrong")
     err = refused("push", trained, "tester/tiny")
     assert "the Hub rejects your token" in err
     assert "hf_wrong" not in err
     monkeypatch.setenv("HF_TOKEN", "")
-    monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
     assert "not logged in to the Hub; run `hf auth login`" in refused(
         "push", trained, "tester/tiny"
     )

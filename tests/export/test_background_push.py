@@ -70,7 +70,7 @@ def test_pretrain_is_refused_without_permission_to_push(hub, pretrain, tmp_path,
         (hub.token, HUB[:2], "--hub.push: needs hub.repo: user/name"),
     ):
         monkeypatch.setenv("HF_TOKEN", token)
-        monkeypatch.setattr(constants, "HF_TOKEN_PATH", "/nowhere")
+        monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no token"))
         status, output = pretrain(*options)
         assert status == 2
         assert reason in output
