@@ -87,8 +87,14 @@ def contents(run: RunFolder) -> dict[str, bytes]:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", FEATURES)
-@pytest.mark.parametrize("processes", [2, 4])
+@pytest.mark.parametrize(
+    ("feature", "processes"),
+    [
+        pytest.param(name, processes, marks=[] if name == "gpt2" else pytest.mark.slow)
+        for name in FEATURES
+        for processes in (2, 4)
+    ],
+)
 def test_processes_end_with_the_bytes_of_one(trained, feature, processes):
     one, several = trained(feature, 1), trained(feature, processes)
     assert len(contents(one)) >= 14
@@ -108,7 +114,7 @@ def test_run_of_four_processes_is_verified_on_one(trained, forget_accelerate, ca
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", ["gpt2", "llama, Muon"])
+@pytest.mark.parametrize("feature", ["gpt2", pytest.param("llama, Muon", marks=pytest.mark.slow)])
 def test_run_killed_and_moved_ends_with_the_bytes_of_one_process(
     trained, words_of, launch_warm, tmp_path, feature
 ):
