@@ -18,6 +18,8 @@ from nanogpt_hf.config.sources import sources_of
 from nanogpt_hf.data.formats import bytes_of_a_token, local_files
 from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
+from nanogpt_hf.distributed.layout import model_settings
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, check_balance, meta_model
@@ -87,7 +89,11 @@ def estimate(
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
     if place.tp > 1:
-        _check_plan(model)
+        with torch.device("meta"):  # without adapters
+            whole = architecture_of(model).model_class(model.config)
+        mesh = Mesh(world_size=place.tp, tp_size=place.tp)
+        settings = {"tensor parallelism": "tensor parallelism"}
+        check_combination(settings | model_settings(config, whole, mesh))
     try:
         accumulation = accumulation_steps(config, place.dp)
     except ValueError as error:
@@ -162,21 +168,6 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
     Raises UserError if its vocabulary is unknown.
     """
     return _meta_model(config, base, find_manifest(config.data))[0]
-
-
-def _check_plan(model: PreTrainedModel) -> None:
-    """Raises UserError if tensor parallelism cannot split the blocks."""
-    architecture = architecture_of(model)
-    with torch.device("meta"):  # without adapters
-        blocks = architecture.blocks(architecture.model_class(model.config))
-    try:
-        for block in blocks:
-            architecture.tensor_parallel(block)
-    except ValueError as error:
-        named = f"model.architecture {architecture.name} ({error})"
-        check_combination(
-            {"tensor parallelism": "tensor parallelism", "blocks without a plan": named}
-        )
 
 
 def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:

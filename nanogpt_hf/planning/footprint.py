@@ -94,9 +94,8 @@ def _footprint(
     architecture = architecture_of(model)
     block = architecture.blocks(model)[-1]
     last = architecture.mlp_layers(block)[-1:]
-    copies_of_input = (
-        2 if any(hasattr(layer, "lora_A") for layer in last) else 1
-    )  # an adapter has a gradient of its own
+    # an adapter has a gradient of its own
+    copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
     inner = architecture.inner_width(block, config)
     passing = residual + value * rows * (inner // place.tp * copies_of_input)
     recomputed = full_block if place.checkpointing else 0
