@@ -169,7 +169,7 @@ def test_export_onnx(capsys, model, refused):
     assert last_number(lines[2]) < 1e-4
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_export_onnx_of_experts(capsys, tmp_path, monkeypatch):
     for package in ("onnx", "onnxscript", "onnxruntime"):
         pytest.importorskip(package, reason=f"the package {package} is not installed")

@@ -153,11 +153,21 @@ FEATURES = {
 # other cells of the same layouts are in `make test`
 SLOW = {
     ("AdamW", "FSDP2, recomputed"),
+    ("Muon", "DDP"),
+    ("Muon", "HSDP"),
+    ("mixture", "DDP"),
+    ("mixture", "FSDP2"),
+    ("conversations", "FSDP2"),
+    ("unfreezing", "DDP"),
+    ("experts", "DDP"),
     ("experts", "FSDP2, recomputed"),
+    ("experts, AdamW", "ZeRO-3"),
     ("rollback", "ZeRO-2"),
-    *((name, layout) for name in ("nanochat", "llama") for layout in FEATURES[name].layouts),
-    ("nanochat", "one process"),
-    ("llama", "one process"),
+    *(
+        (name, layout)
+        for name in ("nanochat", "llama", "olmo2")
+        for layout in (*FEATURES[name].layouts, "one process")
+    ),
 }
 RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
 

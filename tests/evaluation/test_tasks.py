@@ -36,7 +36,7 @@ def evaluate_tasks(folder: Path, names: list[str]) -> tasks.Scores:
     return run_tasks(subject(folder), load_tasks(names))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_scores_equal_lm_evals_hf_model(letter_model, letter_tasks, monkeypatch):
     ours = evaluate_tasks(letter_model, letter_tasks)
 

@@ -98,7 +98,14 @@ def launch(*arguments: object) -> subprocess.CompletedProcess:
     return subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=120)
 
 
-@pytest.mark.parametrize("machine", [CPU, CPU_DDP], ids=["one process", "two processes"])
+ON_ONE_AND_TWO = pytest.mark.parametrize(
+    "machine",
+    [pytest.param(CPU, marks=pytest.mark.slow), CPU_DDP],
+    ids=["one process", "two processes"],
+)
+
+
+@ON_ONE_AND_TWO
 def test_launched_mistake_is_one_line_and_status_2(machine):
     completed = launch(*machine, "pretrain", "no-such-recipe.yaml")
     assert completed.returncode == 2
@@ -109,7 +116,7 @@ def test_launched_mistake_is_one_line_and_status_2(machine):
 
 
 @needs_linux
-@pytest.mark.parametrize("machine", [CPU, CPU_DDP], ids=["one process", "two processes"])
+@ON_ONE_AND_TWO
 def test_launched_crash_is_status_1_with_traceback(tmp_path, machine):
     script = tmp_path / "program.py"
     script.write_text("import os\nif os.environ.get('RANK', '0') == '0': 1 / 0")

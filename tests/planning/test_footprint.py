@@ -195,6 +195,11 @@ CASES = {
         UPDATE, {"n_positions": 16}, micro_batch_size=1, optim=OptimSection(name="muon")
     ),
 }
+# combinations of what other cases have
+SLOW = (
+    *("8-bit state", "llama", "qwen3, LoRA", "LoRA with dropout in bf16", "nanochat, accumulating"),
+    *("dropout in bf16", "logits in chunks, in bf16", "Muon with few tokens"),
+)
 
 
 def estimated(case: Case, *, on_cpu: bool):
@@ -229,7 +234,10 @@ def few_objects():
 @pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(
     "case",
-    [pytest.param(c, id=name, marks=[pytest.mark.slow] * c.compiled) for name, c in CASES.items()],
+    [
+        pytest.param(case, id=name, marks=[pytest.mark.slow] * (case.compiled or name in SLOW))
+        for name, case in CASES.items()
+    ],
 )
 def test_footprint_equals_the_cpu_allocators_peak(case, monkeypatch, tmp_path):
     monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", case.logits_per_chunk)

@@ -151,7 +151,8 @@ def on_rank(rank: int, port: int, kind: str, file: Path) -> None:
 @pytest.fixture(
     scope="module",
     params=[
-        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith("CP")) for kind in LAYOUTS
+        pytest.param(kind, marks=[pytest.mark.slow] * kind.startswith(("CP", "DDP")))
+        for kind in LAYOUTS
     ],
 )
 def measured(request, tmp_path_factory):

@@ -203,7 +203,10 @@ def test_sharded_run_without_a_shared_folder_is_one_line(hosts, recipe, tmp_path
         assert not (folder / "run").exists()
 
 
-@pytest.mark.parametrize("difference", ["data", "recipe", "no text"])
+@pytest.mark.parametrize(
+    "difference",
+    ["data", *(pytest.param(other, marks=pytest.mark.slow) for other in ("recipe", "no text"))],
+)
 def test_difference_between_hosts_is_one_line_on_both(
     hosts, recipe, tmp_path, text_file, difference
 ):

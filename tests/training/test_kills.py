@@ -15,14 +15,12 @@ from nanogpt_hf.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
-PLACES = [
-    "training",
+PLACES = ["training", "writing a checkpoint", "replacing best"]
+OTHER_PLACES = [
     "evaluating",
-    "writing a checkpoint",
     "flushing a checkpoint",
     "dropping an old checkpoint",
     "writing best",
-    "replacing best",
 ]
 
 
@@ -85,7 +83,9 @@ def uninterrupted(tmp_path_factory, make_recipe, train):
     return recipe, folder / "uninterrupted"
 
 
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(
+    "place", [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in OTHER_PLACES)]
+)
 def test_resume_after_kill_at_a_place_is_exact(train, uninterrupted, tmp_path, place):
     recipe, expected = uninterrupted
     assert train(recipe, tmp_path / "killed", place) == 1

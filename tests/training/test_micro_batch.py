@@ -111,7 +111,7 @@ LINUX = pytest.mark.skipif(
 
 
 @LINUX
-@pytest.mark.long
+@pytest.mark.slow
 def test_peak_memory_is_that_of_this_program_only(root):
     """A launcher may have needed more before it became the program that trains."""
     measure = (

@@ -65,7 +65,7 @@ def state_at(run: RunFolder, step: int) -> dict:
 
 @pytest.mark.long
 # before the spike; after it, before a checkpoint. Later: distributed/test_equalities.py
-@pytest.mark.parametrize("crash_at", [7, 10])
+@pytest.mark.parametrize("crash_at", [pytest.param(7, marks=pytest.mark.slow), 10])
 def test_resume_after_rollback_is_exact(pretrain, patched_steps, crash_at):
     _, spikes, crashes = patched_steps
     spikes.add(7)

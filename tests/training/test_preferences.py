@@ -381,8 +381,8 @@ def test_accumulation_and_adapters_have_the_same_reference(whole, align):
     assert column(adapted, "val/loss")[-1] < column(adapted, "val/loss")[0]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("machine", [pytest.param("cpu_ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow  # rl shares its steps and layouts with this method
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
 def test_two_processes_equal_one(whole, arguments, launch_warm, machine):
     run = launch_warm(machine, "align", *arguments(machine))
     for name in ("train/loss", "val/loss", "val/margin"):

@@ -142,7 +142,10 @@ def test_steps_keep_no_tensors(build_steps):
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("architecture", ["gpt2", "qwen3", "nanochat"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["gpt2", *(pytest.param(other, marks=pytest.mark.slow) for other in ("qwen3", "nanochat"))],
+)
 def test_compiled_graphs_are_shared_by_blocks_chunks_and_steps(
     architecture, build_steps, monkeypatch
 ):
