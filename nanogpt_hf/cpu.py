@@ -66,12 +66,17 @@ def stated_threads(local_world_size: int = 1) -> int | None:
     return int(stated)
 
 
-def threads_of_a_process(default: int, local_world_size: int = 1) -> int:
-    """Threads of each of a machine's processes: its share of the allowed cores, at most `default`.
+def share_threads(local_world_size: int) -> None:
+    """Give each of a machine's processes its share of the allowed cores, at most torch's default,
+    unless the user has set a number.
 
-    torch's own default counts the machine's cores, not those of a container.
+    torch's default counts the machine's cores, not those of a container.
     """
-    return max(1, min(default, allowed_cores() // local_world_size))
+    import torch
+
+    if stated_threads(local_world_size) is None:
+        share = allowed_cores() // local_world_size
+        torch.set_num_threads(max(1, min(torch.get_num_threads(), share)))
 
 
 def multiplies_bfloat16() -> bool:

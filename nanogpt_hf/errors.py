@@ -108,6 +108,11 @@ def explain(error: BaseException) -> str | None:
     # Path.resolve, before Python 3.13
     if isinstance(error, RuntimeError) and str(error).startswith("Symlink loop"):
         return f"{one_line(error).partition(' from ')[2].strip(chr(39))}: is a link to itself"
+    if isinstance(error, RuntimeError) and "deterministic" in str(error):
+        return (
+            "train.gradient_groups needs kernels that sum in a fixed order, which torch lacks on "
+            f"this device: {one_line(error)}; leave it out"
+        )
     if isinstance(error, RecursionError) and "decoding a JSON" in str(error):  # any other is a bug
         return "a JSON file is nested too deeply to be read"
     names = {f"{kind.__module__.partition('.')[0]}.{kind.__name__}" for kind in type(error).__mro__}

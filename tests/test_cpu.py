@@ -11,11 +11,12 @@ from nanogpt_hf.cpu import (
     allowed_cores,
     cgroup_quota,
     limit_spinning,
+    share_threads,
     stated_threads,
-    threads_of_a_process,
 )
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.provenance import restore_threads
+from nanogpt_hf.runs.machine import fingerprint
+from nanogpt_hf.runs.provenance import add_start, continue_on
 
 V1 = "cpu/cpu.cfs_quota_us"
 
@@ -85,8 +86,13 @@ def test_stated_threads(monkeypatch, environment, stated):
     [(4, 1, 4), (64, 1, 8), (64, 2, 4), (64, 16, 1)],
 )
 def test_processes_share_the_allowed_cores(monkeypatch, default, processes, threads):
+    chosen = [default]
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr("nanogpt_hf.cpu.allowed_cores", lambda: 8)
-    assert threads_of_a_process(default, processes) == threads
+    monkeypatch.setattr(torch, "get_num_threads", lambda: chosen[-1])
+    monkeypatch.setattr(torch, "set_num_threads", chosen.append)
+    share_threads(processes)
+    assert chosen == [default, threads]
 
 
 @pytest.fixture
@@ -107,12 +113,40 @@ def test_resume_keeps_the_number_of_threads_unless_one_is_stated(
 ):
     if stated:
         monkeypatch.setenv("OMP_NUM_THREADS", stated)
-    restore_threads(run, local_world_size=1)
+    continue_on(run, torch.device("cpu"), 1)
     assert torch.get_num_threads() == threads
     assert bool(caplog.messages) == bool(stated)  # another number than before is reported
 
 
 def test_threads_stay_without_machine_json(run):
     run.machine.unlink()
-    restore_threads(run, local_world_size=1)
+    continue_on(run, torch.device("cpu"), 1)
     assert torch.get_num_threads() == 3
+
+
+def test_changed_fingerprint_is_one_line_with_its_parts(run, caplog):
+    now = fingerprint(torch.device("cpu"))
+    start = {"threads": torch.get_num_threads(), "fingerprint": now | {"id": "0", "numpy": "1.0"}}
+    add_start(run, start)
+    continue_on(run, torch.device("cpu"), 1)
+    (line,) = caplog.messages
+    assert f"id 0 -> {now['id']}, numpy 1.0 -> {now['numpy']}: losses will agree" in line
+    caplog.clear()
+    add_start(run, start | {"fingerprint": now})
+    continue_on(run, torch.device("cpu"), 1)
+    assert caplog.messages == []
+
+
+def test_fingerprint_depends_on_device_libraries_and_threads(monkeypatch):
+    ids = [fingerprint(torch.device("cpu"))["id"]]
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "get_num_threads", lambda: 99)
+        ids.append(fingerprint(torch.device("cpu"))["id"])
+    with monkeypatch.context() as patch:
+        patch.setattr("nanogpt_hf.runs.machine.metadata.version", lambda name: "0")
+        ids.append(fingerprint(torch.device("cpu"))["id"])
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cpu, "get_capabilities", lambda: {"amx_bf16": True, "cpu_name": "A"})
+        ids.append(fingerprint(torch.device("cpu"))["id"])
+    assert len(set(ids)) == 4
+    assert fingerprint(torch.device("cpu"))["id"] == ids[0]

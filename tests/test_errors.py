@@ -31,6 +31,11 @@ def test_os_errors_name_file_and_reason(tmp_path):
     assert explain(httpx.ConnectError("no route")) == "the network: no route"
 
 
+def test_missing_deterministic_kernel_is_explained():
+    error = RuntimeError("x_cuda does not have a deterministic implementation, but you set ...")
+    assert explain(error).startswith("train.gradient_groups needs kernels that sum in a fixed")
+
+
 def test_damaged_weights_are_explained(tmp_path):
     (tmp_path / "w.safetensors").write_bytes(b"x" * 100)
     error = raised(lambda: safe_open(tmp_path / "w.safetensors", "pt").__enter__())

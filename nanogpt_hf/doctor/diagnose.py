@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.synthetic import small_config, vocab_size_of
 from nanogpt_hf.distributed.accelerate_config import requested_settings
 from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerator
@@ -27,7 +28,7 @@ from nanogpt_hf.model.build import build_config
 from nanogpt_hf.planning.estimate import run_bytes
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.machine import describe_host, versions
+from nanogpt_hf.runs.machine import describe_host, fingerprint, versions
 
 PATIENCE = 60  # seconds that processes wait for each other
 _MIN_DISK = 5e9  # bytes, enough for caches, compiled kernels and a small run
@@ -153,6 +154,7 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
     try:
         with report.together("launch"):
             accelerator = build_accelerator(config, folder, mesh)
+            share_threads(mesh.local_world_size)
             if mesh.world_size > 1:
                 report.backend = "nccl" if "nccl" in str(accelerator.state.backend) else "gloo"
             gather = machine.build_gather(mesh.world_size)
@@ -161,6 +163,9 @@ def diagnose(recipe: Config | None, run_dir: str | None, report: Report, mesh: M
         return report.end()
     settings = requested_settings(), actual_settings(accelerator)
     report.add(*judge_launch(*settings, mesh, torch.cuda.device_count()))
+    same = fingerprint(accelerator.device)
+    text = ", ".join(f"{name} {value}" for name, value in same.items())
+    report.add(Finding("ok", "fingerprint", text, figures=same))
     with report.together("processes"):
         processes = gather(machine.this_process(accelerator, places))
     report.add(*judge_processes(processes))

@@ -249,6 +249,7 @@ def _machine_rows(starts: list[dict[str, Any]]) -> list[list[str]]:
         for name in ("machine", "processes", "device", "precision", "code", "command"):
             if start.get(name) is not None:
                 rows.append([name, str(start[name])])
-        packages = start.get("versions", {}).items()
-        rows.append(["versions", ", ".join(f"{name} {version}" for name, version in packages)])
+        for name in ("versions", "fingerprint"):
+            parts = start.get(name, {}).items()
+            rows.append([name, ", ".join(f"{part} {value}" for part, value in parts)])
     return rows

@@ -1,6 +1,8 @@
 """Versions of the software, and the hardware of this host."""
 
 import functools
+import hashlib
+import json
 import socket
 import subprocess
 import sys
@@ -18,6 +20,7 @@ from nanogpt_hf import __version__
 from nanogpt_hf.cpu import allowed_cores
 
 _SHOWN = ("transformers", "accelerate", "datasets")
+_DECIDING = ("torch", "accelerate", "transformers", "numpy")  # numpy draws the order of the data
 
 
 def versions() -> dict[str, str]:
@@ -29,6 +32,25 @@ def versions() -> dict[str, str]:
         if torch.cuda.is_available() and dist.is_nccl_available():
             found["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
     return found
+
+
+def fingerprint(device: torch.device) -> dict[str, str]:
+    """What decides the last bits of a sum, under a short id: the kind of CPU or GPU, the versions
+    of libraries, and the threads of a process.
+    """
+    if device.type == "cuda":
+        kind = torch.cuda.get_device_name(device)
+    else:
+        cpu, level = torch.cpu.get_capabilities(), torch.backends.cpu.get_cpu_capability()
+        features = _short([name for name, has in sorted(cpu.items()) if has is True])
+        kind = f"{cpu.get('cpu_name')}, {level}, features {features}"
+    libraries = {name: metadata.version(name) for name in _DECIDING}
+    parts = {"device": kind, **libraries, "threads": str(torch.get_num_threads())}
+    return {"id": _short(parts), **parts}
+
+
+def _short(tree: object) -> str:
+    return hashlib.sha256(json.dumps(tree).encode()).hexdigest()[:8]
 
 
 @functools.cache

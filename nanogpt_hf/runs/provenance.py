@@ -6,7 +6,7 @@ import shlex
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.cpu import allowed_cores, stated_threads
 from nanogpt_hf.errors import RunFolderError
@@ -14,11 +14,16 @@ from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.redact import redact
 
+if TYPE_CHECKING:
+    import torch
+
 logger = logging.getLogger(__name__)
 _LOWEST = {"step": 0, "processes": 1, "threads": 1}  # numbers of a start that are read again
 
 
-def describe_start(*, step: int, processes: int, precision: str, device: str) -> dict[str, Any]:
+def describe_start(
+    *, step: int, processes: int, precision: str, name: str, device: "torch.device"
+) -> dict[str, Any]:
     """The entry of machine.json for a start or resume at `step`, made by the main process.
 
     It has no environment variables, and no secrets from URLs on the command line.
@@ -26,7 +31,7 @@ def describe_start(*, step: int, processes: int, precision: str, device: str) ->
     # Imports that `report` does not need.
     import torch
 
-    from nanogpt_hf.runs.machine import code_version, describe_host, versions
+    from nanogpt_hf.runs.machine import code_version, describe_host, fingerprint, versions
 
     return {
         "step": step,
@@ -34,8 +39,9 @@ def describe_start(*, step: int, processes: int, precision: str, device: str) ->
         "machine": describe_host(),
         "processes": processes,
         "precision": precision,
-        "device": device,
+        "device": name,
         "threads": torch.get_num_threads(),
+        "fingerprint": fingerprint(device),
         "versions": versions(),
         "code": code_version(),
         "command": shlex.join(map(redact, [Path(sys.argv[0]).name, *sys.argv[1:]])),
@@ -52,6 +58,8 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
             for name, low in _LOWEST.items():
                 if not isinstance(value := start.get(name, low), int) or value < low:
                     raise ValueError
+            start.get("fingerprint", {}).items()
+            start.get("versions", {}).items()
         return list(starts)
     except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
         raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
@@ -64,23 +72,37 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
         partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")
 
 
-def restore_threads(run: RunFolder, local_world_size: int) -> None:
+def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -> None:
     """Compute with as many CPU threads as the run did at its last start: their number decides the
-    last bits of a sum.
+    last bits of a sum. A number that the user states wins, and so does a machine of fewer cores.
 
-    A number that the user states wins, and so does the machine if it has fewer cores; a
-    difference is logged.
+    What then differs from the fingerprint of that start is logged in one line.
     """
     import torch
 
-    if not (starts := read_starts(run)) or "threads" not in starts[-1]:
+    from nanogpt_hf.runs.machine import fingerprint
+
+    if not (starts := read_starts(run)):
         return
-    before = starts[-1]["threads"]
-    if stated_threads(local_world_size) is None and before <= allowed_cores():
-        torch.set_num_threads(before)
-    if before != (now := torch.get_num_threads()):
+    last, hint = starts[-1], ""
+    before: dict[str, Any] = last.get("fingerprint", {})
+    if threads := last.get("threads"):
+        if (
+            device.type == "cpu"
+            and stated_threads(local_world_size) is None
+            and threads <= allowed_cores()
+        ):
+            torch.set_num_threads(threads)
+        before = before | {"threads": str(threads)}
+        if threads != torch.get_num_threads():
+            hint = f" (OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads)"
+    parts = [
+        f"{name} {before[name]} -> {value}"
+        for name, value in fingerprint(device).items()
+        if before.get(name, value) != value
+    ]
+    if parts:
         logger.warning(
-            f"CPU threads: {before} until now, {now} from here on: the run continues, but its "
-            f"losses will agree to rounding only, not bit for bit (OMP_NUM_THREADS={before} "
-            "OMP_DYNAMIC=false keeps the number)"
+            f"the fingerprint of this machine is not that of the run's last start: "
+            f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit{hint}"
         )

@@ -23,7 +23,7 @@ from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.cpu import stated_threads, threads_of_a_process
+from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import Manifest, identity
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
@@ -51,7 +51,7 @@ from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
-from nanogpt_hf.runs.provenance import restore_threads
+from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from nanogpt_hf.training.methods import TEXT, method_of
@@ -150,11 +150,9 @@ def _start_or_resume(
     _check_shared_folder(accelerator, folder)
     run_facts, checkpoint = run_identity(config, data.manifest), None
     processes = mesh_of(accelerator).local_world_size
-    if stated_threads(processes) is None:
-        torch.set_num_threads(threads_of_a_process(torch.get_num_threads(), processes))
+    share_threads(processes)
     if resume:
-        if accelerator.device.type == "cpu":
-            restore_threads(folder, processes)
+        continue_on(folder, accelerator.device, processes)
         checkpoint = find_checkpoint(accelerator, folder, run_facts)
         if checkpoint.step > config.train.max_steps:
             raise UserError(
@@ -209,6 +207,9 @@ def build_run(
     check_memory(config, accelerator, mesh_of(accelerator), data.vocab_size)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
+    elif config.train.gradient_groups:  # torch raises if a kernel has no fixed order
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read with the first product
+        torch.use_deterministic_algorithms(True)
     return _build(config, accelerator, data, folder, checkpoint)
 
 

@@ -47,7 +47,8 @@ class Tracking:
                 step=run.state.step,
                 processes=run.mesh.world_size,
                 precision=precision_of(run.accelerator),
-                device=describe_device(run.accelerator.device),
+                name=describe_device(run.accelerator.device),
+                device=run.accelerator.device,
             )
             if run.accelerator.log_with:
                 start_trackers(run.accelerator, run.config, run.folder, start)

@@ -22,7 +22,7 @@ from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.runs.provenance import read_starts, restore_threads
+from nanogpt_hf.runs.provenance import continue_on, read_starts
 from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.methods import TEXT, method_of
 from nanogpt_hf.training.run import Run
@@ -96,8 +96,7 @@ def run_at(folder: RunFolder, config: Config, first: int) -> Iterator[Run]:
         finally:
             logging.disable(logging.NOTSET)
         try:
-            if run.accelerator.device.type == "cpu":
-                restore_threads(folder, 1)
+            continue_on(folder, run.accelerator.device, 1)
             yield run
         finally:
             copy.unlock()

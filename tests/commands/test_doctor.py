@@ -40,17 +40,17 @@ def test_doctor_on_a_sound_machine(capsys, tmp_path, monkeypatch):
     status, out = run(capsys, "--json", "findings.json")
     assert status == 0
     assert lines(out, "fault") == []
-    topics = ["versions", "machine", "disk", "launch", "processes", "all-reduce"]
+    topics = ["versions", "machine", "disk", "launch", "fingerprint", "processes", "all-reduce"]
     assert [line.split()[1] for line in lines(out, "ok")] == [
         t for t in topics for _ in range(4 if t == "disk" else 1)
     ]
     assert f"torch {torch.__version__}, transformers " in out
     assert f"rank 0  {socket.gethostname()}  pid {os.getpid()}  cpu" in out
     assert out.count("n/a with one process") == 1
-    assert out.endswith("9 ok, 0 warnings, 0 faults\n")
+    assert out.endswith("10 ok, 0 warnings, 0 faults\n")
     assert [finding["level"] for finding in json.loads(Path("findings.json").read_text())] == [
         "ok"
-    ] * 9
+    ] * 10
     # nothing else was written
     assert [path.name for path in tmp_path.iterdir()] == ["findings.json"]
 

@@ -125,8 +125,8 @@ def test_machine_json_lists_starts_without_secrets(pretrain):
     assert starts == read_starts(run)
     assert [start["step"] for start in starts] == [0, 2]
     for start in starts:
-        names = "step time machine processes precision device threads versions code command data"
-        assert list(start) == names.split(" ")
+        names = "step time machine processes precision device threads fingerprint versions code"
+        assert list(start) == [*names.split(), "command", "data"]
         assert datetime.fromisoformat(start["time"]).tzinfo is not None
         assert (start["processes"], start["precision"]) == (1, "fp32")
         assert start["versions"]["nanogpt_hf"] == nanogpt_hf.__version__
