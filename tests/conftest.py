@@ -44,6 +44,15 @@ for number in (signal.SIGINT, getattr(signal, "SIGHUP", signal.SIGINT)):
 pytest.register_assert_rewrite("assertions")
 
 
+def pytest_configure() -> None:
+    """Remove the variables of a job that starts the tests, as on a cluster."""
+    launched = {"RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"}
+    launched |= {"MASTER_ADDR", "MASTER_PORT"}
+    for name in [*os.environ]:
+        if name in launched or name.startswith(("ACCELERATE_", "FSDP_", "PARALLELISM_CONFIG_")):
+            del os.environ[name]
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with long tests first, so that no process waits at the end for the other's last
     file.

@@ -4,11 +4,13 @@ The table is refusals.txt: add a line there.
 """
 
 import json
+import os
 import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 from nanogpt_hf.config.load import config_to_yaml, load_config
@@ -88,6 +90,8 @@ def table(part: str, *more: tuple[str, list[str]]) -> pytest.MarkDecorator:
 
 @table(COMMANDS, ("report run\udcff", ["\\udcff", "UTF-8"]))
 def test_mistake_is_one_line_that_names_it(refused, text, parts, request, tmp_path, monkeypatch):
+    if "MASTER_PORT=29500" in text and "MASTER_PORT" in psutil.Process(os.getppid()).environ():
+        pytest.skip("the program that started the tests has MASTER_PORT, so it proves nothing here")
     used = PLACES.keys() & set(re.findall(r"\b[A-Z]+\b", text))
     places = {name: str(PLACES[name](request.getfixturevalue, tmp_path)) for name in used}
     for name in FILES.keys() & set(text.split()):
