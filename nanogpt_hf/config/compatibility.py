@@ -94,12 +94,6 @@ _ROWS = [
         "leave it out",
     ),
     ("data.order random", "rl.task", "questions are drawn once per epoch", "use shuffled"),
-    (
-        "tracking.layers",
-        "rl.task | align.loss",
-        "statistics of layers need validation text",
-        "leave it out",
-    ),
     ("train.rollback_ratio", "rl.task | align.loss", "its loss has no trend", "leave it out"),
     ("finetune.unfreeze_every", "rl.task | align.loss", "not supported there", "leave it out"),
     (

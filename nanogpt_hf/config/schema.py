@@ -250,9 +250,7 @@ class TrackingSection:
         [], "names of accelerate's trackers: wandb, tensorboard, ..."
     )
     project: str = knob("nanogpt_hf", "project name for the trackers")
-    layers: bool = knob(
-        False, "log for each layer: norms, update ratios, attention logits, activations"
-    )
+    layers: bool = knob(False, "log for each layer: norms of gradient and weights, update ratio")
 
 
 # The linear layers of a block of gpt2, which LoRA can adapt: attention's four and the MLP's two.

@@ -154,10 +154,6 @@ class Blocks(Protocol):
             for part, own, start in zip(self.parts, rows, starts, strict=True)
         ]
 
-    def targets_by_source(self, indices: np.ndarray) -> list[int]:
-        """Number of targets of each part in the blocks at `indices`."""
-        return [part.num_targets(own) for part, _, own in self._split(indices)]
-
 
 class TokenBlocks(Blocks):
     """Blocks of a token stream; block i starts at token i · stride.
@@ -282,4 +278,4 @@ class MixedBlocks(Blocks):
         return mixed
 
     def num_targets(self, indices: np.ndarray) -> int:
-        return sum(self.targets_by_source(indices))
+        return sum(part.num_targets(own) for part, _, own in self._split(indices))

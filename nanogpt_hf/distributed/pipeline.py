@@ -43,7 +43,6 @@ class Pipeline(Links):
         self.model = model
         self._schedule_for = functools.lru_cache(maxsize=1)(self._build_schedule)
         self._divisor = 1.0
-        self.micro_batch = 0  # index of the one in the forward pass
         self._before: Callable[[int], None] = lambda number: None
         self.stage = Stage(model, self.index, self.count, self)
         self._replace_forward(model)
@@ -112,8 +111,7 @@ class Pipeline(Links):
             with self.accelerator.autocast():
                 if number is None:
                     return whole(*args, **batch)
-                self.micro_batch = int(number)
-                self._before(self.micro_batch)
+                self._before(int(number))
                 return self.stage.micro_batch(args[0], **batch)
 
         vars(model)["forward"] = forward

@@ -107,7 +107,6 @@ class Stage:
         names = {id(module): name for name, module in model.named_modules()}
         embedding: Any = model.get_input_embeddings()
         head: Any = model.get_output_embeddings()
-        self.computes_loss_in_head = isinstance(head, Head)  # if it is the whole model's
         own = split_blocks(len(blocks), head_in_blocks(model), count)[index]
         norm = architecture.final_norm(model)
         if head.weight is embedding.weight and (self.is_first or self.is_last):

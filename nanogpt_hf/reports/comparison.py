@@ -17,7 +17,7 @@ def summarize(events: list[Event], metric: str) -> dict[str, Any]:
     steps, values = column(events, metric)
     rates = column(events, "train/tokens_per_second")[1]
     last, best = events[-1], int(values.argmin()) if len(values) else None
-    sources = [n for n in names(events) if n.startswith((f"{metric}/", "train/loss/"))]
+    sources = [name for name in names(events) if name.startswith(f"{metric}/")]
     return {
         "steps": last["step"],
         "tokens": last.get("tokens", 0),
@@ -43,16 +43,13 @@ def compare_runs(runs: dict[str, dict[str, Any]], metric: str) -> str:
         counts = [f"{run[count]:,}" for count in ("steps", "tokens")]
         rows.append([name, *counts, time, speed, best, step, last])
     tables = [rows]
-    for kind in dict.fromkeys((metric, "train/loss")):
-        prefix = f"{kind}/"
-        sources = {n: None for run in runs.values() for n in run["sources"] if n.startswith(prefix)}
-        if sources:
-            head = [f"last {kind} of", *(name.removeprefix(prefix) for name in sources)]
-            values = [
-                [name, *(_loss(run["sources"].get(source)) for source in sources)]
-                for name, run in runs.items()
-            ]
-            tables.append([head, *values])
+    if sources := {name: None for run in runs.values() for name in run["sources"]}:
+        head = [f"last {metric} of", *(name.removeprefix(f"{metric}/") for name in sources)]
+        values = [
+            [name, *(_loss(run["sources"].get(source)) for source in sources)]
+            for name, run in runs.items()
+        ]
+        tables.append([head, *values])
     return "\n\n".join(align(rows, range(1, len(rows[0]))) for rows in tables)
 
 

@@ -121,10 +121,7 @@ def step_and_report(run: Run, observers: Observers) -> bool:
     config, state = run.config, run.state
     learning_rate = learning_rate_at(state.step, config.optim, config.train.max_steps)
     data_step = state.step + state.skipped_steps
-    with (
-        observers.layers.measured_step(run.model, run.optimizer, state.step + 1),
-        observers.sources.measured_step(state.step + 1, data_step),
-    ):
+    with observers.layers.measured_step(run.model, run.optimizer, state.step + 1):
         result = method_of(config).step(run, data_step, learning_rate)
     state.step += 1
     state.tokens += config.train.tokens_per_step
@@ -134,7 +131,7 @@ def step_and_report(run: Run, observers: Observers) -> bool:
     loss = sum_over_ranks(run.accelerator, run.mesh, result.loss).item()
     metrics = observers.monitor.report(state)
     metrics |= observers.layers.step_report(result.grad_norm.item())
-    metrics |= step_metrics(run, result) | observers.sources.report()
+    metrics |= step_metrics(run, result)
     observers.tracking.train(loss, learning_rate, metrics)
     return observers.monitor.spiked(state, loss, run.saved)
 
@@ -154,8 +151,7 @@ def evaluate_and_report(run: Run, observers: Observers, stop: StopRequest) -> bo
             observers.checkpoints.wait()  # so that the disk does not need room for both at once
             save_model(run, run.folder.best)
         evaluated = observers.evaluate(run, evaluated)
-        metrics = observers.layers.evaluation_report(run.model)
-        observers.tracking.evaluation(evaluated, is_best, metrics)
+        observers.tracking.evaluation(evaluated, is_best)
         if state.step < run.config.train.max_steps:  # else it is drawn at the end
             observers.reports.plot(observers.tracking.events)
         if is_best:

@@ -22,7 +22,6 @@ from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.layer_stats import LayerStats
 from nanogpt_hf.training.micro_batch import peak_memory
 from nanogpt_hf.training.run import Evaluated, Run
-from nanogpt_hf.training.source_losses import SourceLosses
 from nanogpt_hf.training.tracking import Tracking
 
 # abort after this many non-finite steps; fp16 skips a few while its loss scale settles
@@ -140,7 +139,6 @@ class Observers:
     tracking: Tracking
     monitor: Monitor
     layers: LayerStats
-    sources: SourceLosses
     evaluations: list[Measure]
     reports: LiveReports
     checkpoints: CheckpointWriter
@@ -186,10 +184,7 @@ def observing(run: Run, evaluations: list[Measure]) -> Iterator[Observers]:
     observers = Observers(
         tracking=Tracking(run),
         monitor=Monitor(run.accelerator, run.config, checkpoints),
-        layers=LayerStats(
-            run.accelerator, run.config, run.data.validation, run.batches.micro_batch_size
-        ),
-        sources=SourceLosses(run),
+        layers=LayerStats(run.accelerator, run.config),
         evaluations=evaluations,
         reports=LiveReports(run.folder, run.config, is_main=is_main),
         checkpoints=checkpoints,

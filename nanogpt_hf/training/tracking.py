@@ -167,11 +167,11 @@ class Tracking:
             step = f"step {self.run.state.step:,}/{self.config.train.max_steps:,}"
             logger.info("\n".join((f"{step}: {lines[0]}", *lines[1:])))
 
-    def evaluation(self, evaluated: Evaluated, is_best: bool, metrics: dict[str, float]) -> None:
-        """Log an evaluation with its samples, and further metrics by name."""
+    def evaluation(self, evaluated: Evaluated, is_best: bool) -> None:
+        """Log an evaluation with its samples."""
         if evaluated.samples:
             self._append({"samples": evaluated.samples})
-        self._write(evaluated.metrics | metrics)
+        self._write(evaluated.metrics)
         first, *others = evaluated.lines
         self._log(f"{first}{' -> best/' if is_best else ''}", *others)
         self._show(first.partition(" (")[0])

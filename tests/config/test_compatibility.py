@@ -61,7 +61,6 @@ def test_recipe_that_a_machine_cannot_train_is_refused(knobs, sharding, names):
     ("knobs", "keys"),
     [
         (RL | {"train.micro_batch_size": "auto"}, ["train.micro_batch_size: auto"]),
-        (RL | {"tracking.layers": "true"}, ["tracking.layers: true"]),
         (
             {"data.tokenizer": "bpe", "data.vocab_size": 300, "data.streaming": "true"},
             ["data.streaming: true"],

@@ -48,16 +48,6 @@ def test_blocks_are_split_by_compute(blocks, head, count, sizes):
     assert [i for part in split for i in part] == list(range(blocks))
 
 
-@pytest.mark.parametrize(
-    ("architecture", "extra"), [("llama", {}), ("granite", {"logits_scaling": 3.0})]
-)
-def test_every_stage_knows_whether_the_head_computes_the_loss(architecture, extra):
-    # all of them have to agree on whether losses of sources are summed over the processes
-    whole = build_model(build_config(section(architecture, extra=extra), vocab_size=61), seed=0)
-    stages = [Stage(copy.deepcopy(whole), index, 3, Chain()) for index in range(3)]
-    assert {stage.computes_loss_in_head for stage in stages} == {architecture == "llama"}
-
-
 @pytest.mark.parametrize("architecture", ["gpt2", "llama", "nanochat"])
 @pytest.mark.parametrize("count", [2, 3])
 def test_stages_in_turn_equal_the_whole_model(architecture, count):

@@ -31,6 +31,7 @@ KNOBS = {
     "rl.temperature": 0.9,
 }
 MORE = {"rl__kl": 0.1, "rl__updates": 2, "rl__clip": 0.2, "rl__scale_advantages": "true"}
+MORE["tracking__layers"] = "true"
 SEVENS = "def score(prompt, completion, answer):\n    return completion.count('7') / 6\n"
 
 
@@ -150,7 +151,7 @@ def test_run_resumes_exactly_in_the_middle(full, train, monkeypatch):
     resumed = train("parts", "--resume", **MORE)
     theirs = weights(full)
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in weights(resumed).items())
-    for name in ("train/loss", "train/reward", "val/reward", "val/kl"):
+    for name in ("train/loss", "train/reward", "val/reward", "val/kl", "layers/0/update_ratio"):
         assert column(resumed, name) == column(full, name)
 
 
