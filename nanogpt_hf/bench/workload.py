@@ -1,13 +1,11 @@
-"""The workload of a bench: a training run without a run folder, and its shares for several
-processes.
-"""
+"""The workload of a bench: a training run without a run folder."""
 
 from dataclasses import dataclass
 from typing import cast
 
 from accelerate import Accelerator
 
-from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
@@ -45,27 +43,3 @@ def build_workload(accelerator: Accelerator, config: Config, *, use_prepared: bo
         # has all that a run needs without evaluations
         data = cast(PreparedData, synthetic_data(config))
     return Workload(build_run(config, accelerator, data), token_source)
-
-
-def strong_scaling(config: Config, processes: int) -> Config:
-    """`config` with the step shared by `processes`, and the largest micro-batch up to the
-    recipe's that divides it.
-    """
-    train, block = config.train, config.data.block_size
-    sequences = train.tokens_per_step // block
-    limit = sequences if train.micro_batch_size == "auto" else train.micro_batch_size
-    sizes = [size for size in range(1, limit + 1) if sequences % (size * processes) == 0]
-    if not sizes:
-        raise UserError(
-            f"--processes: {processes} does not divide a step of {sequences} "
-            "sequences; try --scaling weak"
-        )
-    return replace_knobs(config, {"train.micro_batch_size": sizes[-1]})
-
-
-def weak_scaling(config: Config, processes: int) -> Config:
-    """`config` with `processes` times the tokens per step: as many per process as the recipe has
-    for one.
-    """
-    tokens = config.train.tokens_per_step * processes
-    return replace_knobs(config, {"train.tokens_per_step": tokens})

@@ -29,6 +29,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_argument(parser)
     add_knobs(parser, "depth")
     add_option(parser, "--sweep-dir DIR", "folder of the runs (default runs/<recipe name>-<knobs>)")
+    machine = "an accelerate config, with which `launch` starts each run (default: one process)"
+    add_option(parser, "--config_file F", machine)
     flags = {
         "--overwrite": "remove the runs that are in the folder, and start again",
         "--dry-run": "list the runs with their sizes, and stop",
@@ -39,17 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
+    from nanogpt_hf.planning.placement import read_placement
     from nanogpt_hf.training import sweep as grid
 
-    mesh = arguments.mesh
-    runs = grid.build_grid(arguments.recipe, overrides, mesh.dp_size)
+    machine = arguments.config_file
+    dp_size = read_placement(machine).dp if machine else 1
+    runs = grid.build_grid(arguments.recipe, overrides, dp_size)
     knobs = "-".join(key.rpartition(".")[2] for key in runs[0].values)
     folder = Path(arguments.sweep_dir or Path("runs") / f"{runs[0].config.name}-{knobs}")
+    launcher = ("launch", "--config_file", machine) if machine else ()
     options = {"overwrite": arguments.overwrite, "log_level": arguments.log_level}
-    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, mesh, **options), 0
+    sweep, exit_status = grid.Sweep(arguments.recipe, runs, folder, launcher, **options), 0
     if arguments.dry_run:
-        if not mesh.is_main:
-            return exit_status
         rows = sweep.planned()
         tree: dict[str, Any] = {"sweep": str(folder), "runs": rows}
         lines = [f"{plural(len(runs), 'run')} below {folder}", "", grid.table(rows)]
@@ -57,8 +60,6 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> int:
     else:
         with grid.locked(sweep):
             statuses, exit_status = grid.train_runs(sweep)
-            if not mesh.is_main:
-                return exit_status
             tree = grid.write_results(sweep, statuses)
         lines = [grid.table(tree["runs"]), "", *tree["seed_means"]]
         if law := tree["fit"]:

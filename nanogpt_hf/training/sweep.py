@@ -1,7 +1,6 @@
 """Train a grid of runs, each by `pretrain` in its own process; write their table and plot.
 
-So nothing of a run is left for the next, and a run that fails ends alone. Under a launcher every
-rank starts its part of each run, and rank 0 chooses a port for them to meet at.
+So nothing of a run is left for the next, and a run that fails ends alone.
 """
 
 import itertools
@@ -9,7 +8,6 @@ import logging
 import math
 import os
 import re
-import socket
 import subprocess
 import sys
 import time
@@ -26,7 +24,7 @@ from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.values import convert, parse_flow_list
-from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.data.manifest import DECIDING_KNOBS
 from nanogpt_hf.errors import EXIT_STOPPED, ConfigError, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
 from nanogpt_hf.reports.curves import RUN_COLORS, new_figure, save_figure
@@ -41,8 +39,7 @@ logger = logging.getLogger(__name__)
 
 _LARGEST_GRID, _LONGEST_NAME, _LEGEND_ROWS = 1000, 120, 24  # runs, characters of a folder, runs
 _EXIT_INTERRUPTED, _POLL = 130, 0.1  # status of an interrupted run; seconds
-# Data knobs that leave the prepared tokens as they are; of the others each value has a data folder.
-_SAME_TOKENS = ("block_size", "order", "packing", "num_threads", "dir", "max_epochs", "streaming")
+_PREPARED_BY = tuple(f"data.{name}" for name in (*DECIDING_KNOBS, "sha256"))
 Row = dict[str, Any]
 
 
@@ -63,7 +60,7 @@ class Sweep:
     recipe: str
     runs: list[GridRun]
     folder: Path
-    mesh: Mesh
+    launcher: tuple[str, ...] = ()  # `launch` and its options, before `pretrain`
     overwrite: bool = False
     log_level: str | None = None  # for the runs' processes
     _sizes: dict[tuple[str, bool], Any] = field(default_factory=dict)  # estimates, each made once
@@ -86,14 +83,6 @@ class Sweep:
             rows.append({"run": run.name, "status": "planned", **run.values, "steps": steps})
             rows[-1] |= {name: getattr(sizes, name) for name in ("parameters", "tokens", "flops")}
         return rows
-
-    def share(self, key: str, value: Any) -> Any:
-        """The value of rank 0, on every rank."""
-        if self.mesh.world_size == 1:
-            return value  # without torch, which takes seconds to import
-        from nanogpt_hf.distributed.rendezvous import share_from_main
-
-        return share_from_main(f"sweep/{key}", value)
 
 
 def build_grid(
@@ -146,20 +135,16 @@ def _values(key: str, text: str) -> list[str]:
 
 def _grid_run(recipe: str, texts: dict[str, str], swept: list[str]) -> GridRun:
     config, overrides = load_config(recipe, list(texts.items())), list(texts.items())
-    values = {key: _value(config, key, texts[key]) for key in swept}
-    tokens = [key for key in swept if re.match(rf"data\.(?!{'|'.join(_SAME_TOKENS)})", key)]
+    values = {}
+    for key in swept:  # a knob, or one field of a mapping such as `optim.rates.mlp_in`
+        knob, _, name = key.rpartition(".")
+        is_knob = key in KNOBS
+        values[key] = convert(KNOBS[key], texts[key]) if is_knob else get_value(config, knob)[name]
+    tokens = [key for key in swept if key in _PREPARED_BY]
     if tokens and "data.dir" not in swept:
         overrides.append(("data.dir", f"{config.data.dir}-{_label(values, tokens)}"))
         config = load_config(recipe, overrides)
     return GridRun(_label(values, swept), values, overrides, config)
-
-
-def _value(config: Config, key: str, text: str) -> Any:
-    """The value of a knob, or of one field of a mapping such as `optim.rates.mlp_in`."""
-    if key in KNOBS:
-        return convert(KNOBS[key], text)
-    knob, _, field = key.rpartition(".")
-    return get_value(config, knob)[field]
 
 
 def _label(values: Row, keys: list[str]) -> str:
@@ -179,17 +164,15 @@ def locked(sweep: Sweep) -> Iterator[None]:
     """
     whole = RunFolder(sweep.folder)
     try:
-        if sweep.mesh.is_main:
-            whole.lock()
-            for run in sweep.runs:
-                (folder := sweep.run_folder(run)).check_unlocked()
-                kept = folder.recipe.is_file() and not sweep.overwrite
-                if kept and (changes := "; ".join(folder.differences(run.config))):
-                    raise RunFolderError(
-                        f"{folder.path}: holds a run of another recipe ({changes}); give another "
-                        "--sweep-dir, or --overwrite"
-                    )
-        sweep.share("locked", True)
+        whole.lock()
+        for run in sweep.runs:
+            (folder := sweep.run_folder(run)).check_unlocked()
+            kept = folder.recipe.is_file() and not sweep.overwrite
+            if kept and (changes := "; ".join(folder.differences(run.config))):
+                raise RunFolderError(
+                    f"{folder.path}: holds a run of another recipe ({changes}); give another "
+                    "--sweep-dir, or --overwrite"
+                )
         yield
     finally:
         whole.unlock()
@@ -204,12 +187,11 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
     statuses: dict[str, str] = {}
     with stop_on_signals(message="") as stop:  # a run prints it
         for number, run in enumerate(sweep.runs, 1):
-            done = not sweep.overwrite and is_done(sweep.run_folder(run), run.config)
-            if sweep.share(f"done/{number}", done):
+            if not sweep.overwrite and is_done(sweep.run_folder(run), run.config):
                 statuses[run.name] = "done"
                 continue
             logger.info(f"\nrun {number} of {len(sweep.runs)}: {run.name}")
-            status = run_process(_command(sweep, run), _environment(sweep, number), stop)
+            status = run_process(_command(sweep, run), stop)
             if stop.reason or status in (EXIT_STOPPED, _EXIT_INTERRUPTED):
                 statuses[run.name] = "interrupted"
                 logger.info(f"{sweep.folder}: interrupted; run the same command again to continue")
@@ -217,8 +199,7 @@ def train_runs(sweep: Sweep) -> tuple[dict[str, str], int]:
             statuses[run.name] = f"failed ({status})" if status else "done"
             if status:
                 logger.error(f"{run.name}: ended with exit status {status}; the sweep continues")
-            if sweep.mesh.is_main:
-                write_results(sweep, statuses)
+            write_results(sweep, statuses)
     return statuses, int(set(statuses.values()) != {"done"})
 
 
@@ -231,57 +212,30 @@ def is_done(folder: RunFolder, config: Config) -> bool:
 
 
 def _command(sweep: Sweep, run: GridRun) -> list[str]:
-    command = [sys.executable, "-P", "-m", "nanogpt_hf", "pretrain", sweep.recipe]
-    command += [word for key, text in run.overrides for word in (f"--{key}", text)]
-    command += ["--run-dir", str(sweep.run_folder(run).path)]
-    level = ["--log-level", sweep.log_level] if sweep.log_level else []
-    return [*command, "--overwrite" if sweep.overwrite else "--auto-resume", *level]
+    words = [word for key, text in run.overrides for word in (f"--{key}", text)]
+    words += ["--run-dir", str(sweep.run_folder(run).path)]
+    words += ["--log-level", sweep.log_level] if sweep.log_level else []
+    words.append("--overwrite" if sweep.overwrite else "--auto-resume")
+    command = [sys.executable, "-P", "-m", "nanogpt_hf", *sweep.launcher, "pretrain"]
+    return [*command, sweep.recipe, *words]
 
 
-def _environment(sweep: Sweep, number: int) -> dict[str, str]:
-    """This launch's environment, but the ranks of a run meet at a port of their own."""
-    package = str(Path(nanogpt_hf.__file__).parents[1])
-    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
-    environment = os.environ | {"PYTHONPATH": paths}
-    if sweep.mesh.world_size > 1:  # the launcher's own store has the keys of the run before
-        with socket.socket() as probe:
-            probe.bind(("", 0))
-            port = sweep.share(f"port/{number}", probe.getsockname()[1])
-        environment |= {"MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "False"}
-    return environment
-
-
-def run_process(command: list[str], environment: dict[str, str], stop: "StopRequest") -> int:
+def run_process(command: list[str], stop: "StopRequest") -> int:
     """Run a process and return its exit status; if `stop` has a reason it saves and ends, or is not
     started.
     """
     if stop.reason:  # a signal between two runs
         return EXIT_STOPPED
+    package = str(Path(nanogpt_hf.__file__).parents[1])
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     # --json - keeps stdout for its own output
     stdout = 2 if sys.stdout is sys.stderr else None
-    process = subprocess.Popen(command, env=environment, stdout=stdout)
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": paths}, stdout=stdout)
     while process.poll() is None and not stop.reason:
         time.sleep(_POLL)
     if stop.reason:  # after Ctrl-C, which has reached it, a second SIGINT would end it at once
         process.terminate()
     return process.wait()
-
-
-def result_rows(sweep: Sweep, statuses: dict[str, str]) -> list[Row]:
-    """The runs as they are."""
-    rows = []
-    for run, planned in zip(sweep.runs, sweep.planned(statuses), strict=True):
-        events = read_metrics(sweep.run_folder(run))
-        last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
-        losses, bits = (column(events, f"val/{name}")[1] for name in ("loss", "bits_per_byte"))
-        row = planned | {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
-        row |= {"tokens": last["tokens"], "seconds": last["seconds"]}
-        row["flops"] = planned["flops"] / planned["tokens"] * last["tokens"]
-        for name, values in (("val_loss", losses), ("val_bits_per_byte", bits)):
-            row[name] = float(values[-1]) if len(values) else None
-        row["best_val_loss"] = float(losses.min()) if len(losses) else None
-        rows.append(row)
-    return rows
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -334,28 +288,37 @@ def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
 
 def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
     """Write sweep.json and sweep.png of the runs so far; return what sweep.json has."""
-    rows = result_rows(sweep, statuses)
-    tree: dict[str, Any] = {"sweep": sweep.folder.resolve().name, "runs": rows}
-    tree["fit"] = fit_scaling(rows)
-    tree["seed_means"] = seed_means(rows, list(sweep.runs[0].values))
+    rows, curves, knobs = [], [], sweep.runs[0].values
+    other_tokens = {"data.tokenizer", "data.source"} & knobs.keys()
+    metric = "bits_per_byte" if other_tokens else "loss"
+    for run, row in zip(sweep.runs, sweep.planned(statuses), strict=True):
+        events = read_metrics(sweep.run_folder(run))
+        last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
+        losses, bits = (column(events, f"val/{name}")[1] for name in ("loss", "bits_per_byte"))
+        row |= {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
+        row["flops"] *= last["tokens"] / row["tokens"]
+        row |= {"tokens": last["tokens"], "seconds": last["seconds"]}
+        for name, values in (("val_loss", losses), ("val_bits_per_byte", bits)):
+            row[name] = float(values[-1]) if len(values) else None
+        row["best_val_loss"] = float(losses.min()) if len(losses) else None
+        rows.append(row)
+        curves.append(column(events, f"val/{metric}", "tokens"))
+    fit = None if other_tokens else fit_scaling(rows)
+    tree = {"sweep": sweep.folder.resolve().name, "runs": rows, "fit": fit}
+    tree["seed_means"] = seed_means(rows, list(knobs))
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    if any(row["val_loss"] is not None for row in rows):
-        draw(sweep, tree)
+    if any(len(tokens) for tokens, _ in curves):
+        draw(tree, curves, metric.replace("_", " "), sweep.folder / "sweep.png")
     return tree
 
 
-def draw(sweep: Sweep, tree: dict[str, Any]) -> None:
-    """Draw the validation losses of all runs by tokens and by FLOPs to sweep.png.
-
-    Runs whose tokens differ are compared by bits per byte.
-    """
-    other_tokens = {"data.tokenizer", "data.source"} & set(sweep.runs[0].values)
-    metric, unit = ("bits_per_byte", ", bits per byte") if other_tokens else ("loss", " loss")
+def draw(
+    tree: dict[str, Any], curves: list[tuple[np.ndarray, np.ndarray]], unit: str, path: Path
+) -> None:
+    """Draw the validation losses of all runs by tokens and by FLOPs."""
     figure, axes = new_figure(1, 2, sharex=False, sharey=True)
-    for number, (run, row) in enumerate(zip(sweep.runs, tree["runs"], strict=True)):
-        events = read_metrics(sweep.run_folder(run))
-        tokens, values = column(events, f"val/{metric}", "tokens")
+    for number, ((tokens, values), row) in enumerate(zip(curves, tree["runs"], strict=True)):
         late = tokens > tokens.max(initial=0) / 100  # the first would flatten the rest
         again, color = divmod(number, len(RUN_COLORS))
         style: dict[str, Any] = {"color": RUN_COLORS[color], "marker": "o", "markersize": 3.5}
@@ -364,7 +327,7 @@ def draw(sweep: Sweep, tree: dict[str, Any]) -> None:
             style["label"] = row["run"].replace("$", r"\$")
         for one, scale in zip(axes, (1.0, row["flops"] / max(row["tokens"], 1)), strict=True):
             one.plot(tokens[late] * scale, values[late], **style)
-    if (law := tree["fit"]) and not other_tokens:
+    if law := tree["fit"]:
         flops = [row["flops"] for row in tree["runs"] if row["flops"]]
         ends = np.geomspace(min(flops), max(flops))
         label = f"{law['coefficient']:.3g} · C$^{{{law['exponent']:.3f}}}$"
@@ -372,7 +335,7 @@ def draw(sweep: Sweep, tree: dict[str, Any]) -> None:
         axes[1].plot(ends, fitted, color="black", linestyle="--", linewidth=1, label=label)
     for one, label in zip(axes, ("training tokens", "FLOPs of training"), strict=True):
         one.set(xscale="log", xlabel=label)
-    axes[0].set_ylabel(f"validation{unit}")
+    axes[0].set_ylabel(f"validation {unit}")
     axes[0].set_title(tree["sweep"].replace("$", r"\$"), loc="left", fontweight="bold")
     figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
-    save_figure(figure, sweep.folder / "sweep.png")
+    save_figure(figure, path)

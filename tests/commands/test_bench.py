@@ -68,32 +68,3 @@ def test_bench_under_tensor_parallelism(launch_warm, make_recipe, tmp_path):
     figures = json.loads(figures.read_text())
     assert figures["tokens_per_second"] == pytest.approx(128 / figures["step_seconds"]["median"])
     assert figures["communicated_bytes"].keys() == {"all-reduce"}
-
-
-@pytest.mark.long
-def test_bench_scaling_runs_each_number_of_processes(capsys, monkeypatch, tmp_path, make_recipe):
-    from nanogpt_hf.bench import scaling
-
-    arguments_by_count = {}
-
-    splits = []
-
-    def measure(counts, arguments, say, split):
-        splits.append(split)
-        arguments_by_count.update({count: arguments(count) for count in counts})
-        return [scaling.Point(count, 100.0, 0.1, 1.0) for count in counts]
-
-    monkeypatch.setattr(scaling, "measure", measure)
-    monkeypatch.chdir(tmp_path)
-    recipe = str(make_recipe(tmp_path / "tiny.yaml"))
-    assert main(argv("bench {} --scaling strong --processes 2 --optim.beta1 0.8", recipe)) == 0
-    knobs = argv("--optim.beta1 0.8 --train.tokens_per_step 128 --train.micro_batch_size 4")
-    assert arguments_by_count[2] == [recipe, *knobs, "--windows", "10"]
-    assert sorted(arguments_by_count) == [1, 2]
-    assert Path("scaling_strong.png").is_file()
-    assert "plot: scaling_strong.png" in capsys.readouterr().out
-    # tensor-parallel processes share a step without sharing its sequences
-    odd = argv("--train.tokens_per_step 48 --train.micro_batch_size 3")
-    assert main([*argv("bench {} --scaling strong --split tp --processes 2", recipe), *odd]) == 0
-    assert arguments_by_count[2][1:5] == odd
-    assert splits == ["ddp", "tp"]
