@@ -1,7 +1,6 @@
 """The `bench` command on a tiny recipe."""
 
 import json
-from pathlib import Path
 
 import pytest
 
