@@ -1,12 +1,18 @@
 """Measure all figures of a bench, and format them."""
 
-from collections.abc import Callable
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 
-from nanogpt_hf.bench import baselines, rates
+from nanogpt_hf.bench import baselines
 from nanogpt_hf.bench.clock import (
     communication,
     phases_of_step,
@@ -19,10 +25,14 @@ from nanogpt_hf.bench.clock import (
 from nanogpt_hf.bench.communication import communicated_bytes
 from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
+from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes, plural
 from nanogpt_hf.model.architecture import architecture_of, count_parameters
 from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.micro_batch import peak_memory
 
 _TRACED_STEPS = 5
@@ -55,7 +65,6 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         model_config, config.data.block_size
     )
     per_device = rate / work.run.mesh.world_size
-    few, fewer = min(windows, 5), min(windows, 3)
     return figures | {
         "windows": windows,
         "steps_per_window": steps,
@@ -68,10 +77,7 @@ def measure_all(work: Workload, windows: int, log: Callable[[str], None]) -> dic
         "phases_seconds": phases_of_step(work, max(5, windows)),
         "communication_seconds": communication(work),
         "communicated_bytes": communicated_bytes(work.step) if work.run.mesh.world_size > 1 else {},
-        "checkpoint": rates.or_reason(lambda: rates.checkpoint_times(work, fewer)),
-        "generation": rates.generation_rates(work, few),
-        "loader": rates.loader_rate(work, windows),
-        "tokenizer": rates.or_reason(lambda: rates.tokenizer_rate(config.data, few)),
+        "checkpoint": _checkpoint_times(work, min(windows, 3)),
     }
 
 
@@ -115,14 +121,7 @@ def summary_lines(figures: dict[str, Any]) -> list[str]:
     lines.append(
         f"checkpoint  {_checkpoint(figures['checkpoint'], figures['step_seconds']['median'])}"
     )
-    if generation := figures["generation"]:
-        rates = [f"{rate['median']:,.0f} tokens/s {name}" for name, rate in generation.items()]
-        lines.append(f"generation  {', '.join(rates)}")
-    lines.append(f"loader      {figures['loader']['median'] / 1e6:,.1f} M tokens/s")
-    rate = figures["tokenizer"]
-    if not isinstance(rate, str):
-        rate = f"{rate['median'] / 1e6:,.2f} M tokens/s on one process"
-    return [*lines, f"tokenizer   {rate}"]
+    return lines
 
 
 def _checkpoint(times: dict[str, Any] | str, step: float) -> str:
@@ -171,5 +170,60 @@ def write_trace(work: Workload, path: Path) -> None:
             work.step()
         synchronize(work.run.accelerator.device)
     if work.run.accelerator.is_main_process:
-        with written_whole(path) as partial:
-            profile.export_chrome_trace(str(partial))
+        with written_whole(path) as path:
+            profile.export_chrome_trace(str(path))
+
+
+def _checkpoint_times(work: Workload, windows: int) -> dict[str, Any] | str:
+    """Bytes of a checkpoint; seconds that training waits for it, of the next step, and until it is
+    on the disk: saved into a temporary folder in the current one.
+
+    The first is not counted: it allocates the memory for the copy. Returns the reason if it
+    cannot be written.
+    """
+    run, device = work.run, work.run.accelerator.device
+    waits, steps, writes = [], [], []
+    try:
+        with _temporary_folder(work) as folder:
+            writer = CheckpointWriter(run.accelerator, folder, keep=1)
+            for number in range(1, windows + 2):
+                writer.wait()  # else the one before would count
+                state, start = TrainState(step=number, last_finite_step=number), time.perf_counter()
+                save = partial(writer.save, run.model, run.optimizer, state)
+                waits.append(time_of(device, save))
+                # every other one is timed alone: a step would share the machine with the write
+                if number % 2:
+                    writer.wait()
+                    writes.append(time.perf_counter() - start)
+                else:
+                    steps.append(time_of(device, work.step))
+            writer.wait()
+            newest = folder.newest_checkpoint()
+            size = sum(file.stat().st_size for file in newest.iterdir()) if newest else 0
+    except UserError as error:
+        return f"n/a: {error}"
+    return {
+        "bytes": size,
+        "wait_seconds": spread(waits[1:]),
+        "next_step_seconds": spread(steps),
+        "write_seconds": spread(writes),
+    }
+
+
+@contextmanager
+def _temporary_folder(work: Workload) -> Iterator[RunFolder]:
+    """A folder of the main process, for all processes."""
+    is_main = work.run.mesh.is_main
+    made = (
+        tempfile.TemporaryDirectory(prefix=".bench_", dir="." if os.access(".", os.W_OK) else None)
+        if is_main
+        else None
+    )
+    path = [made.name if made else ""]
+    try:
+        broadcast_object_list(path, from_process=0)
+        yield RunFolder(Path(path[0]))
+    finally:
+        work.run.accelerator.wait_for_everyone()
+        if made:
+            made.cleanup()

@@ -229,9 +229,7 @@ def judge_launch(
 
 
 def judge_processes(processes: list[Process]) -> list[Finding]:
-    """List the processes; find shared GPUs, more threads than cores, and versions that differ
-    from rank 0.
-    """
+    """List the processes; find shared GPUs, and versions that differ from rank 0."""
     hosts = Counter(p.host for p in processes)
     lines = tuple(
         f"rank {p.rank}  {p.host}  pid {p.pid}  {p.device}, {format_bytes(p.free)} of "
@@ -245,15 +243,6 @@ def judge_processes(processes: list[Process]) -> list[Finding]:
         if count > 1:
             text = f"{count} processes share one GPU of {host} ({gpu}): start one per GPU"
             findings.append(Finding("fault", "processes", text))
-    for host, count in hosts.items():
-        here = [p for p in processes if p.host == host]
-        threads, cores = sum(p.threads for p in here), here[0].cores
-        if here[0].gpu is None and count > 1 and threads > cores:
-            text = (
-                f"{host}: {threads} threads on {cores} cores: set "
-                f"OMP_NUM_THREADS={max(1, cores // count)}"
-            )
-            findings.append(Finding("warning", "processes", text))
     first = processes[0]
     for p in processes[1:]:
         names = first.versions | p.versions

@@ -24,7 +24,6 @@ from accelerate import Accelerator
 from huggingface_hub.constants import HF_HOME
 from packaging.requirements import Requirement
 
-from nanogpt_hf.cpu import allowed_cores
 from nanogpt_hf.runs.machine import versions
 
 # one value per process -> all of them by rank, on all processes
@@ -54,7 +53,6 @@ class Process:
     gpu: str | None  # the GPU's UUID
     free: int  # bytes of the GPU's memory, or of the machine's
     memory: int
-    cores: int
     threads: int
     versions: dict[str, str]
     places: list[Place]
@@ -120,7 +118,6 @@ def this_process(accelerator: Accelerator, places: list[Place]) -> Process:
         gpu=gpu,
         free=free,
         memory=memory,
-        cores=allowed_cores(),
         threads=torch.get_num_threads(),
         versions=versions(),
         places=places,

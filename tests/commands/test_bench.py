@@ -33,7 +33,7 @@ def test_bench_prints_each_measurement(bench):
     assert lines[0].endswith("4 sequences × 16 × 1 processes × 2 accumulated")
     topics = (
         "tokens machine step data set-up forward backward optimizer throughput MFU memory "
-        "checkpoint generation loader tokenizer against trace"
+        "checkpoint against trace"
     )
     assert [line.split()[0] for line in lines[1:]] == topics.split()
     assert "MFU         n/a: the bf16 peak of this device is unknown" in lines[10]
@@ -47,7 +47,6 @@ def test_bench_json_has_the_measurements(bench):
     assert figures["mfu"] is None
     assert figures["communication_seconds"] is None
     assert set(figures["phases_seconds"]) > {"forward", "backward", "optimizer"}
-    assert set(figures["generation"]) > {"with cache", "16 at once"}
     assert figures["against_bare"]["ratio"]["median"] > 0
 
 

@@ -169,16 +169,14 @@ def process(rank: int, **facts) -> machine.Process:
         "versions": {"torch": "2.13.0"},
         "threads": 1,
     }
-    return machine.Process(
-        rank=rank, pid=1, free=10**9, memory=10**9, cores=2, places=[], **(base | facts)
-    )
+    return machine.Process(rank=rank, pid=1, free=10**9, memory=10**9, places=[], **(base | facts))
 
 
 def faults(findings: list) -> list[str]:
     return [finding.text for finding in findings if finding.level != "ok"]
 
 
-def test_judge_processes_finds_shared_gpu_versions_and_threads():
+def test_judge_processes_finds_shared_gpu_and_versions():
     assert faults(diagnose.judge_processes([process(0), process(1)])) == []
     (shared,) = faults(diagnose.judge_processes([process(0, gpu="one"), process(1, gpu="one")]))
     assert shared == "2 processes share one GPU of a (one): start one per GPU"
@@ -192,10 +190,6 @@ def test_judge_processes_finds_shared_gpu_versions_and_threads():
     assert versions.startswith(
         "rank 1 on the same host a has torch 2.11.0, rank 0 has torch 2.13.0"
     )
-    (threads,) = faults(
-        diagnose.judge_processes([process(r, gpu=None, threads=2) for r in range(2)])
-    )
-    assert threads == "a: 4 threads on 2 cores: set OMP_NUM_THREADS=1"
 
 
 def test_outside_ranges_names_the_pip_command(monkeypatch):
