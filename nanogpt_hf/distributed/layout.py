@@ -18,12 +18,12 @@ from nanogpt_hf.distributed.context_parallel import (
     share_positions,
 )
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.stages import check_stages
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
-from nanogpt_hf.model.stages import check_stages
 from nanogpt_hf.optim.optimizer import check_combination
 
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.stages import Links, Stage, own_blocks
 from nanogpt_hf.model.architecture import architecture_of, saved_buffers
-from nanogpt_hf.model.stages import Links, Stage, own_blocks
 from nanogpt_hf.optim.state import local_part
 
 

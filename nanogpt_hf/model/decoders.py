@@ -7,7 +7,6 @@ types of its layers. Another architecture is a subclass, as our GPT-2 in gpt2.py
 """
 
 import copy
-import dataclasses
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,32 +14,22 @@ from typing import Any, Literal
 
 import torch
 from torch import nn
-from transformers import (
-    CONFIG_MAPPING,
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from nanogpt_hf.config.checks import wrong_dropout
-from nanogpt_hf.config.schema import KNOBS, ModelSection
-from nanogpt_hf.errors import did_you_mean, one_line
+from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.errors import one_line
+from nanogpt_hf.model.config_fields import (
+    OPTIONAL_SIZES,
+    SIZES,
+    ConfigFields,
+    padded_vocab_size,
+    padding_rows,
+)
 from nanogpt_hf.model.experts import experts_of, shapes_only
 from nanogpt_hf.model.layout_gpt import check_loaded
 from nanogpt_hf.model.loss_decoders import model_class_of, standard_class
 
-# Knob of the section `model` -> name of the size in transformers; a config may have another, by its
-# attribute_map.
-SIZES = {
-    "n_layer": "num_hidden_layers",
-    "n_head": "num_attention_heads",
-    "n_embd": "hidden_size",
-    "n_positions": "max_position_embeddings",
-    "n_kv_head": "num_key_value_heads",
-    "n_inner": "intermediate_size",
-}
-_OPTIONAL_SIZES = ("n_kv_head", "n_inner")
 # How tensor parallelism splits a layer: each process computes a part of its outputs, or of each
 # output the sum over a part of its inputs. A layer of heads has one weight for all heads, and each
 # process has a part of the heads.
@@ -53,7 +42,6 @@ _SPLITS: dict[str, Split] = {
 # for `check_one_step`; chunks of a loss cannot be on the meta device
 _BLOCKS_OF_A_STEP, _TOKENS_OF_A_STEP = 8, 2
 _EXPERT_MULTIPLE = 8  # torch's grouped products need rows of 16 bytes, in bf16 too
-_INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
 
 
 @dataclass(frozen=True)
@@ -74,7 +62,7 @@ class BlockActivations:
     other: int
 
 
-class Architecture:
+class Architecture(ConfigFields):
     """How to build, load, save and take apart a model, and what it costs. Methods take a model
     that is not prepared.
 
@@ -90,7 +78,7 @@ class Architecture:
 
     def __init__(self, config_class: type[PreTrainedConfig]):
         """Raises ValueError with the reason if the models are not those of a decoder."""
-        self.config_class, self.name = config_class, str(config_class.model_type)
+        super().__init__(config_class)
         self.parts = self._find_parts()
         self.model_class = model_class_of(config_class)
         # for messages and cards: `Qwen3` of Qwen3ForCausalLM
@@ -104,7 +92,7 @@ class Architecture:
                 f"{kind} consists of several models ({', '.join(models)}), and is not supported"
             )
         for knob, standard in SIZES.items():
-            if knob not in _OPTIONAL_SIZES and not self._field(standard):
+            if knob not in OPTIONAL_SIZES and not self._field(standard):
                 raise ValueError(f"{kind} has no {standard}, and is not supported")
         if getattr(self.config_class, "is_encoder_decoder", False) or self._field(
             "add_cross_attention"
@@ -129,17 +117,10 @@ class Architecture:
         has_experts = bool(experts_of(model))
         if has_experts and not getattr(config, "num_experts_per_tok", None):
             raise ValueError(f"{kind} has no num_experts_per_tok, and is not supported")
-        self._is_gated = has_experts or any(len(self.mlp_layers(block)) > 2 for block in blocks)
+        self._is_gated = has_experts or any(
+            len(self.linear_layers(block)[1]) > 2 for block in blocks
+        )
         return parts
-
-    def _field(self, name: str) -> str:
-        """The field of the config for a standard name; empty if it has none."""
-        name = self.config_class.attribute_map.get(name, name)
-        return name if name in {field.name for field in self._fields} else ""
-
-    @property
-    def _fields(self) -> tuple[dataclasses.Field[Any], ...]:
-        return dataclasses.fields(self.config_class)
 
     # From a recipe, and from and to disk. Weights are named as in `model_class`.
 
@@ -150,29 +131,7 @@ class Architecture:
 
         Raises ValueError if model.extra does not fit the config's fields.
         """
-        self._check_recipe(section)
-        head_dim = section.n_embd // section.n_head
-        sizes = {standard: getattr(section, knob) for knob, standard in SIZES.items()} | {
-            "num_key_value_heads": section.n_kv_head or section.n_head,
-            "intermediate_size": section.n_inner or self._inner_size(section.n_embd),
-            "head_dim": head_dim,
-            "rotary_dim": head_dim,
-        }
-        if rotary := self._field("rotary_dim"):  # the rotated part of a head
-            sizes["rotary_dim"] = min(getattr(self.config_class(), rotary) or head_dim, head_dim)
-        values = {
-            "vocab_size": vocab_size,
-            "bos_token_id": end_of_text_id,
-            "eos_token_id": end_of_text_id,
-            "pad_token_id": None,
-            **{self._field(name): size for name, size in sizes.items() if self._field(name)},
-            **{
-                field.name: 0.0
-                for field in self._fields
-                if "drop" in field.name and type(field.default) is float
-            },
-            **section.extra,
-        }
+        values = self.fields_from_recipe(section, vocab_size, end_of_text_id)
         try:
             config = self.config_class(**values)
             with torch.device("meta"):
@@ -186,36 +145,6 @@ class Architecture:
         if padded := padded_vocab_size(section, vocab_size):
             config.padded_vocab_size = padded  # in memory only; standard_config has none
         return config
-
-    def _check_recipe(self, section: ModelSection) -> None:
-        """Raises ValueError if model.extra names a knob or no field, or a knob has no field."""
-        owners = {"vocab_size": "the size of the tokenizer"} | {
-            name: f"model.{knob}"
-            for knob, standard in SIZES.items()
-            for name in (standard, self._field(standard))
-        }
-        names = {field.name for field in self._fields} - {"architectures", "transformers_version"}
-        for name in section.extra:
-            if name in owners:
-                raise ValueError(f"model.extra.{name}: is {owners[name]}; leave it out")
-            if name not in names:
-                near = did_you_mean(name, names)
-                raise ValueError(
-                    f"model.extra.{name}: {self.name}'s config has no such field{near}"
-                )
-        for knob in _OPTIONAL_SIZES:
-            if getattr(section, knob) is not None and not self._field(SIZES[knob]):
-                raise ValueError(
-                    f"model.{knob}: {self.name}'s config has no {SIZES[knob]}; leave it out"
-                )
-
-    def _inner_size(self, width: int) -> int:
-        """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that
-        both cost the same.
-        """
-        if not self._is_gated:
-            return 4 * width
-        return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
 
     def check_one_step(self, model: Any) -> None:
         """Raises ValueError for a dropout outside [0, 1), or if a model on the meta device, which
@@ -264,33 +193,6 @@ class Architecture:
                 f"model.architecture {self.name}: {idle[0]} gets no gradient from the loss of the "
                 "next token, not supported"
             )
-
-    def recipe_knobs(self, config: Any) -> dict[str, Any]:
-        """The knobs `model.*` that describe a model. Raises ValueError if none do."""
-        sizes = {f"model.{knob}": getattr(config, name, None) for knob, name in SIZES.items()}
-        return {"model.architecture": self.name, **sizes}
-
-    def read_config(self, name: str, revision: str | None = None, **fields: Any) -> Any:
-        """The configuration of a model folder or of a model on the Hub, with other `fields`.
-
-        Raises ValueError if a size is out of bounds.
-        """
-        config = self.config_class.from_pretrained(
-            name, revision=revision or "main", trust_remote_code=False, **fields
-        )
-        self.check_sizes(config)
-        return config
-
-    def check_sizes(self, config: Any) -> None:
-        """Raises ValueError if a size is out of the bounds of its knob: a damaged file might
-        describe a model that takes hours to build.
-        """
-        for knob, size in SIZES.items():
-            bounds: Any = KNOBS[f"model.{knob}"]
-            low, high, value = bounds.low, bounds.high, getattr(config, size, None)
-            if not (value is None and knob in _OPTIONAL_SIZES) and not low <= value <= high:
-                size = self._field(size)
-                raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
 
     def read_model(
         self,
@@ -372,18 +274,10 @@ class Architecture:
         parts = [part for part in block.children() if any(p.dim() > 1 for p in part.parameters())]
         return next((part for part in parts if "Attention" in type(part).__name__), parts[0])
 
-    def attention_layers(self, block: nn.Module) -> list[Any]:
-        """The linear layers of attention; the last one writes to the residual stream."""
-        return list(self._layers(block)[0].values())
-
-    def mlp_layers(self, block: nn.Module) -> list[Any]:
-        """The other linear layers; the last one writes to the residual stream. Experts are in
-        none.
+    def linear_layers(self, block: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The linear layers of attention, and all others but experts, by name; the last of each
+        writes to the residual stream.
         """
-        return list(self._layers(block)[1].values())
-
-    def _layers(self, block: nn.Module) -> tuple[dict[str, Any], dict[str, Any]]:
-        """The linear layers of attention, and all others, by name."""
         inside = {id(module) for module in self.attention(block).modules()}
         found: tuple[dict[str, Any], dict[str, Any]] = {}, {}
         for name, module in block.named_modules():
@@ -399,7 +293,8 @@ class Architecture:
 
     def inner_width(self, block: nn.Module, config: Any) -> int:
         """Values per token that the last matrices of the MLP and of a token's experts multiply."""
-        width = sum(layer.in_features for layer in self.mlp_layers(block)[-1:])
+        mlp = list(self.linear_layers(block)[1].values())
+        width = sum(layer.in_features for layer in mlp[-1:])
         for experts in experts_of(block):
             matrix = experts.down_proj[0].numel()
             width += config.num_experts_per_tok * matrix // config.hidden_size
@@ -408,7 +303,9 @@ class Architecture:
     def residual_weights(self, block: nn.Module) -> list[nn.Parameter]:
         """The weights that write to the residual stream."""
         layers = [
-            part[-1].weight for part in map(list, map(dict.values, self._layers(block))) if part
+            part[-1].weight
+            for part in map(list, map(dict.values, self.linear_layers(block)))
+            if part
         ]
         return layers + [experts.down_proj for experts in experts_of(block)]
 
@@ -416,7 +313,7 @@ class Architecture:
         """Names of the linear layers that can have adapters; experts cannot."""
         with torch.device("meta"):
             blocks = self.blocks(self.model_class(config))
-        names = [name for block in blocks for part in self._layers(block) for name in part]
+        names = [name for block in blocks for part in self.linear_layers(block) for name in part]
         return tuple(dict.fromkeys(name.rpartition(".")[2] for name in names))
 
     def tensor_parallel(self, block: nn.Module) -> dict[str, Split]:
@@ -438,7 +335,7 @@ class Architecture:
                     f"({styles.get(name, 'not in it')})"
                 )
             plan[name] = _SPLITS[styles[name]]
-        for last in (list(part)[-1] for part in self._layers(block)):
+        for last in (list(part)[-1] for part in self.linear_layers(block)):
             if plan[last] != "inputs":
                 raise ValueError(
                     f"transformers' plan for {self.name} does not split {last} by its inputs"
@@ -471,12 +368,11 @@ class Architecture:
         for block in self.blocks(model):
             if not any(True for _ in block.parameters()):  # of another pipeline stage
                 continue
-            for names, layers in (
-                (("query_key_value", "attention_output"), self.attention_layers(block)),
-                (("mlp_in", "mlp_out"), self.mlp_layers(block)),
-            ):
-                for layer in layers:
-                    modules.setdefault(names[layer is layers[-1]], []).append(layer)
+            kinds = ("query_key_value", "attention_output"), ("mlp_in", "mlp_out")
+            for (first, last), layers in zip(kinds, self.linear_layers(block), strict=True):
+                for number, layer in enumerate(layers.values(), 1):
+                    name = last if number == len(layers) else first
+                    modules.setdefault(name, []).append(layer)
         found: dict[int, str] = {}
         for name, members in modules.items():
             for p in (p for module in members for p in module.parameters()):
@@ -544,30 +440,6 @@ class Architecture:
             model = self.model_class(config)
         matrices = 1 if config.tie_word_embeddings else 2
         return model.num_parameters() - matrices * padding_rows(config) * config.hidden_size
-
-
-def config_class_of(model_type: str) -> type[PreTrainedConfig]:
-    """The config class of a causal LM of transformers. Raises ValueError if there is none."""
-    known = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
-    if model_type not in known:
-        reason = (
-            "is not a causal language model" if model_type in CONFIG_MAPPING else "is no model type"
-        )
-        raise ValueError(
-            f"{model_type} {reason} of transformers{did_you_mean(model_type, ['gpt2', *known])}"
-        )
-    return known[model_type]
-
-
-def padded_vocab_size(section: ModelSection, vocab_size: int) -> int | None:
-    """Rows of the embedding if the recipe pads the vocabulary to more than it has."""
-    rows = -(-vocab_size // section.pad_vocab_to_multiple_of) * section.pad_vocab_to_multiple_of
-    return rows if rows > vocab_size else None
-
-
-def padding_rows(config: PreTrainedConfig) -> int:
-    """Rows of the embedding that only pad the vocabulary."""
-    return (getattr(config, "padded_vocab_size", None) or config.vocab_size) - config.vocab_size
 
 
 def _parts_of(kind: str, model: PreTrainedModel) -> Parts:

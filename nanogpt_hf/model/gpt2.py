@@ -11,8 +11,9 @@ from torch import nn
 from transformers import GPT2Config
 
 from nanogpt_hf.config.schema import KNOBS, ModelSection, kind_options
+from nanogpt_hf.model.config_fields import padded_vocab_size
 from nanogpt_hf.model.configuration_gpt import GPTConfig
-from nanogpt_hf.model.decoders import Architecture, BlockActivations, Parts, padded_vocab_size
+from nanogpt_hf.model.decoders import Architecture, BlockActivations, Parts
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 

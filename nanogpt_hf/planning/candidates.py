@@ -13,10 +13,10 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.stages import head_in_blocks, split_blocks
 from nanogpt_hf.planning.footprint import Footprint, footprint
 from nanogpt_hf.planning.hardware import LINK_SHARE, USABLE_MEMORY, Gpu
 from nanogpt_hf.planning.placement import Placement

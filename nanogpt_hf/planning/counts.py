@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.stages import head_in_blocks, split_blocks
 from nanogpt_hf.planning.placement import Placement
 
 
@@ -111,9 +111,6 @@ def _split_parameters(model: PreTrainedModel) -> set[int]:
         id(p) for layer in (model.get_input_embeddings(), _head(model)) for p in layer.parameters()
     }
     for block in architecture.blocks(model):
-        for *columns, rows in (
-            architecture.attention_layers(block),
-            architecture.mlp_layers(block),
-        ):
+        for *columns, rows in map(dict.values, architecture.linear_layers(block)):
             split |= {id(p) for layer in columns for p in layer.parameters()} | {id(rows.weight)}
     return split

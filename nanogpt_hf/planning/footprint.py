@@ -93,7 +93,7 @@ def _footprint(
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
     architecture = architecture_of(model)
     block = architecture.blocks(model)[-1]
-    last = architecture.mlp_layers(block)[-1:]
+    last = list(architecture.linear_layers(block)[1].values())[-1:]
     # an adapter has a gradient of its own
     copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
     inner = architecture.inner_width(block, config)
@@ -241,8 +241,9 @@ def _linear_input_bytes(
 ) -> float:
     """Bytes per token of the inputs of trainable linear layers that are not counted elsewhere."""
     value, saved = place.compute_bytes, 0.0
-    query, key, values, output = architecture.attention_layers(block)
-    *first, last = architecture.mlp_layers(block)
+    attention, mlp = architecture.linear_layers(block)
+    query, key, values, output = attention.values()
+    *first, last = mlp.values()
     for layer in (query, key, values, output, *first, last):
         adapter = getattr(layer, "lora_A", None)
         if adapter is None and not layer.weight.requires_grad:

@@ -16,7 +16,7 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of_type
 from nanogpt_hf.model.build import build_config, build_model, check_causal
-from nanogpt_hf.model.decoders import SIZES
+from nanogpt_hf.model.config_fields import SIZES
 from nanogpt_hf.model.experts import experts_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "recipes.md"

@@ -122,8 +122,9 @@ def test_parts_of_a_block(architecture):
     model = model_of(architecture)
     row = architecture_of(model)
     block = row.blocks(model)[0]
-    assert row.attention_layers(block)[-1] is block.self_attn.o_proj
-    assert row.mlp_layers(block)[-1].out_features == 32
+    attention, mlp = (list(layers.values()) for layers in row.linear_layers(block))
+    assert attention[-1] is block.self_attn.o_proj
+    assert mlp[-1].out_features == 32
     assert row.embeddings(model) == [model.model.embed_tokens]
     assert row.final_norm(model) is model.model.norm
     assert {part_of(name) for name, _ in model.named_parameters()} >= {

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from nanogpt_hf.config.schema import ModelSection
+from nanogpt_hf.distributed.stages import Links, Stage, check_stages, split_blocks
 from nanogpt_hf.model.build import build_config, build_model
-from nanogpt_hf.model.stages import Links, Stage, check_stages, split_blocks
 
 
 class Chain(Links):

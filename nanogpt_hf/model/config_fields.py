@@ -1,0 +1,155 @@
+"""The fields of a decoder's config: from a recipe and from disk, and their bounds.
+
+transformers gives the sizes of every model the same names; a config may have another name for one,
+by its attribute_map.
+"""
+
+import dataclasses
+from typing import Any
+
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig
+
+from nanogpt_hf.config.schema import KNOBS, ModelSection
+from nanogpt_hf.errors import did_you_mean
+
+# Knob of the section `model` -> name of the size in transformers.
+SIZES = {
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_embd": "hidden_size",
+    "n_positions": "max_position_embeddings",
+    "n_kv_head": "num_key_value_heads",
+    "n_inner": "intermediate_size",
+}
+OPTIONAL_SIZES = ("n_kv_head", "n_inner")
+_INNER_MULTIPLE = 32  # the MLP's default width is rounded up to it
+
+
+class ConfigFields:
+    """The fields of one class of configs."""
+
+    _is_gated = False  # an MLP of three matrices
+
+    def __init__(self, config_class: type[PreTrainedConfig]):
+        self.config_class, self.name = config_class, str(config_class.model_type)
+
+    def _field(self, name: str) -> str:
+        """The field of the config for a standard name; empty if it has none."""
+        name = self.config_class.attribute_map.get(name, name)
+        return name if name in {field.name for field in self._fields} else ""
+
+    @property
+    def _fields(self) -> tuple[dataclasses.Field[Any], ...]:
+        return dataclasses.fields(self.config_class)
+
+    def fields_from_recipe(
+        self, section: ModelSection, vocab_size: int, end_of_text_id: int | None
+    ) -> dict[str, Any]:
+        """The fields of the config that a recipe describes, for a tokenizer of `vocab_size` tokens.
+
+        Raises ValueError if model.extra does not fit them.
+        """
+        self._check_recipe(section)
+        head_dim = section.n_embd // section.n_head
+        sizes = {standard: getattr(section, knob) for knob, standard in SIZES.items()} | {
+            "num_key_value_heads": section.n_kv_head or section.n_head,
+            "intermediate_size": section.n_inner or self._inner_size(section.n_embd),
+            "head_dim": head_dim,
+            "rotary_dim": head_dim,
+        }
+        if rotary := self._field("rotary_dim"):  # the rotated part of a head
+            sizes["rotary_dim"] = min(getattr(self.config_class(), rotary) or head_dim, head_dim)
+        return {
+            "vocab_size": vocab_size,
+            "bos_token_id": end_of_text_id,
+            "eos_token_id": end_of_text_id,
+            "pad_token_id": None,
+            **{self._field(name): size for name, size in sizes.items() if self._field(name)},
+            **{
+                field.name: 0.0
+                for field in self._fields
+                if "drop" in field.name and type(field.default) is float
+            },
+            **section.extra,
+        }
+
+    def _check_recipe(self, section: ModelSection) -> None:
+        """Raises ValueError if model.extra names a knob or no field, or a knob has no field."""
+        owners = {"vocab_size": "the size of the tokenizer"} | {
+            name: f"model.{knob}"
+            for knob, standard in SIZES.items()
+            for name in (standard, self._field(standard))
+        }
+        names = {field.name for field in self._fields} - {"architectures", "transformers_version"}
+        for name in section.extra:
+            if name in owners:
+                raise ValueError(f"model.extra.{name}: is {owners[name]}; leave it out")
+            if name not in names:
+                near = did_you_mean(name, names)
+                raise ValueError(
+                    f"model.extra.{name}: {self.name}'s config has no such field{near}"
+                )
+        for knob in OPTIONAL_SIZES:
+            if getattr(section, knob) is not None and not self._field(SIZES[knob]):
+                raise ValueError(
+                    f"model.{knob}: {self.name}'s config has no {SIZES[knob]}; leave it out"
+                )
+
+    def _inner_size(self, width: int) -> int:
+        """The MLP's default width: with two matrices 4 times the model's, with three 8/3, so that
+        both cost the same.
+        """
+        if not self._is_gated:
+            return 4 * width
+        return -(-8 * width // (3 * _INNER_MULTIPLE)) * _INNER_MULTIPLE
+
+    def recipe_knobs(self, config: Any) -> dict[str, Any]:
+        """The knobs `model.*` that describe a model. Raises ValueError if none do."""
+        sizes = {f"model.{knob}": getattr(config, name, None) for knob, name in SIZES.items()}
+        return {"model.architecture": self.name, **sizes}
+
+    def read_config(self, name: str, revision: str | None = None, **fields: Any) -> Any:
+        """The configuration of a model folder or of a model on the Hub, with other `fields`.
+
+        Raises ValueError if a size is out of bounds.
+        """
+        config = self.config_class.from_pretrained(
+            name, revision=revision or "main", trust_remote_code=False, **fields
+        )
+        self.check_sizes(config)
+        return config
+
+    def check_sizes(self, config: Any) -> None:
+        """Raises ValueError if a size is out of the bounds of its knob: a damaged file might
+        describe a model that takes hours to build.
+        """
+        for knob, size in SIZES.items():
+            bounds: Any = KNOBS[f"model.{knob}"]
+            low, high, value = bounds.low, bounds.high, getattr(config, size, None)
+            if not (value is None and knob in OPTIONAL_SIZES) and not low <= value <= high:
+                size = self._field(size)
+                raise ValueError(f"{size} must be from {low:,} to {high:,}, got {value!s:.40}")
+
+
+def config_class_of(model_type: str) -> type[PreTrainedConfig]:
+    """The config class of a causal LM of transformers. Raises ValueError if there is none."""
+    known = {kind.model_type: kind for kind in MODEL_FOR_CAUSAL_LM_MAPPING}
+    if model_type not in known:
+        reason = (
+            "is not a causal language model" if model_type in CONFIG_MAPPING else "is no model type"
+        )
+        raise ValueError(
+            f"{model_type} {reason} of transformers{did_you_mean(model_type, ['gpt2', *known])}"
+        )
+    return known[model_type]
+
+
+def padded_vocab_size(section: ModelSection, vocab_size: int) -> int | None:
+    """Rows of the embedding if the recipe pads the vocabulary to more than it has."""
+    rows = -(-vocab_size // section.pad_vocab_to_multiple_of) * section.pad_vocab_to_multiple_of
+    return rows if rows > vocab_size else None
+
+
+def padding_rows(config: PreTrainedConfig) -> int:
+    """Rows of the embedding that only pad the vocabulary."""
+    return (getattr(config, "padded_vocab_size", None) or config.vocab_size) - config.vocab_size
