@@ -302,11 +302,7 @@ class Architecture(ConfigFields):
 
     def residual_weights(self, block: nn.Module) -> list[nn.Parameter]:
         """The weights that write to the residual stream."""
-        layers = [
-            part[-1].weight
-            for part in map(list, map(dict.values, self.linear_layers(block)))
-            if part
-        ]
+        layers = [list(part.values())[-1].weight for part in self.linear_layers(block) if part]
         return layers + [experts.down_proj for experts in experts_of(block)]
 
     def lora_targets(self, config: PreTrainedConfig) -> tuple[str, ...]:

@@ -44,7 +44,6 @@ def test_help_lists_log_options_and_every_knob_once(capsys):
 @pytest.mark.parametrize(
     ("command", "meaning"),
     [
-        ("bench", "how processes share the work (default ddp)"),
         ("estimate", "of --gpus, or all if they are fewer; default 8"),
         ("rl", "the questions, with reference answers: as conversations for `finetune`"),
         ("rl", "recipes/arithmetic_rl.yaml"),
