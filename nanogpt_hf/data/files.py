@@ -111,11 +111,11 @@ def file_digest(files: list[Path]) -> str:
     return f"sha256:{digest.hexdigest()}"
 
 
-def download(url: str, folder: Path, *, sha256: str | None, knobs: tuple[str, str]) -> Path:
+def download(url: str, folder: Path, sha256: str | None) -> Path:
     """Copy the file at a URL that fsspec reads into `folder`, and check its sha256 if given.
 
-    `knobs` name the URL and the sha256 in error messages. Raises DataError if it cannot be
-    downloaded, or is another file; a password in the URL is never printed.
+    Raises DataError if it cannot be downloaded, or is another file; a password in the URL is never
+    printed.
     """
     try:
         parts = urllib.parse.urlsplit(url)
@@ -123,7 +123,7 @@ def download(url: str, folder: Path, *, sha256: str | None, knobs: tuple[str, st
             raise ValueError
     except ValueError:  # the URL is not printed, since it might show a part of a password
         raise DataError(
-            f"{knobs[0]}: cannot be downloaded: not a URL; in a user name or password write / as "
+            "data.source: cannot be downloaded: not a URL; in a user name or password write / as "
             "%2F, : as %3A, @ as %40, ? as %3F and # as %23"
         ) from None
     target, shown, options = folder / (Path(parts.path).name or "file.txt"), without_login(url), {}
@@ -137,10 +137,10 @@ def download(url: str, folder: Path, *, sha256: str | None, knobs: tuple[str, st
         system.get_file(path, str(target))
     except Exception as error:  # the network, a file system, a package that it needs
         reason = without_login(one_line(error)) or type(error).__name__
-        raise DataError(f"{knobs[0]}: {shown}: cannot be downloaded: {reason}") from None
+        raise DataError(f"data.source: {shown}: cannot be downloaded: {reason}") from None
     digest = file_digest([target]).removeprefix("sha256:")
     if sha256 and digest != sha256.lower():
-        raise DataError(f"{knobs[1]}: {shown} has sha256 {digest}, not {sha256}; nothing was kept")
+        raise DataError(f"data.sha256: {shown} has sha256 {digest}, not {sha256}; nothing was kept")
     return target
 
 

@@ -75,8 +75,7 @@ def load_documents(data: DataSection, scratch: Path, read_row: ReadRow | None = 
         return Documents(lambda: documents, None, revision, len(documents))
     files, shown = local_files(data), None
     if not files:
-        knobs = "data.source", "data.sha256"
-        files = [download(data.one_source, scratch, sha256=data.sha256, knobs=knobs)]
+        files = [download(data.one_source, scratch, data.sha256)]
         shown = without_login(data.one_source)
     return Documents(lambda: _from_files(files, shown, data, read_row), None, file_digest(files))
 

@@ -34,9 +34,8 @@ class CoreScore(Evaluation):
     options = {  # noqa: RUF012
         "--core": {
             "metavar": "BUNDLE",
-            "help": "the CORE score: a folder with core.yaml, or the URL of such a folder as a zip",
+            "help": "the CORE score: a folder with core.yaml, or a zip of one",
         },
-        "--core-sha256": {"metavar": "HEX", "help": "expected sha256 of the zip at a URL"},
         **LIMIT,
     }
 
@@ -46,8 +45,7 @@ class CoreScore(Evaluation):
     def load(self, request: Request) -> Loaded:
         from nanogpt_hf.evaluation.core_bundle import load_bundle
 
-        arguments = request.arguments
-        bundle = load_bundle(arguments.core, arguments.core_sha256, arguments.limit)
+        bundle = load_bundle(request.arguments.core, request.arguments.limit)
         return Loaded(partial(_measure, bundle, request.tokenizer), {"core_sha256": bundle.sha256})
 
 

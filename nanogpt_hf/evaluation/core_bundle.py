@@ -1,24 +1,20 @@
 """Read a bundle of CORE tasks, core.yaml, eval_meta_data.csv and eval_data/*.jsonl: a folder, or a
-zip at a URL.
+zip of one.
 """
 
 import csv
-import hashlib
 import json
 import os
 import random
-import tempfile
 import zipfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-import filelock
 import yaml
-from huggingface_hub import constants
 
-from nanogpt_hf.data.files import download, file_digest, is_url, without_login
+from nanogpt_hf.data.files import file_digest
 from nanogpt_hf.errors import DataError, UserError, one_line
 
 _SHUFFLE_SEED = 1337  # nanochat's, so that --limit takes the same questions
@@ -55,31 +51,26 @@ class CoreBundle:
     sha256: str
 
 
-def load_bundle(source: str, sha256: str | None = None, limit: int | None = None) -> CoreBundle:
-    """The tasks of a folder, or of a zip at a URL, which is downloaded once; at most `limit`
-    questions of each.
+def load_bundle(source: str, limit: int | None = None) -> CoreBundle:
+    """The tasks of a folder, or of a zip of one; at most `limit` questions of each.
 
-    Raises DataError, one line, if there is no such bundle, the zip has another sha256, or a file
-    cannot be read.
+    Raises DataError, one line, if there is no such bundle, or a file cannot be read.
     """
-    name = without_login(source)
-    is_download = is_url(source)
-    if sha256 and not is_download:
-        raise DataError("--core-sha256: checks a download; leave it out for a folder")
+    path = Path(os.path.expanduser(source))
     try:
-        folder = _downloaded(source, sha256) if is_download else Path(os.path.expanduser(source))
+        folder = _in_zip(path) if path.is_file() else path
         if not (folder / "core.yaml").is_file():
-            raise DataError(f"--core: {name}: no bundle of CORE, which has core.yaml in it")
+            raise DataError(f"--core: {source}: no bundle of CORE, which has core.yaml in it")
         tasks, files = _read(folder, limit)
         digest = file_digest(files).removeprefix("sha256:")
     except UserError:
         raise
     except Exception as error:  # zipfile, zlib, csv, yaml and json raise many types
         raise DataError(
-            f"--core: {name}: cannot be read as a bundle of CORE: {type(error).__name__}: "
+            f"--core: {source}: cannot be read as a bundle of CORE: {type(error).__name__}: "
             f"{one_line(error)}"
         ) from None
-    return CoreBundle(name, tasks, digest)
+    return CoreBundle(source, tasks, digest)
 
 
 def _read(folder: Any, limit: int | None) -> tuple[list[CoreTask], list[Any]]:
@@ -122,34 +113,8 @@ _OPTIONS: dict[str, Callable[[dict[str, Any]], list[tuple[str, str]]]] = {
 }
 
 
-def _downloaded(url: str, sha256: str | None) -> zipfile.Path:
-    """The folder with core.yaml in the zip at a URL, which the cache of the Hugging Face libraries
-    keeps; of several processes, one downloads it.
-    """
-    name = hashlib.sha256(url.encode()).hexdigest()[:16]
-    archive = Path(constants.HF_ASSETS_CACHE) / "nanogpt_hf" / f"core_{name}.zip"
-    if not archive.is_file():
-        archive.parent.mkdir(parents=True, exist_ok=True)
-        lock = archive.with_suffix(".lock")
-        lock.touch()  # if no file can be made, filelock would retry for ever
-        with filelock.FileLock(lock):
-            if not archive.is_file():  # no other process was faster
-                _download(url, sha256, archive)
-    if sha256 and (digest := file_digest([archive])) != f"sha256:{sha256.lower()}":
-        raise DataError(
-            f"--core-sha256: {archive} was downloaded from {without_login(url)} with {digest}, "
-            f"not {sha256}"
-        )
+def _in_zip(archive: Path) -> zipfile.Path:
+    """The folder with core.yaml in a zip."""
     with zipfile.ZipFile(archive) as file:
         found = [name for name in file.namelist() if PurePosixPath(name).name == "core.yaml"]
     return zipfile.Path(archive, min(found, default="").removesuffix("core.yaml"))
-
-
-def _download(url: str, sha256: str | None, archive: Path) -> None:
-    """Download a zip, and move it to `archive` only if all its files can be read."""
-    with tempfile.TemporaryDirectory(dir=archive.parent) as folder:
-        file = download(url, Path(folder), sha256=sha256, knobs=("--core", "--core-sha256"))
-        with zipfile.ZipFile(file) as content:
-            if damaged := content.testzip():
-                raise zipfile.BadZipFile(f"{damaged} in it is damaged")
-        file.replace(archive)
