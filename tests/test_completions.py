@@ -5,9 +5,8 @@ from its seed.
 import pytest
 import torch
 
-from nanogpt_hf.completions import generate_completions
 from nanogpt_hf.errors import DivergedError
-from nanogpt_hf.generate import generate_tokens
+from nanogpt_hf.generate import generate_completions, generate_tokens
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 
 PROMPTS = [[3, 4, 5], [6], [7, 8, 9, 10, 2], [3, 4, 5]]

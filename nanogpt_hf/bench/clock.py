@@ -1,6 +1,9 @@
-"""Time training steps: repeated windows with their spread, and the phases of a step."""
+"""Time training steps: repeated windows with their spread, and the phases of a step. Count the
+bytes that collectives send, which do not depend on how busy a machine is.
+"""
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import pairwise
@@ -8,9 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
+import torch.distributed.distributed_c10d as c10d
 from accelerate.utils import gather
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes
 
 WARM_STEPS = 3  # the first compiles and allocates, the next fill caches
 _WINDOW_SECONDS, _WINDOW_STEPS = 0.5, 50  # the length to aim at, and its largest number of steps
@@ -162,3 +170,72 @@ def collectives(profile: torch.profiler.profile) -> list:
     """The events of gloo's operations and NCCL's kernels."""
     names = ("gloo:", "ncclDevKernel", "ncclKernel")
     return [event for event in profile.events() or () if event.name.startswith(names)]
+
+
+# operations of c10d and of its functional form, by the beginning of their names
+_KINDS = {
+    "allgather": "all-gather",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "alltoall": "all-to-all",
+    "all_to_all": "all-to-all",
+    "allreduce": "all-reduce",
+    "all_reduce": "all-reduce",
+    "broadcast": "broadcast",
+    "send": "send",
+}
+
+
+class _Counting(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        if func.namespace in ("c10d", "_c10d_functional"):
+            name = func.name().partition("::")[2].strip("_")
+            kind = next((kind for start, kind in _KINDS.items() if name.startswith(start)), None)
+            if kind:
+                values = tree_leaves((args, kwargs))
+                tensors = [
+                    value
+                    for value in (*values, *tree_leaves(output))
+                    if isinstance(value, torch.Tensor)
+                ]
+                whole = max(tensor.nbytes for tensor in tensors)
+                if kind == "all-to-all" and func.namespace == "_c10d_functional" and 0 in args[2]:
+                    kind = "send"  # torch's permute_tensor: all of it to one process
+                self.sent[kind] += round(_sent(kind, whole, _group_size(values)))
+        return output
+
+
+def _sent(kind: str, whole: int, size: int) -> float:
+    """Bytes that one of `size` processes sends of the `whole`, the larger of a collective's
+    input and output.
+    """
+    if kind == "all-reduce":
+        return all_reduce_bytes(whole, size)
+    return whole if kind in ("send", "broadcast") else all_gather_bytes(whole, size)
+
+
+def _group_size(arguments: list[Any]) -> int:
+    """The size of the process group among the arguments of a collective: an object, or the last
+    string, its name.
+    """
+    for argument in arguments:
+        if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
+            return dist.ProcessGroup.unbox(argument).size()  # pyright: ignore[reportArgumentType]
+    names: list[Any] = [argument for argument in arguments if isinstance(argument, str)]
+    return c10d._resolve_process_group(names[-1]).size()  # pyright: ignore[reportPrivateImportUsage]
+
+
+def communicated_bytes(step: Callable[[], object]) -> dict[str, int]:
+    """Bytes that this process sends in one call of `step`, by kind of collective, if each runs
+    as a ring.
+    """
+    with _Counting() as counting:
+        step()
+    return dict(counting.sent)

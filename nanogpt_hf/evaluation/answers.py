@@ -9,14 +9,13 @@ import transformers
 from accelerate import Accelerator
 from accelerate.utils import gather_object
 
-from nanogpt_hf.completions import Completions, generate_completions
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.tokenizer import prompt_ids, unknown_characters_named
 from nanogpt_hf.distributed.accelerator import is_sharded, sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.evaluation.loss import eval_mode
-from nanogpt_hf.generate import answer_end_ids, end_ids_of
+from nanogpt_hf.generate import Completions, answer_end_ids, end_ids_of, generate_completions
 from nanogpt_hf.tasks.reward import RewardFunction
 from nanogpt_hf.tasks.task import PASSED, Question
 

@@ -18,8 +18,7 @@ from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
 from nanogpt_hf.model.written_out import MAX_POSITIONS
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.planning.activations import narrower, saved_block_bytes
-from nanogpt_hf.planning.counts import Counts, StageShare, stages_of
+from nanogpt_hf.planning.counts import Counts, StageShare, narrower, saved_block_bytes, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next

@@ -7,7 +7,6 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 
-from nanogpt_hf.completions import Completions
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.data.batches import Batches, epoch_order
@@ -15,6 +14,7 @@ from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.answers import Answers, AnswerSampler
 from nanogpt_hf.evaluation.loss import eval_mode
+from nanogpt_hf.generate import Completions
 from nanogpt_hf.rl.objective import advantages, completion_log_probs
 from nanogpt_hf.tasks.task import Question, Task
 

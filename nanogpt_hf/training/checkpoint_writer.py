@@ -22,8 +22,8 @@ from torch.distributed.tensor import DTensor
 
 from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
 from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
+from nanogpt_hf.runs.files import partial_of, replaced_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder
-from nanogpt_hf.runs.replace import partial_of, replaced_folder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
 from nanogpt_hf.training.checkpoint import (

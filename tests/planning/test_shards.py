@@ -14,7 +14,7 @@ from accelerate.utils import DistributedType
 from accelerate.utils.other import get_free_port
 
 from cpu_ring import allow_cpu_ring
-from nanogpt_hf.bench.communication import communicated_bytes
+from nanogpt_hf.bench.clock import communicated_bytes
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.synthetic import synthetic_data

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from nanogpt_hf.completions import Completions
 from nanogpt_hf.config.schema import RlSection
 from nanogpt_hf.evaluation.answers import Answers
+from nanogpt_hf.generate import Completions
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.rl.objective import advantages, kl_estimate, policy_objective
 from nanogpt_hf.rl.rollouts import sequence_batch

@@ -12,9 +12,8 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs import files
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import replaced_folder, written_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.replace import replaced_folder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
 

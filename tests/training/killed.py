@@ -23,8 +23,8 @@ import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
-from nanogpt_hf.reports import live
-from nanogpt_hf.runs import replace
+from nanogpt_hf.reports import page
+from nanogpt_hf.runs import files
 from nanogpt_hf.training import checkpoint_writer, step
 
 torch.set_num_threads(1)
@@ -35,10 +35,10 @@ PLACES = {
     "training": (step, "accumulate", 8),
     "evaluating": (loss, "pad_batch", 12),
     "writing a checkpoint": (checkpoint_writer, "write_tensors", 3),
-    "flushing a checkpoint": (replace, "flush", 8),
-    "dropping an old checkpoint": (replace.shutil, "rmtree", 1),
+    "flushing a checkpoint": (files, "flush", 8),
+    "dropping an old checkpoint": (files.shutil, "rmtree", 1),
     "writing best": (GPTForCausalLM, "save_pretrained", 1),
-    "replacing best": (replace, "old_of", 6),
+    "replacing best": (files, "old_of", 6),
 }
 
 
@@ -67,7 +67,7 @@ def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
         if child == 0:
             os.dup2(2, 1)
             if not isinstance(kill, int):
-                live.draw_run = lambda *_: None  # the plot takes longer than the training
+                page.draw_run = lambda *_: None  # the plot takes longer than the training
             if kills == 0 and isinstance(kill, int):
                 operations.kill_at(run, kill)
             elif kills == 0 and kill in PLACES:

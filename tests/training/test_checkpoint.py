@@ -15,7 +15,7 @@ from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.runs import replace
+from nanogpt_hf.runs import files
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 from nanogpt_hf.training import checkpoint, checkpoint_writer
@@ -120,7 +120,7 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
 
 @pytest.mark.parametrize(
     ("module", "step"),
-    [(checkpoint_writer, "write_tensors"), (replace, "flush"), (checkpoint_writer, "file_digest")],
+    [(checkpoint_writer, "write_tensors"), (files, "flush"), (checkpoint_writer, "file_digest")],
 )
 def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step, save_checkpoint):
     parts = build_training()
