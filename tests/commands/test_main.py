@@ -91,8 +91,8 @@ def test_run_on_prepared_data_imports_and_draws_no_more_than_it_needs(root, writ
     script = """
 import gc, sys
 from nanogpt_hf import commands
-from nanogpt_hf.reports import page
-plot, draw, rare, plots = page.LiveReports.plot, page.draw_run, set(), 0
+from nanogpt_hf.reports import live
+plot, draw, rare, plots = live.LiveReports.plot, live.draw_run, set(), 0
 def plot_and_look(reports, events):
     rare.update({"datasets", "matplotlib", "peft", "wandb"} & sys.modules.keys())
     plot(reports, events)
@@ -100,12 +100,12 @@ def draw_and_count(*arguments):
     global plots
     plots += 1
     draw(*arguments)
-page.LiveReports.plot, page.draw_run = plot_and_look, draw_and_count
+live.LiveReports.plot, live.draw_run = plot_and_look, draw_and_count
 assert "torch" not in sys.modules
 train = ["pretrain", sys.argv[1], "--run-dir", sys.argv[2], "--overwrite"]
 assert commands.main(train) == 0
 print("imported before the end:", rare, "plots:", plots, "frozen:", gc.get_freeze_count() > 100_000)
-page._SECONDS_BETWEEN_PLOTS = 0
+live._SECONDS_BETWEEN_PLOTS = 0
 assert commands.main(train) == 0
 print("plots of both runs:", plots)
 """

@@ -6,7 +6,7 @@ import pytest
 
 from arguments import argv
 from nanogpt_hf.commands import main
-from nanogpt_hf.reports import page
+from nanogpt_hf.reports import live
 
 
 @pytest.fixture(scope="module")
@@ -56,7 +56,7 @@ def test_report_error_does_not_end_the_run(write_recipe, tmp_path, capsys, monke
     def fail(*arguments):
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(page, "write_report", fail)
+    monkeypatch.setattr(live, "write_report", fail)
     assert main(argv("pretrain {} --run-dir {}", write_recipe(), tmp_path / "run")) == 0
     assert "report.html: cannot be written: the disk is full" in capsys.readouterr().err
     assert (tmp_path / "run" / "final" / "model.safetensors").is_file()

@@ -23,7 +23,7 @@ import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
-from nanogpt_hf.reports import page
+from nanogpt_hf.reports import live
 from nanogpt_hf.runs import files
 from nanogpt_hf.training import checkpoint_writer, step
 
@@ -67,7 +67,7 @@ def train(arguments: list[str], kill: str | int | None) -> tuple[int, int]:
         if child == 0:
             os.dup2(2, 1)
             if not isinstance(kill, int):
-                page.draw_run = lambda *_: None  # the plot takes longer than the training
+                live.draw_run = lambda *_: None  # the plot takes longer than the training
             if kills == 0 and isinstance(kill, int):
                 operations.kill_at(run, kill)
             elif kills == 0 and kill in PLACES:

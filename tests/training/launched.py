@@ -27,7 +27,7 @@ import operations
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.reports import page
+from nanogpt_hf.reports import live
 from nanogpt_hf.training import checkpoint, checkpoint_writer
 from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
@@ -142,7 +142,7 @@ def run(arguments: list[str]) -> None:
         CheckpointWriter.save = recording
     deepspeed.configure = sharding_small_parameters
     checkpoint.file_digest = recording_digest
-    page.draw_run = lambda *_: None  # the plot takes longer than the training
+    live.draw_run = lambda *_: None  # the plot takes longer than the training
     rendezvous.HEARTBEAT = 1.0  # how long a process waits for one that is lost
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))
     try:
