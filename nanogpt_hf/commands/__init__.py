@@ -73,6 +73,11 @@ COMMANDS = {
     "verify": Command(
         "repeat steps of a run, and compare them with what it recorded", writes_alone=True
     ),
+    "branch": Command(
+        "start a new run from a checkpoint of another, with other knobs",
+        knobs=True,
+        writes_alone=True,
+    ),
     "inspect": Command(
         "show the text that a step saw, with its losses; find the steps of a text",
         "sequences",  # the name of Python's own module is taken

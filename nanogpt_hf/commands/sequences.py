@@ -31,6 +31,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
 
     from nanogpt_hf.runs.folder import step_of
     from nanogpt_hf.runs.metrics import read_metrics
+    from nanogpt_hf.runs.provenance import branched_at
     from nanogpt_hf.training.sequences import sequences_of, steps_with
     from nanogpt_hf.training.verify import recipe_of, run_at
 
@@ -40,12 +41,15 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     last = min(last, config.train.max_steps)
     if step and step > last:
         raise UserError(f"--step {step}: the run has recorded {plural(last, 'step')}")
+    begun, other = branched_at(folder)
+    if step and step <= begun:
+        raise UserError(f"--step {step}: was taken by {other}, of which this run is a branch")
     if text == "":
         raise UserError("--find: expected a text, got nothing")
     before = max((number for number in kept if number < (step or last + 1)), default=0)
     with run_at(folder, config, before) as run:
         if step is None:
-            steps = steps_with(run, text, last)
+            steps = [number for number in steps_with(run, text, last) if number > begun]
             tree = {"text": text, "steps": steps}
             show(f"{len(steps):,} of {plural(last, 'step')} saw it: {steps}")
         else:

@@ -246,7 +246,8 @@ def _machine_rows(starts: list[dict[str, Any]]) -> list[list[str]]:
     rows = []
     for start in starts:
         rows.append(["start", f"from step {start.get('step')}, {start.get('time')}"])
-        for name in ("machine", "processes", "device", "precision", "code", "command"):
+        names = ("branch_of", "machine", "processes", "device", "precision", "code", "command")
+        for name in names:
             if start.get(name) is not None:
                 rows.append([name, str(start[name])])
         for name in ("versions", "fingerprint"):

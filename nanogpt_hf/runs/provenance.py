@@ -65,6 +65,14 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
         raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
 
 
+def branched_at(run: RunFolder) -> tuple[int, str]:
+    """The step at which the run began, and the folder of the run that it is a branch of; 0 and ""
+    if it is none.
+    """
+    starts = reversed(read_starts(run))
+    return next(((s.get("step", 0), s["branch_of"]) for s in starts if "branch_of" in s), (0, ""))
+
+
 def add_start(run: RunFolder, start: dict[str, Any]) -> None:
     """Add a start to machine.json, atomically."""
     starts = [*read_starts(run), start]

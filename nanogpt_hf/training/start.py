@@ -116,8 +116,8 @@ def prepare_run(
         raise
 
 
-def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> None:
-    """Raises UserError for what is wrong without the data: folders, machine, section `model`."""
+def check_folders(config: Config, folder: RunFolder) -> None:
+    """Raises UserError if run folder and prepared data are inside each other."""
     for data in (config.data.dir, *(source.data.dir for source in sources_of(config.data))):
         paths = folder.path.resolve(), Path(data).resolve()
         if paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0]):
@@ -125,6 +125,11 @@ def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> Non
                 f"--run-dir {folder.path} and --data.dir {data}: one is inside the other; choose "
                 "two separate folders"
             )
+
+
+def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> None:
+    """Raises UserError for what is wrong without the data: folders, machine, section `model`."""
+    check_folders(config, folder)
     check_launch(config, mesh)
     if config.finetune.model is None:
         check_balance(config, build_config(config.model, vocab_size=256))

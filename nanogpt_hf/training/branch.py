@@ -1,0 +1,72 @@
+"""Make the folder of a run that begins at a checkpoint of another run."""
+
+import json
+import shutil
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.schema import Config
+from nanogpt_hf.errors import UserError
+from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.identity import run_identity
+from nanogpt_hf.runs.metrics import read_metrics
+from nanogpt_hf.runs.provenance import add_start, read_starts
+from nanogpt_hf.runs.replace import replaced_folder
+from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_checkpoint
+from nanogpt_hf.training.methods import TEXT, method_of
+from nanogpt_hf.training.start import check_folders
+
+
+def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> None:
+    """Write a run folder of `config` with the checkpoint of `step`, and what precedes it.
+
+    Prepares the data. Raises UserError, and leaves nothing, if they do not fit together.
+    """
+    if method_of(config) is not TEXT:
+        raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
+    check_folders(config, new)
+    checkpoint = read_checkpoint(old.checkpoint(step))
+    known = (checkpoint.state.identity or {}).get("data", {}).get("tokenizer_hash")
+    new.lock()
+    try:
+        new.check(resume=False, overwrite=False)
+        identity = run_identity(config, TEXT.load(config).manifest)
+        if identity["data"]["tokenizer_hash"] != known:
+            raise UserError(f"{config.data.dir}: has another tokenizer than {old.path}")
+        new.start(config_to_yaml(config))
+        try:
+            _copy_history(old, new, step)
+            _copy_checkpoint(checkpoint.folder, new.checkpoint(step), identity)
+        except BaseException:
+            new.machine.unlink(missing_ok=True)
+            new.undo_start()
+            raise
+        new.checkpoint_written(step, checkpoint.state.last_finite_step, keep=1)
+    finally:
+        new.unlock()
+
+
+def _copy_history(old: RunFolder, new: RunFolder, step: int) -> None:
+    """Copy the metrics and starts up to a step, and add an entry that names the other run."""
+    events = [event for event in read_metrics(old) if event["step"] <= step]
+    with written_whole(new.metrics) as partial:
+        partial.write_text("".join(f"{json.dumps(event)}\n" for event in events), "utf-8")
+    starts = [start for start in read_starts(old) if start.get("step", 0) <= step]
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    entry = {"step": step, "time": now, "branch_of": str(old.path.resolve())}
+    for start in [*starts, (starts or [{}])[-1] | entry]:
+        add_start(new, start)
+
+
+def _copy_checkpoint(source: Path, target: Path, identity: dict[str, Any]) -> None:
+    """Copy a checkpoint to a run of another identity."""
+    with replaced_folder(target) as partial:
+        shutil.copytree(source, partial, dirs_exist_ok=True)
+        facts = json.loads((source / STATE).read_text("utf-8")) | {"identity": identity}
+        (partial / STATE).write_text(json.dumps(facts, indent=2) + "\n", "utf-8")
+        checksums = json.loads((source / CHECKSUMS).read_text("utf-8"))
+        checksums[STATE] = file_digest(partial / STATE)
+        (partial / CHECKSUMS).write_text(json.dumps(checksums, indent=2) + "\n", "utf-8")

@@ -1,0 +1,108 @@
+"""`branch`: a run from a checkpoint of another, with other knobs."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from arguments import argv
+from assertions import file_contents, numbers
+from nanogpt_hf.commands import main
+from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.training.checkpoint import read_checkpoint
+
+
+@pytest.fixture(scope="module")
+def stem(train, tmp_path_factory) -> RunFolder:
+    options = {"train__max_steps": 8, "checkpoint__keep": 9, "eval__every": 4}
+    folder = tmp_path_factory.mktemp("branches")
+    return train(folder / "stem", model__dropout=0.1, **options)
+
+
+@pytest.fixture
+def branch(stem, tmp_path, forget_accelerate):
+    """Make a branch with knobs, and train it to its end; return its folder."""
+
+    def branch(knobs: str, step: int = 4) -> RunFolder:
+        before, new = file_contents(stem.path), RunFolder(tmp_path / "new")
+        words = argv("branch {} --at {} --run-dir {}", stem.path, step, new.path)
+        assert main([*words, *knobs.split()]) == 0
+        assert file_contents(stem.path) == before
+        forget_accelerate()
+        assert main(argv("pretrain {} --run-dir {} --resume", new.recipe, new.path)) == 0
+        return new
+
+    return branch
+
+
+def test_branch_without_changes_is_the_same_run(stem, branch):
+    new = branch("")
+    for run in (stem, new):
+        (run.final / "README.md").unlink()  # the card states the duration
+    assert file_contents(new.final) == file_contents(stem.final)
+    assert [e for e in numbers(new) if e["step"] != 4] == [
+        e for e in numbers(stem) if e["step"] != 4
+    ]
+    assert [e["step"] for e in numbers(new)] == [e["step"] for e in numbers(stem)]
+    copied = read_starts(new)[1]
+    assert (copied["step"], copied["branch_of"]) == (4, str(stem.path))
+    assert str(stem.path) in new.report.read_text()
+
+
+def test_branch_has_other_text_rates_and_steps(stem, branch, text_file, tmp_path):
+    (tmp_path / "other.txt").write_text(text_file.read_text()[::-1])
+    tokenizer = Path(read_recipe_knob(stem, "data.dir")) / "tokenizer"
+    data = f"--data.source {tmp_path}/other.txt --data.dir {tmp_path}/data"
+    data += f" --data.tokenizer {tokenizer}"
+    new = branch(f"{data} --checkpoint.keep 2 --optim.schedule linear --train.max_steps 6")
+    events = numbers(new)
+    assert max(event["step"] for event in events) == 6
+    old = {e["step"]: e["train/loss"] for e in numbers(stem) if "train/loss" in e}
+    for event in events:
+        if "train/loss" in event:
+            assert (event["train/loss"] == old[event["step"]]) == (event["step"] <= 4)
+    optimizers = [read_checkpoint(run.checkpoint(6)).optimizer_state for run in (stem, new)]
+    assert optimizers[0].layout == optimizers[1].layout
+    assert main(argv("verify {} --steps 4:6", new.path)) == 0
+    assert main(argv("inspect {} --step 5", new.path)) == 0
+    assert main(argv("inspect {} --step 4", new.path)) == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "part"),
+    [
+        ("--at 4 --run-dir NEW --model.n_layer 3", "model.n_layer: 2 -> 3"),
+        ("--at 4 --run-dir NEW --optim.name muon", "optim.name: adamw -> muon"),
+        ("--at 3 --run-dir NEW", "--at 3: STEM has checkpoints of the steps 2, 4, 6, 8"),
+        ("--at 8 --run-dir NEW", "--train.max_steps 8: is not past step 8"),
+        ("--at 4 --run-dir STEM", "is inside"),
+        ("--at 4 --run-dir STEM/new", "is inside"),
+        ("--at 4 --run-dir NEW --data.dir NEW/data", "one is inside the other"),
+    ],
+)
+def test_mistake_is_one_line(stem, refused, tmp_path, words, part):
+    for name, path in (("STEM", stem.path), ("NEW", tmp_path / "new")):
+        words, part = words.replace(name, str(path)), part.replace(name, str(path))
+    assert part in refused("branch", stem.path, *words.split())
+    assert not (tmp_path / "new").exists()
+
+
+def test_text_of_another_tokenizer_is_refused(stem, tmp_path, capsys):
+    line = "branch {} --at 4 --run-dir {} --data.dir {} --data.tokenizer bpe --data.vocab_size 280"
+    assert main(argv(line, stem.path, tmp_path / "new", tmp_path / "data")) == 2
+    assert "data: has another tokenizer than " in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_damaged_checkpoint_is_one_line(stem, refused, tmp_path):
+    run = RunFolder(shutil.copytree(stem.path, tmp_path / "run"))
+    (run.checkpoint(4) / "state.json").write_text("{}")
+    assert "state.json" in refused("branch", run.path, "--at", 4, "--run-dir", tmp_path / "new")
+
+
+def read_recipe_knob(run: RunFolder, key: str):
+    from nanogpt_hf.config.load import load_config
+    from nanogpt_hf.config.schema import get_value
+
+    return get_value(load_config(run.recipe), key)
