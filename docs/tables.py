@@ -27,8 +27,12 @@ LAYOUTS = {
     "PP, zero bubble": _ZERO_BUBBLE,
     "PP, zero bubble × FSDP2": {*_ZERO_BUBBLE, "FSDP2"},
 }
+_EP = "expert parallelism"
+EXPERT_LAYOUTS = {"EP": {_EP}, "EP × DDP": {_EP}, "EP × FSDP2": {_EP, "FSDP2"}}
+EXPERT_TYPES = ("qwen3_moe", "mixtral", "olmoe", "deepseek_v3", "gpt_oss")
+DENSE_TYPES = ("gpt2", "llama", "qwen3", "nanochat")
 FEATURES = {
-    **{name: set() for name in ("gpt2", "llama", "qwen3", "nanochat")},
+    **{name: set() for name in (*DENSE_TYPES, *EXPERT_TYPES)},
     "olmo2": {"blocks without a plan"},
     "Muon": {"optim.name muon"},
     "8-bit state": {"optim.state 8bit"},
@@ -44,16 +48,19 @@ FEATURES = {
 
 def combines(layout: str, feature: str) -> str:
     """Whether a layout and a feature combine: yes, no, or – if the layout has no such setting."""
-    settings = dict.fromkeys(LAYOUTS[layout] | FEATURES[feature], "")
+    settings = dict.fromkeys((LAYOUTS | EXPERT_LAYOUTS)[layout] | FEATURES[feature], "")
     if feature == "checkpointed" and "FSDP2" not in settings:
         return "–"
     return "no" if any(refused(settings, all_rules())) else "yes"
 
 
 def combination_tables() -> str:
-    """What combines with each layout, and all rules."""
-    rows = [[layout, *(combines(layout, feature) for feature in FEATURES)] for layout in LAYOUTS]
-    rows = [["layout", *FEATURES], ["---"] * (len(FEATURES) + 1), *rows]
+    """What combines with each layout, first those of any model, and all rules."""
+    whats = []
+    for layouts, others in ((LAYOUTS, EXPERT_TYPES), (EXPERT_LAYOUTS, (*DENSE_TYPES, "olmo2"))):
+        names = [name for name in FEATURES if name not in others]
+        rows = [[layout, *(combines(layout, name) for name in names)] for layout in layouts]
+        whats.append([["layout", *names], ["---"] * (len(names) + 1), *rows])
     others: dict[tuple[str, str], list[str]] = {}
     for rule in all_rules():
         others.setdefault((rule.a, f"{rule.reason}; {rule.remedy}"), []).append(rule.b)
@@ -62,7 +69,7 @@ def combination_tables() -> str:
         settings.setdefault((", ".join(bs), why), []).append(a)
     listed = [[", ".join(names), bs, why] for (bs, why), names in settings.items()]
     listed = [["setting", "does not combine with", "reason and remedy"], ["---"] * 3, *listed]
-    tables = ("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (rows, listed))
+    tables = ("\n".join(f"| {' | '.join(row)} |" for row in table) for table in (*whats, listed))
     return "\n" + "\n\n".join(tables) + "\n\n"
 
 

@@ -7,10 +7,10 @@ any other failure. SIGTERM, SIGINT, SIGUSR1 or SIGHUP, to this process or to all
 stops a training run after its current step and saves, however long that takes. The path of a script
 in place of COMMAND is launched unchanged.
 
-parallelism_config_pp_size, the number of pipeline stages, and parallelism_config_pp_schedule,
-1f1b or zero_bubble, may be in the config's parallelism_config, or options: accelerate 1.15 does
-not know them, so this command passes them on, as PARALLELISM_CONFIG_PP_SIZE and
-PARALLELISM_CONFIG_PP_SCHEDULE.
+parallelism_config_pp_size, the number of pipeline stages, parallelism_config_pp_schedule, 1f1b or
+zero_bubble, and parallelism_config_ep_size, the number of data-parallel processes that share one
+copy of the experts, may be in the config's parallelism_config, or options: accelerate 1.15 does
+not know them, so this command passes them on, as PARALLELISM_CONFIG_PP_SIZE and so on.
 """
 
 import argparse
@@ -31,7 +31,7 @@ from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
-_OF_PIPELINES = ("parallelism_config_pp_size", "parallelism_config_pp_schedule")
+_PASSED_ON = [f"parallelism_config_{name}" for name in ("pp_size", "pp_schedule", "ep_size")]
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
@@ -65,7 +65,7 @@ def run(words: list[str], commands: Collection[str]) -> int:
 
 
 def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
-    """The arguments of `accelerate launch`; those of pipelines go to the environment.
+    """The arguments of `accelerate launch`; those it does not know go to the environment.
 
     Raises UserError for an unknown option or command, or a wrong config.
     """
@@ -74,14 +74,14 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
     parser = launch_command_parser()
     parser.error = _refuse
-    for name in _OF_PIPELINES:
+    for name in _PASSED_ON:
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
     default = default_config_file if os.path.isfile(default_config_file) else None
     file = arguments.config_file or default
     settings = _read_config(file, vars(arguments)) if file else {}
     layout = settings.get("parallelism_config") or {}
-    for name in _OF_PIPELINES:
+    for name in _PASSED_ON:
         option = vars(arguments)[name]
         if (value := layout.get(name) if option is None else option) is not None:
             os.environ[name.upper()] = str(value)

@@ -164,6 +164,8 @@ def requested_machine() -> Machine:
         checkpoints=fsdp
         and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true",
         reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
+        sends_weights=fsdp
+        and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true",
     )
 
 
@@ -198,11 +200,11 @@ def default_to_cpu(mesh: Mesh) -> None:
         os.environ["ACCELERATE_USE_CPU"] = "true"
 
 
-def hide_pipeline_stages(mesh: Mesh) -> None:
-    """Keep parallelism_config from accelerate if it has pipeline stages, which no device mesh of
-    accelerate has.
+def hide_layout(mesh: Mesh) -> None:
+    """Keep parallelism_config from accelerate if it has pipeline stages or shares of experts, which
+    no device mesh of accelerate has.
     """
-    if mesh.pp_size > 1:
+    if mesh.pp_size * mesh.ep_size > 1:
         os.environ["ACCELERATE_USE_PARALLELISM_CONFIG"] = "false"
 
 

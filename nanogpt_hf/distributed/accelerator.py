@@ -30,12 +30,12 @@ from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.distributed import deepspeed, rendezvous
+from nanogpt_hf.distributed import deepspeed, expert_parallel, rendezvous
 from nanogpt_hf.distributed.accelerate_config import (
     check_config,
     check_launch,
     default_to_cpu,
-    hide_pipeline_stages,
+    hide_layout,
     ignore_layout,
     lacks_bfloat16,
     one_line_of_accelerate,
@@ -136,7 +136,7 @@ def build_accelerator(
     accelerate config sets.
     """
     accumulation = check_launch(config, mesh)
-    hide_pipeline_stages(mesh)
+    hide_layout(mesh)
     if requested("DEEPSPEED") and not torch.accelerator.is_available():
         deepspeed.reduce_with_gloo()
     # No dataloader is prepared, so none may end an accumulation early.
@@ -194,7 +194,7 @@ def is_sharded(accelerator: Accelerator) -> bool:
     """Whether each process holds a part of the model or of the optimizer state only."""
     sharded = accelerator.distributed_type in (DistributedType.FSDP, DistributedType.DEEPSPEED)
     mesh = mesh_of(accelerator)
-    return sharded or mesh.tp_size * mesh.pp_size > 1
+    return sharded or mesh.tp_size * mesh.pp_size * mesh.ep_size > 1
 
 
 def sum_over_ranks(accelerator: Accelerator, mesh: Mesh, tensor: torch.Tensor) -> torch.Tensor:
@@ -231,6 +231,7 @@ def describe_machine(accelerator: Accelerator) -> str:
     split = {
         "tensor-parallel": mesh.tp_size,
         "context-parallel": mesh.cp_size,
+        "expert-parallel": mesh.ep_size,
         f"pipeline-parallel ({mesh.pp_schedule})": mesh.pp_size,
     }
     words = [
@@ -337,7 +338,9 @@ def clip_gradients(
     If it is not finite, the next step leaves weights and state unchanged; DeepSpeed and fp16's
     scaler do the same by themselves.
     """
-    if is_sharded(accelerator) or accelerator.scaler is not None:
+    if (mesh := mesh_of(accelerator)).ep_size > 1:
+        norm = expert_parallel.clip_gradients([*model.parameters()], mesh, max_norm)
+    elif is_sharded(accelerator) or accelerator.scaler is not None:
         norm = accelerator.clip_grad_norm_(model.parameters(), max_norm or math.inf)
     else:  # accelerate would look through all gradients for shards first
         norm = torch.nn.utils.clip_grad_norm_(

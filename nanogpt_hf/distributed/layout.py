@@ -17,6 +17,7 @@ from nanogpt_hf.distributed.context_parallel import (
     needs_ring,
     share_positions,
 )
+from nanogpt_hf.distributed.expert_parallel import experts_problem, split_experts
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.stages import check_stages
 from nanogpt_hf.distributed.tensor_parallel import split_matrices
@@ -24,6 +25,7 @@ from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
+from nanogpt_hf.model.experts import experts_of
 from nanogpt_hf.optim.optimizer import check_combination
 
 
@@ -37,13 +39,18 @@ class Machine:
     device: str = "cpu"
     checkpoints: bool = False  # activations
     reshards: bool = False  # FSDP2: weights after each forward pass
+    sends_weights: bool = False  # FSDP2: from the only process that reads them
 
 
 def split_model(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
-    """Split a model for tensor and context parallelism, in place, before it is prepared."""
+    """Split a model for tensor, context and expert parallelism, in place, before it is
+    prepared.
+    """
     device_mesh: Any = accelerator.torch_device_mesh
     if mesh.tp_size > 1:
         split_matrices(model, device_mesh["tp"])
+    if mesh.ep_size > 1:
+        split_experts(model, accelerator, mesh)
     if mesh.cp_size > 1:
         ring = needs_ring(model.config, mesh.tp_size * mesh.cp_size)
         share_positions(model, device_mesh["cp"], ring=ring, rotation=mesh.cp_rotation)
@@ -68,7 +75,7 @@ def check_layout(
         except ValueError as error:
             named = f"model.architecture {config.model.architecture} ({error})"
             check_combination(settings | {"blocks that are no stages": named})
-    if mesh.tp_size * mesh.cp_size > 1:
+    if mesh.tp_size * mesh.cp_size * mesh.ep_size > 1:
         model = model or _meta_model(config)
         check_combination(settings | model_settings(config, model, mesh))
         if problem := _sizes_problem(config, model, mesh, machine):
@@ -83,6 +90,7 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "tensor parallelism × FSDP2": mesh.tp_size > 1 and is_fsdp,
         f"context parallelism (cp_size {mesh.cp_size})": mesh.cp_size > 1,
         f"pipeline stages (pp_size {mesh.pp_size})": mesh.pp_size > 1,
+        f"expert parallelism (ep_size {mesh.ep_size})": mesh.ep_size > 1,
         "pp_schedule zero_bubble": mesh.pp_size > 1 and mesh.pp_schedule == "zero_bubble",
         "DeepSpeed": machine.sharding == "zero",
         "FSDP2": is_fsdp,
@@ -94,13 +102,16 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "dynamo_backend": machine.compiles,
         "fsdp_activation_checkpointing": machine.checkpoints,
         "fsdp_reshard_after_forward": machine.reshards,
+        "fsdp_cpu_ram_efficient_loading": machine.sends_weights,
         "a CPU": machine.device == "cpu",
     }
     return {words.partition(" (")[0]: words for words, is_set in found.items() if is_set}
 
 
 def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
-    """What matters of a model for tensor and context parallelism, by name, with its words."""
+    """What matters of a model for tensor, context and expert parallelism, by name, with its
+    words.
+    """
     name, found = f"model.architecture {config.model.architecture}", {}
     architecture, window = architecture_of(model), getattr(model.config, "sliding_window", None)
     if mesh.tp_size > 1:
@@ -110,6 +121,8 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
                 found["split norms of heads"] = f"the norms of heads of {name}"
         except ValueError as error:
             found["blocks without a plan"] = f"{name} ({error})"
+    if not experts_of(model):
+        found["no experts"] = name
     rotary = getattr(model.config, "rope_parameters", None) is not None
     if model.config._attn_implementation != "sdpa" or not (
         rotary or config.model.architecture == "gpt2"
@@ -127,14 +140,16 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
 
 def _check_product(mesh: Mesh) -> None:
     sizes = mesh.stated_sizes
-    product = math.prod(sizes.values())
+    # ep_size divides the data-parallel size, which need not be stated
+    product = math.prod(size for name, size in sizes.items() if name != "ep_size")
     shown = (
         " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
     )
     # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
     # which it does not know
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
-    if sizes and product != mesh.world_size and not only_stages:
+    unstated = product == 1 and mesh.ep_size > 1
+    if sizes and product != mesh.world_size and not (only_stages or unstated):
         lost = "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
         raise UserError(
             f"parallelism_config: {shown} = {plural(product, 'process')}, but {mesh.world_size} "
@@ -149,7 +164,9 @@ def _check_product(mesh: Mesh) -> None:
 
 
 def _sizes_problem(config: Config, model: Any, mesh: Mesh, machine: Machine) -> str | None:
-    """Which size of a model its tensor- or context-parallel processes do not divide, if any."""
+    """Which size of a model its processes do not divide, if any."""
+    if mesh.ep_size > 1 and (problem := experts_problem(model, mesh, machine.sharding == "fsdp")):
+        return problem
     heads, block_size = heads_of(model.config), config.data.block_size
     widths = dict(zip(("model.n_head", "model.n_kv_head"), heads, strict=True))
     if mesh.tp_size > 1:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, field, replace
 from nanogpt_hf.distributed.environment import ROTATIONS, SCHEDULES
 
 # sizes in the accelerate config's parallelism_config, as accelerate names them
-_SIZES = ("pp_size", "dp_replicate_size", "dp_shard_size", "cp_size", "sp_size", "tp_size")
+_SIZES = ("pp_size", "dp_replicate_size", "dp_shard_size", "ep_size", "cp_size", "sp_size")
+_SIZES += ("tp_size",)
 SIZE_VARIABLES = {f"PARALLELISM_CONFIG_{name.upper()}": name for name in _SIZES}
 
 
@@ -31,10 +32,11 @@ class Mesh:
     tp_size: int = 1  # tensor parallelism: each matrix is split
     cp_size: int = 1  # context parallelism: each sequence is split
     pp_size: int = 1  # pipeline parallelism: the layers are split
+    ep_size: int = 1  # expert parallelism: data-parallel ranks that share one copy of the experts
     pp_schedule: str = SCHEDULES[0]
     cp_rotation: str = ROTATIONS[0]
     # what the accelerate config states, by the names of SIZE_VARIABLES. The launcher passes on all
-    # but pp_size, which only `cli.py launch` does, as it does pp_schedule.
+    # but pp_size and ep_size, which only `cli.py launch` does, as it does pp_schedule.
     stated_sizes: dict[str, int] = field(default_factory=dict, hash=False)
 
     @classmethod
@@ -51,7 +53,7 @@ class Mesh:
             world_size=int(given.get("WORLD_SIZE", 1)),
             local_rank=int(given.get("LOCAL_RANK", 0)),
             local_world_size=int(given.get("LOCAL_WORLD_SIZE", 1)),
-            **{name: stated.get(name, 1) for name in ("tp_size", "cp_size", "pp_size")},
+            **{name: stated.get(name, 1) for name in ("tp_size", "cp_size", "pp_size", "ep_size")},
             pp_schedule=given.get("PARALLELISM_CONFIG_PP_SCHEDULE", SCHEDULES[0]),
             cp_rotation=given.get("PARALLELISM_CONFIG_CP_COMM_STRATEGY", ROTATIONS[0]),
             stated_sizes=stated,
@@ -59,7 +61,7 @@ class Mesh:
 
     def with_whole_models(self) -> "Mesh":
         """The mesh of a process that holds a whole model: only training splits models."""
-        return replace(self, tp_size=1, cp_size=1, pp_size=1, stated_sizes={})
+        return replace(self, tp_size=1, cp_size=1, pp_size=1, ep_size=1, stated_sizes={})
 
     @property
     def sizes(self) -> dict[str, int]:

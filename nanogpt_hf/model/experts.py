@@ -3,7 +3,7 @@
 Shapes in comments: B rows, T positions, E experts, of which a token has k.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -23,34 +23,46 @@ def experts_of(module: torch.nn.Module) -> list[Any]:
     return [part for part in module.modules() if hasattr(part, "is_concatenated")]
 
 
-class _InDtype:
-    """A module of experts, with its parameters in another dtype."""
+class View:
+    """A module of experts with changed parameters, and with `others` in place of attributes."""
 
-    def __init__(self, experts: Any, dtype: torch.dtype):
-        self.experts, self.dtype = experts, dtype
+    def __init__(self, experts: Any, change: Callable[[torch.Tensor], torch.Tensor], **others: Any):
+        vars(self).update(others, experts=experts, change=change)
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(self.experts, name)
-        return value.to(self.dtype) if isinstance(value, torch.nn.Parameter) else value
+        return self.change(value) if torch.is_tensor(value) else value
 
 
-def _products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: Any) -> Any:
-    """transformers' grouped products, in autocast's dtype: torch does not cast their inputs.
-
-    Notes the experts that were `chosen`, (B·T, k).
+def in_dtype_of_products(hidden: torch.Tensor) -> torch.Tensor:
+    """The hidden states in autocast's dtype, to which torch does not cast the inputs of grouped
+    products.
     """
-    experts.chosen, device = chosen, hidden.device.type
-    if device != "meta" and torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        experts, hidden = _InDtype(experts, dtype), hidden.to(dtype)
-    return grouped_mm_experts_forward(experts, hidden, chosen, weights)
+    device = hidden.device.type
+    if device == "meta" or not torch.is_autocast_enabled(device):
+        return hidden
+    return hidden.to(torch.get_autocast_dtype(device))
 
 
-ALL_EXPERTS_FUNCTIONS.register(_OWN, _products)
+def products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: Any) -> Any:
+    """transformers' grouped products, in the dtype of `in_dtype_of_products`.
+
+    Notes the experts that were `chosen`, (B·T, k). distributed/expert_parallel.py sets `exchanged`,
+    for experts that are shared by processes.
+    """
+    experts.chosen, cast = chosen, in_dtype_of_products(hidden)
+    if exchanged := getattr(experts, "exchanged", None):
+        return exchanged(cast, chosen, weights)
+    if cast is not hidden:
+        experts = View(experts, lambda parameter: parameter.to(cast.dtype))
+    return grouped_mm_experts_forward(experts, cast, chosen, weights)
+
+
+ALL_EXPERTS_FUNCTIONS.register(_OWN, products)
 
 
 def use_own_products(model: PreTrainedModel) -> bool:
-    """Let the experts of a model, if it has any, compute by `_products`. Return whether it has."""
+    """Let the experts of a model, if it has any, compute by `products`. Return whether it has."""
     if has_experts := bool(experts_of(model)):
         model.set_experts_implementation(_OWN)
     return has_experts

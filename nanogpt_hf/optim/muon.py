@@ -165,7 +165,7 @@ def build_muon(
         ]
         return [part for part in parts if part["params"]]
 
-    split = any(isinstance(p, DTensor) for group in groups for p in group["params"])
+    split = any(isinstance(p, DTensor) and p.dim() < 3 for g in groups for p in g["params"])
     scale = optim.muon_learning_rate / optim.learning_rate
     return Muon(
         [group for stored in dict.fromkeys(inside.values()) for group in part(stored, scale)],
@@ -320,6 +320,8 @@ class Muon(torch.optim.Optimizer):
         if stack.dim() == 4:  # (parameters, experts, rows, columns); a shard has whole experts
             count, (rows, columns) = stack.shape[:2].numel() * fused, stack.shape[2:]
             flat = stack.view(count, rows // fused, columns)
+            if isinstance(parameter, DTensor):
+                return self._orthogonalize(flat).reshape(stack.shape)
             one = torch.empty(flat.shape[1:], device="meta")
             return self._orthogonalize_stack(flat, one, 1).reshape(stack.shape)
         if isinstance(parameter, DTensor):

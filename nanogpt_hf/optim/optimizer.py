@@ -79,6 +79,7 @@ OPTIMIZERS = {
         refuses={
             "DeepSpeed": ("ZeRO keeps the state in flat float32 buffers", FSDP2),
             "tensor parallelism": ("it has no 8-bit state of split matrices", FSDP2),
+            "expert parallelism": ("it has no 8-bit state of split matrices", FSDP2),
             "pipeline stages": ("it is not supported there", FSDP2),
         },
         check=adamw_8bit.check_8bit,

@@ -40,6 +40,24 @@ def state_items(state: Any, prefix: str = "") -> Iterator[tuple[str, Item]]:
             )
 
 
+def total_norm(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all tensors as one vector, a scalar on the device; of shards, the norm of the
+    whole tensors.
+    """
+    norms = [torch.nn.utils.get_total_norm(group) for group in by_mesh(tensors).values()]
+    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
+    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))
+
+
+def by_mesh(tensors: list[Any]) -> dict[Any, list[Any]]:
+    """Tensors by the mesh over which they are split; None for those that are whole."""
+    groups: dict[Any, list[Any]] = {}
+    for tensor in tensors:
+        mesh = tensor.device_mesh if isinstance(tensor, DTensor) else None
+        groups.setdefault(mesh, []).append(tensor)
+    return groups
+
+
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
     """The part of a tensor that this process has: all of it, or a DTensor's."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

@@ -178,6 +178,11 @@ def _placement(path: str, config: Any) -> Placement:
             f"pp_schedule {mesh.get('pp_schedule')} is not estimated; set {SCHEDULES[0]}",
         ),
         (
+            int(mesh.get("ep_size") or 1) > 1,
+            f"ep_size {mesh.get('ep_size')} is not estimated; leave it out to see what a process "
+            "with all experts needs",
+        ),
+        (
             int(mesh.get("sp_size") or 1) > 1,
             f"sp_size {mesh.get('sp_size')} is not supported; set cp_size",
         ),

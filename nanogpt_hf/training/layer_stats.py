@@ -7,19 +7,19 @@ frozen layer has none.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import cast
 
 import torch
 from accelerate import Accelerator
 from accelerate.optimizer import AcceleratedOptimizer
 from torch import nn
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.full_state import named_tensors
 from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.optim.state import total_norm
 
 
 class LayerStats:
@@ -51,7 +51,7 @@ class LayerStats:
             for name, parameters in layers.items():
                 grads = [p.grad for p in parameters if p.grad is not None]
                 if len(grads) == len(parameters):
-                    gradients[name] = _norm(grads)
+                    gradients[name] = total_norm(grads)
 
         handle = optimizer.optimizer.register_step_pre_hook(measure_gradients)
         try:
@@ -59,9 +59,9 @@ class LayerStats:
         finally:
             handle.remove()
         with torch.no_grad():
-            weights = {name: _norm(old) for name, old in before.items()}
+            weights = {name: total_norm(old) for name, old in before.items()}
             updates = {
-                name: _norm(
+                name: total_norm(
                     [p.detach() - old for p, old in zip(parameters, before[name], strict=True)]
                 )
                 for name, parameters in layers.items()
@@ -109,17 +109,3 @@ class LayerStats:
         inside = {id(parameter) for parameters in layers.values() for parameter in parameters}
         layers["head"] = [p for p in trained if id(p) not in inside]
         return {name: parameters for name, parameters in layers.items() if parameters}
-
-
-def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
-    """The norm of all tensors as one vector, a scalar on the device; of shards, the norm of the
-    whole tensors.
-    """
-    by_mesh: dict[Any, list[torch.Tensor]] = {}  # tensor parallelism leaves some tensors whole
-    for tensor in tensors:
-        by_mesh.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(
-            tensor
-        )
-    norms = [nn.utils.get_total_norm(group) for group in by_mesh.values()]
-    norms = [norm.full_tensor() if isinstance(norm, DTensor) else norm for norm in norms]
-    return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(norms))

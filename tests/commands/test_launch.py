@@ -1,4 +1,4 @@
-"""cli.py launch: which settings of pipelines it passes on to the processes that it starts."""
+"""cli.py launch: which sizes that accelerate does not know it passes on to its processes."""
 
 import os
 import signal
@@ -36,6 +36,14 @@ def passed_on(monkeypatch, tmp_path):
         return os.environ.get(SIZE), os.environ.get(SCHEDULE)
 
     return launch
+
+
+def test_share_of_experts_is_passed_on(passed_on, monkeypatch):
+    monkeypatch.delenv("PARALLELISM_CONFIG_EP_SIZE", raising=False)
+    layout = "parallelism_config:\n  parallelism_config_ep_size: 2\n"
+    for options, size in (([], "2"), (["--parallelism_config_ep_size=4"], "4")):
+        passed_on(*options, layout=layout)
+        assert os.environ["PARALLELISM_CONFIG_EP_SIZE"] == size
 
 
 def test_pipeline_of_the_config_and_of_options_is_passed_on(passed_on):

@@ -16,7 +16,7 @@ RL = TUNED | {"rl.task": "arithmetic"}
 DERIVED = {"several sources", "a slice of a split", "frozen embeddings", "new tokens"}
 DERIVED |= {"blocks without a plan", "split norms of heads", "attention of another kind"}
 DERIVED |= {"a window of attention", "dropout", "ring attention", "blocks that are no stages"}
-DERIVED |= {"--auto-resume", "--resume", "--overwrite"}
+DERIVED |= {"no experts", "--auto-resume", "--resume", "--overwrite"}
 
 
 def test_every_name_in_the_table_is_one_that_a_run_can_have():
@@ -27,6 +27,8 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
     of_machine |= machine_settings(Mesh(0, 2), copied).keys()
     of_machine |= machine_settings(Mesh(0, 4, cp_size=2, tp_size=2), Machine("fsdp")).keys()
     of_machine |= machine_settings(Mesh(0, 2, tp_size=2), Machine("fsdp")).keys()
+    sends = Machine("fsdp", sends_weights=True)
+    of_machine |= machine_settings(Mesh(0, 2, ep_size=2), sends).keys()
     named = {name for rule in all_rules() for name in (rule.a, rule.b)}
     unknown = {name for name in named if name.partition(" ")[0] not in KNOBS}
     assert unknown <= of_machine | DERIVED

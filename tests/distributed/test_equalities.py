@@ -43,7 +43,14 @@ LAYOUTS = {
     "ZeRO-3 on 3": ("deepspeed_zero3", 3),
     "TP": ("tp", 2),
     "PP": ("pp", 2),
+    "EP": ("ep", 2),
+    "EP × FSDP2": ("ep_fsdp2", 4),
 }
+# what `cli.py launch` passes on, and the rest of a config for GPUs
+VARIABLES = {"PP": {"PARALLELISM_CONFIG_PP_SIZE": "2"}}
+VARIABLES |= {layout: {"PARALLELISM_CONFIG_EP_SIZE": "2"} for layout in ("EP", "EP × FSDP2")}
+OPTIONS = {layout: ["--mixed_precision=no"] for layout in VARIABLES}
+OPTIONS["EP × FSDP2"] += ["--num_machines=1", "--parallelism_config_dp_shard_size=4"]
 # all others are forks of a process that has imported torch: warm.py
 REAL_LAUNCHER = ("FSDP2, recomputed", "ZeRO-2")
 needs_deepspeed = pytest.mark.skipif(
@@ -146,8 +153,10 @@ FEATURES = {
         {
             "model.architecture": "qwen3_moe",
             "model.extra": "{num_experts: 4, num_experts_per_tok: 2, moe_intermediate_size: 8}",
-        },
-        ("ZeRO-3", "PP"),
+        }
+        | LAYERS
+        | SAMPLES,
+        ("ZeRO-3", "PP", "EP", "EP × FSDP2"),
     ),
 }
 # other cells of the same layouts are in `make test`
@@ -162,6 +171,7 @@ SLOW = {
     ("experts", "DDP"),
     ("experts", "FSDP2, recomputed"),
     ("experts, AdamW", "ZeRO-3"),
+    ("experts, AdamW", "EP × FSDP2"),
     ("rollback", "ZeRO-2"),
     *(
         (name, layout)
@@ -170,6 +180,7 @@ SLOW = {
     ),
 }
 RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
+RESUMED_LAYOUTS |= {("experts, AdamW", "EP"), ("experts, AdamW", "EP × FSDP2")}
 
 
 def cells(*chosen: tuple[str, str]) -> list:
@@ -255,11 +266,8 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             assert main(words) == 0
             return []
         machine, processes = LAYOUTS[layout]
-        options = [
-            f"--num_processes={processes}",
-            *(["--mixed_precision=no"] if layout == "PP" else []),
-        ]
-        stages = {"PARALLELISM_CONFIG_PP_SIZE": "2"} if layout == "PP" else {}
+        options = [f"--num_processes={processes}", *OPTIONS.get(layout, [])]
+        variables = CHUNKS | VARIABLES.get(layout, {})
         if layout in REAL_LAUNCHER:
             command = launch_command(machine, *words, machine_options=options)
             environment = os.environ | {"PYTHONPATH": str(root)} | CHUNKS
@@ -268,7 +276,7 @@ def train(words_of, launch_warm, launch_command, root, forget_accelerate):
             )
             assert completed.returncode == 0, completed.stdout[-2000:] + completed.stderr[-3000:]
         else:
-            launch_warm(machine, *words, machine_options=options, **CHUNKS, **stages)
+            launch_warm(machine, *words, machine_options=options, **variables)
         return [
             json.loads(Path(f"{run}.held.{rank}.json").read_text()) for rank in range(processes)
         ]
@@ -360,6 +368,8 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
     kinds -= {"Tensor"}  # saved buffers
     if "SDP" in layout:
         assert kinds == {"DTensor"}
+    elif layout == "EP":  # experts are shared, all else is whole
+        assert kinds == {"Parameter", "DTensor"}
     elif layout not in ("TP", "one process"):
         assert kinds == {"Parameter"}
 

@@ -18,10 +18,11 @@ from accelerate import state
 from accelerate.utils import DistributedType
 from accelerate.utils.other import get_free_port
 from safetensors.torch import load_file, save_file
+from transformers import AutoTokenizer
 
 from cpu_ring import allow_cpu_ring
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.data.prepare import prepare
 from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.distributed import layout as layouts
@@ -31,6 +32,7 @@ from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
+from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training.finetuning import finetune_config
 from nanogpt_hf.training.start import build_run
@@ -70,6 +72,9 @@ LAYOUTS: dict[str, tuple[int, dict[str, Any], bool]] = {
         {"pp_size": 2, "dp_shard_size": 2, "pp_schedule": "zero_bubble"},
         True,
     ),
+    "EP": (2, {"ep_size": 2}, False),
+    "EP × DDP": (4, {"ep_size": 2}, False),
+    "EP × FSDP2": (4, {"ep_size": 2, "dp_shard_size": 4}, True),
 }
 # Column of the table: knobs, environment variables of the accelerate config, and how far a run may
 # be from one process.
@@ -101,6 +106,30 @@ FEATURES: dict[str, tuple[dict, dict[str, str], float]] = {
     ),  # without generating code, which takes minutes
     "checkpointed": (GPT2, {"FSDP_ACTIVATION_CHECKPOINTING": "true"}, 1e-5),
 }
+# The models of the second table, four experts each; its other columns train the first one.
+LATENT = {"q_lora_rank": 16, "kv_lora_rank": 16, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4}
+LATENT |= {"v_head_dim": 8, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+EXPERTS = {
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 8},
+    "mixtral": {"num_local_experts": 4},
+    "olmoe": {"num_experts": 4},
+    "deepseek_v3": LATENT | {"n_routed_experts": 4, "moe_intermediate_size": 8},
+    "gpt_oss": {"num_local_experts": 4},
+}
+
+
+def feature_of(layout: str, feature: str) -> tuple[dict, dict[str, str], float]:
+    """Knobs, variables and tolerance of a cell."""
+    if not layout.startswith("EP"):
+        return FEATURES[feature]
+    knobs, variables, tolerance = FEATURES.get(feature, ({}, {}, 1e-5))
+    architecture = feature if feature in EXPERTS else "qwen3_moe"
+    extra = EXPERTS[architecture] | {"num_experts_per_tok": 2}
+    if "finetune.model" in knobs:
+        return knobs | {"finetune.model": "tiny_moe"}, variables, tolerance
+    knobs = {key: value for key, value in knobs.items() if key not in GPT2}
+    model = {"model.architecture": architecture, "model.extra": extra, "optim.balance_loss": 0.1}
+    return knobs | model, variables, tolerance
 
 
 def cells() -> dict[tuple[str, str], str]:
@@ -111,13 +140,13 @@ def cells() -> dict[tuple[str, str], str]:
         for line in text.splitlines()
         if line[:1] == "|"
     ]
-    head = next(row for row in rows if row[0] == "layout")
-    body = {row[0]: row[1:] for row in rows if row[0] in LAYOUTS}
-    return {
-        (layout, name): cell
-        for layout, row in body.items()
-        for name, cell in zip(head[1:], row, strict=True)
-    }
+    found, head = {}, []
+    for layout, *row in rows:
+        if layout == "layout":
+            head = row
+        elif layout in LAYOUTS:
+            found |= {(layout, name): cell for name, cell in zip(head, row, strict=True)}
+    return found
 
 
 CELLS = cells()
@@ -129,21 +158,30 @@ def with_answer(*answers: str) -> list[tuple[str, str]]:
 
 def test_table_has_every_layout_and_feature():
     assert {layout for layout, _ in CELLS} == set(LAYOUTS)
-    assert {feature for _, feature in CELLS} == set(FEATURES)
+    assert {feature for _, feature in CELLS} == {*FEATURES, *EXPERTS}
     assert set(CELLS.values()) == {"yes", "no", "–"}
 
 
 @pytest.fixture(scope="module")
 def recipe_of(
     tmp_path_factory, text_file, chat_file, byte_tokenizer, tiny_base
-) -> Callable[[str], Config]:
+) -> Callable[[str, str], Config]:
     folder = tmp_path_factory.mktemp("recipes")
+    bases = {"tiny": tiny_base, "tiny_moe": folder / "tiny_moe"}
+    extra = EXPERTS["qwen3_moe"] | {"num_experts_per_tok": 2}
+    sizes = {"n_layer": 4, "n_head": 2, "n_embd": 16, "n_positions": 32}
+    section = ModelSection("qwen3_moe", extra=extra, **sizes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        bases["tiny_moe"].mkdir(exist_ok=True)
+        shutil.copy(tiny_base / name, bases["tiny_moe"])
+    vocab_size = len(AutoTokenizer.from_pretrained(tiny_base))
+    build_model(build_config(section, vocab_size), 0).save_pretrained(bases["tiny_moe"])
 
-    def recipe(feature: str) -> Config:
+    def recipe(layout: str, feature: str) -> Config:
         knobs = (
             {"data.source": str(text_file), "data.dir": str(folder / "text")}
             | KNOBS
-            | FEATURES[feature][0]
+            | feature_of(layout, feature)[0]
         )
         if feature == "conversations":
             knobs |= {"data.source": str(chat_file), "data.dir": str(folder / "chat")}
@@ -157,7 +195,8 @@ def recipe_of(
                 "model.n_positions",
             }
             knobs = {key: value for key, value in knobs.items() if key not in shape}
-            knobs |= {"finetune.model": tiny_base, "data.dir": folder / "tuned"}
+            base = bases[knobs["finetune.model"]]
+            knobs |= {"finetune.model": base, "data.dir": folder / "tuned"}
             return finetune_config(None, [(key, str(value)) for key, value in knobs.items()])[0]
         return load_config(None, knobs, name="tiny")
 
@@ -167,7 +206,7 @@ def recipe_of(
 def check(layout: str, config: Config, feature: str) -> None:
     """`check_layout` as a launch of the layout would call it."""
     processes, sizes, fsdp = LAYOUTS[layout]
-    variables = FEATURES[feature][1]
+    variables = feature_of(layout, feature)[1]
     stated = {name: size for name, size in sizes.items() if name != "pp_schedule"}
     of_mesh = {name: size for name, size in sizes.items() if name[:2] != "dp"}
     mesh = Mesh(0, processes, **of_mesh, stated_sizes=stated)
@@ -195,13 +234,13 @@ def take_ring(patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("layout", "feature"), with_answer("no"))
 def test_what_does_not_combine_is_one_line(layout, feature, recipe_of):
     with pytest.raises(UserError) as error:
-        check(layout, recipe_of(feature), feature)
+        check(layout, recipe_of(layout, feature), feature)
     assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
 def test_what_combines_passes_the_check(layout, feature, recipe_of):
-    check(layout, recipe_of(feature), feature)
+    check(layout, recipe_of(layout, feature), feature)
 
 
 def train(config: Config, folder: Path) -> dict[str, torch.Tensor]:
@@ -256,7 +295,9 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
         allow_cpu_ring()
         take_ring(pytest.MonkeyPatch())
     for feature, config in configs.items():
-        own = {name: str(value) for name, value in (variables | FEATURES[feature][1]).items()}
+        own = {
+            name: str(value) for name, value in (variables | feature_of(layout, feature)[1]).items()
+        }
         os.environ.update(own)
         try:
             values = train(config, folder)
@@ -265,23 +306,25 @@ def train_rank(rank: int, port: int, layout: str, configs: dict[str, Config], fo
         except BaseException:
             (folder / f"{feature}.{rank}.txt").write_text(traceback.format_exc())
             os._exit(1)  # the others may wait for this process
-        for name in FEATURES[feature][1]:
+        for name in feature_of(layout, feature)[1]:
             del os.environ[name]
     os._exit(0)  # gloo processes sometimes abort during teardown
 
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, recipe_of):
-    """(layout, feature) -> what it trains.
+    """(layout, feature) -> what it trains, and what one process does.
 
-    All features of a layout are trained at once; "one" is one process.
+    All features of a layout are trained at once.
     """
     folders: dict[str, Path] = {}
     alone: dict[str, dict[str, torch.Tensor]] = {}
 
     def configs_of(layout: str) -> dict[str, Config]:
         configs = {
-            feature: recipe_of(feature) for row, feature in with_answer("yes") if row == layout
+            feature: recipe_of(layout, feature)
+            for row, feature in with_answer("yes")
+            if row == layout
         }
         if find_spec("torchao") is None or not shutil.which("g++"):
             configs.pop("8-bit state", None)
@@ -289,21 +332,20 @@ def trained(tmp_path_factory, recipe_of):
             prepare(config)
         return configs
 
-    def one_process(feature: str) -> dict[str, torch.Tensor]:
-        if feature not in alone:
+    def one_process(layout: str, feature: str) -> dict[str, torch.Tensor]:
+        key = f"{layout[:2] == 'EP'} {feature}"
+        if key not in alone:
             with pytest.MonkeyPatch.context() as patch:
                 patch.setenv("ACCELERATE_USE_CPU", "true")
                 patch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 200)
                 for name in ("ACCELERATE_MIXED_PRECISION",) if feature == "bf16" else ():
                     patch.setenv(name, FEATURES[feature][1][name])
-                config = recipe_of(feature)
+                config = recipe_of(layout, feature)
                 prepare(config)
-                alone[feature] = train(config, tmp_path_factory.mktemp("one"))
-        return alone[feature]
+                alone[key] = train(config, tmp_path_factory.mktemp("one"))
+        return alone[key]
 
     def results(layout: str, feature: str) -> dict[str, torch.Tensor]:
-        if layout == "one":
-            return one_process(feature)
         if layout not in folders:
             folders[layout] = folder = tmp_path_factory.mktemp("layout")
             torch.set_num_threads(1)  # a thread pool does not survive a fork
@@ -331,7 +373,7 @@ def trained(tmp_path_factory, recipe_of):
             )
         return load_file(path)
 
-    return results
+    return results, one_process
 
 
 @pytest.mark.long
@@ -342,11 +384,9 @@ def trained(tmp_path_factory, recipe_of):
 @pytest.mark.filterwarnings("ignore:.*use of fork:DeprecationWarning")
 @pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
 def test_what_combines_equals_one_process(layout, feature, trained):
-    values, expected, tolerance = (
-        trained(layout, feature),
-        trained("one", feature),
-        FEATURES[feature][2],
-    )
+    trained, one_process = trained
+    values, expected = trained(layout, feature), one_process(layout, feature)
+    tolerance = feature_of(layout, feature)[2]
     assert values.keys() == expected.keys()
     for name, value in expected.items():
         torch.testing.assert_close(

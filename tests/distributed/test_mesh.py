@@ -33,11 +33,12 @@ def test_from_environment_reads_the_launchers_variables(monkeypatch):
         "PARALLELISM_CONFIG_TP_SIZE": "2",
         "PARALLELISM_CONFIG_CP_SIZE": "1",
         "PARALLELISM_CONFIG_PP_SIZE": "2",
+        "PARALLELISM_CONFIG_EP_SIZE": "2",
         "PARALLELISM_CONFIG_PP_SCHEDULE": "zero_bubble",
         "PARALLELISM_CONFIG_CP_COMM_STRATEGY": "alltoall",
     }.items():
         monkeypatch.setenv(name, value)
-    sizes = {"tp_size": 2, "cp_size": 1, "pp_size": 2}
+    sizes = {"tp_size": 2, "cp_size": 1, "pp_size": 2, "ep_size": 2}
     mesh = Mesh.from_environment()
     assert mesh.with_whole_models() == dataclasses.replace(
         Mesh(5, 8, 1, 4), pp_schedule="zero_bubble", cp_rotation="alltoall"

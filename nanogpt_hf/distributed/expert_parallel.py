@@ -1,0 +1,127 @@
+"""Expert parallelism: data-parallel ranks share one copy of the experts, each some of every layer.
+
+A token's hidden state is sent to the processes of its experts, and their outputs come back: two
+exchanges per layer, and as many in the backward pass. All other parameters are whole on each
+process (DDP) or sharded over all (FSDP2). If there are several copies of the experts, DDP does not
+see them and their gradients are summed here; FSDP2 shards the copies.
+"""
+
+import dataclasses
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate import Accelerator
+from torch import nn
+from torch.distributed._functional_collectives import all_to_all_single_autograd, wait_tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+from transformers import PreTrainedModel
+
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.model.experts import View, experts_of, products
+from nanogpt_hf.optim.state import by_mesh, local_part, total_norm
+
+
+def experts_problem(model: PreTrainedModel, mesh: Mesh, is_sharded: bool) -> str | None:
+    """Why the processes cannot share the experts of a model, if they cannot."""
+    if mesh.dp_size % mesh.ep_size:
+        return f"ep_size is {mesh.ep_size}, which does not divide {mesh.data_parallel}"
+    for experts in experts_of(model):
+        count, parameters = experts.num_experts, list(experts.parameters())
+        if any(p.shape[0] != count for p in parameters):
+            return f"ep_size {mesh.ep_size}: experts of {model.config.model_type} share parameters"
+        if count % mesh.ep_size:
+            return f"ep_size is {mesh.ep_size}, which does not divide the {count} experts"
+        if is_sharded and count < mesh.dp_size:
+            return (
+                f"ep_size {mesh.ep_size} does not combine with FSDP2 over {mesh.dp_size} "
+                f"processes, more than the {count} experts; use accelerate_configs/ep.yaml"
+            )
+    return None
+
+
+def split_experts(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) -> None:
+    """Keep this process's share of the experts of a model that is equal on all, in place."""
+    copies = mesh.dp_size // mesh.ep_size
+    sizes = {"copies": copies, "ep": mesh.ep_size}
+    device_mesh = init_device_mesh(
+        accelerator.device.type, tuple(sizes.values()), mesh_dim_names=tuple(sizes)
+    )
+    plugin: Any = getattr(accelerator.state, "fsdp_plugin", None)
+    whole: Any = device_mesh["ep"] if plugin else device_mesh
+    placements = [Shard(0)] if plugin else [Replicate(), Shard(0)]
+    for experts in experts_of(model):
+        for name, p in list(experts.named_parameters()):
+            part = distribute_tensor(p.data, whole, placements, src_data_rank=None)
+            experts.register_parameter(name, nn.Parameter(part, p.requires_grad))
+        experts.exchanged = partial(_exchanged, experts, device_mesh["ep"].get_group())
+        if plugin:
+            policy = plugin.mixed_precision_policy or MixedPrecisionPolicy()
+            fully_shard(
+                experts,
+                mesh=device_mesh["copies"],
+                reshard_after_forward=plugin.reshard_after_forward,
+                mp_policy=dataclasses.replace(policy, cast_forward_inputs=False),
+                offload_policy=plugin.cpu_offload,
+            )
+            # the mean over all processes, as of the other parameters
+            experts.set_gradient_divide_factor(float(mesh.dp_size))
+            experts.set_force_sum_reduction_for_comms(True)
+    if not plugin:
+        names = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)
+
+
+@torch.compiler.disable
+def _exchanged(
+    experts: Any, group: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor
+) -> torch.Tensor:
+    """The `products` of experts, each by the process of `group` that has it.
+
+    hidden (N, C), chosen and weights (N, k).
+    """
+    k, size = chosen.shape[1], group.size()
+    own = experts.num_experts // size
+    order = chosen.flatten().argsort(stable=True)
+    counts = torch.bincount(chosen.flatten(), minlength=experts.num_experts).view(size, own)
+    received = torch.empty_like(counts)  # by process and own expert
+    dist.all_to_all_single(received, counts, group=group)
+    sends, receives = torch.stack([counts.sum(1), received.sum(1)]).tolist()
+    rows = _exchange(hidden[order // k], receives, sends, group)
+    index = torch.arange(own, device=rows.device).repeat(size)
+    index = index.repeat_interleave(received.flatten(), output_size=len(rows))
+    count = len(rows)
+    if not count:  # so that the backward pass has the exchanges and gradients of the others
+        rows, index = rows.sum(0, keepdim=True), index.new_zeros(1)
+    part = View(experts, local_part, num_experts=own, exchanged=None)
+    rows = products(part, rows, index[:, None], rows.new_ones(len(rows), 1))[:count]
+    rows = _exchange(rows, sends, receives, group)
+    back = torch.empty_like(rows).index_copy(0, order, rows)
+    return (back.view(-1, k, hidden.shape[1]) * weights[..., None]).sum(1).to(hidden.dtype)
+
+
+def _exchange(rows: torch.Tensor, receives: list[int], sends: list[int], group: Any) -> Any:
+    """Send the next `sends[i]` rows to process i, and return those received, in order."""
+    return wait_tensor(all_to_all_single_autograd(rows.contiguous(), receives, sends, group))
+
+
+def clip_gradients(parameters: list[nn.Parameter], mesh: Mesh, max_norm: float) -> torch.Tensor:
+    """Clip the gradients to `max_norm` (0: not), and return their norm before.
+
+    Under DDP it first takes the mean of experts' gradients over all processes.
+    """
+    parameters = [p for p in parameters if p.grad is not None]
+    for gradient in (p.grad for p in parameters):
+        if isinstance(gradient, DTensor) and isinstance(gradient.placements[0], Replicate):
+            local = gradient.to_local().div_(mesh.dp_size)
+            dist.all_reduce(local, group=gradient.device_mesh.get_group(0))
+    norm = total_norm([p.grad for p in parameters if p.grad is not None])
+    if max_norm:
+        for split, group in by_mesh(parameters).items():
+            whole = DTensor.from_local(norm, split, run_check=False) if split else norm
+            nn.utils.clip_grads_with_norm_(group, max_norm, whole)
+    return norm
