@@ -1,7 +1,7 @@
 """What pyproject.toml cannot state: folders of the repository's root that are part of the package
 when installed.
 
-recipes/ becomes nanogpt_hf/recipes/ in a wheel, and so on; nanogpt_hf/config/shipped.py finds
+recipes/ becomes nanogpt_hf/recipes/ in a wheel, and so on; nanogpt_hf/config/names.py finds
 them in both places.
 """
 

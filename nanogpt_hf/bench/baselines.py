@@ -19,8 +19,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from nanogpt_hf.bench.clock import WARM_STEPS, synchronize, time_of
-from nanogpt_hf.bench.workload import Workload
+from nanogpt_hf.bench.clock import WARM_STEPS, Workload, synchronize, time_of
 from nanogpt_hf.config.sources import has_conversations
 from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.errors import UserError

@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list
 
 from nanogpt_hf.bench import baselines
 from nanogpt_hf.bench.clock import (
+    Workload,
     communicated_bytes,
     communication,
     phases_of_step,
@@ -23,7 +24,6 @@ from nanogpt_hf.bench.clock import (
     time_of,
     warm_up,
 )
-from nanogpt_hf.bench.workload import Workload
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes, plural

@@ -47,13 +47,13 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from transformers.utils import logging
 
     from nanogpt_hf.bench.baselines import check_comparable
+    from nanogpt_hf.bench.clock import build_workload
     from nanogpt_hf.bench.report import (
         compare_with_baseline,
         measure_all,
         summary_lines,
         write_trace,
     )
-    from nanogpt_hf.bench.workload import build_workload
     from nanogpt_hf.data.synthetic import small_config
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder

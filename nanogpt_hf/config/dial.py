@@ -25,8 +25,8 @@ from collections.abc import Container
 from typing import Any
 
 from nanogpt_hf.config.checks import divisors
+from nanogpt_hf.config.names import GPT2_VOCAB_SIZE, vocab_size_by_name
 from nanogpt_hf.config.schema import KNOBS, LARGEST, Choice, Config, get_value, replace_knobs
-from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE, vocab_size_by_name
 from nanogpt_hf.formatting import align
 
 # What the choices depend on, except for those that are stated instead.

@@ -10,8 +10,8 @@ import yaml
 
 from nanogpt_hf.config.checks import find_conflicts
 from nanogpt_hf.config.dial import DIAL_INPUTS, dial_choices
+from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
-from nanogpt_hf.config.shipped import find_recipe, shipped_recipes
 from nanogpt_hf.config.sources import read_sources
 from nanogpt_hf.config.values import SHORT, RecipeLoader, convert
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line

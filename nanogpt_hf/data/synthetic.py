@@ -5,8 +5,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
 from nanogpt_hf.config.schema import Config, DataSection, ModelSection, TrainSection
-from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.data.prepared import PreparedData, load_prepared

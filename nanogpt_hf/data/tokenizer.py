@@ -22,9 +22,8 @@ from tiktoken.load import read_file_cached
 from tiktoken_ext.openai_public import ENDOFTEXT, r50k_pat_str
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from nanogpt_hf.config.hub_name import folder_or_hub_id
+from nanogpt_hf.config.names import folder_or_hub_id, vocab_size_by_name
 from nanogpt_hf.config.schema import DataSection
-from nanogpt_hf.config.vocabulary import vocab_size_by_name
 from nanogpt_hf.data.bpe import (
     BpePattern,
     byte_level_encoder,

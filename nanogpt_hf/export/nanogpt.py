@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from nanogpt_hf.config.vocabulary import GPT2_VOCAB_SIZE
+from nanogpt_hf.config.names import GPT2_VOCAB_SIZE
 from nanogpt_hf.data.encode import Rows, ShardWriter
 from nanogpt_hf.data.manifest import FORMAT, Manifest, SplitFacts, tool_versions, write_manifest
 from nanogpt_hf.data.prepared import TOKENIZER

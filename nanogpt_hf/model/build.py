@@ -16,7 +16,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
 from nanogpt_hf.config.finetune import frozen_layers_at
-from nanogpt_hf.config.hub_name import folder_or_hub_id
+from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import Config, ModelSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.errors import UserError, explain, is_out_of_memory, one_line

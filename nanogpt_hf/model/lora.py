@@ -17,7 +17,7 @@ from peft import AutoPeftModelForCausalLM, LoraConfig, PeftConfig, inject_adapte
 from safetensors.torch import save_file
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from nanogpt_hf.config.hub_name import folder_or_hub_id
+from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.config.schema import FinetuneSection, LoraSection
 from nanogpt_hf.config.seeds import derive_seed
 from nanogpt_hf.model.architecture import architecture_of, architecture_on_disk

@@ -16,8 +16,8 @@ from typing import Any, Literal
 import numpy as np
 
 from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.names import shipped_folder
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.config.shipped import shipped_folder
 from nanogpt_hf.config.sources import is_mixture
 from nanogpt_hf.data.manifest import find_manifest
 from nanogpt_hf.errors import UserError, one_line

@@ -4,7 +4,7 @@ import difflib
 import os
 from pathlib import Path
 
-from nanogpt_hf.config.hub_name import folder_or_hub_id
+from nanogpt_hf.config.names import folder_or_hub_id
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.folder import RunFolder
 

@@ -29,9 +29,8 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from nanogpt_hf.errors import explain
-from nanogpt_hf.serving.generation import Generation, Served
+from nanogpt_hf.serving.generation import Generation, Served, ShuttingDown
 from nanogpt_hf.serving.requests import ApiError, parse_request
-from nanogpt_hf.serving.scheduler import ShuttingDown
 
 MAX_BODY = 2**20  # bytes of a request
 _BODY_SECONDS = 30  # to send a body

@@ -13,8 +13,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.serving.app import build_app
-from nanogpt_hf.serving.generation import Served
-from nanogpt_hf.serving.scheduler import Scheduler
+from nanogpt_hf.serving.generation import Scheduler, Served
 
 _MAX_CONNECTIONS = 512  # open at once; more get a 503
 _CLIENT_SECONDS = 30  # to send the headers of a request, and to read what was sent

@@ -1,15 +1,15 @@
 """The workload takes the loop's steps."""
 
-from nanogpt_hf.bench import workload
-from nanogpt_hf.config.vocabulary import vocab_size_by_name
+from nanogpt_hf.bench import clock
+from nanogpt_hf.config.names import vocab_size_by_name
 from nanogpt_hf.training import methods
 
 
 def test_workload_step_is_the_loops_step(work, monkeypatch):
-    assert workload.train_step is methods.TEXT.step
+    assert clock.train_step is methods.TEXT.step
     taken = []
     monkeypatch.setattr(
-        workload, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))
+        clock, "train_step", lambda run, step, learning_rate: taken.append((step, learning_rate))
     )
     work.step()
     work.step()

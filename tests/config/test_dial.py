@@ -8,8 +8,8 @@ import yaml
 from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import config_to_dict, config_to_yaml, load_config
+from nanogpt_hf.config.names import vocab_size_by_name
 from nanogpt_hf.config.schema import get_value
-from nanogpt_hf.config.vocabulary import vocab_size_by_name
 from nanogpt_hf.model.architecture import count_parameters
 from nanogpt_hf.model.build import build_config
 

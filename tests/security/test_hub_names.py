@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from nanogpt_hf.commands import main
-from nanogpt_hf.config import hub_name
+from nanogpt_hf.config import names
 from nanogpt_hf.data.tokenizer import load_tokenizer
 from nanogpt_hf.errors import UserError
 
@@ -29,7 +29,7 @@ def hub_of_stranger(hub, letter_model, tmp_path, monkeypatch):
     """A Hub where a stranger owns repositories with the names of our paths; the working folder
     holds `taken`.
     """
-    hub_name._announce.cache_clear()
+    names._announce.cache_clear()
     monkeypatch.chdir(tmp_path)
     (tmp_path / "taken").mkdir()
     files = {path.name: path.read_bytes() for path in letter_model.iterdir()}
