@@ -8,16 +8,12 @@ and after it.
 
 Each run prints its name and a digest: a sha256 over the losses, learning rates, gradient norms and
 validation losses of its metrics.jsonl in full precision, and the tensors of its models. Times,
-rates and memory are left out. `--verbose` prints the values.
-
-Two things are always checked: a run that SIGTERM stops and that resumes has the values of the run
-that was not stopped, and the runs with a loss rollback and with 8-bit optimizer state differ from
-those without.
+rates and memory are left out.
 
 A digest depends on the machine and on the versions of the libraries: compare on one machine only,
 never with a file from elsewhere. If a number changes on purpose, say so in the commit. The whole
 set takes two to three minutes on two cores. A run whose extra (deepspeed, torchao) is not installed
-is skipped with the reason, and not compared.
+is left out.
 """
 
 import argparse
@@ -153,12 +149,8 @@ CHAT = {
 }
 
 
-class SkippedRun(Exception):  # noqa: N818  (it is no error)
-    """The machine lacks what a run needs."""
-
-
 class RunError(Exception):
-    """A run did not end as it should, or did not do what it is there for."""
+    """A run did not end as it should."""
 
 
 class Bench:
@@ -166,7 +158,7 @@ class Bench:
 
     def __init__(self, folder: Path):
         self.folder = folder
-        self._done: dict[str, Facts | None] = {}
+        self._done: dict[str, Facts] = {}
         self._environment = {
             name: value
             for name, value in os.environ.items()
@@ -186,13 +178,10 @@ class Bench:
         (folder / "zero3_config.json").write_text(json.dumps(ZERO_3), encoding="utf-8")
 
     def facts(self, name: str) -> Facts:
-        """The facts of the run `name`. Raises SkippedRun or RunError if there are none."""
+        """The facts of the run `name`. Raises RunError if it failed."""
         if name not in self._done:
-            self._done[name] = None  # stays so if the run raises an error
             self._done[name] = RUNS[name](self, name)
-        if (facts := self._done[name]) is None:
-            raise RunError(f"it needs the run {name}, which failed")
-        return facts
+        return self._done[name]
 
     def run(
         self, words: list[object], environment: dict[str, str] | None = None, status: int = 0
@@ -274,22 +263,13 @@ def trained(
     command: str = "pretrain",
     changes: dict[str, Any] | None = None,
     machine: str = "",
-    package: str = "",
-    unlike: str = "",
 ) -> Reference:
-    """A run from its first step to its last; its facts must differ from those of the run `unlike`,
-    or it does not prove what it is for.
-    """
+    """A run from its first step to its last."""
 
     def run(bench: Bench, name: str) -> Facts:
-        if package:
-            needs(package)
         words = bench.start(command, name, {} if changes is None else changes)
         bench.launch(machine, *words) if machine else bench.command(*words)
-        facts = run_facts(bench.folder / name)
-        if unlike and not differences(bench.facts(unlike), facts):
-            raise RunError(f"nothing differs from {unlike}, so it proves nothing")
-        return facts
+        return run_facts(bench.folder / name)
 
     return run
 
@@ -299,15 +279,8 @@ def resumed(bench: Bench, name: str) -> Facts:
     words = bench.start("pretrain", name, {})
     stop = {"ACCELERATE_USE_CPU": "true", "DIGEST_STOP_AFTER": "step_00000008"}
     bench.run([PROCESS, *words], stop, status=STOPPED)
-    last = read_lines(bench.folder / name / "metrics.jsonl")[-1]["step"]
-    if not 8 <= last < PRETRAIN["train.max_steps"]:
-        raise RunError(f"was to stop soon after step 8, stopped after step {last}")
     bench.command(*words, "--resume")
-    facts = run_facts(bench.folder / name)
-    if changed := differences(bench.facts("pretrain"), facts):
-        lines = ["stopped and resumed, it is another run than pretrain:", *shown(changed, 10)]
-        raise RunError("\n".join(lines))
-    return facts
+    return run_facts(bench.folder / name)
 
 
 def continued(source: str, machine: str = "") -> Reference:
@@ -344,10 +317,7 @@ def sample(bench: Bench, name: str) -> Facts:
         "sample", bench.folder / "pretrain" / "final", *prompt, *words.split()
     ).splitlines()
     # no headings
-    lines = [line for line in printed if line and not line.startswith("---")]
-    if sum(line.startswith("the cat ") for line in lines) != 2:
-        raise RunError("`sample` did not print two texts that begin with the prompt")
-    return {"text": "\n".join(lines)}
+    return {"text": "\n".join(line for line in printed if line and not line.startswith("---"))}
 
 
 # Each is done in the folder of its name and returns its facts.
@@ -355,15 +325,15 @@ UNFREEZE = {"finetune.freeze_layers": 2, "finetune.unfreeze_every": 6, "finetune
 RUNS: dict[str, Reference] = {
     "pretrain": trained(),  # dropout and accumulation, with layer statistics and samples
     "resumed": resumed,
-    "adamw_8bit": trained(changes={"optim.state": "8bit"}, package="torchao", unlike="pretrain"),
+    "adamw_8bit": trained(changes={"optim.state": "8bit"}),
     "ddp": trained(machine="ddp"),
     "fsdp2": trained(machine="fsdp2"),
     "onto_fsdp2": continued("pretrain", "fsdp2"),
     "off_fsdp2": continued("fsdp2"),
     # DeepSpeed keeps gradients from layer statistics
-    "zero3": trained(changes={"tracking.layers": False}, machine="zero3", package="deepspeed"),
+    "zero3": trained(changes={"tracking.layers": False}, machine="zero3"),
     "finetune": trained("finetune"),
-    "rollback": trained("finetune", {"train.rollback_ratio": 1.15}, unlike="finetune"),
+    "rollback": trained("finetune", {"train.rollback_ratio": 1.15}),
     "unfreeze": trained("finetune", UNFREEZE),
     "lora": trained("finetune", {"lora.rank": 4, "lora.dropout": 0.1}),
     "chat": trained(changes=CHAT),  # several conversations to a block, loss on the answers only
@@ -372,14 +342,10 @@ RUNS: dict[str, Reference] = {
 }
 
 
-def needs(package: str) -> None:
-    """Raises SkippedRun if the package is not installed, or no compiler for what it builds for a
-    CPU.
-    """
-    if importlib.util.find_spec(package) is None:
-        raise SkippedRun(f"{package} is not installed")
-    if shutil.which("g++") is None:
-        raise SkippedRun(f"{package} compiles for the CPU, and there is no g++")
+if importlib.util.find_spec("torchao") is None:
+    del RUNS["adamw_8bit"]
+if importlib.util.find_spec("deepspeed") is None:
+    del RUNS["zero3"]
 
 
 # Texts, the same on every machine.
@@ -470,11 +436,8 @@ def model_facts(folder: Path) -> Facts:
 
 
 def run_facts(folder: Path) -> Facts:
-    """All facts of a run folder. Raises RunError if a kind of fact is missing."""
+    """All facts of a run folder."""
     facts = metrics_facts(read_lines(folder / "metrics.jsonl"))
-    for wanted in ("train/loss", "train/learning_rate", "train/grad_norm", "val/loss"):
-        if not any(fact.endswith(f": {wanted}") for fact in facts):
-            raise RunError(f"{folder.name}/metrics.jsonl has no {wanted}: correct METRICS")
     return facts | model_facts(folder / "best") | model_facts(folder / "final")
 
 
@@ -496,42 +459,17 @@ def differences(before: Facts, after: Facts) -> list[tuple[str, Any, Any]]:
     ]
 
 
-def shown(changed: list[tuple[str, Any, Any]], limit: int | None) -> list[str]:
-    """A line for each difference, `limit` at most."""
-    lines = [f"  {fact}: {before} -> {after}" for fact, before, after in changed[:limit]]
+def shown(changed: list[tuple[str, Any, Any]]) -> list[str]:
+    """A line for each difference, 10 at most."""
+    lines = [f"  {fact}: {before} -> {after}" for fact, before, after in changed[:10]]
     return lines + [f"  and {len(changed) - len(lines)} more"] * (len(lines) < len(changed))
 
 
 def environment() -> dict[str, str]:
     """What digests depend on besides the code."""
-    packages = (
-        "torch",
-        "transformers",
-        "accelerate",
-        "datasets",
-        "numpy",
-        "peft",
-        "torchao",
-        "deepspeed",
-    )
-    versions = {}
-    for package in packages:
-        try:
-            versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = "not installed"
-    cpu = platform.processor()
-    with contextlib.suppress(OSError):  # only Linux has the file
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next(
-            (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), cpu
-        )
-    return {
-        "machine": platform.platform(),
-        "cpu": cpu,
-        "python": platform.python_version(),
-        **versions,
-    }
+    packages = ("torch", "transformers", "accelerate", "datasets", "numpy", "peft")
+    versions = {package: importlib.metadata.version(package) for package in packages}
+    return {"machine": platform.platform(), "python": platform.python_version(), **versions}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -541,23 +479,19 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--only", metavar="RUN", nargs="+", choices=RUNS, default=list(RUNS))
     parser.add_argument("--json", type=Path, help="write digests and values")
     parser.add_argument("--against", type=Path, help="compare with what --json wrote")
-    parser.add_argument("--verbose", action="store_true", help="print all values and differences")
     parsed = parser.parse_args(arguments)
     results, before, ok = {"environment": environment(), "runs": {}}, None, True
     if parsed.against:
         before = json.loads(parsed.against.read_text(encoding="utf-8"))
         if changed := differences(before["environment"], results["environment"]):
             print("warning: other machine or versions, where digests may differ:")
-            print(*shown(changed, None), sep="\n")
+            print(*shown(changed), sep="\n")
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="digests_") as folder:
         bench = Bench(Path(folder).resolve())
         for name in (name for name in RUNS if name in parsed.only):
             try:
                 facts = bench.facts(name)
-            except SkippedRun as skipped:
-                print(f"{name:<12} skipped: {skipped}", flush=True)
-                continue
             except Exception as error:
                 reason = error if isinstance(error, RunError) else repr(error)
                 print(f"{name:<12} FAILED: {reason}", flush=True)
@@ -570,9 +504,7 @@ def main(arguments: list[str] | None = None) -> int:
             elif before:
                 changed = differences(before["runs"][name]["facts"], facts)
                 line += f"  {len(changed)} of {len(facts)} values differ" if changed else "  equal"
-            print(line, *shown(changed, None if parsed.verbose else 10), sep="\n", flush=True)
-            if parsed.verbose:
-                print(*(f"  {fact}: {value}" for fact, value in facts.items()), sep="\n")
+            print(line, *shown(changed), sep="\n", flush=True)
             ok = ok and not changed
     print(f"{time.monotonic() - started:.0f} s")
     if parsed.json:

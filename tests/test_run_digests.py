@@ -78,6 +78,4 @@ def test_exit_status_is_1_if_anything_differs(monkeypatch, tmp_path, capsys):
     assert printed.count("1 of 3 values differ\n  text: the cat -> the bat") == 2
     status, printed = run_as(broken)
     assert status == 1
-    assert "FAILED: it needs the run pretrain, which failed" in printed
-    _, printed = run_as(lambda bench, name: tool.needs("no_such_package"))
-    assert "skipped: no_such_package is not installed" in printed
+    assert printed.count("FAILED: exit status 1") == 2
