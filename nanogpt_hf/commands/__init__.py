@@ -53,7 +53,9 @@ COMMANDS = {
     "prepare": Command("tokenize a text into shards of tokens", knobs=True),
     "pretrain": Command("train a model from scratch", "train", knobs=True),
     "sweep": Command(
-        "train a grid of runs: learning rates, depths, seeds; one table and plot", knobs=True
+        "train a grid of runs: learning rates, depths, seeds; one table and plot",
+        knobs=True,
+        writes_alone=True,
     ),
     "finetune": Command("train a model further on your text or conversations", "train", knobs=True),
     "rl": Command(

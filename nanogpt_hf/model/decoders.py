@@ -71,7 +71,7 @@ class Architecture(ConfigFields):
     summed loss) and skip_logits. A model whose vocabulary is padded never predicts the added rows.
     """
 
-    # config -> without dropout and adapters; None: planning/activations.py counts them
+    # config -> without dropout and adapters; None: planning/counts.py counts them
     block_activations: Any = None
     # layer of a block on disk -> ours in it; empty if they are the same
     layers_on_disk: dict[str, tuple[str, ...]] = {}  # noqa: RUF012

@@ -9,12 +9,11 @@ from typing import Any
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
-from nanogpt_hf.runs.files import written_whole
+from nanogpt_hf.runs.files import replaced_folder, written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, read_starts
-from nanogpt_hf.runs.replace import replaced_folder
 from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_checkpoint
 from nanogpt_hf.training.methods import TEXT, method_of
 from nanogpt_hf.training.start import check_folders
