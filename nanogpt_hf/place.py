@@ -93,6 +93,8 @@ def raise_on_signals() -> Iterator[None]:
 
 
 def _raise(number: int, frame: object) -> None:
+    for other in _caught:  # another one must not interrupt what follows
+        signal.signal(other, signal.SIG_IGN)
     raise Interrupted(signal.Signals(number).name)
 
 

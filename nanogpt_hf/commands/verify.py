@@ -1,15 +1,19 @@
 """Repeat steps of a run on this machine, and compare each logged loss and gradient norm and the
-sha256 of each kept checkpoint's tensors with what the run recorded. The run folder is only read.
+sha256 of each kept checkpoint's tensors with what the run recorded. verified.jsonl and report.html
+of the run record the result; nothing else of it is written.
 
-Without --steps: from the oldest to the newest kept checkpoint. Exit status 1 if a step differs.
+Without --steps and --sample: from the oldest to the newest kept checkpoint. Exit status 1 if a step
+differs.
 """
 
 import argparse
+import contextlib
 from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_option
 from nanogpt_hf.commands.console import show
-from nanogpt_hf.errors import DataError, RunFolderError
+from nanogpt_hf.config.values import bounded
+from nanogpt_hf.errors import DataError, RunFolderError, UserError
 from nanogpt_hf.formatting import format_duration
 from nanogpt_hf.runs.find import find_run
 
@@ -17,7 +21,10 @@ from nanogpt_hf.runs.find import find_run
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
     steps = "from step A to step B; both have checkpoints, or A is 0"
-    add_option(parser, "--steps A:B", steps, type=_steps)
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--steps", metavar="A:B", help=steps, type=_steps)
+    sample = "steps between N pairs of checkpoints, the same ones each time"
+    which.add_argument("--sample", metavar="N", help=sample, type=bounded(int, 1))
 
 
 def _steps(text: str) -> tuple[int, int]:
@@ -34,37 +41,47 @@ def run(arguments: argparse.Namespace) -> int:
 
     from nanogpt_hf.config.sources import sources_of
     from nanogpt_hf.data.prepared import check_prepared, require_manifest
-    from nanogpt_hf.runs.provenance import read_starts
+    from nanogpt_hf.reports.page import write_report
+    from nanogpt_hf.runs.provenance import read_starts, recording_verification
     from nanogpt_hf.training import verify
-    from nanogpt_hf.training.checkpoint import read_checkpoint
+    from nanogpt_hf.training.checkpoint import OtherFormatError
 
     config = verify.recipe_of(folder)
     verify.check_repeatable(folder, config)
-    first, last = verify.steps_to_verify(folder, arguments.steps)
+    segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
     for source in sources_of(config.data):
         require_manifest(Path(source.data.dir))
-    try:
-        begun, ended = (
-            read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
-            for step in (first, last)
-        )
-        took = f"which took the run {format_duration(ended - begun)}"
-        show(f"repeating steps {first:,} to {last:,}, {took}")
-        check_prepared(config.data)
-        with verify.run_at(folder, config, first) as repeated:
-            found = verify.first_difference(repeated, folder, last)
-    except (DataError, RunFolderError) as error:  # another text, a damaged file
-        show(f"differs: {error}")
-        return 1
-    if found is None:
-        show(f"steps {first:,} to {last:,}: equal")
-        return 0
-    step, lines = found
-    starts = [start["step"] for start in read_starts(folder) if step <= start.get("step", 0) < last]
-    if starts:
-        lines.append(
-            f"the run was resumed at step {starts[-1]:,}, and recipe.yaml is that of its last "
-            "start: knobs that changed then explain differences before it"
-        )
-    show("\n  ".join([f"step {step:,}: differs", *lines]))
-    return 1
+    texts = [f"{first:,} to {last:,}" for first, last in segments]
+    first, last, differs = segments[0][0], segments[-1][1], ""
+    with recording_verification(folder) as record:
+        try:
+            seconds = verify.seconds_to_repeat(folder, segments)
+            about = f"about {format_duration(seconds)} at the run's speed per process"
+            show(f"repeating steps {', '.join(texts)}: {about}")
+            check_prepared(config.data)
+            for (first, last), text in zip(segments, texts, strict=True):
+                with verify.run_at(folder, config, first) as repeated:
+                    found = verify.first_difference(repeated, folder, last)
+                if found:
+                    step, lines = found
+                    starts = [start.get("step", 0) for start in read_starts(folder)]
+                    if resumed := [at for at in starts if step <= at < last]:
+                        lines.append(
+                            f"the run was resumed at step {resumed[-1]:,}, and recipe.yaml is that "
+                            "of its last start: knobs that changed then explain differences "
+                            "before it"
+                        )
+                    differs = "\n  ".join([f"step {step:,}: differs", *lines])
+                    break
+                show(f"steps {text}: equal")
+                record(first, last, "equal")
+        except OtherFormatError:
+            raise
+        except (DataError, RunFolderError) as error:  # another text, a damaged file
+            differs = f"differs: {error}"
+        if differs:
+            show(differs)
+            record(first, last, differs)
+    with contextlib.suppress(UserError, OSError):  # a folder of another user
+        write_report(folder, folder.report)
+    return 1 if differs else 0

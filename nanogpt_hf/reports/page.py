@@ -21,10 +21,11 @@ from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.reference import Reference, Verdict, find_reference, judge
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_metrics
+from nanogpt_hf.runs.metrics import AXES, Event, column, is_number, names, read_events, read_metrics
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.runs.redact import redact
 
+_VERIFIED = ("result", "time", "machine")
 MAX_POINTS = 4000  # per curve; longer ones are averaged, since a browser has to draw them
 
 
@@ -84,6 +85,10 @@ def render(run: RunFolder, events: list[Event]) -> str:
         knobs=config and _knob_rows(config),
         recipe=config and config_to_yaml(config),
         machine=_machine_rows(machine),
+        verified=[
+            [f"{event.get('from')} to {event['step']}", *map(event.get, _VERIFIED)]
+            for event in read_events(run.verified)
+        ],
         best=repr(str(run.best)) if run.best.is_dir() else "",
         path=shlex.quote(str(run.path)),
         package="peft" if is_adapter else "transformers",

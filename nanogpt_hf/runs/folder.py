@@ -51,6 +51,7 @@ class RunFolder:
         self.machine = self.path / "machine.json"
         # of preference training: log-probabilities under the model before it
         self.reference = self.path / "reference.safetensors"
+        self.verified = self.path / "verified.jsonl"
         self.checkpoints = self.path / "checkpoints"
         self.best = self.path / "best"
         self.final = self.path / "final"
@@ -178,6 +179,7 @@ class RunFolder:
                 self.report,
                 self.machine,
                 self.reference,
+                self.verified,
             ):
                 file.unlink(missing_ok=True)
         except OSError as error:

@@ -2,6 +2,7 @@
 
 import json
 import logging
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,13 +17,18 @@ AXES = ("step", "tokens", "seconds")
 
 
 def read_metrics(run: RunFolder) -> list[Event]:
-    """The events of a run.
+    """The events of a run."""
+    return read_events(run.metrics)
+
+
+def read_events(path: Path) -> list[Event]:
+    """The events in a file.
 
     Lines that are no JSON object with a step are skipped, with one warning; an incomplete last
     line, cut by a kill or being written now, silently.
     """
     events, damaged = [], []
-    lines = run.metrics.read_text("utf-8", "replace").split("\n") if run.metrics.exists() else []
+    lines = path.read_text("utf-8", "replace").split("\n") if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             event = json.loads(line)
@@ -33,7 +39,7 @@ def read_metrics(run: RunFolder) -> list[Event]:
             if line.strip() and number < len(lines):  # the last one has no line end
                 damaged.append(number)
     if damaged:
-        logger.warning(f"{run.metrics}: skipped {len(damaged)} lines, the first {damaged[0]}")
+        logger.warning(f"{path}: skipped {len(damaged)} lines, the first {damaged[0]}")
     return events
 
 

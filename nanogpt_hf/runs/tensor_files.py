@@ -127,8 +127,11 @@ class TensorFiles(Mapping[str, torch.Tensor]):
                 saved = file.get_slice(name)
                 size = tuple(saved.get_shape())
                 place = slices.get(name, {"shape": size, "offset": (0,) * len(size)})
-                self.layout[name] = tuple(place["shape"]), _DTYPES[saved.get_dtype()]
-                self._parts.setdefault(name, {})[Box(tuple(place["offset"]), size)] = file
+                shape, offset = (tuple(map(int, place[key])) for key in ("shape", "offset"))
+                if any(a < 0 or a + m > n for a, m, n in zip(offset, size, shape, strict=True)):
+                    raise ValueError(f"{path.name}: the place of {name} is outside its tensor")
+                self.layout[name] = shape, _DTYPES[saved.get_dtype()]
+                self._parts.setdefault(name, {})[Box(offset, size)] = file
         self.layout = dict(sorted(self.layout.items()))
 
     def __iter__(self) -> Iterator[str]:

@@ -23,15 +23,21 @@ from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import remove_folder
 from nanogpt_hf.runs.folder import VERSION, RunFolder, step_of
 from nanogpt_hf.runs.identity import differences
-from nanogpt_hf.runs.state import MeasuredLoss, TrainState
+from nanogpt_hf.runs.state import TrainState, read_state
 from nanogpt_hf.runs.tensor_files import Box, Layout, TensorFiles
 
 logger = logging.getLogger(__name__)
+# what reading an edited file raises
+_EDITED = (ValueError, LookupError, AttributeError, TypeError, RecursionError, SafetensorError)
 MODEL, OPTIMIZER, STATE, CHECKSUMS = "model", "optimizer", "state.json", "checksums.json"
 
 
 class DamagedError(RunFolderError):
     """A file of a checkpoint is missing, or is not as it was written."""
+
+
+class OtherFormatError(RunFolderError):
+    """A checkpoint was written by other code."""
 
 
 class Checkpoint(NamedTuple):
@@ -67,8 +73,10 @@ def file_digest(path: Path) -> str:
 
 def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
     """Open a checkpoint whose files are as written; of those with tensors, the `index`th of `count`
-    shares is verified. Raises DamagedError, and RunFolderError for another version or fields.
+    shares is verified. Raises DamagedError, and OtherFormatError for another version or fields.
     """
+    remedy = "continue with the code that wrote it, or start again with --overwrite"
+    fields = {field.name for field in dataclasses.fields(TrainState)}
     try:
         checksums = json.loads((folder / CHECKSUMS).read_text(encoding="utf-8"))
         names = sorted(checksums.keys() - {STATE})
@@ -80,22 +88,21 @@ def read_checkpoint(folder: Path, index: int = 0, count: int = 1) -> Checkpoint:
             TensorFiles([folder / name for name in names if name.startswith(kind)])
             for kind in (MODEL, OPTIMIZER)
         )
-    except (OSError, ValueError, LookupError, AttributeError, SafetensorError) as error:
+        version, scaler = facts.pop("version", None), facts.pop("scaler", None)
+        if version != VERSION:
+            raise OtherFormatError(
+                f"{folder}: was written by version {version} of the run folder's format; this "
+                f"code reads version {VERSION}; {remedy}"
+            )
+        if facts.keys() != fields:
+            raise OtherFormatError(
+                f"{folder}: its {STATE} has other fields than this code expects; {remedy}"
+            )
+        state = read_state(facts)
+        if state.step != step_of(folder):
+            raise ValueError(f"its {STATE} is of step {state.step:,}")
+    except (OSError, *_EDITED) as error:
         raise DamagedError(f"{folder}: damaged checkpoint: {error}") from None
-    version, scaler = facts.pop("version", None), facts.pop("scaler", None)
-    fields = {field.name for field in dataclasses.fields(TrainState)}
-    remedy = "continue with the code that wrote it, or start again with --overwrite"
-    if version != VERSION:
-        raise RunFolderError(
-            f"{folder}: was written by version {version} of the run folder's format; this code "
-            f"reads version {VERSION}; {remedy}"
-        )
-    if facts.keys() != fields:
-        raise RunFolderError(
-            f"{folder}: its {STATE} has other fields than this code expects; {remedy}"
-        )
-    evaluation = facts.pop("evaluation")
-    state = TrainState(**facts, evaluation=evaluation and MeasuredLoss(**evaluation))
     return Checkpoint(weights, optimizer_state, folder, state, scaler)
 
 
@@ -150,7 +157,11 @@ def find_checkpoint(
         layouts = saved.weights.layout, saved.optimizer_state.layout
         head = [(saved.state, saved.scaler, layouts, run.best.is_dir())]
     state, scaler, layouts, has_best = broadcast_object_list(head, from_process=0)[0]
-    if identity and (differ := differences(state.identity, identity)):
+    try:
+        differ = identity and differences(state.identity, identity)
+    except _EDITED:
+        differ = [f"{folder} has no identity that can be read"]
+    if differ:
         raise RunFolderError(
             f"{run.checkpoints}: the newest checkpoint is of another run or other data: "
             f"{'; '.join(differ)}; use the recipe and data it was trained with, or start "

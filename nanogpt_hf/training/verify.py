@@ -3,8 +3,10 @@ logged step, and the tensors of each kept checkpoint.
 """
 
 import hashlib
+import itertools
 import logging
 import math
+import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,9 +19,10 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.full_state import FullState, own_weights
-from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.optim.schedule import learning_rate_at
+from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import continue_on, read_starts
@@ -59,27 +62,46 @@ def check_repeatable(folder: RunFolder, config: Config) -> None:
             )
 
 
-def steps_to_verify(folder: RunFolder, stated: tuple[int, int] | None) -> tuple[int, int]:
-    """The steps to begin and end at, which have checkpoints: by default the oldest and the newest.
+def segments_to_verify(
+    folder: RunFolder, stated: tuple[int, int] | None, sample: int | None
+) -> list[tuple[int, int]]:
+    """The first and the last step of each segment, which have checkpoints: by default one from the
+    oldest to the newest, or `sample` of those between two checkpoints, the same at each call.
 
     A run begins at 0. Raises UserError for others.
     """
     kept = [step_of(path) for path in folder.checkpoint_folders()]
     if not kept:
         raise UserError(f"{folder.path}: has no checkpoint to compare with")
-    first, last = stated or (kept[0] if len(kept) > 1 else 0, kept[-1])
+    if not kept[1:]:
+        kept.insert(0, 0)
+    if sample:
+        segments = list(itertools.pairwise(kept))
+        return sorted(random.Random(0).sample(segments, min(sample, len(segments))))
+    first, last = stated or (kept[0], kept[-1])
     if first not in (0, *kept) or last not in kept or first >= last:
         raise UserError(
             f"--steps {first}:{last}: expected two steps of 0 and those with checkpoints, "
             f"{', '.join(map(str, kept))}, the first below the second"
         )
-    return first, last
+    return [(first, last)]
+
+
+def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]]) -> float:
+    """How long segments take if this process computes as fast as each of the run."""
+    processes = max([1, *(start.get("processes", 1) for start in read_starts(folder)[-1:])])
+    at = {
+        step: read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
+        for segment in segments
+        for step in segment
+    }
+    return processes * sum(at[last] - at[first] for first, last in segments)
 
 
 @contextmanager
 def run_at(folder: RunFolder, config: Config, first: int) -> Iterator[Run]:
     """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder."""
-    with tempfile.TemporaryDirectory() as temporary:
+    with _stopped_by_signals(), tempfile.TemporaryDirectory() as temporary:
         copy = RunFolder(Path(temporary) / "run")
         copy.path.mkdir()
         (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
@@ -100,6 +122,15 @@ def run_at(folder: RunFolder, config: Config, first: int) -> Iterator[Run]:
             yield run
         finally:
             copy.unlock()
+
+
+@contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    try:
+        with raise_on_signals():
+            yield
+    except Interrupted as signal:
+        raise Stopped(f"stopped by {signal}") from None
 
 
 def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[str]] | None:

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import tempfile
 
 import pytest
 import torch
@@ -12,10 +13,15 @@ from safetensors.torch import load_file, save_file
 from arguments import argv
 from assertions import at_step, file_contents, replace_step
 from nanogpt_hf.commands import main
+from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.runs.folder import RunFolder
+from nanogpt_hf.runs.metrics import read_events
+from nanogpt_hf.runs.provenance import add_start, read_starts, recording_verification
 from nanogpt_hf.training import step as steps
-from nanogpt_hf.training.checkpoint import CHECKSUMS, file_digest
+from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_checkpoint
+from nanogpt_hf.training.start import prepare_run
+from nanogpt_hf.training.verify import seconds_to_repeat
 
 
 @pytest.fixture(scope="module")
@@ -42,13 +48,66 @@ def verify(capsys, forget_accelerate):
     return verify
 
 
-@pytest.mark.parametrize(("options", "steps"), [("", "2 to 8"), ("--steps 0:4", "0 to 4")])
-def test_honest_run_is_equal_and_only_read(honest, verify, options, steps):
-    before = file_contents(honest.path)
-    status, lines = verify(honest, options)
-    assert (status, lines[1:]) == (0, [f"steps {steps}: equal"])
-    assert lines[0].startswith(f"repeating steps {steps}, which took the run ")
-    assert file_contents(honest.path) == before
+@pytest.mark.parametrize(
+    ("options", "steps"), [("", ["2 to 8"]), ("--sample 2", ["4 to 6", "6 to 8"])]
+)
+def test_honest_run_is_equal_and_reports_only(run, verify, options, steps):
+    before = file_contents(run.path)
+    status, lines = verify(run, options)
+    assert (status, lines[1:]) == (0, [f"steps {segment}: equal" for segment in steps])
+    assert lines[0].startswith(f"repeating steps {', '.join(steps)}: about ")
+    events = read_events(run.verified)
+    assert [(f"{e['from']} to {e['step']}", e["result"]) for e in events] == [
+        (segment, "equal") for segment in steps
+    ]
+    assert f"<td>{steps[-1]}</td><td>equal</td><td>{events[-1]['time']}" in run.report.read_text()
+    run.verified.unlink()
+    changed = {
+        name: run.path / name
+        for name, data in file_contents(run.path).items()
+        if data != before[name]
+    }
+    assert list(changed) == ["report.html"]
+
+
+def test_all_segments_are_sampled_if_there_are_fewer(run, verify):
+    assert verify(run, "--sample 99")[1][1:] == [
+        f"steps {step} to {step + 2}: equal" for step in (2, 4, 6)
+    ]
+
+
+def test_estimate_is_the_time_of_all_processes(run):
+    seconds = [read_checkpoint(run.checkpoint(step)).state.seconds for step in (2, 8)]
+    add_start(run, read_starts(run)[0] | {"processes": 3})
+    assert seconds_to_repeat(run, [(2, 8)]) == 3 * (seconds[1] - seconds[0]) > 0
+
+
+def test_record_of_a_run_that_was_overwritten_is_lost(run):
+    with recording_verification(run) as record:
+        run.start("name: other\n")
+        record(2, 4, "equal")
+    assert not run.verified.exists()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_removes_the_temporary_folder(run, tmp_path, monkeypatch, number):
+    (tmp_path / "temporary").mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    clip = steps.clip_gradients
+
+    def signalled(*arguments):
+        assert list((tmp_path / "temporary").iterdir())
+        os.kill(os.getpid(), number)
+        return clip(*arguments)
+
+    monkeypatch.setattr(steps, "clip_gradients", signalled)
+    if number == signal.SIGINT:
+        with pytest.raises(KeyboardInterrupt):
+            main(argv("verify {}", run.path))
+    else:
+        assert main(argv("verify {}", run.path)) == 75
+    assert not list((tmp_path / "temporary").iterdir())
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 def test_run_of_another_user_is_equal(run, verify):
@@ -198,6 +257,56 @@ def test_damaged_file_is_one_line(run, verify, capsys, file, text, status):
     streams = capsys.readouterr()
     (line,) = (streams.err + streams.out).splitlines()
     assert file.rpartition("/")[0] in line
+
+
+def forge(run: RunFolder, at: int, **facts) -> None:
+    """Edit a checkpoint's state.json and its checksum."""
+    folder = run.checkpoint(at)
+    state = json.loads((folder / STATE).read_text()) | facts
+    (folder / STATE).write_text(json.dumps(state))
+    checksums = json.loads((folder / CHECKSUMS).read_text())
+    (folder / CHECKSUMS).write_text(json.dumps(checksums | {STATE: file_digest(folder / STATE)}))
+
+
+@pytest.mark.parametrize(
+    ("facts", "status"),
+    [
+        ({"step": "2"}, 1),
+        ({"step": -2}, 1),
+        ({"step": True}, 1),
+        ({"step": 4}, 1),
+        ({"seconds": float("nan")}, 1),
+        ({"seconds": None}, 1),
+        ({"skipped_steps": 1.5}, 1),
+        ({"skipped_steps": -5}, 1),
+        ({"reported_step": 3}, 1),
+        ({"identity": []}, 1),
+        ({"identity": {}}, 1),
+        ({"identity": None}, 1),
+        ({"identity": {"knobs": {}, "data": {}}}, 1),
+        ({"identity": {"knobs": [], "data": {}}}, 1),
+        ({"evaluation": 1}, 1),
+        ({"evaluation": {"loss": 1.0}}, 1),
+        ({"evaluation": {"loss": "1", "tokens": 1, "bytes_per_token": 1.0}}, 1),
+        ({"version": 2}, 2),
+        ({"other": 2}, 2),
+    ],
+)
+def test_forged_state_is_one_line(run, verify, capsys, facts, status):
+    forge(run, 2, **facts)
+    assert main(argv("verify {}", run.path)) == status
+    streams = capsys.readouterr()
+    assert f"{run.checkpoint(2)}" in (streams.out if status == 1 else streams.err)
+    assert len((streams.out + streams.err).splitlines()) <= 2
+
+
+def test_resume_takes_an_older_checkpoint_than_a_forged_one(run, tmp_path, caplog):
+    forge(run, 8, step="8")
+    recipe = load_config(run.recipe)
+    prepared = prepare_run(recipe, run.path, resume=True)
+    assert prepared.state.step == 6
+    prepared.folder.unlock()
+    assert any("step '8' is not of its type" in line for line in caplog.messages)
 
 
 def test_data_that_is_missing_is_a_mistake(run, verify, honest, capsys):
