@@ -53,10 +53,5 @@ def run(arguments: argparse.Namespace) -> None:
     )
     if pushed.skipped:
         show(f"skipped (not model files): {', '.join(pushed.skipped)}")
-    if pushed.stale_weights:
-        show(
-            "left in the repository by earlier pushes, perhaps stale: "
-            f"{', '.join(pushed.stale_weights)}"
-        )
     what = f"{len(pushed.files)} files" if pushed.changed else "nothing had changed"
     show(f"{folder} -> {pushed.url} ({what})")

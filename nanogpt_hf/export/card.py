@@ -15,7 +15,6 @@ from transformers import PreTrainedConfig
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import has_conversations, is_mixture, source_text, sources_of
-from nanogpt_hf.data.blocks import Interleave
 from nanogpt_hf.data.files import BUILT_IN
 from nanogpt_hf.data.manifest import Manifest, PreparedSource
 from nanogpt_hf.formatting import format_number
@@ -68,7 +67,13 @@ def model_card(
         manifest=manifest,
         state=state,
         machine=machine,
-        sources=_source_rows(config, sources, state),
+        sources=[
+            (
+                f"data: {source.name}" if len(sources) > 1 else "data",
+                f"{source_text(source.data)}, revision {source.manifest.revision}",
+            )
+            for source in sources
+        ],
         optimizer=kind_of(config.optim).describe(config.optim),
         software=", ".join(f"{name} {version}" for name, version in packages.items()),
         time=timedelta(seconds=round(state.seconds)),
@@ -150,25 +155,6 @@ def _eval_results(config: Config, manifest: Manifest, state: TrainState) -> list
     ]
 
 
-def _source_rows(
-    config: Config, sources: tuple[PreparedSource, ...], state: TrainState
-) -> list[tuple[str, str]]:
-    """Name, text and revision of each source; of a mixture, also its share of the sequences."""
-    samples = state.tokens // config.data.block_size
-    counts = Interleave([s.weight for s in sources]).counts(samples).tolist()
-    rows = []
-    for source, count in zip(sources, counts, strict=True):
-        name, share = "data", ""
-        if len(sources) > 1:
-            name, share = (
-                f"data: {source.name}",
-                f"; {count / max(1, samples):.2%} of the sequences",
-            )
-        text = f"{source_text(source.data)}, revision {source.manifest.revision}"
-        rows.append((name, text + share))
-    return rows
-
-
 def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, str]:
     """What was trained and evaluated on, which depends on the kind of data."""
     train, held_out = manifest.train, manifest.validation
@@ -178,10 +164,7 @@ def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, s
             "seen": f"; a pair counts as {config.data.block_size:,}",
         }
         if state.best_loss is not None:
-            measured, tokens = held_out.documents, config.eval.tokens
-            if tokens != "all":
-                measured = min(measured, max(1, tokens // config.data.block_size))
-            texts["best"] = f"{state.best_loss:.4f} on {measured:,} held-out pairs"
+            texts["best"] = f"{state.best_loss:.4f} on held-out pairs"
         return texts | {"score": "loss"}
     if not train.tokens:
         texts = {
@@ -189,8 +172,7 @@ def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, s
             "seen": f", padding included; {config.rl.samples} completions per question",
         }
         if state.best_loss is not None:
-            questions = min(config.rl.eval_questions, held_out.documents)
-            texts["best"] = f"{-state.best_loss:.4f} on {questions:,} held-out questions"
+            texts["best"] = f"{-state.best_loss:.4f} on held-out questions"
         return texts | {"score": "mean reward"}
     split = f"{train.tokens:,} tokens in {train.documents:,} documents"
     seen = f" ({state.tokens / train.tokens:.2f} times the training split)"

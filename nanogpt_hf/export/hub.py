@@ -16,8 +16,7 @@ from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 from huggingface_hub.utils import get_session
 
 from nanogpt_hf.errors import RunFolderError, UserError, one_line
-from nanogpt_hf.export.card import PLACEHOLDER, plain_card
-from nanogpt_hf.model.architecture import architecture_on_disk
+from nanogpt_hf.export.card import PLACEHOLDER
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.redact import holds_token, redact, redact_tree
 
@@ -42,7 +41,6 @@ class Pushed:
     url: str  # the commit's
     files: list[str]
     skipped: list[str]  # files of the folder that are not model files
-    stale_weights: list[str]  # weight files in the repository that are left from earlier pushes
     changed: bool  # whether there was anything to commit
 
 
@@ -93,12 +91,6 @@ def push(
         with tempfile.TemporaryDirectory(prefix=".push-", dir=beside) as links:
             files, skipped = _gather(folder, Path(links))
             files = {path: _content(path, files[path], repo_id, revision) for path in files}
-            if (card := folder / "README.md") not in files:
-                with contextlib.suppress(Exception):  # it is no model that we know
-                    config = architecture_on_disk(str(folder)).read_config(str(folder), None)
-                    origin = "whose training is not recorded here"
-                    text = plain_card(repo_id.partition("/")[2], config, origin)
-                    files[card] = _content(card, text.encode(), repo_id, revision)
             texts = {Path("--message"): (message or "").encode(), **files}
             if secrets := [path for path in texts if holds_token(_head(texts[path]), token)]:
                 line = "contains a token of the Hub or a private key; remove it first"
@@ -113,7 +105,7 @@ def push(
                 )
             if revision and not revision.startswith("refs/"):
                 api.create_branch(repo_id, branch=revision, exist_ok=True)
-            before = api.model_info(repo_id, revision=revision)
+            before = api.model_info(repo_id, revision=revision).sha
             outcome = f"see {constants.ENDPOINT}/{repo_id}: all files arrived, or none"
             additions = [CommitOperationAdd(path.name, files[path]) for path in files]
             # Weights one by one, in this thread: a process that is asked to end would wait for the
@@ -136,9 +128,7 @@ def push(
         outcome = "nothing was pushed" if _status(error) else outcome
         raise UserError(f"{repo_id}: {_reason(error)}; {outcome}") from error
     names = sorted(path.name for path in files)
-    left = sorted({file.rfilename for file in before.siblings or ()}.difference(names))
-    stale = [name for name in left if name.endswith((*_WEIGHTS, ".bin", ".index.json"))]
-    return Pushed(commit.commit_url, names, skipped, stale, commit.oid != before.sha)
+    return Pushed(commit.commit_url, names, skipped, commit.oid != before)
 
 
 def _login(repo_id: str) -> str:

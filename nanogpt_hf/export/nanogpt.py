@@ -4,7 +4,6 @@ prepared data. Code in these pickles is never run.
 nanoGPT uses GPT-2's layer names, but stores matrices in the layout of nn.Linear: (out, in).
 """
 
-import contextlib
 import hashlib
 import pickle
 import re
@@ -64,7 +63,7 @@ def load_nanogpt(
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         if missing := [name for name in _SIZES if name not in saved["model_args"]]:
             raise ValueError(f"its model_args have no {', '.join(missing)}")
-        tokenizer = _tokenizer(path, saved, meta)
+        tokenizer = _tokenizer(path, saved["model_args"]["vocab_size"], meta)
         # without torch.compile's prefix and causal masks
         state = {
             name.removeprefix("_orig_mod."): weight.float()
@@ -80,7 +79,10 @@ def load_nanogpt(
             reason = f"it contains {code[1]}, which was not loaded"
         raise RunFolderError(f"{path}: not a checkpoint of nanoGPT: {reason}") from None
     weights = {n: weight.T if n.endswith(_MATRICES) else weight for n, weight in state.items()}
-    return NanoGPT(config, from_gpt2_state_dict(weights), tokenizer, _facts(saved))
+    facts = {"trained with": "nanoGPT"}
+    if type(steps := saved.get("iter_num")) is int:
+        facts["steps"] = f"{steps:,}"
+    return NanoGPT(config, from_gpt2_state_dict(weights), tokenizer, facts)
 
 
 def _config(
@@ -128,22 +130,8 @@ def _config(
     return config
 
 
-def _facts(saved: dict[str, Any]) -> dict[str, str]:
-    """What train.py recorded about the training; values of another type are ignored."""
-    facts = {"trained with": "nanoGPT"}
-    if type(steps := saved.get("iter_num")) is int:
-        facts["steps"] = f"{steps:,}"
-    with contextlib.suppress(TypeError, ValueError, RuntimeError):
-        facts["best sampled validation loss"] = f"{float(saved.get('best_val_loss', '')):.4f}"
-    with contextlib.suppress(KeyError, TypeError):
-        if re.fullmatch(r"[\w-]{1,80}", dataset := saved["config"]["dataset"]):
-            facts["data"] = dataset
-    return facts
-
-
-def _tokenizer(path: Path, saved: dict[str, Any], meta: Path | None) -> Tokenizer:
+def _tokenizer(path: Path, rows: int, meta: Path | None) -> Tokenizer:
     """The characters of `meta`, or GPT-2's tokenizer if the number of embedding rows fits."""
-    rows = saved["model_args"]["vocab_size"]
     if meta is not None:
         tokenizer = load_meta(meta)
         if tokenizer.vocab_size != rows:
@@ -156,7 +144,7 @@ def _tokenizer(path: Path, saved: dict[str, Any], meta: Path | None) -> Tokenize
         return gpt2_tokenizer()
     raise RunFolderError(
         f"{path}: its vocabulary of {rows:,} tokens is not GPT-2's; name its meta.pkl with --meta "
-        f"(data/{_facts(saved).get('data', 'DATASET')}/meta.pkl in nanoGPT's folder)"
+        "(data/DATASET/meta.pkl in nanoGPT's folder)"
     )
 
 

@@ -117,8 +117,6 @@ def test_load_nanogpt_keeps_the_logits(tmp_path, meta, bias, prefix):
     assert imported.facts == {
         "trained with": "nanoGPT",
         "steps": "2,000",
-        "best sampled validation loss": "1.8857",
-        "data": "letters",
     }
     model, tokenizer = opened(tmp_path / "out", imported)
     ids = torch.tensor([tokenizer("decade éa!\nb")["input_ids"]])
@@ -243,7 +241,7 @@ def test_load_nanogpt_refuses_truncated_and_other_files(tmp_path, shared):
 
 def test_load_nanogpt_needs_the_matching_meta_pkl(tmp_path):
     make_checkpoint(tmp_path / "ckpt.pt")
-    assert "--meta (data/letters/meta" in refused(load_nanogpt, tmp_path / "ckpt.pt")
+    assert "--meta (data/DATASET/meta" in refused(load_nanogpt, tmp_path / "ckpt.pt")
     for characters in ("abc", CHARACTERS + "xyz"):
         other = make_meta(tmp_path / "other.pkl", characters)
         message = refused(load_nanogpt, tmp_path / "ckpt.pt", other)
