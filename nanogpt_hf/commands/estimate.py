@@ -91,6 +91,11 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if proposal:
         show(*layout_lines(proposal, config), "", sep="\n")
     show(*estimate_lines(result, place), sep="\n")
+    if config.lora.quantize:
+        show(
+            f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken "
+            "as float32\n"
+        )
     show("these are estimates; docs/machines.md lists which of them were measured")
     if arguments.json:
         write_json(arguments.json, estimate_figures(result, proposal))

@@ -224,6 +224,11 @@ def _finetune_rules(config: Config) -> Rules:
         not lora.targets or unknown,
         f"expected some of {', '.join(LORA_TARGETS)}",
     )
+    yield (
+        "lora.quantize lora.rank",
+        lora.quantize and not lora.rank,
+        "only the frozen base of LoRA can be quantized: give --lora RANK",
+    )
 
 
 def _hub_rules(config: Config) -> Rules:

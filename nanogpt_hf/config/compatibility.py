@@ -76,6 +76,12 @@ _ROWS = [
         "leave it out",
     ),
     (
+        "lora.quantize",
+        "lora.merge",
+        "an adapter cannot be merged into quantized weights",
+        "leave lora.merge out, and merge with cli.py export RUN OUT",
+    ),
+    (
         "train.micro_batch_size auto",
         "rl.task | align.loss",
         "auto does not measure generation or a second model",
@@ -240,6 +246,18 @@ _ROWS = [
         "pipeline stages",
         "it is not supported there",
         FSDP2,
+    ),
+    (
+        "lora.quantize",
+        "FSDP2 | DeepSpeed",
+        "weights in 8 or 4 bits cannot be sharded",
+        "use accelerate_configs/ddp.yaml",
+    ),
+    (
+        "lora.quantize 4bit",
+        "a CPU",
+        "bitsandbytes 0.50 packs the weights at the first evaluation, and cannot unpack them",
+        "use 8bit, or a GPU",
     ),
     (
         "finetune.unfreeze_every",

@@ -291,6 +291,9 @@ class LoraSection:
     merge: bool = knob(
         False, "write whole models with the adapters merged in, which transformers opens"
     )
+    quantize: Literal["8bit", "4bit"] | None = knob(
+        None, "quantize the frozen weights (needs bitsandbytes)"
+    )
 
 
 @dataclass(frozen=True)

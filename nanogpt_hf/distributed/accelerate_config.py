@@ -7,6 +7,7 @@ The only reader of ACCELERATE_* and FSDP_*.
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import cast
 
 import psutil
@@ -29,7 +30,7 @@ def check_launch(config: Config, mesh: Mesh) -> int:
     """Gradient accumulation steps of `config` on this launch's processes.
 
     Raises UserError if the tokens per step do not divide, if the accelerate config sets another
-    accumulation, if a tracker, DeepSpeed or torchao is needed but not installed,
+    accumulation, if a tracker, DeepSpeed, bitsandbytes or torchao is needed but not installed,
     and if `check_config` or `check_layout` does.
     """
     check_config()
@@ -37,6 +38,11 @@ def check_launch(config: Config, mesh: Mesh) -> int:
         deepspeed.check_available()
     check_layout(config, mesh, requested_machine())
     kind_of(config.optim).check()
+    if config.lora.quantize and find_spec("bitsandbytes") is None:
+        raise UserError(
+            f"lora.quantize {config.lora.quantize}: bitsandbytes is not installed; run `pip "
+            "install bitsandbytes`"
+        )
     for tracker in config.tracking.trackers:
         if tracker not in LOGGER_TYPE_TO_CLASS:
             near = did_you_mean(tracker, LOGGER_TYPE_TO_CLASS)

@@ -103,6 +103,7 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "fsdp_activation_checkpointing": machine.checkpoints,
         "fsdp_reshard_after_forward": machine.reshards,
         "fsdp_cpu_ram_efficient_loading": machine.sends_weights,
+        "a CPU": machine.device == "cpu",
     }
     return {words.partition(" (")[0]: words for words, is_set in found.items() if is_set}
 

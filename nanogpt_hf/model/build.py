@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PreTrainedConfig, PreTrainedModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file, extract_commit_hash
 
@@ -155,13 +155,19 @@ def start_model(
     Raises UserError if that cannot be loaded, or does not fit the recipe or a tokenizer of
     `vocab_size` tokens.
     """
-    finetune = config.finetune
+    finetune, lora = config.finetune, config.lora
     if finetune.model is None:
         model_config = build_config(config.model, vocab_size, end_of_text_id)
         return build_model(model_config, config.train.seed, config.model.init)
     options: dict[str, Any] = {}
     if config.model.architecture == GPT2.name:
         options["dropout"] = config.model.dropout
+    if lora.quantize:  # nf4: the QLoRA paper's type, arXiv:2305.14314
+        options["quantization_config"] = BitsAndBytesConfig(
+            load_in_8bit=lora.quantize == "8bit",
+            load_in_4bit=lora.quantize == "4bit",
+            bnb_4bit_quant_type="nf4",
+        )
     model = load_model(finetune.model, finetune.revision, **options)
     # training/finetuning.py has checked that all its own tokens stay
     if vocab_size > model.config.vocab_size:

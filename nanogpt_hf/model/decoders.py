@@ -198,6 +198,7 @@ class Architecture(ConfigFields):
         self,
         name: str,
         revision: str | None = None,
+        quantization_config: Any = None,
         **fields: Any,
     ) -> PreTrainedModel:
         """The model in a folder or on the Hub in float32, with other `fields` of its config.
@@ -209,6 +210,7 @@ class Architecture(ConfigFields):
             revision=revision or "main",
             config=self.read_config(name, revision, **fields),
             dtype=torch.float32,
+            quantization_config=quantization_config,
             ignore_mismatched_sizes=True,  # transformers' own error does not name them
             output_loading_info=True,
             trust_remote_code=False,

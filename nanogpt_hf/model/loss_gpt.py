@@ -139,7 +139,7 @@ def head_loss(
     """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are
     padding.
 
-    A head that replaces ours (an adapter) computes only logits; `softcap` is
+    A head that replaces ours (an adapter, a quantized one) computes only logits; `softcap` is
     for it.
     """
     if isinstance(head, Head):

@@ -121,7 +121,8 @@ def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_siz
     Only with the model on CPUs: a process that takes more than there is would be killed without
     a line.
     """
-    if accelerator.device.type != "cpu":
+    # whose frozen weights are not counted in 8 bits
+    if accelerator.device.type != "cpu" or config.lora.quantize:
         return
     model = meta_model(config, build_config(config.model, vocab_size))
     place = Placement(precision=str(accelerator.mixed_precision), on_cpu=True)

@@ -247,7 +247,7 @@ def _build(
 ) -> Run:
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
-    if model.device.type != "meta":
+    if model.device.type != "meta" and not config.lora.quantize:
         check_causal(model, packs=_packs(config))
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
         write_out_attention(model)

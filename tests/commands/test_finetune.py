@@ -17,6 +17,7 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.data.tokenizer import char_tokenizer, train_bpe_tokenizer
+from nanogpt_hf.distributed import accelerate_config
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import load_model, start_model
 from nanogpt_hf.runs.folder import RunFolder
@@ -169,6 +170,19 @@ def test_changed_text_is_refused(run, tiny_base, capsys):
     Path("my.txt").write_text("Two rats sat on a mat.\n" * 300)
     assert main(argv("finetune --from {} --data my.txt --run-dir other", tiny_base)) == 2
     assert "my.txt has changed since it was prepared" in capsys.readouterr().err
+
+
+def test_missing_bitsandbytes_is_one_line(tiny_base, monkeypatch, capsys):
+    find_spec = accelerate_config.find_spec
+    monkeypatch.setattr(
+        accelerate_config,
+        "find_spec",
+        lambda name: None if name == "bitsandbytes" else find_spec(name),
+    )
+    command = "finetune --from {} --data my.txt --lora 2 --lora.quantize 8bit"
+    assert main(argv(command, tiny_base)) == 2
+    assert "pip install bitsandbytes" in capsys.readouterr().err
+    assert not Path("runs").exists()
 
 
 def test_finetune_dry_run_prints_trainable_parameters(tiny_base, working_folder, capsys):

@@ -45,6 +45,8 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
             "zero",
             ("finetune.unfreeze_every 3", "DeepSpeed"),
         ),
+        (TUNED | {"lora.rank": 4, "lora.quantize": "8bit"}, "fsdp", ("lora.quantize", "FSDP2")),
+        (TUNED | {"lora.rank": 4, "lora.quantize": "4bit"}, "none", ("lora.quantize", "a CPU")),
         (TUNED | {"lora.rank": 4, "optim.name": "muon"}, "none", ("lora.rank 4", "muon")),
         (RL | {"data.order": "shuffled"}, "zero", ("rl.task arithmetic", "DeepSpeed")),
     ],
