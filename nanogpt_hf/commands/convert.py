@@ -12,7 +12,7 @@ from nanogpt_hf.commands.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.runs.find import find_model
 
-_DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
 # packages, of the extra of that name
 _NEEDS = {"gguf": ("gguf",), "onnx": ("onnx", "onnxscript", "onnxruntime")}
 _READERS = {"safetensors": "transformers", "gguf": "transformers", "onnx": "onnxruntime"}
@@ -30,7 +30,9 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
     formats = ("safetensors", *_NEEDS)
     add_option(parser, "--format", "of the files", choices=formats, default="safetensors")
-    add_option(parser, "--dtype", "of the weights", choices=_DTYPES, default="float32")
+    add_option(
+        parser, "--dtype", "of the weights; q8_0 for gguf", choices=_DTYPES, default="float32"
+    )
     size = "of a safetensors file"
     add_option(parser, "--max-shard-size SIZE", size, type=_size, default="5GB")
 
@@ -50,6 +52,8 @@ def run_export(arguments: argparse.Namespace) -> None:
         raise UserError(
             "--dtype: an ONNX graph is written in float32 only; convert it with ONNX's own tools"
         )
+    if kind == "safetensors" and arguments.dtype == "q8_0":
+        raise UserError("--dtype q8_0: is of GGUF files; add --format gguf")
 
     import torch
     from transformers.utils import logging
@@ -77,7 +81,7 @@ def run_export(arguments: argparse.Namespace) -> None:
         if kind == "gguf":
             from nanogpt_hf.export.gguf import export_gguf
 
-            difference, as_gelu_new = export_gguf(folder, model, tokenizer, dtype)
+            difference, as_gelu_new = export_gguf(folder, model, tokenizer, arguments.dtype)
         elif kind == "onnx":
             from nanogpt_hf.export.onnx import export_onnx
 

@@ -25,10 +25,13 @@ from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
 
 FILE = "model.gguf"
+_F32, _Q8 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
+# --dtype -> that of the weights before they are stored, of the tensors, of the file
 _TYPES = {
-    torch.float32: (gguf.GGMLQuantizationType.F32, gguf.LlamaFileType.ALL_F32),
-    torch.float16: (gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
-    torch.bfloat16: (gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "float32": (torch.float32, _F32, gguf.LlamaFileType.ALL_F32),
+    "fp16": (torch.float16, gguf.GGMLQuantizationType.F16, gguf.LlamaFileType.MOSTLY_F16),
+    "bf16": (torch.bfloat16, gguf.GGMLQuantizationType.BF16, gguf.LlamaFileType.MOSTLY_BF16),
+    "q8_0": (torch.float32, _Q8, gguf.LlamaFileType.MOSTLY_Q8_0),
 }
 _ARCHITECTURES = {  # by model_type
     "gpt2": gguf.MODEL_ARCH.GPT2,
@@ -58,9 +61,10 @@ def export_gguf(
     folder: Path,
     model: transformers.PreTrainedModel,
     tokenizer: transformers.PreTrainedTokenizerBase | None,
-    dtype: torch.dtype,
+    dtype: str,
 ) -> tuple[float, float | None]:
-    """Write `model` as GGUF with config.json and tokenizer, and read it again.
+    """Write `model` as GGUF with config.json and tokenizer, and read it again. `dtype` is float32,
+    fp16, bf16, or q8_0: 8 bits a value and a scale for each 32 of them.
 
     Returns the largest difference of the logits with the model's activation function, and, if
     that is not the tanh GELU of GGUF's gpt2, with theirs. Raises UserError if GGUF has no format
@@ -73,15 +77,18 @@ def export_gguf(
         raise UserError(
             "--format gguf: a GGUF file contains the tokenizer, and this model has none"
         )
-    cast_weights(model, dtype)  # raises if a weight is too large
+    cast_to, matrix_type, file_type = _TYPES[dtype]
+    cast_weights(model, cast_to)  # raises if a weight is too large
     original = logits_of(model)
     writer = gguf.GGUFWriter(folder / FILE, name)
-    _write_metadata(writer, plain, _TYPES[dtype][1])
+    _write_metadata(writer, plain, file_type)
     _write_tokenizer(writer, plain, tokenizer)
     for tensor_name, weight in _tensors(plain, model):
         # llama.cpp reads biases, norms and positions only in float32.
         small = weight.ndim == 1 or tensor_name == "position_embd.weight"
-        kind = _TYPES[torch.float32 if small else dtype][0]
+        kind = _F32 if small else matrix_type
+        if kind is _Q8 and weight.shape[-1] % gguf.GGML_QUANT_SIZES[_Q8][0]:
+            kind = gguf.GGMLQuantizationType.F16  # a row is no whole number of blocks
         stored = gguf.quants.quantize(weight.contiguous().numpy(), kind)
         writer.add_tensor(tensor_name, stored, raw_dtype=kind)
     writer.write_header_to_file()
@@ -92,7 +99,7 @@ def export_gguf(
     save_tokenizer(tokenizer, folder)
 
     opened: Any = _read_again(folder, plain, model)
-    difference = max_difference(logits_of(opened), original, exact=dtype == torch.float32)
+    difference = max_difference(logits_of(opened), original, exact=dtype == "float32")
     if name != "gpt2" or plain.activation_function == "gelu_new":
         return difference, None
     for layer in range(plain.n_layer):

@@ -14,6 +14,7 @@ from nanogpt_hf.data.tokenizer import char_tokenizer, train_bpe_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.layout_gpt import gpt2_state_dict
 
 gguf = pytest.importorskip("gguf", reason="the package gguf is not installed")
 
@@ -36,7 +37,7 @@ def read(folder) -> tuple[dict, dict]:
 
 def test_export_gguf_writes_characters_with_escapes(tmp_path):
     difference, tanh_difference = export_gguf(
-        tmp_path, make(tie_word_embeddings=False), TOKENIZER, torch.float32
+        tmp_path, make(tie_word_embeddings=False), TOKENIZER, "float32"
     )
     assert difference < 1e-5
     assert tanh_difference is None  # the model has gelu_new, as GGUF's readers
@@ -50,12 +51,32 @@ def test_export_gguf_writes_characters_with_escapes(tmp_path):
     assert "output.weight" in tensors
 
 
+@pytest.mark.parametrize(("width", "kind"), [(32, "Q8_0"), (16, "F16")])
+def test_export_gguf_in_8_bits(tmp_path, width, kind):
+    """A weight differs by at most half a step, which is the largest of its 32 weights / 127,
+    stored in float16.
+    """
+    model = make(n_embd=width)
+    difference, _ = export_gguf(tmp_path, model, TOKENIZER, "q8_0")
+    assert 0 < difference < 0.02
+    tensors = {t.name: t for t in gguf.GGUFReader(tmp_path / "model.gguf").tensors}
+    assert tensors["blk.0.attn_qkv.weight"].tensor_type.name == kind
+    assert tensors["blk.0.ffn_down.weight"].tensor_type.name == "Q8_0"  # 4 x width
+    assert tensors["blk.0.attn_norm.weight"].tensor_type.name == "F32"
+    stored = tensors["blk.0.ffn_down.weight"]
+    weights = gpt2_state_dict(model.config, model.state_dict())
+    weight = weights["transformer.h.0.mlp.c_proj.weight"].T
+    error = torch.from_numpy(gguf.quants.dequantize(stored.data, stored.tensor_type)) - weight
+    scales = weight.unflatten(1, (-1, 32)).abs().amax(2, keepdim=True)
+    assert (error.unflatten(1, (-1, 32)).abs() <= scales * (1 / 254 + 1 / 2048) + 1e-7).all()
+
+
 TOKENIZER = char_tokenizer(sorted("é日\\\n\t ")).hf
 
 
 def test_export_gguf_writes_byte_level_tokens_and_padding(tmp_path):
     model = make(vocab_size=264, eos_token_id=258, activation_function="gelu")
-    export_gguf(tmp_path, model, train_bpe_tokenizer(["the the the"], 259).hf, torch.bfloat16)
+    export_gguf(tmp_path, model, train_bpe_tokenizer(["the the the"], 259).hf, "bf16")
     facts, _ = read(tmp_path)
     assert facts["tokenizer.ggml.model"] == "gpt2"
     tokens, merge = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.merges"][0]
@@ -71,7 +92,7 @@ def test_export_gguf_refuses_what_the_format_lacks(tmp_path):
         (make(vocab_size=5), TOKENIZER, "6 tokens"),
         (make(), other_tokenizer(), "byte-level BPE"),
     ):
-        message = refusal(export_gguf, tmp_path, model, tokenizer, torch.float32, error=UserError)
+        message = refusal(export_gguf, tmp_path, model, tokenizer, "float32", error=UserError)
         assert message.startswith("--format gguf: ")
         assert value in message
 
@@ -122,7 +143,7 @@ def test_export_gguf_of_decoders(tmp_path, model_type, changes, special):
         for parameter in model.parameters():
             parameter.add_(0.1 * torch.randn_like(parameter))
     tokenizer = byte_tokenizer_with_pattern(QWEN_PATTERN)
-    difference, _ = export_gguf(tmp_path, model, tokenizer, torch.float32)
+    difference, _ = export_gguf(tmp_path, model, tokenizer, "float32")
     assert difference < 1e-5
     (facts, tensors), head_dim = read(tmp_path), changes.get("head_dim", 8)
     expected = {"block_count": 4, "context_length": 64, "embedding_length": 32, "vocab_size": 264}
@@ -145,7 +166,7 @@ def test_export_gguf_of_decoders(tmp_path, model_type, changes, special):
 
 def test_export_gguf_of_llama_31_scales_wavelengths_as_its_config_says(tmp_path):
     model = decoder("llama", rope_parameters=LLAMA_31, head_dim=32)
-    export_gguf(tmp_path, model, byte_tokenizer_with_pattern(), torch.float32)
+    export_gguf(tmp_path, model, byte_tokenizer_with_pattern(), "float32")
     factors = read(tmp_path)[1]["rope_freqs.weight"]
     wavelengths = 2 * np.pi * 500000.0 ** (np.arange(16) / 16)
     assert factors[wavelengths < 64 / 4] == pytest.approx(1)
@@ -164,7 +185,7 @@ def test_export_gguf_of_llama_31_scales_wavelengths_as_its_config_says(tmp_path)
 )
 def test_export_gguf_names_the_split_of_the_tokenizer(tmp_path, tokenizer, name):
     tokenizer.chat_template = None
-    export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, torch.bfloat16)
+    export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, "bf16")
     assert read(tmp_path)[0]["tokenizer.ggml.pre"] == name
 
 
@@ -175,7 +196,7 @@ def test_export_gguf_writes_chat_template_and_end_of_turn(tmp_path):
     tokenizer.chat_template = (
         "{% for m in messages %}{{ m.role + m.content + '<|im_end|>' }}{% endfor %}"
     ) + ("{% if add_generation_prompt %}assistant{% endif %}")
-    export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, torch.float32)
+    export_gguf(tmp_path, decoder("qwen3", num_hidden_layers=1), tokenizer, "float32")
     facts, _ = read(tmp_path)
     assert facts["tokenizer.chat_template"] == tokenizer.chat_template
     assert facts["tokenizer.ggml.eot_token_id"] == 257
@@ -203,7 +224,7 @@ def test_export_gguf_refuses_decoders_that_its_readers_compute_otherwise(
     tmp_path, model_type, changes, value
 ):
     model, tokenizer = decoder(model_type, **changes), byte_tokenizer_with_pattern()
-    message = refusal(export_gguf, tmp_path, model, tokenizer, torch.float32, error=UserError)
+    message = refusal(export_gguf, tmp_path, model, tokenizer, "float32", error=UserError)
     assert message.startswith("--format gguf: ")
     assert value in message
     assert not list(tmp_path.iterdir())
