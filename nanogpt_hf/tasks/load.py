@@ -19,17 +19,9 @@ from nanogpt_hf.data.conversations import Conversation
 from nanogpt_hf.data.prepare import split_documents
 from nanogpt_hf.data.source import arithmetic_question, is_held_out, load_documents
 from nanogpt_hf.errors import DataError, UserError, did_you_mean, one_line
+from nanogpt_hf.tasks.names import ARITHMETIC, GYM, check_name
 from nanogpt_hf.tasks.reward import load_reward
-from nanogpt_hf.tasks.task import (
-    ARITHMETIC,
-    GYM,
-    SCORES,
-    Question,
-    Task,
-    check_name,
-    exact_match,
-    reference_problem,
-)
+from nanogpt_hf.tasks.task import SCORES, Question, Task, exact_match, reference_problem
 
 GENERATED_QUESTIONS = 1_000_000  # in a generated task; each split has as many
 # items of reasoning-gym searched for one question of a split; more if none of them is in the split

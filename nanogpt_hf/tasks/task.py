@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
 from nanogpt_hf.data.conversations import Conversation
-from nanogpt_hf.errors import UserError, did_you_mean
 
 PASSED = 1.0  # the reward of a right answer
 
@@ -111,23 +110,3 @@ def reference_problem(task: str, answer: str) -> str | None:
         except re.error as error:
             return f"is no regular expression: {error}"
     return None
-
-
-ARITHMETIC = "arithmetic"
-GYM = "reasoning_gym:"
-# their questions are conversations of `data.source`
-OF_A_SOURCE = ("exact", "gsm8k", "multiple_choice", "regex")
-TASKS = (ARITHMETIC, *OF_A_SOURCE, f"{GYM}NAME")
-
-
-def is_generated(task: str) -> bool:
-    """Whether the task has its own questions, and needs no `data.source`."""
-    return task == ARITHMETIC or task.startswith(GYM)
-
-
-def check_name(task: str, where: str = "rl.task") -> None:
-    """Raises UserError if there is no such task."""
-    if task not in TASKS and not task.startswith(GYM):
-        raise UserError(
-            f"{where}: {task}: no such task{did_you_mean(task, TASKS)}; known: {', '.join(TASKS)}"
-        )

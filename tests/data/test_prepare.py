@@ -367,7 +367,7 @@ def test_text_may_be_removed_and_prepared_data_moved(text, make, tmp_path):
 def test_sha256_of_url_is_checked_on_later_calls(monkeypatch, text, make):
     path = text()
     monkeypatch.setattr(
-        source_module, "download", lambda url, folder, **_: Path(shutil.copy(path, folder))
+        source_module, "download", lambda url, folder, sha256: Path(shutil.copy(path, folder))
     )
     config = make("https://example.org/input.txt")
     manifest, _ = prepare(config)
