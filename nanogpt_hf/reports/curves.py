@@ -134,16 +134,14 @@ def _plot_evaluations(axes: "Axes", x: np.ndarray, values: np.ndarray, **style) 
     axes.plot(x, values, marker="o", markersize=4.5, markeredgecolor="white", **style)
 
 
-def new_figure(
-    rows: int, columns: int = 1, *, sharex: bool = True, **options: Any
-) -> tuple["Figure", list["Axes"]]:
+def new_figure(rows: int, **options: Any) -> tuple["Figure", list["Axes"]]:
     """A figure in our style, without pyplot's global state."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(5 + 3 * columns, 5.2), dpi=120, layout="constrained")
+    figure = Figure(figsize=(8, 5.2), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = list(figure.subplots(rows, columns, sharex=sharex, squeeze=False, **options).flat)
+    axes = list(figure.subplots(rows, 1, sharex=True, squeeze=False, **options).flat)
     for ax in axes:
         ax.grid(alpha=0.2)
         ax.margins(x=0.015)

@@ -27,7 +27,7 @@ from nanogpt_hf.config.values import convert, parse_flow_list
 from nanogpt_hf.data.manifest import DECIDING_KNOBS
 from nanogpt_hf.errors import EXIT_STOPPED, ConfigError, RunFolderError, UserError
 from nanogpt_hf.formatting import align, format_duration
-from nanogpt_hf.reports.curves import RUN_COLORS, new_figure, save_figure
+from nanogpt_hf.reports.curves import draw_comparison
 from nanogpt_hf.runs.files import write_json
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import column, read_metrics
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_LARGEST_GRID, _LONGEST_NAME, _LEGEND_ROWS = 1000, 120, 24  # runs, characters of a folder, runs
+_LARGEST_GRID, _LONGEST_NAME = 1000, 120  # runs, characters of a folder
 _EXIT_INTERRUPTED, _POLL = 130, 0.1  # status of an interrupted run; seconds
 _PREPARED_BY = tuple(f"data.{name}" for name in (*DECIDING_KNOBS, "sha256"))
 Row = dict[str, Any]
@@ -287,12 +287,14 @@ def fit_scaling(rows: Sequence[Row]) -> dict[str, float] | None:
 
 
 def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
-    """Write sweep.json and sweep.png of the runs so far; return what sweep.json has."""
-    rows, curves, knobs = [], [], sweep.runs[0].values
+    """Write sweep.json and sweep.png of the runs so far; return what sweep.json has.
+
+    Runs whose tokens differ are drawn by bits per byte.
+    """
+    rows, events_of, knobs = [], {}, sweep.runs[0].values
     other_tokens = {"data.tokenizer", "data.source"} & knobs.keys()
-    metric = "bits_per_byte" if other_tokens else "loss"
     for run, row in zip(sweep.runs, sweep.planned(statuses), strict=True):
-        events = read_metrics(sweep.run_folder(run))
+        events = events_of[run.name] = read_metrics(sweep.run_folder(run))
         last = {"step": 0, "tokens": 0, "seconds": None} | (events[-1] if events else {})
         losses, bits = (column(events, f"val/{name}")[1] for name in ("loss", "bits_per_byte"))
         row |= {"status": statuses.get(run.name, "not started"), "steps": last["step"]}
@@ -302,40 +304,11 @@ def write_results(sweep: Sweep, statuses: dict[str, str]) -> dict[str, Any]:
             row[name] = float(values[-1]) if len(values) else None
         row["best_val_loss"] = float(losses.min()) if len(losses) else None
         rows.append(row)
-        curves.append(column(events, f"val/{metric}", "tokens"))
     fit = None if other_tokens else fit_scaling(rows)
     tree = {"sweep": sweep.folder.resolve().name, "runs": rows, "fit": fit}
     tree["seed_means"] = seed_means(rows, list(knobs))
     sweep.folder.mkdir(parents=True, exist_ok=True)
     write_json(sweep.folder / "sweep.json", tree)
-    if any(len(tokens) for tokens, _ in curves):
-        draw(tree, curves, metric.replace("_", " "), sweep.folder / "sweep.png")
+    metric = "val/bits_per_byte" if other_tokens else "val/loss"
+    draw_comparison(events_of, metric, "tokens", sweep.folder / "sweep.png")
     return tree
-
-
-def draw(
-    tree: dict[str, Any], curves: list[tuple[np.ndarray, np.ndarray]], unit: str, path: Path
-) -> None:
-    """Draw the validation losses of all runs by tokens and by FLOPs."""
-    figure, axes = new_figure(1, 2, sharex=False, sharey=True)
-    for number, ((tokens, values), row) in enumerate(zip(curves, tree["runs"], strict=True)):
-        late = tokens > tokens.max(initial=0) / 100  # the first would flatten the rest
-        again, color = divmod(number, len(RUN_COLORS))
-        style: dict[str, Any] = {"color": RUN_COLORS[color], "marker": "o", "markersize": 3.5}
-        style["linestyle"] = ("-", "--", ":")[again % 3]
-        if number < _LEGEND_ROWS and late.any():
-            style["label"] = row["run"].replace("$", r"\$")
-        for one, scale in zip(axes, (1.0, row["flops"] / max(row["tokens"], 1)), strict=True):
-            one.plot(tokens[late] * scale, values[late], **style)
-    if law := tree["fit"]:
-        flops = [row["flops"] for row in tree["runs"] if row["flops"]]
-        ends = np.geomspace(min(flops), max(flops))
-        label = f"{law['coefficient']:.3g} · C$^{{{law['exponent']:.3f}}}$"
-        fitted = law["coefficient"] * ends ** law["exponent"]
-        axes[1].plot(ends, fitted, color="black", linestyle="--", linewidth=1, label=label)
-    for one, label in zip(axes, ("training tokens", "FLOPs of training"), strict=True):
-        one.set(xscale="log", xlabel=label)
-    axes[0].set_ylabel(f"validation {unit}")
-    axes[0].set_title(tree["sweep"].replace("$", r"\$"), loc="left", fontweight="bold")
-    figure.legend(*axes[1].get_legend_handles_labels(), loc="outside right upper", fontsize=9)
-    save_figure(figure, path)
