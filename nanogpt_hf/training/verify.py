@@ -25,7 +25,7 @@ from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.runs.provenance import continue_on, read_starts
+from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
 from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.methods import TEXT, method_of
 from nanogpt_hf.training.run import Run
@@ -68,21 +68,22 @@ def segments_to_verify(
     """The first and the last step of each segment, which have checkpoints: by default one from the
     oldest to the newest, or `sample` of those between two checkpoints, the same at each call.
 
-    A run begins at 0. Raises UserError for others.
+    A run begins at 0, and a branch at its first checkpoint. Raises UserError for others.
     """
     kept = [step_of(path) for path in folder.checkpoint_folders()]
-    if not kept:
-        raise UserError(f"{folder.path}: has no checkpoint to compare with")
+    starts = kept if branched_at(folder)[1] else [0, *kept]
+    if len(starts) < 2:
+        raise UserError(f"{folder.path}: has no two checkpoints to compare")
     if not kept[1:]:
-        kept.insert(0, 0)
+        kept = starts
     if sample:
         segments = list(itertools.pairwise(kept))
         return sorted(random.Random(0).sample(segments, min(sample, len(segments))))
     first, last = stated or (kept[0], kept[-1])
-    if first not in (0, *kept) or last not in kept or first >= last:
+    if first not in starts or last not in kept or first >= last:
         raise UserError(
-            f"--steps {first}:{last}: expected two steps of 0 and those with checkpoints, "
-            f"{', '.join(map(str, kept))}, the first below the second"
+            f"--steps {first}:{last}: expected two of the steps {', '.join(map(str, starts))}, the "
+            "first below the second"
         )
     return [(first, last)]
 

@@ -64,7 +64,8 @@ def test_branch_has_other_text_rates_and_steps(stem, branch, text_file, tmp_path
             assert (event["train/loss"] == old[event["step"]]) == (event["step"] <= 4)
     optimizers = [read_checkpoint(run.checkpoint(6)).optimizer_state for run in (stem, new)]
     assert optimizers[0].layout == optimizers[1].layout
-    assert main(argv("verify {} --steps 4:6", new.path)) == 0
+    assert main(argv("verify {}", new.path)) == 0
+    assert main(argv("verify {} --steps 0:6", new.path)) == 2
     assert main(argv("inspect {} --step 5", new.path)) == 0
     assert main(argv("inspect {} --step 4", new.path)) == 2
 
