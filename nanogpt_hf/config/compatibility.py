@@ -249,7 +249,7 @@ _ROWS = [
     ),
     (
         "lora.quantize",
-        "FSDP2 | DeepSpeed",
+        "FSDP2 | DeepSpeed | expert parallelism",
         "weights in 8 or 4 bits cannot be sharded",
         "use accelerate_configs/ddp.yaml",
     ),

@@ -7,6 +7,7 @@ see them and their gradients are summed here; FSDP2 shards the copies.
 """
 
 import dataclasses
+import math
 from functools import partial
 from typing import Any
 
@@ -21,6 +22,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.nn.parallel import DistributedDataParallel
 from transformers import PreTrainedModel
 
+from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model.experts import View, experts_of, products
 from nanogpt_hf.optim.state import by_mesh, local_part, total_norm
@@ -28,14 +30,16 @@ from nanogpt_hf.optim.state import by_mesh, local_part, total_norm
 
 def experts_problem(model: PreTrainedModel, mesh: Mesh, is_sharded: bool) -> str | None:
     """Why the processes cannot share the experts of a model, if they cannot."""
-    if mesh.dp_size % mesh.ep_size:
-        return f"ep_size is {mesh.ep_size}, which does not divide {mesh.data_parallel}"
     for experts in experts_of(model):
-        count, parameters = experts.num_experts, list(experts.parameters())
-        if any(p.shape[0] != count for p in parameters):
+        count = experts.num_experts
+        if any(parameter.shape[0] != count for parameter in experts.parameters()):
             return f"ep_size {mesh.ep_size}: experts of {model.config.model_type} share parameters"
-        if count % mesh.ep_size:
-            return f"ep_size is {mesh.ep_size}, which does not divide the {count} experts"
+        sizes = divisors(math.gcd(mesh.dp_size, count))
+        if mesh.ep_size not in sizes:
+            return (
+                f"ep_size is {mesh.ep_size}, which has to divide the {count} experts and the "
+                f"data-parallel size {mesh.dp_size}; set {' or '.join(map(str, sizes))}"
+            )
         if is_sharded and count < mesh.dp_size:
             return (
                 f"ep_size {mesh.ep_size} does not combine with FSDP2 over {mesh.dp_size} "

@@ -148,7 +148,7 @@ def _check_product(mesh: Mesh) -> None:
     # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
     # which it does not know
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
-    unstated = product == 1 and mesh.ep_size > 1
+    unstated = product == 1 and "ep_size" in sizes
     if sizes and product != mesh.world_size and not (only_stages or unstated):
         lost = "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
         raise UserError(
