@@ -135,6 +135,9 @@ def check_environment() -> None:
     lacks its others.
     """
     given = os.environ
+    for name in given:
+        if re.fullmatch("PARALLELISM_CONFIG_.*_SIZE", name) and name not in VARIABLES:
+            raise UserError(f"{name}: there is no such size{did_you_mean(name, VARIABLES)}")
     for name in VARIABLES.keys() & given.keys():
         if not VARIABLES[name].accepts(given[name]):
             raise UserError(

@@ -139,16 +139,16 @@ def model_settings(config: Config, model: Any, mesh: Mesh) -> dict[str, str]:
 
 
 def _check_product(mesh: Mesh) -> None:
-    sizes = mesh.stated_sizes
     # ep_size divides the data-parallel size, which need not be stated
-    product = math.prod(size for name, size in sizes.items() if name != "ep_size")
+    sizes = {name: size for name, size in mesh.stated_sizes.items() if name != "ep_size"}
+    product = math.prod(sizes.values())
     shown = (
         " × ".join(f"{name} {size}" for name, size in sizes.items() if size > 1) or "every size 1"
     )
     # accelerate takes sizes that are all 1 for plain data parallelism, and leaves out pp_size,
     # which it does not know
     only_stages = sizes.keys() == {"pp_size"} and mesh.world_size % product == 0
-    unstated = product == 1 and "ep_size" in sizes
+    unstated = product == 1 and "ep_size" in mesh.stated_sizes
     if sizes and product != mesh.world_size and not (only_stages or unstated):
         lost = "; parallelism_config_pp_size reaches a run only by `python cli.py launch`"
         raise UserError(
