@@ -34,28 +34,21 @@ class View:
         return self.change(value) if torch.is_tensor(value) else value
 
 
-def in_dtype_of_products(hidden: torch.Tensor) -> torch.Tensor:
-    """The hidden states in autocast's dtype, to which torch does not cast the inputs of grouped
-    products.
-    """
-    device = hidden.device.type
-    if device == "meta" or not torch.is_autocast_enabled(device):
-        return hidden
-    return hidden.to(torch.get_autocast_dtype(device))
-
-
 def products(experts: Any, hidden: torch.Tensor, chosen: torch.Tensor, weights: Any) -> Any:
-    """transformers' grouped products, in the dtype of `in_dtype_of_products`.
+    """transformers' grouped products, in autocast's dtype: torch does not cast their inputs.
 
     Notes the experts that were `chosen`, (B·T, k). distributed/expert_parallel.py sets `exchanged`,
     for experts that are shared by processes.
     """
-    experts.chosen, cast = chosen, in_dtype_of_products(hidden)
+    experts.chosen, device = chosen, hidden.device.type
+    casts = device != "meta" and torch.is_autocast_enabled(device)
+    if casts:
+        hidden = hidden.to(torch.get_autocast_dtype(device))
     if exchanged := getattr(experts, "exchanged", None):
-        return exchanged(cast, chosen, weights)
-    if cast is not hidden:
-        experts = View(experts, lambda parameter: parameter.to(cast.dtype))
-    return grouped_mm_experts_forward(experts, cast, chosen, weights)
+        return exchanged(hidden, chosen, weights)
+    if casts:
+        experts = View(experts, lambda parameter: parameter.to(hidden.dtype))
+    return grouped_mm_experts_forward(experts, hidden, chosen, weights)
 
 
 ALL_EXPERTS_FUNCTIONS.register(_OWN, products)

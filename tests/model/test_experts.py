@@ -3,13 +3,16 @@ adds up; Muon and FLOPs.
 """
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
+from transformers.integrations.moe import grouped_mm_experts_forward
 
 from nanogpt_hf.config.schema import Config, ModelSection, OptimSection
+from nanogpt_hf.distributed import expert_parallel
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.model.architecture import architecture_of, count_parameters, saved_buffers
@@ -20,7 +23,7 @@ from nanogpt_hf.model.build import (
     check_causal,
     load_model,
 )
-from nanogpt_hf.model.experts import experts_of, load_figures
+from nanogpt_hf.model.experts import experts_of, load_figures, products
 from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.muon import Stored, matrices, orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
@@ -147,20 +150,48 @@ def test_balance_loss_is_one_per_target_if_experts_have_equal_work():
     }
 
 
+class ProductDtypes(TorchDispatchMode):
+    """The dtypes of what is multiplied."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = set()
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if "grouped_mm" in str(function):
+            self.seen.update(arg.dtype for arg in args[:2])
+        return function(*args, **(kwargs or {}))
+
+
 def test_products_of_experts_follow_autocast():
-    model, dtypes = model_of("qwen3_moe").train(), set()
-
-    class Dtypes(TorchDispatchMode):
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if "grouped_mm" in str(function):
-                dtypes.update(arg.dtype for arg in args[:2])
-            return function(*args, **(kwargs or {}))
-
-    with Dtypes(), torch.autocast("cpu", torch.bfloat16):
+    model = model_of("qwen3_moe").train()
+    with ProductDtypes() as dtypes, torch.autocast("cpu", torch.bfloat16):
         loss = next_token_loss(model, batch())[0]
         loss.backward()
-    assert dtypes == {torch.bfloat16}
+    assert dtypes.seen == {torch.bfloat16}
     assert {parameter.grad.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+@pytest.mark.parametrize("exchanges", [False, True])
+def test_products_of_half_precision_are_no_others(exchanges, monkeypatch):
+    """Hidden states in bf16, as the exchange gives them; here of one process."""
+    model = model_of("qwen3_moe").train()
+    experts = experts_of(model)[0]
+    if exchanges:
+        monkeypatch.setattr(expert_parallel, "_exchange", lambda rows, *_: rows)
+        monkeypatch.setattr(
+            torch.distributed, "all_to_all_single", lambda to, rows, group: to.copy_(rows)
+        )
+        group = SimpleNamespace(size=lambda: 1)
+        experts.exchanged = partial(expert_parallel._exchanged, experts, group)
+    hidden, weights = torch.randn(6, 32).bfloat16(), torch.full((6, 2), 0.5)
+    chosen = torch.tensor([[0, 3], [3, 1], [1, 0], [3, 0], [0, 1], [1, 3]])  # none takes expert 2
+    with ProductDtypes() as dtypes, torch.autocast("cpu", torch.bfloat16):
+        out = products(experts, hidden, chosen, weights)
+    assert dtypes.seen == {torch.bfloat16}
+    assert torch.equal(experts.chosen, chosen)
+    expected = grouped_mm_experts_forward(experts, hidden.float(), chosen, weights)
+    torch.testing.assert_close(out.float(), expected, atol=2e-2, rtol=2e-2)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
