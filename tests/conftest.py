@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from unittest import mock
 
@@ -483,45 +483,57 @@ def launch_command():
 
 
 @pytest.fixture(scope="session")
-def launch_warm(launch_command):
+def launch_warm(start_warm):
     """A function that trains like `accelerate launch`, in forks of a process that has imported
     torch: see warm.py.
+    """
+    with start_warm() as launch:
+        yield launch
+
+
+@pytest.fixture(scope="session")
+def start_warm(launch_command):
+    """A function that starts a process of warm.py with environment variables: a context with a
+    function that launches.
 
     Its arguments are those of `launch_command`, and environment variables. It returns the run of
     --run-dir FOLDER. A launch that may fail is checked by `ends_with(status, output)`.
     """
     from nanogpt_hf.runs.folder import RunFolder
 
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, ROOT / "tests" / "training" / "warm.py"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        text=True,
-        env=environment,
-    ) as process:
+    @contextlib.contextmanager
+    def start(**environment: str) -> Iterator[Callable]:
+        with subprocess.Popen(
+            [sys.executable, ROOT / "tests" / "training" / "warm.py"],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=os.environ | {"PYTHONPATH": str(ROOT)} | environment,
+        ) as process:
 
-        def launch(
-            machine: str,
-            *arguments: object,
-            machine_options: Sequence[str] = (),
-            ends_with: Callable[[int, str], None] | None = None,
-            **variables: str,
-        ) -> RunFolder | None:
-            command = launch_command(machine, *arguments, machine_options=machine_options)
-            # without python -m accelerate.commands.launch
-            order = {"arguments": command[3:], "environment": variables}
-            process.stdin.write(json.dumps(order) + "\n")
-            process.stdin.flush()
-            answer = json.loads(process.stdout.readline())
-            if ends_with:
-                ends_with(answer["status"], answer["output"])
-            else:
-                assert answer["status"] == 0, answer["output"][-5000:]
-            if "--run-dir" not in arguments:
-                return None
-            return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
+            def launch(
+                machine: str,
+                *arguments: object,
+                machine_options: Sequence[str] = (),
+                ends_with: Callable[[int, str], None] | None = None,
+                **variables: str,
+            ) -> RunFolder | None:
+                command = launch_command(machine, *arguments, machine_options=machine_options)
+                # without python -m accelerate.commands.launch
+                order = {"arguments": command[3:], "environment": variables}
+                process.stdin.write(json.dumps(order) + "\n")
+                process.stdin.flush()
+                answer = json.loads(process.stdout.readline())
+                if ends_with:
+                    ends_with(answer["status"], answer["output"])
+                else:
+                    assert answer["status"] == 0, answer["output"][-5000:]
+                if "--run-dir" not in arguments:
+                    return None
+                return RunFolder(Path(arguments[arguments.index("--run-dir") + 1]))
 
-        yield launch
-        process.stdin.close()
+            yield launch
+            process.stdin.close()
+
+    return start

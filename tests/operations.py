@@ -1,16 +1,23 @@
-"""Kill a process before, or in the middle of, the nth of its changes to the files of a folder.
+"""Kill a process before, or in the middle of, the nth of its changes to the files of a folder, or
+make the nth operation that changes them fail.
 
-Python's audit events report the changes: every rename, removal, new folder, and opening of a
-file for writing. Opening counts twice, before and after, since a kill may leave the file empty.
+For kills, Python's audit events report the changes: every rename, removal, new folder, and opening
+of a file for writing. Opening counts twice, before and after, since a kill may leave the file
+empty. Failures are those of the C library (faults.c), which all libraries of a process use.
 """
 
+import ctypes
+import errno
 import os
+import shutil
 import signal
+import subprocess
 import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
 
+ERRORS = ("ENOSPC", "EIO", "EACCES", "EMFILE")
 _EVENTS = {
     f"os.{name}" for name in ("rename", "remove", "rmdir", "mkdir", "link", "symlink", "truncate")
 }
@@ -76,3 +83,31 @@ def killed(root: Path, point: int, action: Callable[[], object]) -> bool:
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     assert status in (0, -signal.SIGKILL), f"the child ended with {status}"
     return status != 0
+
+
+def build_faults(folder: Path) -> dict[str, str]:
+    """Compile faults.c; return the environment variable that loads it, none without a compiler."""
+    library = folder / "faults.so"
+    if sys.platform != "linux" or not (compiler := shutil.which("cc")):
+        return {}
+    source = Path(__file__).with_name("faults.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source, "-ldl"], check=True)
+    return {"LD_PRELOAD": str(library)}
+
+
+def fail_at(root: Path, point: int, error: int, report: int) -> Callable[[], int]:
+    """Make this process's `point`th operation on files below `root` fail with `error`; its name is
+    written to the file descriptor `report`. Returns a function that counts the operations.
+    """
+    library = ctypes.CDLL(None)
+    library.fault_arm.argtypes = [ctypes.c_char_p, ctypes.c_long, ctypes.c_int, ctypes.c_int]
+    library.fault_arm(os.path.realpath(root).encode(), point, error, report)
+    return library.fault_count
+
+
+def check_fault(error: str, status: int, output: str) -> None:
+    """A command whose operation failed with `error` has gone on, or ended in one line."""
+    reason, lines = os.strerror(getattr(errno, error)), output.splitlines()
+    warnings = [line for line in lines if reason in line]
+    assert "Traceback" not in output
+    assert status == 0 or (status == 2 and len(warnings) == 1), (status, output)

@@ -1,6 +1,7 @@
 """The run folder: names of its files, start, resume, lock, and removal of old checkpoints."""
 
 import contextlib
+import logging
 import os
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.runs.files import remove, remove_folder, restore_folder, written_whole
 from nanogpt_hf.runs.identity import is_fixed
 
+logger = logging.getLogger(__name__)
 # The format of run folders, which each checkpoint records; a run of another one is not resumed.
 VERSION = 1
 _STEP = re.compile(r"step_(\d{8,})")
@@ -183,9 +185,7 @@ class RunFolder:
             ):
                 file.unlink(missing_ok=True)
         except OSError as error:
-            raise RunFolderError(
-                f"{error.filename or self.path}: cannot be removed: {error.strerror}"
-            ) from None
+            raise RunFolderError(f"{self.path}: cannot be removed: {error}") from None
 
     def undo_start(self) -> None:
         """Undo `start`, for a run that did not come to its first step; `unlock` then removes the
@@ -281,8 +281,15 @@ class RunFolder:
         folders = [folder for folder in self.checkpoint_folders() if step_of(folder) <= step]
         sound = [folder for folder in folders if step_of(folder) < last_finite_step]
         for folder in self.checkpoint_folders():
-            if folder not in folders[-keep:] + sound[-1:]:
+            if folder in folders[-keep:] + sound[-1:]:
+                continue
+            try:
                 remove_folder(folder)
+            except OSError as error:
+                if step_of(folder) > step:  # a resume would take it
+                    raise
+                # the next checkpoint or start removes it
+                logger.warning(f"{folder}: cannot be removed: {error.strerror}")
 
     def newest_checkpoint(self) -> Path | None:
         folders = self.checkpoint_folders()

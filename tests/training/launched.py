@@ -36,6 +36,8 @@ save, configure_deepspeed, file_digest = (
     deepspeed.configure,
     checkpoint.file_digest,
 )
+flush = os.fsync
+ending: list = []  # functions to call at the end
 verified: list[str] = []  # files of loaded checkpoints whose checksums this process computed
 
 
@@ -103,13 +105,20 @@ def recording(writer, model, optimizer, state):
 
 
 def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> None:
-    """Make a rank kill itself at its nth change to the run folder, or find the disk full in its
-    nth checkpoint.
+    """Make a rank kill itself at its nth change to the run folder, fail once in its nth operation
+    on files beside it (`kind` is the error's name), or find the disk full in its nth checkpoint.
     """
     if os.environ.get("RANK") != rank:
         return
+    run = Path(arguments[arguments.index("--run-dir") + 1])
     if kind == "killed":
-        operations.kill_at(Path(arguments[arguments.index("--run-dir") + 1]), int(number))
+        operations.kill_at(run, int(number))
+        return
+    if kind.startswith("E"):
+        os.fsync = flush
+        report = os.open(f"{run.parent}.fault", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        count = operations.fail_at(run.parent, int(number), getattr(errno, kind), report)
+        ending.append(lambda: os.write(report, f"\n{count()}".encode()))
         return
     calls, write = itertools.count(1), checkpoint_writer.write_tensors
 
@@ -138,7 +147,7 @@ def run(arguments: list[str]) -> None:
         prepare_fault(*fault.split(":"), arguments)
     if os.environ.get("MORE_OPTIMIZERS"):
         more_optimizers.add_rows()
-    elif "--run-dir" in arguments:
+    elif "--run-dir" in arguments and not ending:
         CheckpointWriter.save = recording
     deepspeed.configure = sharding_small_parameters
     checkpoint.file_digest = recording_digest
@@ -152,6 +161,8 @@ def run(arguments: list[str]) -> None:
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
+    for finish in ending:
+        finish()
     os._exit(status)  # gloo processes sometimes abort during teardown, after all work is done
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: atomic, checked, compared with the model; the rules of the run folder."""
 
 import copy
+import errno
 import json
 import re
 
@@ -15,7 +16,7 @@ from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
-from nanogpt_hf.runs import files
+from nanogpt_hf.runs import files, folder
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
 from nanogpt_hf.training import checkpoint, checkpoint_writer
@@ -209,6 +210,28 @@ def test_checkpoint_keep_counts_only_sound_checkpoints(run, save_checkpoint):
     assert load_newest(run, *parts).step == 4
     save_checkpoint(*parts, TrainState(step=6), run, keep=2)
     assert [path.name for path in run.checkpoint_folders()] == ["step_00000004", "step_00000006"]
+
+
+@pytest.mark.parametrize("removed", [4, 12])
+def test_checkpoint_that_cannot_be_removed(run, monkeypatch, caplog, removed, save_checkpoint):
+    """An older one is a warning; a later one, which a resume would take, ends the run."""
+
+    def remove(path):
+        raise OSError(errno.EIO, "Input/output error")
+
+    parts = build_training()
+    save_checkpoint(*parts, TrainState(step=removed), run, keep=1)
+    monkeypatch.setattr(folder, "remove_folder", remove)
+    if removed == 12:
+        with pytest.raises(RunFolderError, match="Input/output error"):
+            save_checkpoint(*parts, TrainState(step=8), run, keep=1)
+        return
+    save_checkpoint(*parts, TrainState(step=8), run, keep=1)
+    path = run.checkpoint(4)
+    assert caplog.messages == [f"{path}: cannot be removed: Input/output error"]
+    monkeypatch.undo()
+    save_checkpoint(*parts, TrainState(step=9), run, keep=1)
+    assert run.checkpoint_folders() == [run.checkpoint(9)]
 
 
 def test_existing_run_needs_resume_or_overwrite(run):

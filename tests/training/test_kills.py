@@ -1,5 +1,8 @@
-"""SIGKILL anywhere in a run: the resumed run equals an uninterrupted one bit for bit."""
+"""SIGKILL anywhere in a run, and file operations that fail: the resumed run equals an uninterrupted
+one bit for bit.
+"""
 
+import errno
 import itertools
 import json
 import os
@@ -10,11 +13,15 @@ from pathlib import Path
 
 import pytest
 
-from assertions import file_contents, numbers
+import operations
+from assertions import assert_undisturbed, file_contents, numbers
 from nanogpt_hf.runs.folder import RunFolder
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.long
+# a run in which operations fail
+FAULTS = {"model__n_layer": 1, "train__max_steps": 4, "eval__every": 2, "checkpoint__keep": 1}
+FAULTS |= {"eval__samples": ["A cat "]}
 PLACES = ["training", "writing a checkpoint", "replacing best"]
 OTHER_PLACES = [
     "evaluating",
@@ -25,28 +32,58 @@ OTHER_PLACES = [
 
 
 @pytest.fixture(scope="module")
-def train():
-    """A function that trains a recipe to its end despite kills (see killed.py), and returns
-    their number.
-    """
+def answer(tmp_path_factory):
+    """A function that gives an order to killed.py."""
+    faults = operations.build_faults(tmp_path_factory.mktemp("faults"))
     with subprocess.Popen(
         [sys.executable, Path(__file__).with_name("killed.py")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        env=os.environ | {"PYTHONPATH": str(ROOT)} | faults,
     ) as process:
 
-        def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
-            order = {"arguments": ["pretrain", str(recipe), "--run-dir", str(folder)], "kill": kill}
+        def answer(recipe: Path, folder: Path, *options: str, **order) -> list:
+            order |= {"arguments": ["pretrain", str(recipe), "--run-dir", str(folder), *options]}
             process.stdin.write(json.dumps(order) + "\n")
             process.stdin.flush()
-            kills, status = json.loads(process.stdout.readline())
-            assert status == 0
-            return kills
+            return json.loads(process.stdout.readline())
 
-        yield train
+        yield answer
         process.stdin.close()
+
+
+@pytest.fixture(scope="module")
+def train(answer):
+    """A function that trains a recipe to its end despite kills, and returns their number."""
+
+    def train(recipe: Path, folder: Path, kill: str | int | None = None) -> int:
+        kills, status = answer(recipe, folder, kill=kill)
+        assert status == 0
+        return kills
+
+    return train
+
+
+@pytest.fixture(scope="module")
+def faulty(tmp_path_factory, make_recipe, answer):
+    """A function that trains in a new folder, with its own prepared data, in which the nth
+    operation fails; the folder of the run without a fault, and the number of operations.
+    """
+    if not shutil.which("cc") or sys.platform != "linux":
+        pytest.skip("no C compiler on Linux: faults.c makes operations fail")
+    folder = tmp_path_factory.mktemp("faults")
+    recipe = make_recipe(folder / "recipe.yaml", **FAULTS)
+
+    def faulty(name: str, point: int = 0, error: str = "EIO") -> list:
+        (folder / name).mkdir(exist_ok=True)
+        options = f"--data.dir {folder / name}/data --auto-resume".split()
+        fault = [str(folder / name), point, getattr(errno, error)]
+        return answer(recipe, folder / name / "run", *options, fault=fault)
+
+    status, output, _, count = faulty("undisturbed")
+    assert (status, count > 250) == (0, True), output
+    return faulty, folder, count
 
 
 def assert_same(killed: Path, uninterrupted: Path) -> None:
@@ -114,3 +151,24 @@ def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe
             break
         shutil.rmtree(tmp_path / "killed")
     assert change > 4 * 29
+
+
+@pytest.mark.parametrize(
+    "stride", [pytest.param(3, id="sample"), pytest.param(0, marks=pytest.mark.slow, id="all")]
+)
+def test_resume_after_a_failed_operation_is_exact(faulty, stride):
+    """Two operations; or each operation of preparing the data and training, with each error at
+    every fourth.
+    """
+    train, folder, count = faulty
+    points = range(count // stride, count, count // stride) if stride else range(1, count + 1)
+    for point in points:
+        shutil.rmtree(folder / "failed", ignore_errors=True)
+        error = operations.ERRORS[point % 4]
+        status, output, operation, _ = train("failed", point, error)
+        operations.check_fault(error, status, output)
+        assert operation
+        if status:
+            status, output, *_ = train("failed")
+        assert status == 0, (point, error, operation, output)
+        assert_undisturbed(folder / "failed", folder / "undisturbed")
