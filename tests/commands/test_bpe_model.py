@@ -9,6 +9,8 @@ from arguments import argv
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
+pytestmark = pytest.mark.long
+
 SIZE = 280
 
 
@@ -25,7 +27,6 @@ def run(tmp_path_factory, make_recipe, forget_accelerate):
     return RunFolder(folder / "run")
 
 
-@pytest.mark.long
 def test_bpe_model_is_sampled_and_evaluated(run, text_file, capsys):
     capsys.readouterr()
     assert main(argv("sample {} --prompt 'the cat 日本' --max-new-tokens 5", run.path)) == 0

@@ -238,6 +238,7 @@ def test_what_does_not_combine_is_one_line(layout, feature, recipe_of):
     assert "\n" not in str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("layout", "feature"), with_answer("yes"))
 def test_what_combines_passes_the_check(layout, feature, recipe_of):
     check(layout, recipe_of(layout, feature), feature)

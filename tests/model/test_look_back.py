@@ -7,6 +7,8 @@ from nanogpt_hf.config.schema import ModelSection
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.build import build_config, build_model
 
+pytestmark = pytest.mark.long
+
 TIED = {"extra": {"tie_word_embeddings": True}}
 SHAPES = {
     "gpt2": {"n_head": 4, "n_embd": 128, "n_positions": 64},

@@ -9,6 +9,8 @@ from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs.folder import RunFolder
 
+pytestmark = pytest.mark.long
+
 HOSTILE = "</script><script>window.hit = 1</script><img src=x onerror='window.hit = 1'><!--<script>"
 
 

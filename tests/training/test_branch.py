@@ -12,6 +12,8 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.checkpoint import read_checkpoint
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def stem(train, tmp_path_factory) -> RunFolder:

@@ -14,6 +14,8 @@ from nanogpt_hf.model.architecture import saved_buffers
 from nanogpt_hf.model.build import load_model
 from nanogpt_hf.training import start as start_module
 
+pytestmark = pytest.mark.long
+
 DECODERS = ["qwen3", "llama", "nanochat", "olmo2"]
 
 OTHER_PROCESS = """
@@ -33,7 +35,6 @@ save_file(logits, sys.argv[2])
 """
 
 
-@pytest.mark.long
 def test_commands_open_a_run_of_a_decoder(start, tmp_path, capsys, text_file):
     extra = {"model__extra": {"tie_word_embeddings": True}, "tracking__layers": True}
     run = str(start(model__architecture="qwen3", model__n_kv_head=1, **extra).path)
@@ -75,7 +76,6 @@ def test_saved_buffers_are_in_checkpoints_and_folders(start, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.long
 def test_final_folders_open_without_this_package(start, tmp_path):
     folders, expected = {}, {}
     for architecture in DECODERS:

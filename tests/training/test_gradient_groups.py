@@ -135,6 +135,7 @@ def test_run_killed_and_moved_ends_with_the_bytes_of_one_process(
     assert numbers(run) == numbers(one)
 
 
+@pytest.mark.long
 def test_grouped_run_is_the_same_experiment(train, tmp_path):
     options = {"train__max_steps": 6, "eval__every": 2, "train__micro_batch_size": 1}
     plain = train(tmp_path / "plain", **options)

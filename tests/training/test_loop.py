@@ -31,6 +31,8 @@ from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.step import train_step
 from nanogpt_hf.training.tracking import read_metrics
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -157,7 +159,6 @@ def test_train_lowers_loss_and_writes_all_files(start, loss_plots):
     assert resolved.name == "run"
 
 
-@pytest.mark.long
 def test_saved_model_has_logged_validation_loss(start, write_recipe):
     run = start(train__max_steps=20, eval__every=10, eval__tokens="all")
     data = load_prepared(load_config(write_recipe()))
@@ -172,7 +173,6 @@ def test_saved_model_has_logged_validation_loss(start, write_recipe):
     assert column(run, "val/loss")[20] == pytest.approx(total / (len(stream) - 1), abs=1e-5)
 
 
-@pytest.mark.long
 def test_seed_determines_the_run(start, uninterrupted):
     options = {"model__dropout": 0.1}
     first, second = uninterrupted(**options), start("second", **options)
@@ -241,7 +241,6 @@ def files(folder) -> dict[str, tuple[int, int]]:
     return identities
 
 
-@pytest.mark.long
 @pytest.mark.parametrize("case", ["train", "stop at once", "finished"])
 def test_resume_does_not_rewrite_its_checkpoint(start, finished, monkeypatch, case):
     run = finished(optim__schedule="constant", checkpoint__keep=9)
@@ -258,7 +257,6 @@ def test_resume_does_not_rewrite_its_checkpoint(start, finished, monkeypatch, ca
     assert files(run.checkpoint(6)) == before
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(("every", "name"), [(1, "SIGTERM"), (100, "SIGINT")])
 def test_signal_in_evaluation_saves_and_resume_logs_it_once(
     start, uninterrupted, tmp_path, monkeypatch, every, name
@@ -330,7 +328,6 @@ def poison(monkeypatch, steps: range) -> None:
     replace_step(monkeypatch, poisoned)
 
 
-@pytest.mark.long
 def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, caplog):
     poison(monkeypatch, range(3, 4))
     run = start(train__max_steps=6, checkpoint__every=1, checkpoint__keep=9)
@@ -348,7 +345,6 @@ def test_step_without_finite_gradient_is_skipped_and_logged(start, monkeypatch, 
     assert "1 steps had no finite gradient and were skipped" in caplog.text
 
 
-@pytest.mark.long
 def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
     whole = uninterrupted(train__max_steps=8)
     clock = itertools.count()  # one second per call
@@ -359,7 +355,6 @@ def test_max_time_saves_and_stops(start, uninterrupted, monkeypatch):
     assert same_weights(whole, start("timed", resume=True, train__max_steps=8))
 
 
-@pytest.mark.long
 def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
     plain = uninterrupted(train__max_steps=6)
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "AOT_EAGER")
@@ -376,7 +371,6 @@ def test_accelerate_config_compiles_blocks(start, uninterrupted, monkeypatch):
     assert column(compiled, "train/loss") == pytest.approx(column(plain, "train/loss"), abs=1e-4)
 
 
-@pytest.mark.long
 def test_bf16_keeps_float32_weights_learns_and_resumes_exactly(start, monkeypatch):
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
     options = {"eval__every": 20, "checkpoint__every": 20, "optim__name": "muon"}
@@ -407,7 +401,6 @@ def test_resume_past_max_steps_is_refused(start, finished):
     assert max(column(run, "train/loss")) == 6
 
 
-@pytest.mark.long
 def test_resume_ignores_damaged_metric_lines_and_recreates_removed_best(start, finished):
     run = finished(train__max_steps=6)
     shutil.rmtree(run.best)
@@ -419,7 +412,6 @@ def test_resume_ignores_damaged_metric_lines_and_recreates_removed_best(start, f
     assert list(column(run, "train/loss")) == list(range(1, 9))
 
 
-@pytest.mark.long
 def test_nan_loss_is_not_best(start, monkeypatch):
     monkeypatch.setattr(
         GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan
@@ -430,7 +422,6 @@ def test_nan_loss_is_not_best(start, monkeypatch):
     assert set(column(run, "val/loss").values()) == {None}
 
 
-@pytest.mark.long
 def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
     clock, batch = [0.0], TokenBlocks.batch
 
@@ -450,7 +441,6 @@ def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
     assert column(run, "train/data_wait") == dict.fromkeys((10, 20, 30, 40), 0.25)
 
 
-@pytest.mark.long
 def test_wandb_without_login_stays_offline(start, tmp_path, monkeypatch, caplog):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

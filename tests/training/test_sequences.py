@@ -9,6 +9,8 @@ from assertions import column, file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def run(train, tmp_path_factory) -> RunFolder:

@@ -22,6 +22,8 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
 from nanogpt_hf.training.tracking import read_metrics
 
+pytestmark = pytest.mark.long
+
 SECRET = "https://me:pa55word@localhost/x.txt?sig=5ignature"
 
 
@@ -116,7 +118,6 @@ def test_metrics_are_documented_and_plausible(pretrain, root):
         assert 2**26 < event["train/memory_peak_bytes"] < 2**40
 
 
-@pytest.mark.long
 def test_machine_json_lists_starts_without_secrets(pretrain):
     run = pretrain(train__max_steps=2)
     pretrain("--resume", train__max_steps=4)
@@ -140,7 +141,6 @@ def test_machine_json_lists_starts_without_secrets(pretrain):
     assert [start["step"] for start in read_starts(run)] == [0]
 
 
-@pytest.mark.long
 def test_tensorboard_continues_and_has_each_step_once(pretrain):
     loaders = pytest.importorskip(
         "tensorboard.backend.event_processing.event_accumulator",
@@ -157,7 +157,6 @@ def test_tensorboard_continues_and_has_each_step_once(pretrain):
     assert values_by_step == pytest.approx(column(run, "train/loss"))
 
 
-@pytest.mark.long
 def test_wandb_continues_the_run_without_secrets(tmp_path, write_recipe, monkeypatch):
     # in new processes: wandb keeps a service and settings within a process
     pytest.importorskip("wandb", reason="wandb is not installed")
@@ -195,7 +194,6 @@ def test_tracker_that_fails_to_start_is_one_line(
     assert not Path("other").exists()  # so that the next attempt needs no --overwrite
 
 
-@pytest.mark.long
 def test_quiet_prints_nothing_and_terminal_shows_bar_and_summary(pretrain, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
     run = pretrain("-q", train__max_steps=2)

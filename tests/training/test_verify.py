@@ -23,6 +23,8 @@ from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_c
 from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.verify import seconds_to_repeat
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture(scope="module")
 def honest(train, tmp_path_factory) -> RunFolder:
