@@ -29,7 +29,7 @@ quickstart: $(VENV)/installed ## train a small GPT on Python's documentation and
 test: $(VENV)/installed-test ## run the tests (six to ten minutes on two cores)
 	$(PYTEST) -m 'not slow'
 
-test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train nothing, with few packages
+test-quick: $(VENV)/installed-test-quick ## run the tests that start no processes and train little, with few packages
 	$(PYTEST) -m 'not long and not slow'
 
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
