@@ -7,6 +7,7 @@ see them and their gradients are summed here; FSDP2 shards the copies.
 """
 
 import dataclasses
+import logging
 import math
 from functools import partial
 from typing import Any
@@ -75,6 +76,8 @@ def split_experts(model: PreTrainedModel, accelerator: Accelerator, mesh: Mesh) 
             # the mean over all processes, as of the other parameters
             experts.set_gradient_divide_factor(float(mesh.dp_size))
             experts.set_force_sum_reduction_for_comms(True)
+    # it warns of gathers over both dimensions, which only norms and checkpoints need
+    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     if not plugin:
         names = {name for name, p in model.named_parameters() if isinstance(p, DTensor)}
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(model, names)

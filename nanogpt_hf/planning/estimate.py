@@ -83,6 +83,11 @@ def estimate(
     steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
     does not combine with ZeRO or FSDP2.
     """
+    if place.ep > 1:
+        raise UserError(
+            f"ep_size {place.ep} is not estimated; leave it out to see what a process with all "
+            "experts needs"
+        )
     sharding = "DeepSpeed" if place.zero else place.kind
     check_combination(recipe_settings(config) | {sharding: sharding})
     manifest = find_manifest(config.data)

@@ -39,6 +39,7 @@ class Placement:
     tp: int = 1  # tensor-parallel size
     cp: int = 1  # context-parallel size
     pp: int = 1  # pipeline stages
+    ep: int = 1  # data-parallel processes that share one copy of the experts
     per_machine: int = 8  # processes on one machine
     precision: str = "no"  # or bf16, fp16
     checkpointing: bool = False  # recompute activations, per block
@@ -178,11 +179,6 @@ def _placement(path: str, config: Any) -> Placement:
             f"pp_schedule {mesh.get('pp_schedule')} is not estimated; set {SCHEDULES[0]}",
         ),
         (
-            int(mesh.get("ep_size") or 1) > 1,
-            f"ep_size {mesh.get('ep_size')} is not estimated; leave it out to see what a process "
-            "with all experts needs",
-        ),
-        (
             int(mesh.get("sp_size") or 1) > 1,
             f"sp_size {mesh.get('sp_size')} is not supported; set cp_size",
         ),
@@ -206,6 +202,7 @@ def _placement(path: str, config: Any) -> Placement:
     place = Placement(
         processes=processes,
         **sizes,
+        ep=int(mesh.get("ep_size") or 1),
         per_machine=processes // max(1, int(config.num_machines or 1)),
         precision=precision,
         on_cpu=bool(config.use_cpu),
