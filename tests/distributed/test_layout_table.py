@@ -196,7 +196,7 @@ def recipe_of(
             }
             knobs = {key: value for key, value in knobs.items() if key not in shape}
             base = bases[knobs["finetune.model"]]
-            knobs |= {"finetune.model": base, "data.dir": folder / "tuned"}
+            knobs |= {"finetune.model": base, "data.dir": folder / f"tuned from {base.name}"}
             return finetune_config(None, [(key, str(value)) for key, value in knobs.items()])[0]
         return load_config(None, knobs, name="tiny")
 
