@@ -153,9 +153,9 @@ def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe
     assert change > 4 * 29
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(34, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("share", [3, pytest.param(17, marks=pytest.mark.slow)])
 def test_resume_after_a_failed_operation_is_exact(faulty, share):
-    """Two of the operations of preparing the data and training, or 33. All, with a `share` of their
+    """Two of the operations of preparing the data and training, or 16. All, with a `share` of their
     number, take ten minutes.
     """
     train, folder, count = faulty
