@@ -8,7 +8,7 @@ INSTALL := $(BIN)/python -m pip install --quiet --constraint constraints.txt --e
 PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .NOTPARALLEL: # pip installs into one environment
-.PHONY: help quickstart test test-quick test-all test-other-machines digests lint format types docs clean
+.PHONY: help quickstart test test-quick test-ci test-all test-other-machines digests lint format types docs clean
 
 help: ## list these targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-19s %s\n", $$1, $$2 }' Makefile
@@ -35,7 +35,10 @@ test-quick: $(VENV)/installed-test-quick ## run the tests that start no processe
 digests: $(VENV)/installed-test ## run small reference runs and print digests of their numbers
 	$(BIN)/python tests/run_digests.py $(ARGS)
 
-test-all: lint types $(VENV)/installed-test ## run lint, types and every test: all that has to pass before a change lands
+test-ci: lint types $(VENV)/installed-test ## run lint, types and all tests but exhaustive ones: what has to pass before a change lands
+	$(PYTEST) -m 'not exhaustive'
+
+test-all: lint types $(VENV)/installed-test ## run lint, types and every test (up to an hour on two cores)
 	$(PYTEST)
 
 test-other-machines: $(VENV)/installed-test ## run the tests of numbers and processes as on other machines, in three runs

@@ -96,7 +96,9 @@ def simulated(row: Published) -> float:
     cluster = dataclasses.replace(cluster, gpu=cluster.gpu._replace(memory=math.inf))
     found = candidates(config, model, cluster, REACHED[row.gpu])
     layout = next(
-        x for x in found if (x.place.name, x.place.checkpointing) == (row.layout, row.checkpointing)
+        x
+        for x in found
+        if (x.place.name, bool(x.place.checkpointing)) == (row.layout, row.checkpointing)
     )
     return config.train.tokens_per_step / layout.step_seconds / layout.place.processes
 

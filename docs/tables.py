@@ -19,7 +19,7 @@ _TP, _CP, _PP = "tensor parallelism", "context parallelism", "pipeline stages"
 _ZERO_BUBBLE = {_PP, "pp_schedule zero_bubble"}
 LAYOUTS = {
     "TP": {_TP},
-    "TP × FSDP2": {_TP, "FSDP2", f"{_TP} × FSDP2"},
+    "TP × FSDP2": {_TP, "FSDP2"},
     "CP × FSDP2": {_CP, "FSDP2"},
     "CP by ring × FSDP2": {_CP, "FSDP2", "ring attention"},
     "PP": {_PP},
@@ -43,14 +43,13 @@ FEATURES = {
     "fp16": {"mixed_precision fp16"},
     "compiled": {"dynamo_backend"},
     "checkpointed": {"fsdp_activation_checkpointing"},
+    "selective": {"fsdp_activation_checkpointing", "fsdp_activation_checkpointing selective"},
 }
 
 
 def combines(layout: str, feature: str) -> str:
-    """Whether a layout and a feature combine: yes, no, or – if the layout has no such setting."""
+    """Whether a layout and a feature combine: yes or no."""
     settings = dict.fromkeys((LAYOUTS | EXPERT_LAYOUTS)[layout] | FEATURES[feature], "")
-    if feature == "checkpointed" and "FSDP2" not in settings:
-        return "–"
     return "no" if any(refused(settings, all_rules())) else "yes"
 
 

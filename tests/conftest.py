@@ -53,10 +53,14 @@ def pytest_configure() -> None:
             del os.environ[name]
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Run files with long tests first, so that no process waits at the end for the other's last
-    file.
+    file. What is exhaustive is slow, too.
     """
+    for item in items:
+        if item.get_closest_marker("exhaustive"):
+            item.add_marker("slow")
     long = {item.path for item in items if item.get_closest_marker("long")}
     items.sort(key=lambda item: item.path not in long)
 

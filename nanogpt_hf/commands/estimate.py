@@ -23,7 +23,9 @@ from nanogpt_hf.config.load import stated_knobs
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.errors import UserError, did_you_mean
+from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.runs.files import output_file, output_target, write_json
+from nanogpt_hf.runs.find import find_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -91,11 +93,20 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     if proposal:
         show(*layout_lines(proposal, config), "", sep="\n")
     show(*estimate_lines(result, place), sep="\n")
+    if result.useless:
+        show(result.useless)
     if config.lora.quantize:
         show(
             f"lora.quantize {config.lora.quantize} is not counted: the frozen weights are taken "
             "as float32\n"
         )
+    if config.distill.teacher:
+        from nanogpt_hf.model.architecture import count_parameters
+        from nanogpt_hf.model.build import load_base_config
+
+        teacher, _ = load_base_config(find_model(config.distill.teacher), config.distill.revision)
+        size = format_bytes(place.compute_bytes * count_parameters(teacher))
+        show(f"distill.teacher takes {size} more on each device, and is not counted above\n")
     show("these are estimates; docs/machines.md lists which of them were measured")
     if arguments.json:
         write_json(arguments.json, estimate_figures(result, proposal))

@@ -10,7 +10,8 @@ in place of COMMAND is launched unchanged.
 parallelism_config_pp_size, the number of pipeline stages, parallelism_config_pp_schedule, 1f1b or
 zero_bubble, and parallelism_config_ep_size, the number of data-parallel processes that share one
 copy of the experts, may be in the config's parallelism_config, or options: accelerate 1.15 does
-not know them, so this command passes them on, as PARALLELISM_CONFIG_PP_SIZE and so on.
+not know them, so this command passes them on, as PARALLELISM_CONFIG_PP_SIZE and so on. It also
+passes on fsdp_activation_checkpointing, of the config's fsdp_config, without FSDP.
 """
 
 import argparse
@@ -31,7 +32,11 @@ from nanogpt_hf.commands.console import show, show_end
 from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 
-_PASSED_ON = [f"parallelism_config_{name}" for name in ("pp_size", "pp_schedule", "ep_size")]
+# by option; the last is accelerate's, which passes it on with FSDP2 only
+_PASSED_ON = {
+    f"parallelism_config_{name}": "parallelism_config"
+    for name in ("pp_size", "pp_schedule", "ep_size")
+} | {"fsdp_activation_checkpointing": "fsdp_config"}
 
 
 def run(words: list[str], commands: Collection[str]) -> int:
@@ -74,16 +79,18 @@ def _parse(words: list[str], commands: Collection[str]) -> argparse.Namespace:
 
     parser = launch_command_parser()
     parser.error = _refuse
-    for name in _PASSED_ON:
+    for name in list(_PASSED_ON)[:-1]:
         parser.add_argument(f"--{name}")
     arguments = parser.parse_args(words)
     default = default_config_file if os.path.isfile(default_config_file) else None
     file = arguments.config_file or default
     settings = _read_config(file, vars(arguments)) if file else {}
-    layout = settings.get("parallelism_config") or {}
-    for name in _PASSED_ON:
-        option = vars(arguments)[name]
-        if (value := layout.get(name) if option is None else option) is not None:
+    given = getattr(arguments, "nondefault", ())
+    for name, section in _PASSED_ON.items():
+        stated = settings.get(section) or {}
+        stated = {name: stated.get(name.removeprefix("fsdp_"))} | stated
+        value = vars(arguments)[name] if name in given else stated[name]
+        if value is not None:
             os.environ[name.upper()] = str(value)
     if not (arguments.cpu or settings.get("use_cpu")):
         if arguments.gpu_ids:

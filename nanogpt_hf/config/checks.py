@@ -217,6 +217,11 @@ def _finetune_rules(config: Config) -> Rules:
         lora.rank and scratch,
         "an adapter needs a base model; name one: --from MODEL",
     )
+    yield (
+        "finetune.rope_theta finetune.model",
+        finetune.rope_theta is not None and scratch,
+        "is for a model to start from; give model.extra's rope_parameters",
+    )
     # training/finetuning.py checks those of another architecture
     unknown = model.architecture == "gpt2" and not set(lora.targets) <= set(LORA_TARGETS)
     yield (

@@ -51,6 +51,25 @@ _ROWS = [
     ("data.tokenizer char", "data.format chat", "no token ends an answer", "use gpt2"),
     ("data.source python-docs", "data.format chat", "it is text", "name a file of conversations"),
     ("data.order random", "data.format chat", "it would cut conversations", "use shuffled"),
+    ("data.order random", "data.packing documents", "it would cut documents", "use shuffled"),
+    (
+        "data.packing documents | data.mask",
+        "data.format chat",
+        "conversations are whole and apart already",
+        "leave it out",
+    ),
+    (
+        "data.packing documents | data.mask",
+        "data.format datatrove",
+        "the index of its documents is not read in training",
+        "leave it out",
+    ),
+    (
+        "data.packing documents | data.mask",
+        "rl.task | align.loss",
+        "questions and pairs are rows of their own",
+        "leave it out",
+    ),
     (
         "optim.state 8bit",
         "optim.name muon",
@@ -76,6 +95,12 @@ _ROWS = [
         "leave it out",
     ),
     (
+        "lora.rank",
+        "other positions",
+        "an adapter is opened with its base's positions",
+        "leave model.n_positions and finetune.rope_theta out",
+    ),
+    (
         "lora.quantize",
         "lora.merge",
         "an adapter cannot be merged into quantized weights",
@@ -83,7 +108,7 @@ _ROWS = [
     ),
     (
         "train.micro_batch_size auto",
-        "rl.task | align.loss",
+        "rl.task | align.loss | distill.teacher",
         "auto does not measure generation or a second model",
         "set a number",
     ),
@@ -130,6 +155,14 @@ _ROWS = [
         "use accelerate_configs/ddp.yaml or fsdp2.yaml",
     ),
     ("rl.task", "align.loss", "a run trains by one of them", "leave one out"),
+    ("distill.teacher", "rl.task | align.loss", "a run trains by one of them", "leave one out"),
+    (
+        "distill.teacher",
+        "DeepSpeed | tensor parallelism | context parallelism | pipeline stages | "
+        "expert parallelism",
+        "the teacher sees whole sequences, and the student's logits are of whole rows",
+        "use accelerate_configs/ddp.yaml or fsdp2.yaml",
+    ),
     (
         "mixed_precision fp16",
         "tensor parallelism | context parallelism | pipeline stages | expert parallelism",
@@ -205,9 +238,9 @@ _ROWS = [
         FSDP2,
     ),
     (
-        "data.format chat",
+        "data.format chat | data.mask",
         "context parallelism",
-        "the masks of packed conversations cannot be cut",
+        "the masks of packed documents and conversations cannot be cut",
         FSDP2,
     ),
     (
@@ -227,6 +260,12 @@ _ROWS = [
         "pp_schedule zero_bubble",
         "a compiled block runs its backward pass as a whole",
         "set dynamo_backend 'NO', or pp_schedule 1f1b",
+    ),
+    (
+        "fsdp_activation_checkpointing selective",
+        "dynamo_backend",
+        "a compiled block decides itself what it keeps",
+        "set it true or a number, or dynamo_backend 'NO'",
     ),
     (
         "fsdp_activation_checkpointing",

@@ -114,8 +114,13 @@ class DataSection:
     order: Literal["shuffled", "random"] = knob(
         "shuffled", "every block once per epoch, or windows at random offsets"
     )
-    packing: Literal["packed", "padded"] = knob(
-        "packed", "chat: several conversations per block, apart in attention; or one and padding"
+    packing: Literal["packed", "padded", "documents"] = knob(
+        "packed",
+        "text: end to end, or rows that begin with a document (documents), padded; chat: several "
+        "conversations per block, apart in attention (packed), or one and padding (padded)",
+    )
+    mask: Literal["documents"] | None = knob(
+        None, "text: documents do not attend to others, and their positions begin at 0"
     )
 
     @property
@@ -274,6 +279,11 @@ class FinetuneSection:
     layer_decay: float = knob(
         1.0, "factor of the learning rate from each layer to the one below it", 0.01, 1
     )
+    rope_theta: float | None = knob(
+        None,
+        "base of the rotary wavelengths (default: as it is; YaRN if model.n_positions grows)",
+        1,
+    )
 
 
 @dataclass(frozen=True)
@@ -346,6 +356,22 @@ class AlignSection:
 
 
 @dataclass(frozen=True)
+class DistillSection:
+    teacher: str | None = knob(
+        None,
+        "model whose distribution is learned too: a Hub id, model folder or run folder with the "
+        "same tokenizer (default: none)",
+    )
+    revision: str | None = knob(None, "commit or tag of a Hub id")
+    weight: float = knob(
+        0.5, "share of the KL divergence to the teacher in the loss; the rest: the next token", 0, 1
+    )
+    temperature: float = knob(
+        1.0, "both distributions are those of the logits divided by this", 0.01, 1000
+    )
+
+
+@dataclass(frozen=True)
 class HubSection:
     push: Literal["best", "final"] | None = knob(
         None, "push to the Hub: every new best model during the run, or the final model"
@@ -384,6 +410,7 @@ class Config:
     lora: LoraSection = field(default_factory=LoraSection)
     rl: RlSection = field(default_factory=RlSection)
     align: AlignSection = field(default_factory=AlignSection)
+    distill: DistillSection = field(default_factory=DistillSection)
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
     dial: tuple[Choice, ...] = ()  # what model.depth chose, for display; not part of the recipe

@@ -120,6 +120,17 @@ def has_conversations(data: DataSection) -> bool:
     return any(source.data.format == "chat" for source in sources_of(data))
 
 
+def packs(config: Config) -> bool:
+    """Whether blocks hold several documents or conversations, which must not attend to each
+    other.
+    """
+    is_text = not (config.rl.task or config.align.loss)
+    return is_text and any(
+        source.data.mask or (source.data.format, source.data.packing) == ("chat", "packed")
+        for source in sources_of(config.data)
+    )
+
+
 def sources_of(data: DataSection) -> list[Source]:
     """The sources of a mixture, or the only source: for each, its name, weight and data section."""
     if isinstance(data.source, str):

@@ -107,7 +107,7 @@ class Blocks(Protocol):
         """The blocks at `indices` as keyword arguments of `forward`.
 
         input_ids and shift_labels, the token after each (-100 if it is not a target), are int64
-        (len(indices), block_size); packed conversations add position_ids.
+        (len(indices), block_size); packed conversations and documents add position_ids.
         """
         ...
 
@@ -160,7 +160,8 @@ class TokenBlocks(Blocks):
 
     By default blocks lie end to end and a shorter rest is dropped. With stride 1 a block starts
     at any token. With `partial` the last block may be shorter, so that every token but the first
-    is predicted.
+    is predicted. With `starts`, where documents begin, position_ids restart there, which keeps
+    documents apart in attention.
     """
 
     def __init__(
@@ -170,8 +171,9 @@ class TokenBlocks(Blocks):
         *,
         stride: int | None = None,
         partial: bool = False,
+        starts: np.ndarray | None = None,
     ):
-        self.stream, self.block_size = stream, block_size
+        self.stream, self.block_size, self.starts = stream, block_size, starts
         self.stride = stride or block_size
         rest = len(stream) - 1 - block_size  # targets after the first block
         self._length = max(0, rest // self.stride + 1)
@@ -203,7 +205,12 @@ class TokenBlocks(Blocks):
             rows = np.flatnonzero(counts == count)
             windows = self.stream.windows(indices[rows] * self.stride, count + 1)
             inputs[rows, :count], targets[rows, :count] = windows[:, :-1], windows[:, 1:]
-        return {"input_ids": torch.from_numpy(inputs), "shift_labels": torch.from_numpy(targets)}
+        batch = {"input_ids": inputs, "shift_labels": targets}
+        if self.starts is not None:
+            places = indices[:, None] * self.stride + np.arange(self.block_size)
+            begins = self.starts[np.searchsorted(self.starts, places, side="right") - 1]
+            batch["position_ids"] = places - np.maximum(begins, places[:, :1])
+        return {name: torch.from_numpy(array) for name, array in batch.items()}
 
     def num_targets(self, indices: np.ndarray) -> int:
         """All tokens of the blocks but those past the stream's end."""

@@ -29,7 +29,7 @@ class Examples(Blocks):
         block_size: int,
         packing: str,
     ):
-        self.block_size, self.packing = block_size, packing
+        self.block_size, self.packing, self.apart = block_size, packing, packing == "packed"
         self._ids, self._assistant_mask = ids, assistant_mask
         self._starts = np.cumsum(lengths) - lengths
         self._positions = np.minimum(lengths - 1, block_size)
@@ -79,7 +79,7 @@ class Examples(Blocks):
         """The blocks at `indices` as keyword arguments of `forward`, int64 (len(indices),
         block_size).
 
-        shift_labels is -100 if the next token is not part of an answer. In packed blocks
+        shift_labels is -100 if the next token is not part of an answer. If examples are `apart`,
         position_ids restart at 0 with each example; transformers infers from that which tokens
         attend to each other.
         """
@@ -97,9 +97,13 @@ class Examples(Blocks):
                 positions[row, place] = np.arange(len(is_target))
             positions[row, filled:] = np.arange(block_size - filled)
         batch = {"input_ids": inputs, "shift_labels": targets}
-        if self.packing == "packed":
+        if self.apart:
             batch["position_ids"] = positions
         return {name: torch.from_numpy(array) for name, array in batch.items()}
+
+    def documents_of(self, block: int) -> list[int]:
+        """The numbers of the conversations in a block."""
+        return self.blocks[block]
 
     def num_targets(self, indices: np.ndarray) -> int:
         """The tokens of answers in the blocks at `indices`."""

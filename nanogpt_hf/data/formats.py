@@ -19,6 +19,12 @@ from nanogpt_hf.config.schema import DataSection
 from nanogpt_hf.data.blocks import Blocks, TokenBlocks, TokenStream, token_dtype
 from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.conversations import Conversation, conversation_of
+from nanogpt_hf.data.documents import (
+    DocumentBlocks,
+    document_lengths,
+    document_starts,
+    read_from_end,
+)
 from nanogpt_hf.data.encode import Encode, Rows
 from nanogpt_hf.data.examples import Examples
 from nanogpt_hf.data.files import ROW_ENDINGS, TEXT_ENDINGS, find_files, text_of
@@ -119,19 +125,29 @@ def token_stream(
 
 
 def _token_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
-    stream = token_stream(folder, split, manifest, data)
+    stream, starts = token_stream(folder, split, manifest, data), None
+    apart, from_end = data.mask == "documents", read_from_end(manifest)
+    if data.packing == "documents":
+        lengths, size = document_lengths(folder / split), data.block_size
+        rows = DocumentBlocks(stream, lengths, block_size=size, from_end=from_end, apart=apart)
+        if not len(rows):
+            raise DataError(f"{folder}: no {split} document has two tokens; add text")
+        return rows
+    if apart:
+        starts = document_starts(document_lengths(folder / split), from_end)
     if split == "validation":
         if len(stream) < 2:
             raise DataError(
                 f"{folder}: {len(stream)} validation tokens; raise data.validation_fraction"
             )
-        return TokenBlocks(stream, data.block_size, partial=True)
+        return TokenBlocks(stream, data.block_size, partial=True, starts=starts)
     if len(stream) <= data.block_size:
         raise DataError(
             f"data.block_size: {data.block_size} tokens and a next one are more than "
             f"the {len(stream):,} training tokens in {folder}"
         )
-    return TokenBlocks(stream, data.block_size, stride=1 if data.order == "random" else None)
+    stride = 1 if data.order == "random" else None
+    return TokenBlocks(stream, data.block_size, stride=stride, starts=starts)
 
 
 def _chat_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection) -> Blocks:
@@ -150,10 +166,15 @@ def _chat_blocks(folder: Path, split: str, manifest: Manifest, data: DataSection
 
 
 def _text_line(facts: SplitFacts, blocks: Blocks | None = None) -> str:
-    return (
+    line = (
         f"{facts.documents:,} documents, {facts.tokens:,} tokens, "
         f"{facts.bytes_per_token:.2f} bytes per token"
     )
+    if not isinstance(blocks, DocumentBlocks):
+        return line
+    padding = 1 - blocks.filled / (len(blocks) * blocks.block_size)
+    line += f"; {len(blocks):,} rows of whole documents, {padding:.2%} padding"
+    return f"{line}; {blocks.cut:,} documents are longer than a row, and cut"
 
 
 def _chat_line(facts: SplitFacts, blocks: Blocks | None) -> str:

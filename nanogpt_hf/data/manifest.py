@@ -66,7 +66,8 @@ class PreparedSource(NamedTuple):
 class Manifest:
     """Source, tokenizer and sizes of prepared data.
 
-    That of a mixture, which is not written, is of its sources as one: counts are sums.
+    That of a mixture, which is not written, is of its sources as one: counts are sums. Nor is
+    `teacher`, which belongs to a run.
     """
 
     format: int
@@ -82,6 +83,7 @@ class Manifest:
     # the token before each document; None if the tokenizer puts none there
     start_of_text_id: int | None = None
     sources: tuple[PreparedSource, ...] = ()  # of a mixture
+    teacher: str | None = None  # of a run with distillation: the hash of its teacher's weights
 
     def content(self) -> dict[str, Any]:
         """What identifies the tokens: equal for the same text and tokenizer."""
@@ -90,7 +92,8 @@ class Manifest:
             split = getattr(self, name)
             facts |= {f"{name} tokens": split.tokens, f"{name} sha256": split.sha256}
         weights = ", ".join(f"{source.name} {source.weight}" for source in self.sources)
-        return facts | ({"weights": weights} if weights else {})
+        extra = {"weights": weights, "teacher": self.teacher}
+        return facts | {name: value for name, value in extra.items() if value}
 
 
 def read_manifest(folder: Path) -> Manifest | None:
@@ -114,7 +117,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     facts = dataclasses.asdict(manifest)
-    del facts["sources"]
+    del facts["sources"], facts["teacher"]
     partial = folder / f".{uuid.uuid4().hex}"  # replaced at once: other processes may read it
     partial.write_text(json.dumps(facts, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     partial.replace(folder / MANIFEST)

@@ -231,7 +231,9 @@ def summary_lines(
     The lines of conversations say how they fill their blocks, for which the data is opened unless
     it is given; a text alone may be too short for a block yet.
     """
-    if data is None and (manifest.sources or manifest.train.assistant_tokens is not None):
+    by_documents = config.data.packing == "documents"
+    conversations = manifest.train.assistant_tokens is not None
+    if data is None and (manifest.sources or conversations or by_documents):
         data = load_prepared(config)
     if not (manifest.sources and data):
         return _split_lines(manifest, data and data.train, data and data.validation)

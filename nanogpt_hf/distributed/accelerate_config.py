@@ -23,6 +23,7 @@ from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.layout import Machine, check_layout
 from nanogpt_hf.distributed.mesh import SIZE_VARIABLES, Mesh
 from nanogpt_hf.errors import UserError, did_you_mean, one_line
+from nanogpt_hf.model.recompute import level_of
 from nanogpt_hf.optim.optimizer import kind_of
 
 
@@ -151,6 +152,13 @@ def requested(kind: str) -> bool:
     return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() == "true"
 
 
+def requested_checkpointing() -> str:
+    """The level of activation checkpointing, of model/recompute.py, with FSDP2 or without; an empty
+    one for none.
+    """
+    return level_of(os.environ.get("FSDP_ACTIVATION_CHECKPOINTING"))
+
+
 def requested_machine() -> Machine:
     """The settings of the accelerate config that a parallel layout has to fit."""
     fsdp = requested("FSDP")
@@ -161,8 +169,7 @@ def requested_machine() -> Machine:
         device="cpu"
         if _on_the_cpu()
         else cast(torch.device, torch.accelerator.current_accelerator()).type,
-        checkpoints=fsdp
-        and os.environ.get("FSDP_ACTIVATION_CHECKPOINTING", "false").lower() == "true",
+        checkpoints=requested_checkpointing(),
         reshards=fsdp and os.environ.get("FSDP_RESHARD_AFTER_FORWARD", "true").lower() == "true",
         sends_weights=fsdp
         and os.environ.get("FSDP_CPU_RAM_EFFICIENT_LOADING", "false").lower() == "true",

@@ -2,7 +2,7 @@
 
 Workarounds: tensor parallelism on CPUs and under FSDP2; our own context parallelism; FSDP2
 shards gradients after each micro-batch, and in bf16 sums them in float32; blocks are compiled in
-place; activation checkpointing is that of transformers; clipping and the optimizer's step bypass
+place; activation checkpointing is that of torch; clipping and the optimizer's step bypass
 the wrapper; a dry-run step counts as no micro-batch.
 """
 
@@ -24,6 +24,7 @@ from accelerate.utils import (
     InitProcessGroupKwargs,
     ProjectConfiguration,
     gather_object,
+    patch_environment,
 )
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
@@ -40,6 +41,7 @@ from nanogpt_hf.distributed.accelerate_config import (
     lacks_bfloat16,
     one_line_of_accelerate,
     requested,
+    requested_checkpointing,
     requested_precision,
 )
 from nanogpt_hf.distributed.deepspeed import is_zero
@@ -47,6 +49,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.loss_gpt import compile_loss
+from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.optim.optimizer import skip_step_unless_finite
 from nanogpt_hf.runs.folder import RunFolder
 
@@ -101,7 +104,9 @@ def _start(mesh: Mesh, **options: Any) -> Accelerator:
     """
     default_to_cpu(mesh)
     timeout = InitProcessGroupKwargs(timeout=rendezvous.PEER_TIMEOUT)
-    with one_line_of_accelerate():
+    # accelerate's own checkpointing knows no levels
+    own = patch_environment(fsdp_activation_checkpointing="false")
+    with one_line_of_accelerate(), own:
         accelerator = _Accelerator(
             mesh, mixed_precision=requested_precision(), kwargs_handlers=[timeout], **options
         )
@@ -263,20 +268,12 @@ def prepared_blocks(
     A context for `accelerator.prepare`, inside which accelerate's own versions are off. Compiled
     in place, block by block, parameters keep their names and one graph serves all blocks.
     Accelerate's checkpointing draws new dropout masks in the backward pass, which makes the
-    gradient wrong; that of transformers repeats them.
+    gradient wrong.
     """
     if (size := mesh_of(accelerator).tp_size) > 1:
         cast(Any, model)._tp_size = size  # accelerate compares it with its config
-    fsdp: Any = getattr(accelerator.state, "fsdp_plugin", None)
-    checkpointing = fsdp is not None and fsdp.activation_checkpointing
-    if fsdp and checkpointing:
-        fsdp.activation_checkpointing = False
-        # the name until transformers 5.2x
-        enable = (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )
-        enable()
+    if level := requested_checkpointing():
+        recompute_blocks(model, level)
     plugin: Any = accelerator.state.dynamo_plugin
     backend, plugin.backend = plugin.backend, DynamoBackend.NO
     if backend != DynamoBackend.NO:
@@ -291,8 +288,6 @@ def prepared_blocks(
         yield
     finally:  # for the next model of this run, after unfreezing or a loss spike
         plugin.backend = backend
-        if fsdp and checkpointing:
-            fsdp.activation_checkpointing = True
 
 
 @contextmanager

@@ -66,11 +66,19 @@ VARIABLES = {
         "ACCELERATE_USE_PARALLELISM_CONFIG ACCELERATE_DYNAMO_USE_FULLGRAPH "
         "ACCELERATE_DYNAMO_USE_DYNAMIC ACCELERATE_DYNAMO_USE_REGIONAL_COMPILATION "
         "ACCELERATE_DEEPSPEED_ZERO3_INIT ACCELERATE_DEEPSPEED_ZERO3_SAVE_16BIT_MODEL "
-        "FSDP_RESHARD_AFTER_FORWARD FSDP_OFFLOAD_PARAMS FSDP_CPU_RAM_EFFICIENT_LOADING "
-        "FSDP_ACTIVATION_CHECKPOINTING FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        "FSDP_RESHARD_AFTER_FORWARD FSDP_OFFLOAD_PARAMS FSDP_CPU_RAM_EFFICIENT_LOADING",
         _FLAG,
     ),
-    **_all("ACCELERATE_USE_MEGATRON_LM ACCELERATE_USE_SAGEMAKER", _one_of("false", any_case=True)),
+    "FSDP_ACTIVATION_CHECKPOINTING": _Kind(
+        "true, false, selective, or a number n from 2 on, for one block of n",
+        lambda v: (
+            _one_of("true false selective", any_case=True).accepts(v) or _number(2).accepts(v)
+        ),
+    ),
+    **_all(
+        "ACCELERATE_USE_MEGATRON_LM ACCELERATE_USE_SAGEMAKER FSDP_ACTIVATION_CHECKPOINTING_OFFLOAD",
+        _one_of("false", any_case=True),
+    ),
     "ACCELERATE_TORCH_DEVICE": _Kind(
         "a device such as cpu or cuda:0",
         re.compile(r"(cpu|cuda|mps|xpu|npu|hpu)(:[0-9]{1,3})?").fullmatch,

@@ -26,6 +26,7 @@ from nanogpt_hf.formatting import plural
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.experts import experts_of
+from nanogpt_hf.model.recompute import check_level
 from nanogpt_hf.optim.optimizer import check_combination
 
 
@@ -37,7 +38,7 @@ class Machine:
     precision: str = "no"
     compiles: bool = False
     device: str = "cpu"
-    checkpoints: bool = False  # activations
+    checkpoints: str = ""  # level of activation checkpointing
     reshards: bool = False  # FSDP2: weights after each forward pass
     sends_weights: bool = False  # FSDP2: from the only process that reads them
 
@@ -67,6 +68,7 @@ def check_layout(
     _check_product(mesh)
     settings = recipe_settings(config) | machine_settings(mesh, machine)
     check_combination(settings)
+    check_level(machine.checkpoints, config.model.n_layer)
     if mesh.pp_size > 1:
         if problem := _micro_batches_problem(config, mesh):
             raise UserError(problem)
@@ -87,7 +89,6 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
     is_fsdp, copies = machine.sharding == "fsdp", mesh.stated_sizes.get("dp_replicate_size", 1)
     found = {
         f"tensor parallelism (tp_size {mesh.tp_size})": mesh.tp_size > 1,
-        "tensor parallelism × FSDP2": mesh.tp_size > 1 and is_fsdp,
         f"context parallelism (cp_size {mesh.cp_size})": mesh.cp_size > 1,
         f"pipeline stages (pp_size {mesh.pp_size})": mesh.pp_size > 1,
         f"expert parallelism (ep_size {mesh.ep_size})": mesh.ep_size > 1,
@@ -100,7 +101,8 @@ def machine_settings(mesh: Mesh, machine: Machine) -> dict[str, str]:
         "copies of unsharded models": machine.sharding == "none" and mesh.dp_size > 1,
         f"mixed_precision {machine.precision}": True,
         "dynamo_backend": machine.compiles,
-        "fsdp_activation_checkpointing": machine.checkpoints,
+        "fsdp_activation_checkpointing": bool(machine.checkpoints),
+        f"fsdp_activation_checkpointing {machine.checkpoints}": True,
         "fsdp_reshard_after_forward": machine.reshards,
         "fsdp_cpu_ram_efficient_loading": machine.sends_weights,
         "a CPU": machine.device == "cpu",

@@ -77,7 +77,7 @@ class AbsentHead(Head):
         nn.Module.__init__(self)
         self.rows, self.links = rows, links
 
-    def forward(self, hidden, targets=None, vocab_size=0):
+    def forward(self, hidden, targets=None, vocab_size=0, row_loss=None):
         shape = (*hidden.shape[:-1], self.rows) if targets is None else ()
         return self.links.from_last(torch.empty(shape, device=hidden.device))
 

@@ -150,7 +150,8 @@ class VocabularyParallelHead(Head):
 
     mesh: DeviceMesh
 
-    def forward(self, hidden, targets=None, vocab_size=0):
+    def forward(self, hidden, targets=None, vocab_size=0, row_loss=None):
+        assert row_loss is None  # it needs all logits of a row; config/compatibility.py refuses it
         mesh = self.mesh
         # Each process computes a part of hidden's gradient, from its rows.
         hidden = DTensor.from_local(hidden, mesh, [Replicate()], run_check=False)

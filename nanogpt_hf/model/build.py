@@ -206,8 +206,8 @@ def check_causal(model: PreTrainedModel, *, packs: bool) -> None:
         raise UserError(f"{name}: tokens see later ones, so that it cannot learn to predict them")
     if leaks:
         raise UserError(
-            f"{name}: tokens of packed conversations attend to those of others; "
-            "set --data.packing padded"
+            f"{name}: tokens of packed conversations or documents attend to those of others; "
+            "set --data.packing padded, or leave --data.mask out"
         )
 
 
@@ -240,7 +240,7 @@ def extend_vocabulary(model: PreTrainedModel, tokens: int) -> None:
 
 def _prepare_for_finetuning(model: PreTrainedModel, config: Config, step: int) -> PreTrainedModel:
     architecture = architecture_of(model)
-    architecture.crop_positions(model, config.model.n_positions)
+    architecture.resize_positions(model, config.model.n_positions, config.finetune.rope_theta)
     architecture.freeze(model, frozen_layers_at(step, config.finetune))
     if config.lora.rank:
         from nanogpt_hf.model.lora import add_adapters

@@ -119,6 +119,29 @@ class ConfigFields:
         self.check_sizes(config)
         return config
 
+    def resized_rope(self, config: Any, length: int, theta: float | None) -> dict[str, Any] | None:
+        """The rotary parameters for a context of `length` tokens: with the base `theta`, or, for a
+        longer context than the model has, by YaRN (arXiv:2309.00071). None if nothing changes.
+
+        Raises ValueError if the positions are not rotary ones of one known kind.
+        """
+        known, rope = config.max_position_embeddings, getattr(config, "rope_parameters", None) or {}
+        if theta is None and length == known:
+            return None
+        if length < known:
+            raise ValueError(f"{self.name} has {known:,} positions already; leave it out")
+        kind = rope.get("rope_type")
+        if kind is None:
+            kinds = "several kinds of" if rope else "no"
+            raise ValueError(f"{self.name} has {kinds} rope_parameters; leave it out")
+        if theta is not None:
+            return rope | {"rope_theta": theta}
+        if kind not in ("default", "yarn"):
+            raise ValueError(f"{self.name} has rope_type {kind}; set finetune.rope_theta")
+        known = rope.get("original_max_position_embeddings") or known
+        changed = {"factor": length / known, "original_max_position_embeddings": known}
+        return rope | {"rope_type": "yarn"} | changed
+
     def check_sizes(self, config: Any) -> None:
         """Raises ValueError if a size is out of the bounds of its knob: a damaged file might
         describe a model that takes hours to build.

@@ -396,8 +396,20 @@ class Architecture(ConfigFields):
         """(B, T), (B, T) -> the summed loss of each row, (B,)."""
         return model.row_losses(input_ids, targets)
 
-    def crop_positions(self, model: Any, length: int) -> None:
-        """Leave only the first positions; rotary ones are computed."""
+    def check_positions(self, config: Any, length: int, theta: float | None) -> None:
+        """Raises ValueError if `resize_positions` cannot do that to a model of `config`."""
+        self.resized_rope(config, length, theta)
+
+    def resize_positions(self, model: Any, length: int, theta: float | None) -> None:
+        """Give a model a context of `length` tokens, and another base of its rotary wavelengths."""
+        if (rope := self.resized_rope(model.config, length, theta)) is None:
+            return
+        model.config.rope_parameters, model.config.max_position_embeddings = rope, length
+        rotary = [m for m in model.named_modules() if hasattr(m[1], "original_inv_freq")]
+        for name, module in rotary:
+            frequencies: Any = module.inv_freq
+            with frequencies.device:
+                model.set_submodule(name, type(module)(model.config))
 
     def lookup_parameters(self, config: Any) -> int:
         """Parameters that are in no matrix product: those of the embeddings, but for one that is

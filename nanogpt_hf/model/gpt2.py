@@ -1,4 +1,4 @@
-"""GPT-2 as an Architecture: configuration from a recipe, loading, saving, cropping, activations.
+"""GPT-2 as an Architecture: configuration from a recipe, loading, saving, positions, activations.
 
 The model itself is in modeling_gpt.py, configuration_gpt.py, loss_gpt.py and layout_gpt.py.
 """
@@ -71,12 +71,21 @@ class GPT2Architecture(Architecture):
     def standard_config(self, config: GPTConfig) -> GPT2Config:
         return config.to_gpt2()
 
-    def crop_positions(self, model: GPTForCausalLM, length: int) -> None:
-        """Keep only the first `length` position embeddings, as nanoGPT's `crop_block_size` does."""
-        if length < model.config.n_positions:
-            weight = model.transformer.wpe.weight[:length].detach().clone()
-            model.transformer.wpe = nn.Embedding.from_pretrained(weight, freeze=False)
-            model.config.n_positions = length
+    def check_positions(self, config: GPTConfig, length: int, theta: float | None) -> None:
+        if theta is not None:
+            raise ValueError("finetune.rope_theta: GPT-2 has no rotary positions; leave it out")
+
+    def resize_positions(self, model: GPTForCausalLM, length: int, theta: float | None) -> None:
+        """Keep only the first `length` position embeddings, as nanoGPT's `crop_block_size` does, or
+        repeat them to get more, as Longformer does (arXiv:2004.05150, section 5): the model stays
+        what it is for texts of its old length.
+        """
+        known = model.transformer.wpe.weight.detach()
+        if length == len(known):
+            return
+        weight = known.repeat(-(-length // len(known)), 1)[:length].clone()
+        model.transformer.wpe = nn.Embedding.from_pretrained(weight, freeze=False)
+        model.config.n_positions = length
 
     def lookup_parameters(self, config: GPTConfig) -> int:
         return config.n_positions * config.n_embd

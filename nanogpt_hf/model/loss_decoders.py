@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     PreTrainedConfig,
@@ -24,7 +23,14 @@ from transformers.modeling_outputs import CausalLMOutputWithPast, MoeModelOutput
 from transformers.utils.generic import can_return_tuple
 
 from nanogpt_hf.model.experts import experts_of, routing_of, use_own_products
-from nanogpt_hf.model.loss_gpt import IGNORED, Head, SummedLoss, cap_logits, shifted_labels
+from nanogpt_hf.model.loss_gpt import (
+    IGNORED,
+    Head,
+    SummedLoss,
+    cap_logits,
+    cross_entropy,
+    shifted_labels,
+)
 
 
 def standard_class(config_class: type[PreTrainedConfig]) -> type[PreTrainedModel]:
@@ -70,6 +76,13 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
         ]
         return torch.stack(losses)
 
+    def logits_of_rows(self, **inputs):
+        with _no_search_for_packing(inputs.get("position_ids")):
+            if self._is_linear:
+                return super().logits_of_rows(**inputs)
+            logits = self(**inputs, use_cache=False).logits.flatten(0, 1)
+            return lambda rows: logits[rows]
+
     @can_return_tuple
     def forward(
         self,
@@ -85,7 +98,7 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
 
         A head that computes more than capped products has transformers' own loss.
         """
-        shift_labels = shifted_labels(labels, kwargs)
+        shift_labels, row_loss = shifted_labels(labels, kwargs)
         if shift_labels is None:
             out = super().forward(
                 input_ids=input_ids, use_cache=use_cache, logits_to_keep=logits_to_keep, **kwargs
@@ -99,14 +112,14 @@ class _WithSummedLoss(SummedLoss, PreTrainedModel):
             out = compute(input_ids=input_ids, use_cache=bool(use_cache), **kwargs)
         if self._is_linear:
             result = self.with_loss(
-                out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep
+                out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
             )
             return self._with_routing(result, out, shift_labels) if routes else result
         out.logits = out.logits[..., : self.config.vocab_size]
         targets = shift_labels.reshape(-1).to(out.logits.device)
         items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-        logits = out.logits.float().flatten(0, 1)
-        out.loss = F.cross_entropy(logits, targets, reduction="sum") / items
+        loss = row_loss or cross_entropy
+        out.loss = loss(slice(None), out.logits.flatten(0, 1), targets) / items
         return self._with_routing(out, out, shift_labels) if routes else out
 
     def _with_routing(self, result, out, shift_labels):

@@ -8,6 +8,7 @@ Shapes in comments: N rows, R rows of a chunk, C n_embd, V rows of the head's ma
 included.
 """
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -21,6 +22,9 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 # Logits are computed for at most this many (row, vocabulary) pairs at once: 256 MiB in float32.
 LOGITS_PER_CHUNK = 2**26
 IGNORED = -100  # a target that is not counted
+# Another loss than the cross-entropy: (which of the N rows, their logits (R, V), targets (R,)) ->
+# the summed loss, to which rows with an IGNORED target add nothing.
+RowLoss = Callable[[slice, torch.Tensor, torch.Tensor], torch.Tensor]
 
 
 def rows_of_a_chunk(rows: int, vocab_size: int) -> int:
@@ -92,6 +96,24 @@ def chunk_loss(
     return loss, gradient.to(rows.dtype)
 
 
+def chunk_row_loss(
+    rows: torch.Tensor,
+    weight: torch.Tensor,
+    targets: torch.Tensor,
+    vocab_size: int,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    *,
+    row_loss: Any,
+):
+    """As `chunk_loss`, of another loss than the cross-entropy, whose gradient autograd computes."""
+    logits = F.linear(rows, weight, bias).requires_grad_()
+    with torch.enable_grad():
+        loss = row_loss(cap_logits(logits[:, :vocab_size], softcap), targets)
+        (gradient,) = torch.autograd.grad(loss, logits)
+    return loss.detach(), gradient
+
+
 class Head(nn.Linear):
     """The last layer: hidden (..., C) -> logits (..., V), or the summed loss if targets are given.
 
@@ -111,16 +133,18 @@ class Head(nn.Linear):
         head.weight, head.bias, head.softcap = layer.weight, layer.bias, softcap
         return head
 
-    def forward(self, hidden, targets=None, vocab_size=0):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, hidden, targets=None, vocab_size=0, row_loss=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         if targets is None:
             return super().forward(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size)
         if size < len(hidden) and torch.is_grad_enabled():
-            gradient = self.chunk_loss
+            gradient = self.chunk_loss if row_loss is None else chunk_row_loss
             if self.softcap is not None:
                 gradient = partial(gradient, softcap=self.softcap)
-            return chunked_loss(hidden, self.weight, self.bias, targets, vocab_size, size, gradient)
-        return _recomputed_loss(super().forward, hidden, targets, vocab_size, self.softcap)
+            where = self.weight, self.bias, targets, vocab_size, size
+            return chunked_loss(hidden, *where, gradient, row_loss)
+        compute = super().forward
+        return _recomputed_loss(compute, hidden, targets, vocab_size, self.softcap, row_loss)
 
 
 def compile_loss(head: nn.Module | None, **options: Any) -> None:
@@ -135,6 +159,7 @@ def head_loss(
     targets: torch.Tensor,
     vocab_size: int,
     softcap: float | None = None,
+    row_loss: RowLoss | None = None,
 ) -> torch.Tensor:
     """(N, C), (N,) -> sum of the cross-entropies in float32. Logits from number `vocab_size` on are
     padding.
@@ -143,8 +168,8 @@ def head_loss(
     for it.
     """
     if isinstance(head, Head):
-        return head(hidden, targets, vocab_size)
-    return _recomputed_loss(head, hidden, targets, vocab_size, softcap)
+        return head(hidden, targets, vocab_size, row_loss)
+    return _recomputed_loss(head, hidden, targets, vocab_size, softcap, row_loss)
 
 
 class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
@@ -155,22 +180,31 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
     config: Any
     softcap: float | None = None
 
-    def summed_loss(self, hidden, targets):
+    def summed_loss(self, hidden, targets, row_loss=None):
         """(N, C), (N,) -> sum of the cross-entropies in float32, without N × V logits in memory."""
         head: Any = self.get_output_embeddings()
-        return head_loss(head, hidden, targets, self.config.vocab_size, self.softcap)
+        return head_loss(head, hidden, targets, self.config.vocab_size, self.softcap, row_loss)
+
+    def logits_of_rows(self, **inputs):
+        """A function from some of the B · T rows to their logits (R, V), which only then exist."""
+        hidden = self.base_model(**inputs, use_cache=False).last_hidden_state.flatten(0, 1)
+        head: Any = self.get_output_embeddings()
+        size = self.config.vocab_size
+        return lambda rows: cap_logits(head(hidden[rows]), self.softcap)[:, :size]
 
     def row_losses(self, input_ids, targets):
         """(B, T), (B, T) -> the summed loss of each row, (B,)."""
         hidden = self.base_model(input_ids=input_ids, use_cache=False).last_hidden_state
         return torch.stack([self.summed_loss(*row) for row in zip(hidden, targets, strict=True)])
 
-    def with_loss(self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep):
+    def with_loss(
+        self, out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss=None
+    ):
         """The output of the base model, with the loss if there are labels, and with logits.
 
         The loss is the mean over the labels that are counted, or their sum divided by
-        `num_items_in_batch`. `skip_logits` (default: when training on labels) omits the logits to
-        save memory.
+        `num_items_in_batch`; `row_loss` replaces the cross-entropy. `skip_logits` (default: when
+        training on labels) omits the logits to save memory.
         """
         hidden, loss, logits = out.last_hidden_state, None, None
         if skip_logits is None:
@@ -178,7 +212,7 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
         if shift_labels is not None:
             targets = shift_labels.reshape(-1).to(hidden.device)
             items = (targets != IGNORED).sum() if num_items_in_batch is None else num_items_in_batch
-            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets) / items
+            loss = self.summed_loss(hidden.reshape(len(targets), -1), targets, row_loss) / items
         if not skip_logits:
             kept = (
                 slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
@@ -196,31 +230,39 @@ class SummedLoss(PreTrainedModel if TYPE_CHECKING else object):
 
 
 def shifted_labels(labels, arguments):
-    """`shift_labels`, which are removed from the `arguments`, or the `labels` shifted by one."""
-    # as an argument of forward, the Trainer would require it in every batch
-    shift_labels = arguments.pop("shift_labels", None)
+    """`shift_labels`, or the `labels` shifted by one, and `row_loss`; both are removed from the
+    `arguments`.
+    """
+    # as arguments of forward, the Trainer would require them in every batch
+    shift_labels, row_loss = (arguments.pop(name, None) for name in ("shift_labels", "row_loss"))
     if shift_labels is None and labels is not None:
-        return F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
-    return shift_labels
+        shift_labels = F.pad(labels, (0, 1), value=IGNORED)[..., 1:]
+    return shift_labels, row_loss
 
 
-def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap):
-    def loss_of(rows, row_targets):
+def cross_entropy(chunk, logits, targets):
+    """The RowLoss of a model by itself, in float32."""
+    return F.cross_entropy(logits.float(), targets, reduction="sum")
+
+
+def _recomputed_loss(logits_of, hidden, targets, vocab_size, softcap, row_loss=None):
+    def loss_of(chunk, rows, row_targets):
         logits = cap_logits(logits_of(rows)[:, :vocab_size], softcap)
-        return F.cross_entropy(logits.float(), row_targets, reduction="sum")
+        return (row_loss or cross_entropy)(chunk, logits, row_targets)
 
     size = rows_of_a_chunk(len(hidden), vocab_size)
     if size == len(hidden):
-        return loss_of(hidden, targets)
+        return loss_of(slice(None), hidden, targets)
     # Each chunk's logits are recomputed in the backward pass instead of being kept for it.
+    chunks = [slice(start, start + size) for start in range(0, len(hidden), size)]
     loss: Any = sum(
         checkpoint(loss_of, *chunk, use_reentrant=False, preserve_rng_state=False)
-        for chunk in zip(hidden.split(size), targets.split(size), strict=True)
+        for chunk in zip(chunks, hidden.split(size), targets.split(size), strict=True)
     )
     return loss
 
 
-def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient):
+def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient, row_loss=None):
     """The loss, whose gradients are computed in the forward pass; the backward pass only scales
     them.
 
@@ -234,7 +276,7 @@ def chunked_loss(hidden, weight, bias, targets, vocab_size, size, gradient):
     )
     bias_value = None if bias is None else bias.detach()
     loss, *gradients = _ChunkedLoss.apply(
-        hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, needed
+        hidden, weight.detach(), bias_value, targets, vocab_size, size, gradient, row_loss, needed
     )
     return loss + _Zero.apply(weight, bias, *gradients) if any(needed) else loss
 
@@ -245,7 +287,7 @@ class _ChunkedLoss(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient, needed):
+    def forward(ctx, hidden, weight, bias, targets, vocab_size, size, gradient, row_loss, needed):
         device = hidden.device.type
         dtype = (
             torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
@@ -263,7 +305,8 @@ class _ChunkedLoss(torch.autograd.Function):
             for start in range(0, len(hidden), size):
                 chunk = slice(start, start + size)
                 rows, counts = hidden[chunk].to(dtype), (targets[chunk] != IGNORED)[:, None]
-                loss, by_logits = gradient(rows, matrix, targets[chunk], vocab_size)
+                own = {"row_loss": partial(row_loss, chunk)} if row_loss else {}
+                loss, by_logits = gradient(rows, matrix, targets[chunk], vocab_size, **own)
                 total += loss
                 if hidden_gradient is not None:
                     hidden_gradient[chunk] = (by_logits @ matrix) * counts
@@ -287,7 +330,7 @@ class _ChunkedLoss(torch.autograd.Function):
         # in float32: a divisor rounded to bf16 would scale the gradients of all lower layers by up
         # to 0.4%
         hidden_gradient = (hidden_gradient.float() * by_total).to(hidden_gradient.dtype)
-        return hidden_gradient, *[None] * 7
+        return hidden_gradient, *[None] * 8
 
 
 class _Zero(torch.autograd.Function):

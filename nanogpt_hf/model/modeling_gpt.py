@@ -233,7 +233,7 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
         `labels` are the input ids, shifted here by one; `shift_labels` are already shifted. The
         others are those of `with_loss` (loss_gpt.py).
         """
-        shift_labels = shifted_labels(labels, kwargs)
+        shift_labels, row_loss = shifted_labels(labels, kwargs)
         if use_cache is None and shift_labels is not None:
             use_cache = False
         out = self.transformer(
@@ -245,7 +245,9 @@ class GPTForCausalLM(  # pyright: ignore[reportIncompatibleMethodOverride]
             use_cache=use_cache,
             **kwargs,
         )
-        return self.with_loss(out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep)
+        return self.with_loss(
+            out, shift_labels, num_items_in_batch, skip_logits, logits_to_keep, row_loss
+        )
 
     def resize_token_embeddings(self, *args, **kwargs):
         self.config.padded_vocab_size = None  # exactly the size that was asked for

@@ -15,7 +15,8 @@ import torch
 from accelerate import Accelerator
 from accelerate.utils import DistributedType
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
 from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import OptimSection
@@ -180,16 +181,23 @@ def build_muon(
 
 
 def _replicas(accelerator: Accelerator | None) -> DeviceMesh | None:
-    """The processes that hold equal copies of the model; None if there is one, or the model is
-    sharded.
+    """The processes that hold equal copies of the model, or of this pipeline stage; None if there
+    is one, or the model is sharded.
     """
-    if (
-        accelerator is None
-        or accelerator.num_processes == 1
-        or accelerator.distributed_type == DistributedType.FSDP
-    ):
+    if accelerator is None or accelerator.distributed_type == DistributedType.FSDP:
+        return None
+    if pipeline := getattr(accelerator, "pipeline", None):
+        return pipeline.dp_mesh
+    if accelerator.num_processes == 1:
         return None
     return init_device_mesh(accelerator.device.type, (accelerator.num_processes,))
+
+
+def _below_stack(placement: Placement) -> Placement:
+    """The placement of a stack of matrices, of which each has this one."""
+    if isinstance(placement, _StridedShard):  # FSDP2 shards what tensor parallelism has split
+        return _StridedShard(placement.dim + 1, split_factor=placement.split_factor)
+    return Shard(placement.dim + 1) if isinstance(placement, Shard) else placement
 
 
 def describe(optim: OptimSection) -> str:
@@ -206,7 +214,7 @@ def update_flops(model: PreTrainedModel) -> float:
     return sum(count * orthogonalization_flops(*shape) for shape, count in shapes)
 
 
-def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: int, processes: int) -> float:
+def update_bytes(model: PreTrainedModel, on_cpu: bool, shards: float, processes: int) -> float:
     """Bytes of the buffers of Muon's update, for the largest stack of matrices of one shape.
 
     They are the stack of gradients, and the buffers of the iteration for this process's share of
@@ -326,9 +334,7 @@ class Muon(torch.optim.Optimizer):
             return self._orthogonalize_stack(flat, one, 1).reshape(stack.shape)
         if isinstance(parameter, DTensor):
             mesh = parameter.device_mesh
-            placements = [
-                Shard(p.dim + 1) if isinstance(p, Shard) else p for p in parameter.placements
-            ]
+            placements = [*map(_below_stack, parameter.placements)]
         elif self._replicas is not None:
             mesh, placements = self._replicas, [Replicate()]
         else:

@@ -98,8 +98,6 @@ OPTIMIZERS = {
                 "ZeRO keeps the matrices in flat buffers that no process can orthogonalize",
                 FSDP2,
             ),
-            "tensor parallelism × FSDP2": ("matrices are split twice", "use one of the two"),
-            "pipeline stages": ("it is not supported there", FSDP2),
             "lora.rank": ("LoRA trains two factors of a matrix, not the matrix", "use adamw"),
         },
         reads_found_inf=True,

@@ -100,15 +100,14 @@ def _placements(config: Config, model: PreTrainedModel, cluster: Cluster) -> Ite
             sharded.add(inside)  # HSDP
         # others compile with limits
         sizes = {"tp": tp, "cp": cp, "pp": pp, "compiles": tp == cp == pp == 1}
-        if ranks == 1:
-            yield Placement(**shared, **sizes)
-        elif tp == cp == 1:
-            yield Placement(kind="DDP", **shared, **sizes)
-        for shards in sorted(sharded):
-            for checkpointing in (False, True):  # accelerate's config has it for FSDP2 only
-                yield Placement(
-                    kind="FSDP2", shards=shards, checkpointing=checkpointing, **shared, **sizes
-                )
+        for level in ("", "true"):
+            each: dict[str, Any] = shared | sizes | {"checkpointing": level}
+            if ranks == 1:
+                yield Placement(**each)
+            elif tp == cp == 1:
+                yield Placement(kind="DDP", **each)
+            for shards in sorted(sharded):
+                yield Placement(kind="FSDP2", shards=shards, **each)
 
 
 def _model_parallel_sizes(

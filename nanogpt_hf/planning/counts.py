@@ -11,11 +11,14 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.stages import head_in_blocks, split_blocks
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.experts import shapes_only
+from nanogpt_hf.model.recompute import is_kept
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.planning.placement import Placement
 
@@ -124,10 +127,11 @@ def _split_parameters(model: PreTrainedModel) -> set[int]:
 
 
 @lru_cache(maxsize=16)
-def saved_block_bytes(
+def block_bytes(
     model: PreTrainedModel, block_size: int, *, autocast: bool, half: bool, written_out: bool
-) -> float:
-    """Bytes per token that autograd saves of the top block of a model on the meta device.
+) -> tuple[float, float]:
+    """Bytes per token that autograd saves of the top block of a model on the meta device, and what
+    selective checkpointing keeps beside the block's input.
 
     `autocast`: products in bfloat16; `half`: weights in bfloat16, too; `written_out`: attention
     of model/written_out.py. As the CPU's kernels do it. The difference of two batches leaves out
@@ -145,7 +149,8 @@ def saved_block_bytes(
         model.to_empty(device="cpu")
         batches = [torch.zeros(rows, block_size, dtype=torch.long) for rows in (1, 2)]
         one, two = (_saved_bytes(model, blocks[-1], tokens, autocast) for tokens in batches)
-    return (two - one) / block_size
+    saved, kept = ((b - a) / block_size for a, b in zip(one, two, strict=True))
+    return saved, kept
 
 
 @lru_cache(maxsize=16)
@@ -169,11 +174,22 @@ def narrower(model: PreTrainedModel, tp: int) -> PreTrainedModel:
 
 def _saved_bytes(
     model: PreTrainedModel, block: nn.Module, tokens: torch.Tensor, autocast: bool
-) -> int:
-    """Bytes of the storages that autograd saves while `block` runs."""
-    # kept, so that no storage is freed and its place used again
+) -> tuple[int, int]:
+    """Bytes of the storages that autograd saves while `block` runs, and of the results that
+    selective checkpointing keeps.
+    """
+    # held, so that no storage is freed and its place used again
     saved: dict[int, torch.UntypedStorage] = {}
+    kept: dict[int, torch.UntypedStorage] = {}
     is_inside = False
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            results = func(*args, **(kwargs or {}))
+            if is_inside and is_kept(func, args):
+                tensors = [t for t in tree_leaves(results) if isinstance(t, torch.Tensor)]
+                kept.update({id(s): s for t in tensors for s in [t.untyped_storage()]})
+            return results
 
     def switch(*_: Any) -> None:
         nonlocal is_inside
@@ -187,7 +203,7 @@ def _saved_bytes(
 
     hooks = block.register_forward_pre_hook(switch), block.register_forward_hook(switch)
     noting = torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor)
-    with noting, torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+    with noting, Noting(), torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         model(
             input_ids=tokens,
             shift_labels=tokens,
@@ -197,4 +213,5 @@ def _saved_bytes(
         )
     for hook in hooks:
         hook.remove()
-    return sum(storage.nbytes() for storage in saved.values())
+    sizes = [sum(s.nbytes() for s in storages.values()) for storages in (saved, kept)]
+    return sizes[0], sizes[1]

@@ -23,8 +23,9 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.model.architecture import architecture_of, padding_rows, part_of
 from nanogpt_hf.model.build import build_config, check_balance, meta_model
+from nanogpt_hf.model.recompute import check_level
 from nanogpt_hf.optim.optimizer import check_combination, kind_of
-from nanogpt_hf.planning.footprint import Footprint, footprint
+from nanogpt_hf.planning.footprint import Footprint, footprint, useless_checkpointing
 from nanogpt_hf.planning.hardware import GPUS, USABLE_MEMORY
 from nanogpt_hf.planning.placement import Placement
 
@@ -56,6 +57,7 @@ class Estimate:
     block_size: int
     accumulation: int
     memory: Footprint
+    useless: str | None  # a line about activation checkpointing that saves nothing
     flops_per_token: float  # the model's, forward and backward
     update_flops_per_step: float  # the optimizer's, if they are not negligible
     flops: float
@@ -89,10 +91,13 @@ def estimate(
             "experts needs"
         )
     sharding = "DeepSpeed" if place.zero else place.kind
-    check_combination(recipe_settings(config) | {sharding: sharding})
+    level = f"fsdp_activation_checkpointing {place.checkpointing}"
+    machine = {name: name for name in (sharding, level, *["dynamo_backend"] * place.compiles)}
+    check_combination(recipe_settings(config) | machine)
     manifest = find_manifest(config.data)
     model, vocabulary = _meta_model(config, base, manifest)
     check_balance(config, model.config)
+    check_level(place.checkpointing, model.config.num_hidden_layers)
     if place.tp > 1:
         with torch.device("meta"):  # without adapters
             whole = architecture_of(model).model_class(model.config)
@@ -153,6 +158,14 @@ def estimate(
         block_size=block_size,
         accumulation=accumulation,
         memory=footprint_of(micro, place),
+        useless=useless_checkpointing(
+            model,
+            place,
+            micro_batch_size=micro,
+            block_size=block_size,
+            accumulates=accumulation > 1,
+            optim=config.optim,
+        ),
         flops_per_token=flops_per_token,
         update_flops_per_step=update_flops,
         flops=flops_per_token * tokens + update_flops * config.train.max_steps,

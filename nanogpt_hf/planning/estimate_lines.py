@@ -35,7 +35,7 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
         sent = (format_bytes(other.bytes_sent(between)) for between in (False, True))
         rows.append(
             [
-                f"{mark} {other.place.name}{', checkpointing' * other.place.checkpointing}",
+                f"{mark} {other.place.name}{', checkpointing' * bool(other.place.checkpointing)}",
                 str(other.micro_batch_size),
                 format_bytes(other.memory.peak),
                 *sent,
@@ -46,7 +46,7 @@ def layout_lines(proposal: Proposal, config: Config) -> list[str]:
     return [
         f"layout over {cluster.gpus} × {cluster.name}{machines}: "
         f"{format_bytes(cluster.gpu.memory)}, {rates}",
-        f"  {layout.place.name}{', activation checkpointing' * layout.place.checkpointing}; "
+        f"  {layout.place.name}{', activation checkpointing' * bool(layout.place.checkpointing)}; "
         f"micro-batches of {layout.micro_batch_size} × {config.data.block_size:,} tokens, {step}",
         *(f"  - {reason}" for reason in proposal.reasons),
         "per GPU and step, the best of each kind:",

@@ -6,7 +6,7 @@ of the loss, and when gradients are allocated and freed. tests/planning/test_foo
 compares them with torch's allocator.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
@@ -16,9 +16,10 @@ from transformers import PreTrainedModel
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.model.architecture import Architecture, architecture_of
 from nanogpt_hf.model.loss_gpt import rows_of_a_chunk
+from nanogpt_hf.model.recompute import SELECTIVE, interval
 from nanogpt_hf.model.written_out import MAX_POSITIONS
 from nanogpt_hf.optim.optimizer import kind_of
-from nanogpt_hf.planning.counts import Counts, StageShare, narrower, saved_block_bytes, stages_of
+from nanogpt_hf.planning.counts import Counts, StageShare, block_bytes, narrower, stages_of
 from nanogpt_hf.planning.placement import Placement
 
 CHECKPOINT = "checkpoint"  # the copy that is written in the background, kept from one to the next
@@ -74,6 +75,21 @@ def footprint(
     return max(footprints, key=lambda estimated: estimated.peak)
 
 
+def useless_checkpointing(model: PreTrainedModel, place: Placement, **step: Any) -> str | None:
+    """A line if activation checkpointing does not lower the peak of a step, else nothing."""
+    if not place.checkpointing:
+        return None
+    ours, plain = (
+        footprint(model, each, **step) for each in (place, replace(place, checkpointing=""))
+    )
+    if ours.peak < plain.peak:
+        return None
+    return (
+        f"fsdp_activation_checkpointing {place.checkpointing} saves no memory here: "
+        f"{ours.peak_phase} needs the most, and no less with it"
+    )
+
+
 def _footprint(
     model: PreTrainedModel,
     place: Placement,
@@ -88,7 +104,18 @@ def _footprint(
     rows = micro_batch_size * block_size // place.cp
     residual = 4 * rows * config.hidden_size  # float32
     full_block = rows * _block_activation_bytes(model, block_size, place)
-    saved_block = rows * saved_bytes_per_token(model, block_size, place)
+    kept_block = rows * _kept_bytes(model, block_size, place)  # of a block computed again
+    frozen = config.num_hidden_layers - counts.backward_blocks if place.pp == 1 else 0
+
+    def again(blocks: int) -> int:
+        """How many of the lowest blocks that have a backward pass are computed again."""
+        every = interval(place.checkpointing)
+        return -((-frozen - blocks) // every) + -frozen // every if place.checkpointing else 0
+
+    def saved(blocks: int) -> float:
+        """Bytes of activations held of them."""
+        return again(blocks) * kept_block + (blocks - again(blocks)) * full_block
+
     # in a backward pass: the gradients of the residual stream and of the MLP's last layer
     architecture = architecture_of(model)
     block = architecture.blocks(model)[-1]
@@ -97,7 +124,6 @@ def _footprint(
     copies_of_input = 1 + any(hasattr(layer, "lora_A") for layer in last)
     inner = architecture.inner_width(block, config)
     passing = residual + value * rows * (inner // place.tp * copies_of_input)
-    recomputed = full_block if place.checkpointing else 0
     share = counts.trainable / Counts.of(model).trainable
     optimizer, checkpoint = (
         share * _optimizer_bytes(model, place.shards, optim.name, state)
@@ -119,33 +145,31 @@ def _footprint(
         _loss(model, counts, place, rows) if stage.has_head else (0.0, 0.0, 0.0)
     )
     # activations of other micro-batches
-    waiting = (stage.in_flight - 1) * counts.backward_blocks * saved_block
+    waiting = (stage.in_flight - 1) * saved(counts.backward_blocks)
 
     def in_block(done: int) -> dict[str, float]:
         """The backward pass of a block, after `done` blocks above it."""
-        held_blocks = 1 if place.checkpointing else counts.backward_blocks - done
+        left = counts.backward_blocks - done
+        is_again = again(left) - again(left - 1)  # whether this block is
         return {
             "gradients": (accumulated or gradients * done * counts.block / counts.total) + head,
             "activations": waiting
-            + (counts.backward_blocks - done) * saved_block
-            + recomputed
+            + saved(left)
+            + is_again * (residual + full_block - kept_block)
             + passing,
-            "copies": _copies(counts, place, blocks=held_blocks, backward=True),
+            "copies": _copies(counts, place, blocks=left - again(left) + is_again, backward=True),
         }
 
     phases = {
         LOSS: {
             "gradients": accumulated + head_gradient,
             # with input and output of the last LayerNorm
-            "activations": waiting
-            + counts.backward_blocks * saved_block
-            + 2 * residual
-            + row_gradients,
+            "activations": waiting + saved(counts.backward_blocks) + 2 * residual + row_gradients,
             "logits": logits,
             "copies": _copies(
                 counts,
                 place,
-                blocks=0 if place.checkpointing else counts.backward_blocks,
+                blocks=counts.backward_blocks - again(counts.backward_blocks),
                 backward=False,
             ),
         },
@@ -160,7 +184,7 @@ def _footprint(
         },
     }
     if update_bytes := kind_of(optim).update_bytes:
-        copies = update_bytes(model, place.on_cpu, place.shards, place.processes)
+        copies = update_bytes(model, place.on_cpu, place.shards / share, place.processes)
         phases[UPDATE] = {"gradients": gradients, "copies": copies}
     phases = {name: dict.fromkeys(PARTS, 0.0) | state | parts for name, parts in phases.items()}
     return Footprint(phases, offloaded, host_copy)
@@ -196,12 +220,33 @@ def saved_bytes_per_token(model: PreTrainedModel, block_size: int, place: Placem
     """Bytes that autograd saves of the top block for its backward pass, per token of a micro-batch.
 
     Without dropout and adapters 64 per value of the residual stream in float32, 40 under
-    autocast, and 4, the block's input, with checkpointed activations.
+    autocast, and 4, the block's input, with checkpointed activations; if only some blocks are
+    computed again, their mean.
     """
-    return (
-        4 * model.config.hidden_size
-        if place.checkpointing
-        else _block_activation_bytes(model, block_size, place)
+    full = _block_activation_bytes(model, block_size, place)
+    share = 1 / interval(place.checkpointing) if place.checkpointing else 0
+    return share * _kept_bytes(model, block_size, place) + (1 - share) * full
+
+
+def _kept_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> float:
+    """Bytes per token that are held of a block whose activations are computed again: its input, and
+    selected results.
+    """
+    width = model.config.hidden_size
+    if place.checkpointing != SELECTIVE:
+        return 4 * width
+    kept = _block_bytes(model, block_size, place)[1]
+    whole = 2 * place.compute_bytes * width  # of attention and MLP, which tensor parallelism sums
+    return 4 * width + whole + (kept - whole) / place.tp
+
+
+def _block_bytes(model: PreTrainedModel, block_size: int, place: Placement) -> tuple[float, float]:
+    return block_bytes(
+        model,
+        block_size,
+        autocast=place.autocast,
+        half=place.zero and place.compute_bytes == 2,
+        written_out=place.writes_out_attention,
     )
 
 
@@ -209,14 +254,7 @@ def _block_activation_bytes(model: PreTrainedModel, block_size: int, place: Plac
     """Bytes of the top block's activations per token, without checkpointing."""
     config, architecture, value = model.config, architecture_of(model), place.compute_bytes
     if architecture.block_activations is None:
-        half = place.zero and value == 2
-        return saved_block_bytes(
-            narrower(model, place.tp),
-            block_size,
-            autocast=place.autocast,
-            half=half,
-            written_out=place.writes_out_attention,
-        )
+        return _block_bytes(narrower(model, place.tp), block_size, place)[0]
     block = architecture.blocks(model)[-1]
     written_out = place.writes_out_attention and block_size <= MAX_POSITIONS
     # the CPU's fused kernels have no dropout

@@ -5,9 +5,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.distributed.environment import SCHEDULES
+from nanogpt_hf.distributed.environment import SCHEDULES, check_accelerate_config
 from nanogpt_hf.errors import UserError, one_line
 from nanogpt_hf.formatting import plural
+from nanogpt_hf.model.recompute import level_of
 
 _EXAMPLE = "such as accelerate_configs/ddp.yaml"
 WRITTEN = "written by `estimate`"  # in the first line, so that no other file is replaced
@@ -42,7 +43,7 @@ class Placement:
     ep: int = 1  # data-parallel processes that share one copy of the experts
     per_machine: int = 8  # processes on one machine
     precision: str = "no"  # or bf16, fp16
-    checkpointing: bool = False  # recompute activations, per block
+    checkpointing: str = ""  # a level of model/recompute.py
     reshard: bool = True  # FSDP2: gathered weights are freed after the forward pass
     on_cpu: bool = False
     offloads_weights: bool = False  # to host memory, with gradients and optimizer state
@@ -110,7 +111,7 @@ class Placement:
         return " × ".join(f"{name} {size}" for name, size in self._sizes.items())
 
     @property
-    def complexity(self) -> tuple[int, bool]:
+    def complexity(self) -> tuple[int, str]:
         """A key that sorts the simplest placement first."""
         kinds = ["one process", "DDP", "FSDP2"].index(self.kind) + ("HSDP" in self._sizes)
         return 10 * len(self._sizes.keys() & {"PP", "CP", "TP"}) + kinds, self.checkpointing
@@ -126,7 +127,7 @@ class Placement:
         precision = f"{self.precision} with float32 weights"
         parts.append("float32" if self.precision == "no" else precision)
         if self.checkpointing:
-            parts.append("activation checkpointing")
+            parts.append(f"activation checkpointing {self.checkpointing}".removesuffix(" true"))
         if self.offloads_weights or self.offloads_optimizer:
             parts.append("offload to host memory")
         parts.append("on the CPU" if self.on_cpu else "on GPUs")
@@ -165,6 +166,8 @@ def _placement(path: str, config: Any) -> Placement:
     sizes: dict[str, Any] = {name: int(mesh.get(f"{name}_size") or 1) for name in names}
     shown = ", ".join(f"{name}_size {size}" for name, size in sizes.items() if size != 1)
     is_fsdp, stage = "FSDP" in kind, int(deepspeed.get("zero_stage", 2))
+    level = {key: fsdp[key] for key in fsdp if key == "fsdp_activation_checkpointing"}
+    check_accelerate_config(path, {"fsdp_config": level})
     for is_wrong, problem in (
         (
             processes < 1 or min(sizes.values()) < 1,
@@ -207,13 +210,13 @@ def _placement(path: str, config: Any) -> Placement:
         precision=precision,
         on_cpu=bool(config.use_cpu),
         compiles=str((config.dynamo_config or {}).get("dynamo_backend", "NO")).upper() != "NO",
+        checkpointing=level_of(fsdp.get("fsdp_activation_checkpointing")),
     )
     if is_fsdp:
         return replace(
             place,
             kind="FSDP2",
             shards=place.dp * place.cp // copies,
-            checkpointing=_true(fsdp.get("fsdp_activation_checkpointing")),
             reshard=_true(fsdp.get("fsdp_reshard_after_forward", True)),
             offloads_weights=_true(fsdp.get("fsdp_offload_params")),
         )
@@ -262,13 +265,15 @@ _ADDRESS = """  # 1, 2, ... on the other machines
 main_process_ip: 10.0.0.1  # edit: the address of the first machine
 main_process_port: 29500"""
 _FSDP = """\
-fsdp_config:
   fsdp_version: 2
   fsdp_auto_wrap_policy: TRANSFORMER_BASED_WRAP
   fsdp_reshard_after_forward: true
   fsdp_cpu_ram_efficient_loading: false
-  fsdp_activation_checkpointing: {checkpointing}
   fsdp_offload_params: false
+"""
+_RECOMPUTE = """\
+fsdp_config:
+  fsdp_activation_checkpointing: {checkpointing}
 """
 _SIZES = """\
 parallelism_config:
@@ -284,7 +289,7 @@ def config_text(place: Placement) -> str:
     machines, is_fsdp = max(1, place.processes // place.per_machine), place.kind == "FSDP2"
     kind = "FSDP" if is_fsdp else "MULTI_GPU" if place.processes > 1 else "'NO'"
     copies = place.copies if is_fsdp else place.dp
-    text = _CONFIG + _FSDP * is_fsdp
+    text = _CONFIG + _RECOMPUTE * (is_fsdp or bool(place.checkpointing)) + _FSDP * is_fsdp
     if place.compiles:
         text += "dynamo_config:\n  dynamo_backend: INDUCTOR\n"
     if place.tp * place.cp * place.pp > 1 or (is_fsdp and copies > 1):
@@ -298,7 +303,7 @@ def config_text(place: Placement) -> str:
         kind=kind,
         precision="'no'" if place.precision == "no" else place.precision,
         on_cpu=str(place.on_cpu).lower(),
-        checkpointing=str(place.checkpointing).lower(),
+        checkpointing=place.checkpointing or "false",
         machines=machines,
         address=_ADDRESS * (machines > 1),
         copies=copies,

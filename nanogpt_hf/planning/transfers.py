@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from nanogpt_hf.distributed.context_parallel import heads_of, needs_ring
+from nanogpt_hf.model.recompute import interval
 from nanogpt_hf.planning.counts import Counts, stages_of
 from nanogpt_hf.planning.placement import Placement
 
@@ -68,7 +69,8 @@ def transfers(
     blocks = max(stage.blocks for stage in stages)
     # for a layer, per step
     values = micro_batch_size * block_size // place.cp * config.hidden_size * accumulation
-    again = 1 if place.checkpointing else 0  # a second forward pass of the blocks
+    # a second forward pass of the blocks
+    again = 1 / interval(place.checkpointing) if place.checkpointing else 0
     stages_apart = place.processes // place.pp
     found = []
 

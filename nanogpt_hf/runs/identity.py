@@ -24,6 +24,7 @@ _FIXED = (
     "lora.",
     "rl.",
     "align.",
+    "distill.",
 )
 _FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "lora.merge")
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
@@ -69,6 +70,9 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         changed &= {"revision"}  # another tokenizer alone changes the ids
     elif new.get("train sha256"):  # the same tokens, from files that are split or stored otherwise
         changed.discard("revision")
+    if "teacher" in changed:
+        lines.append(f"distill.teacher: weights of {old.get('teacher')} -> {new['teacher']}")
+        changed.remove("teacher")
     if changed:
         lines.append(f"text: {_text(old)} -> {_text(new)}")
     return lines

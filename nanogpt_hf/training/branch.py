@@ -15,7 +15,7 @@ from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, read_starts
 from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_checkpoint
-from nanogpt_hf.training.methods import TEXT, method_of
+from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.start import check_folders
 
 
@@ -24,7 +24,7 @@ def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> No
 
     Prepares the data. Raises UserError, and leaves nothing, if they do not fit together.
     """
-    if method_of(config) is not TEXT:
+    if method_of(config) not in ON_TEXT:
         raise UserError(f"{old.path}: trained by {method_of(config).name}; only text is branched")
     check_folders(config, new)
     checkpoint = read_checkpoint(old.checkpoint(step))
@@ -32,7 +32,7 @@ def make_branch(old: RunFolder, step: int, new: RunFolder, config: Config) -> No
     new.lock()
     try:
         new.check(resume=False, overwrite=False)
-        identity = run_identity(config, TEXT.load(config).manifest)
+        identity = run_identity(config, method_of(config).load(config).manifest)
         if identity["data"]["tokenizer_hash"] != known:
             raise UserError(f"{config.data.dir}: has another tokenizer than {old.path}")
         new.start(config_to_yaml(config))

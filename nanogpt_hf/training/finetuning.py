@@ -44,11 +44,13 @@ def finetune_config(
     base, commit = load_base_config(start, revision)
     architecture = architecture_of(base)
     knobs, positions = architecture.recipe_knobs(base), base.max_position_embeddings
+    longest = _stated_value(stated, "model.n_positions") or positions
     learned_positions = knobs.get("model.architecture", "gpt2") == "gpt2"
     tokenizer = "gpt2" if start in GPT2_NAMES else start
     defaults = finetune_defaults(
         knobs,
-        block_size=_stated_value(stated, "data.block_size") or min(positions, _LONGEST_DEFAULT),
+        block_size=_stated_value(stated, "data.block_size")
+        or (longest if longest > positions else min(positions, _LONGEST_DEFAULT)),
         max_steps=_stated_value(stated, "train.max_steps"),
         lora=_stated_value(stated, "lora.rank") is not None,
         method=method,
@@ -66,18 +68,20 @@ def finetune_config(
     wrong = [
         f"{key}: {start} has {value}; leave it out, fine-tuning changes no sizes"
         for key, value in knobs.items()
-        if (key != "model.n_positions" or not learned_positions) and get_value(config, key) != value
+        if key != "model.n_positions" and get_value(config, key) != value
     ]
     if not set(config.lora.targets) <= set(targets):
         wrong.append(f"lora.targets: expected some of {', '.join(targets)}")
-    if config.model.n_positions > positions and learned_positions:
-        wrong.append(
-            f"model.n_positions: {start} has learned only {positions} positions; leave it out"
-        )
+    try:
+        architecture.check_positions(base, config.model.n_positions, config.finetune.rope_theta)
+    except ValueError as error:
+        wrong.append(f"model.n_positions: {error}")
     if config.model.pad_vocab_to_multiple_of != 1:
         wrong.append("model.pad_vocab_to_multiple_of: fine-tuning changes no sizes; leave it out")
     if wrong:
         raise ConfigError(wrong)
+    if config.model.n_positions > positions or config.finetune.rope_theta is not None:
+        check_settings(recipe_settings(config) | {"other positions": "other positions"})
     check_balance(config, base)
     resolved = {"finetune.model": start, "finetune.revision": revision or commit}
     if generated:

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -22,6 +22,7 @@ from nanogpt_hf.model.objective import Objective, next_token_loss
 from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
+from nanogpt_hf.training.distillation import distillation_objective, load_with_teacher
 from nanogpt_hf.training.preferences import (
     evaluate_pairs,
     load_pairs,
@@ -48,7 +49,7 @@ class Method:
     is_chosen: Callable[[Config], bool]  # by the recipe
     # What it trains and evaluates on; every process calls it. Raises UserError.
     load: Callable[[Config], PreparedData]
-    objective: Callable[[Config], Objective]
+    objective: Callable[[Config, PreparedData], Objective]
     # The evaluation of a step, the same on all processes; None if `stopping()` has ended it.
     evaluate: Callable[[Run, Callable[[], bool]], Evaluated | None]
     describe_best: Callable[[float], str]  # the score of the best model in words
@@ -199,7 +200,7 @@ TEXT = Method(
     "the next token",  # pretraining and fine-tuning, of text and conversations
     is_chosen=lambda config: True,  # if no other is
     load=load_text,
-    objective=lambda config: partial(next_token_loss, balance=config.optim.balance_loss),
+    objective=lambda config, _: partial(next_token_loss, balance=config.optim.balance_loss),
     evaluate=evaluate_validation,
     describe_best=lambda score: f"best validation loss {format_number(score, 4)}",
     refuses={},
@@ -208,7 +209,7 @@ POLICY = Method(
     "reinforcement learning",
     is_chosen=lambda config: bool(get_value(config, finetune.POLICY.knob)),
     load=load_questions,
-    objective=lambda config: policy_objective(config.rl),
+    objective=lambda config, _: policy_objective(config.rl),
     evaluate=evaluate_policy,
     describe_best=lambda score: f"best mean reward {-score:.4f}",
     step=policy_step,
@@ -217,12 +218,20 @@ PREFERENCES = Method(
     "preference training",
     is_chosen=lambda config: bool(get_value(config, finetune.PREFERENCES.knob)),
     load=load_pairs,
-    objective=lambda config: preference_objective(config.align),
+    objective=lambda config, _: preference_objective(config.align),
     evaluate=evaluate_pairs,
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
     step=preference_step,
 )
-METHODS = [POLICY, PREFERENCES, TEXT]  # the first that a recipe chooses is its method
+DISTILLATION = replace(
+    TEXT,
+    name="distillation",
+    is_chosen=lambda config: config.distill.teacher is not None,
+    load=lambda config: load_with_teacher(config, load_text),
+    objective=distillation_objective,
+)
+ON_TEXT = (TEXT, DISTILLATION)
+METHODS = [POLICY, PREFERENCES, DISTILLATION, TEXT]  # the first that a recipe chooses is its method
 
 
 def method_of(config: Config) -> Method:

@@ -5,6 +5,7 @@ advice.
 import contextlib
 import dataclasses
 import gc
+import logging
 import resource
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -20,7 +21,11 @@ from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import Blocks
-from nanogpt_hf.distributed.accelerate_config import requested_precision
+from nanogpt_hf.distributed.accelerate_config import (
+    requested_checkpointing,
+    requested_machine,
+    requested_precision,
+)
 from nanogpt_hf.distributed.accelerator import is_sharded, mesh_of, micro_batches_not_counted
 from nanogpt_hf.distributed.deepspeed import is_zero, set_batch_sizes
 from nanogpt_hf.distributed.full_state import (
@@ -33,13 +38,20 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import NotEnoughMemoryError, UserError, is_out_of_memory
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.model.build import build_config, meta_model
+from nanogpt_hf.model.recompute import SELECTIVE
 from nanogpt_hf.optim.optimizer import OPTIMIZERS, kind_of
 from nanogpt_hf.planning.counts import Counts
-from nanogpt_hf.planning.footprint import footprint, saved_bytes_per_token
+from nanogpt_hf.planning.footprint import (
+    footprint,
+    saved_bytes_per_token,
+    useless_checkpointing,
+)
 from nanogpt_hf.planning.hardware import USABLE_MEMORY, free_memory
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
+
+logger = logging.getLogger(__name__)
 
 
 def build_batches(
@@ -116,26 +128,32 @@ def choose_micro_batch(run: Run, *, resume: bool = False) -> None:
 
 def check_memory(config: Config, accelerator: Accelerator, mesh: Mesh, vocab_size: int) -> None:
     """Raises UserError if a step needs more memory than this machine has free; a collective before
-    a model is built.
+    a model is built. Logs a warning if activation checkpointing saves none.
 
-    Only with the model on CPUs: a process that takes more than there is would be killed without
-    a line.
+    It raises only with the model on CPUs: a process that takes more than there is would be killed
+    without a line.
     """
-    # whose frozen weights are not counted in 8 bits
-    if accelerator.device.type != "cpu" or config.lora.quantize:
-        return
     model = meta_model(config, build_config(config.model, vocab_size))
-    place = Placement(precision=str(accelerator.mixed_precision), on_cpu=True)
+    on_cpu = accelerator.device.type == "cpu"
+    place = Placement(
+        precision=str(accelerator.mixed_precision),
+        on_cpu=on_cpu,
+        checkpointing=requested_checkpointing(),
+    )
+    step: dict[str, Any] = {
+        "micro_batch_size": config.train.min_micro_batch_size,
+        "block_size": config.data.block_size,
+        "accumulates": False,
+        "optim": config.optim,
+    }
+    if mesh.is_main and (line := useless_checkpointing(model, place, **step)):
+        logger.warning(line)
+    # whose frozen weights are not counted in 8 bits
+    if not on_cpu or config.lora.quantize:
+        return
     needed = 4.0 * model.num_parameters()  # a sharded model, too, is built whole in each process
     if not is_sharded(accelerator):
-        needed = footprint(
-            model,
-            place,
-            micro_batch_size=config.train.min_micro_batch_size,
-            block_size=config.data.block_size,
-            accumulates=False,
-            optim=config.optim,
-        ).peak
+        needed = footprint(model, place, **step).peak
     processes = mesh.local_world_size
     free = min(_gather(accelerator, (free_memory() + psutil.swap_memory().free) // processes))
     if needed > free:
@@ -254,13 +272,14 @@ def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
     counts, optimizer = Counts.of(model), kind_of(config.optim)
     state = (4 * counts.total + 4 * counts.trainable + optimizer.state_bytes(model, 1)) / 1e9
     tokens = block_size * counts.backward_blocks
-    whole, recomputed = (  # GB of a sequence's activations
-        tokens * saved_bytes_per_token(model, block_size, place) / 1e9
-        for place in (
-            Placement(precision=precision),
-            Placement(precision=precision, checkpointing=True),
-        )
-    )
+    machine = requested_machine()
+    # GB of a sequence's activations with each level of checkpointing
+    activations = {
+        level: tokens * saved_bytes_per_token(model, block_size, place) / 1e9
+        for level in (machine.checkpoints, *[SELECTIVE] * (not machine.compiles), "true")
+        for place in [Placement(precision=precision, checkpointing=level)]
+    }
+    whole = activations[machine.checkpoints]
     remedies = []
     if micro > 1:
         saved = whole * (micro - micro // 2)
@@ -273,10 +292,16 @@ def memory_advice(config: Config, vocab_size: int, precision: str) -> str:
         remedies.append(
             f"optim.state 8bit saves {saved / 1e9:.1f} GB (needs torchao; not under DeepSpeed)"
         )
+    levels = [
+        f"{level} saves about {micro * (whole - left):.1f} GB"
+        for level, left in activations.items()
+        if left < whole
+    ]
+    if levels:
+        name = "fsdp_activation_checkpointing in the accelerate config"
+        remedies.append(f"{name}: {', '.join(levels)}")
     remedies.append(
-        "an accelerate config that checkpoints activations saves about "
-        f"{micro * (whole - recomputed):.1f} GB, one that shards over N devices {state:.1f} × "
-        "(1 - 1/N) GB"
+        f"an accelerate config that shards over N devices saves {state:.1f} × (1 - 1/N) GB"
     )
     return (
         f"weights, gradients and optimizer state take {state:.1f} GB, activations of {micro} "

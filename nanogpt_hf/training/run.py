@@ -77,7 +77,8 @@ def start_model_of(run: Run) -> PreTrainedModel:
         finetune = run.config.finetune
         assert finetune.model is not None  # the methods that call it require one
         model = load_model(finetune.model, finetune.revision)
-        architecture_of(model).crop_positions(model, run.config.model.n_positions)
+        positions = run.config.model.n_positions
+        architecture_of(model).resize_positions(model, positions, finetune.rope_theta)
         if run.data.vocab_size > model.config.vocab_size:
             extend_vocabulary(model, run.data.vocab_size)
         run.start_model = model.to(run.accelerator.device).requires_grad_(False)

@@ -9,7 +9,8 @@ import torch
 from tqdm import tqdm
 
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.data.blocks import TokenBlocks, read_column
+from nanogpt_hf.data.blocks import TokenBlocks
+from nanogpt_hf.data.documents import document_lengths
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.training.run import Run
@@ -56,8 +57,8 @@ def _place_of(run: Run, index: int) -> dict[str, Any]:
     source, part = sources_of(run.config.data)[number], cast(Any, blocks.parts[number])
     place: dict[str, Any] = {"source": source.name}
     own = index - sum(blocks.lengths[:number])
-    if not isinstance(part, TokenBlocks):  # conversations
-        return place | {"documents": part.blocks[own]}
+    if not isinstance(part, TokenBlocks):  # conversations, or rows of documents
+        return place | {"documents": part.documents_of(own)}
     tokens = own * part.stride + np.array([0, part.block_size])
     if source.data.format == "text":
         ends = _document_ends(source.data.dir)
@@ -68,5 +69,4 @@ def _place_of(run: Run, index: int) -> dict[str, Any]:
 
 @cache
 def _document_ends(folder: str) -> np.ndarray:
-    chunks = read_column(Path(folder) / "train", "input_ids")
-    return np.cumsum(np.concatenate([np.diff(chunk.offsets.to_numpy()) for chunk in chunks]))
+    return np.cumsum(document_lengths(Path(folder) / "train"))

@@ -22,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.sources import packs, sources_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import Manifest, identity
 from nanogpt_hf.data.prepared import PreparedData
@@ -54,7 +54,7 @@ from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
-from nanogpt_hf.training.methods import TEXT, method_of
+from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,
     check_memory,
@@ -117,7 +117,15 @@ def prepare_run(
 
 
 def check_folders(config: Config, folder: RunFolder) -> None:
-    """Raises UserError if run folder and prepared data are inside each other."""
+    """Raises UserError if run folder and prepared data are inside each other, or the teacher in
+    the run folder.
+    """
+    teacher = config.distill.teacher
+    if teacher and Path(teacher).expanduser().resolve().is_relative_to(folder.path.resolve()):
+        raise UserError(
+            f"distill.teacher: {teacher} is in --run-dir {folder.path}, which the run writes; "
+            "choose another folder for the run"
+        )
     for data in (config.data.dir, *(source.data.dir for source in sources_of(config.data))):
         paths = folder.path.resolve(), Path(data).resolve()
         if paths[0].is_relative_to(paths[1]) or paths[1].is_relative_to(paths[0]):
@@ -248,7 +256,7 @@ def _build(
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
     if model.device.type != "meta" and not config.lora.quantize:
-        check_causal(model, packs=_packs(config))
+        check_causal(model, packs=packs(config))
     if accelerator.device.type == "cpu" and accelerator.mixed_precision == "bf16":
         write_out_attention(model)
     _record_end_ids(model, data.end_of_turn_id)
@@ -278,7 +286,7 @@ def _build(
         batches=build_batches(
             config, accelerator, mesh, data.train, config.train.min_micro_batch_size
         ),
-        objective=method_of(config).objective(config),
+        objective=method_of(config).objective(config, data),
         state=TrainState(),
         run_folder=folder,
     )
@@ -287,14 +295,6 @@ def _build(
         run.state = load_checkpoint(accelerator, prepared, optimizer, checkpoint)
         run.saved = dataclasses.replace(run.state)
     return run
-
-
-def _packs(config: Config) -> bool:
-    """Whether blocks hold several conversations, which must not attend to each other."""
-    return method_of(config) is TEXT and any(
-        (source.data.format, source.data.packing) == ("chat", "packed")
-        for source in sources_of(config.data)
-    )
 
 
 def _record_end_ids(model: PreTrainedModel, end_of_turn_id: int | None) -> None:

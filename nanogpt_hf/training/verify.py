@@ -27,7 +27,7 @@ from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
 from nanogpt_hf.training.checkpoint import read_checkpoint
-from nanogpt_hf.training.methods import TEXT, method_of
+from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.start import prepare_run
 
@@ -35,7 +35,7 @@ from nanogpt_hf.training.start import prepare_run
 def recipe_of(folder: RunFolder) -> Config:
     """The recipe of a run on text, without what leaves its folder. Raises UserError for others."""
     config = load_config(folder.recipe)
-    if method_of(config) is not TEXT:
+    if method_of(config) not in ON_TEXT:
         raise UserError(
             f"{folder.path}: trained by {method_of(config).name}; only steps on text or "
             "conversations can be repeated"

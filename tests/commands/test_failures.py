@@ -91,7 +91,7 @@ def test_next_command_is_quoted_and_files_exist(capsys, tmp_path, monkeypatch, w
 
 def test_only_models_that_exist_are_named(capsys, tmp_path, monkeypatch, write_recipe):
     monkeypatch.setattr(
-        GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan
+        GPTForCausalLM, "summed_loss", lambda self, hidden, *_: hidden.sum() * math.nan
     )
     assert (
         main(argv("pretrain {} --run-dir {}", write_recipe(train__max_steps=2), tmp_path / "run"))

@@ -231,7 +231,9 @@ CHATML = (
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("full", [False, True], ids=["lora", "full"])
+@pytest.mark.parametrize(
+    "full", [pytest.param(False, marks=pytest.mark.slow), True], ids=["lora", "full"]
+)
 def test_finetune_smollm2_trains_a_llama_with_its_own_chat_template(full, tmp_path, chat_file):
     tokenizer = train_bpe_tokenizer(["red green blue"], 258).hf
     tokenizer.add_special_tokens(

@@ -46,6 +46,22 @@ def test_share_of_experts_is_passed_on(passed_on, monkeypatch):
         assert os.environ["PARALLELISM_CONFIG_EP_SIZE"] == size
 
 
+@pytest.mark.parametrize(
+    ("stated", "options", "expected"),
+    [
+        ("fsdp_activation_checkpointing: true", [], "True"),
+        ("activation_checkpointing: selective", [], "selective"),
+        ("fsdp_activation_checkpointing: 2", ["--fsdp_activation_checkpointing=true"], "true"),
+        ("fsdp_offload_params: false", [], None),
+    ],
+)
+def test_checkpointing_without_fsdp_is_passed_on(stated, options, expected, passed_on, monkeypatch):
+    name = "FSDP_ACTIVATION_CHECKPOINTING"
+    monkeypatch.delenv(name, raising=False)
+    passed_on(*options, layout=f"fsdp_config:\n  {stated}\n")
+    assert os.environ.get(name) == expected
+
+
 def test_pipeline_of_the_config_and_of_options_is_passed_on(passed_on):
     layout = (
         "parallelism_config:\n  parallelism_config_pp_size: 2\n  "

@@ -84,7 +84,7 @@ print("heavy:", heavy & sys.modules.keys())
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_run_on_prepared_data_imports_and_draws_no_more_than_it_needs(root, write_recipe, tmp_path):
     recipe = str(write_recipe(train__max_steps=2, eval__every=1))
     assert main(["prepare", recipe]) == 0

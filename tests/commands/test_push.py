@@ -101,7 +101,7 @@ sys.exit(main([*tune, *short]))
 """
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_pushed_model_loads_by_its_repo_id(capsys, hub, trained, text_file, tmp_path):
     hub.lfs = True
     push(capsys, trained, "tester/tiny", "--private")

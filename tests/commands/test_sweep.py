@@ -285,7 +285,14 @@ def start(arguments, **options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "launcher", [[], ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")]]
+    "launcher",
+    [
+        [],
+        pytest.param(
+            ["--config_file", str(ROOT / "accelerate_configs" / "cpu_ddp.yaml")],
+            marks=pytest.mark.exhaustive,
+        ),
+    ],
 )
 def test_interrupted_sweep_saves_and_continues(write_recipe, tmp_path, launcher):
     recipe, folder = (

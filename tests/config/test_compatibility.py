@@ -16,12 +16,12 @@ RL = TUNED | {"rl.task": "arithmetic"}
 DERIVED = {"several sources", "a slice of a split", "frozen embeddings", "new tokens"}
 DERIVED |= {"blocks without a plan", "split norms of heads", "attention of another kind"}
 DERIVED |= {"a window of attention", "dropout", "ring attention", "blocks that are no stages"}
-DERIVED |= {"no experts", "--auto-resume", "--resume", "--overwrite"}
+DERIVED |= {"no experts", "other positions", "--auto-resume", "--resume", "--overwrite"}
 
 
 def test_every_name_in_the_table_is_one_that_a_run_can_have():
     whole = {"pp_size": 2, "pp_schedule": "zero_bubble", "stated_sizes": {"dp_replicate_size": 2}}
-    copied = Machine("none", "fp16", compiles=True, checkpoints=True, reshards=True)
+    copied = Machine("none", "fp16", compiles=True, checkpoints="selective", reshards=True)
     of_machine = machine_settings(Mesh(0, 8, **whole), Machine("fsdp")).keys()
     of_machine |= machine_settings(Mesh(0, 2), Machine("zero")).keys()
     of_machine |= machine_settings(Mesh(0, 2), copied).keys()
@@ -49,6 +49,7 @@ def test_every_name_in_the_table_is_one_that_a_run_can_have():
         (TUNED | {"lora.rank": 4, "lora.quantize": "4bit"}, "none", ("lora.quantize", "a CPU")),
         (TUNED | {"lora.rank": 4, "optim.name": "muon"}, "none", ("lora.rank 4", "muon")),
         (RL | {"data.order": "shuffled"}, "zero", ("rl.task arithmetic", "DeepSpeed")),
+        ({"distill.teacher": "gpt2"}, "zero", ("distill.teacher gpt2", "DeepSpeed")),
     ],
 )
 def test_recipe_that_a_machine_cannot_train_is_refused(knobs, sharding, names):

@@ -254,7 +254,7 @@ def test_manifest_describes_prepared_data(rows, make, byte_tokenizer):
     manifest, _ = prepare(config)
     assert read_manifest(Path(config.data.dir)) == manifest
     raw = json.loads((Path(config.data.dir) / "manifest.json").read_text(encoding="utf-8"))
-    assert raw | {"sources": ()} == dataclasses.asdict(manifest)
+    assert raw | {"sources": (), "teacher": None} == dataclasses.asdict(manifest)
     assert (raw["recipe"]["source"], raw["recipe"]["tokenizer"]) == (
         config.data.source,
         str(byte_tokenizer),

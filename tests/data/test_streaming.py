@@ -84,7 +84,12 @@ def remove(folder: Path) -> dict[str, bytes]:
 
 @pytest.mark.long
 @pytest.mark.parametrize(
-    "case", ["chat", "one file and a validation split", "max_tokens of joined splits"]
+    "case",
+    [
+        pytest.param("chat", marks=pytest.mark.slow),
+        "one file and a validation split",
+        "max_tokens of joined splits",
+    ],
 )
 def test_streamed_folder_equals_the_ordinary_one_byte_for_byte(
     hub_set, config, tmp_path, monkeypatch, case

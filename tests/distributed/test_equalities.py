@@ -12,7 +12,7 @@ import os
 import random
 import shutil
 import subprocess
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,7 +106,13 @@ FEATURES = {
         ("DDP", "FSDP2 on 3", "HSDP"),
     ),
     "mixture": Feature(
-        LAYERS | SAMPLES | {"model.n_head": 4, "optim.rates": "{tokens: 0.5, mlp_out: 2}"},
+        LAYERS
+        | SAMPLES
+        | {
+            "model.n_head": 4,
+            "optim.name": "muon",
+            "optim.rates": "{tokens: 0.5, mlp_out: 2}",
+        },
         ("DDP", "FSDP2", "TP", "PP"),
     ),
     "conversations": Feature(
@@ -118,6 +124,13 @@ FEATURES = {
             "train.tokens_per_step": 1024,
         },
         ("DDP", "FSDP2"),
+    ),
+    # the teacher has twice the model's blocks, its own width and dropout
+    "distillation": Feature(
+        DROPOUT | {"distill.weight": 0.7, "distill.temperature": 2.0}, ("DDP on 3", "FSDP2")
+    ),
+    "documents": Feature(
+        {"data.packing": "documents", "data.mask": "documents"}, ("DDP", "FSDP2", "TP", "PP")
     ),
     "unfreezing": Feature(UNFREEZING, ("DDP", "FSDP2")),
     # a spike in the steps of each layout
@@ -162,15 +175,23 @@ FEATURES = {
 # other cells of the same layouts are in `make test`
 SLOW = {
     ("AdamW", "FSDP2, recomputed"),
+    ("AdamW", "ZeRO-2"),
     ("Muon", "DDP"),
     ("Muon", "HSDP"),
     ("mixture", "DDP"),
     ("mixture", "FSDP2"),
     ("conversations", "FSDP2"),
     ("unfreezing", "DDP"),
+    ("qwen3", "ZeRO-3"),
+    ("distillation", "DDP on 3"),
+    ("documents", "DDP"),
+    ("documents", "TP"),
+    ("documents", "PP"),
     ("experts", "DDP"),
+    ("experts", "FSDP2"),
     ("experts", "FSDP2, recomputed"),
     ("experts, AdamW", "ZeRO-3"),
+    ("experts, AdamW", "PP"),
     ("experts, AdamW", "EP × FSDP2"),
     ("rollback", "ZeRO-2"),
     *(
@@ -179,11 +200,23 @@ SLOW = {
         for layout in (*FEATURES[name].layouts, "one process")
     ),
 }
+EXHAUSTIVE = {
+    *(cell for cell in SLOW if cell[0] in ("nanochat", "llama", "olmo2", "experts")),
+    ("AdamW", "FSDP2, recomputed"),
+    ("Muon", "DDP"),
+    ("mixture", "DDP"),
+    ("unfreezing", "DDP"),
+    ("experts, AdamW", "ZeRO-3"),
+    ("rollback", "ZeRO-2"),
+    ("AdamW", "ZeRO-2"),
+}
 RESUMED_LAYOUTS = {("AdamW", "DDP on 3"), ("AdamW", "ZeRO-3 on 3"), ("Muon", "FSDP2 on 3")}
 RESUMED_LAYOUTS |= {("experts, AdamW", "EP"), ("experts, AdamW", "EP × FSDP2")}
+RESUMED_SLOW = {("AdamW", "ZeRO-3 on 3"), ("experts, AdamW", "EP")}
+RESUMED_SLOW |= {(name, "one process") for name in ("nanochat", "llama", "olmo2")}
 
 
-def cells(*chosen: tuple[str, str]) -> list:
+def cells(*chosen: tuple[str, str], slow: Collection[tuple[str, str]] = SLOW) -> list:
     """(feature, layout) as parameters: those that are chosen, or all."""
     every = [
         (name, layout)
@@ -192,7 +225,9 @@ def cells(*chosen: tuple[str, str]) -> list:
         for layout in (*feature.layouts, "one process")
     ]
     marks = {
-        cell: [needs_deepspeed] * ("ZeRO" in cell[1]) + [pytest.mark.slow] * (cell in SLOW)
+        cell: [needs_deepspeed] * ("ZeRO" in cell[1])
+        + [pytest.mark.slow] * (cell in slow)
+        + [pytest.mark.exhaustive] * (cell in EXHAUSTIVE)
         for cell in (chosen or every)
     }
     return [pytest.param(*cell, marks=marks[cell], id=" ".join(cell)) for cell in marks]
@@ -234,6 +269,12 @@ def words_of(
             )
         )
         sources["mixture"].append({"source": str(path), "weight": (7, 2, 1)[number]})
+    draw, rows = random.Random(1), folder / "rows.jsonl"
+    texts = (
+        " ".join(draw.choices(("cat", "sat", "on"), k=draw.randrange(1, 9))) for _ in range(300)
+    )
+    rows.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    sources["documents"] = [{"source": str(rows), "weight": 1, "validation_fraction": 0.1}]
     turns = [{"role": "user", "content": "Why?"}, {"role": "assistant", "content": "So."}]
     (folder / "talk.jsonl").write_text((json.dumps({"messages": turns * 3}) + "\n") * 20)
     sources["conversations"].append({"source": str(folder / "talk.jsonl"), "weight": 1})
@@ -244,6 +285,9 @@ def words_of(
         if "finetune.freeze_layers" in knobs or "lora.rank" in knobs:
             start = ["finetune", "--from", str(tiny_base), "--data", str(text_file)]
             knobs["data.dir"] = folder / "finetuning"
+        if name == "distillation":
+            knobs |= {"distill.teacher": tiny_base, "data.tokenizer": tiny_base}
+            knobs["data.dir"], knobs["train.tokens_per_step"] = folder / name, 192
         if name in sources:
             knobs |= {"data.source": json.dumps(sources[name]), "data.tokenizer": byte_tokenizer}
             knobs["data.dir"] = folder / name
@@ -313,7 +357,10 @@ def moved(train, folder):
             if "ZeRO" not in other or not needs_deepspeed.args[0]
         ]
         # the slow ones at the end, so that no other cell trains them
-        layouts = sorted([*available, "one process"], key=lambda other: (name, other) in SLOW)
+        layouts = sorted(
+            [*available, "one process"],
+            key=lambda other: ((name, other) in SLOW) + ((name, other) in EXHAUSTIVE),
+        )
         number, run = layouts.index(layout), folder / f"{name} {layout}"
         shutil.rmtree(run, ignore_errors=True)
         if number:
@@ -378,13 +425,13 @@ def test_moving_run_equals_one_process(moved, alone, feature, layout):
     ("feature", "layout", "steps_left"),
     [
         *(
-            (name, "one process", steps)
-            for name in FEATURES
-            for steps in ((2, 3) if "unfreezing" in name else (2,))
-        ),
-        *(
-            pytest.param(*cell.values, 2, marks=cell.marks)
-            for cell in cells(*sorted(RESUMED_LAYOUTS))
+            pytest.param(*cell.values, steps, marks=cell.marks)
+            for cell in cells(
+                *((name, "one process") for name in FEATURES),
+                *sorted(RESUMED_LAYOUTS),
+                slow=SLOW | RESUMED_SLOW,
+            )
+            for steps in ((2, 3) if "unfreezing" in cell.values[0] else (2,))
         ),
     ],
 )

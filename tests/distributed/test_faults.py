@@ -11,7 +11,7 @@ import operations
 from assertions import assert_undisturbed
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.exhaustive,
     pytest.mark.skipif(
         sys.platform != "linux" or not shutil.which("cc"),
         reason="no C compiler on Linux: faults.c makes operations fail",

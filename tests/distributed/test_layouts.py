@@ -97,7 +97,16 @@ def share_held(run: RunFolder, name: str) -> list[float]:
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["tp", "cp", "tp_fsdp", "cp_fsdp", "tp_cp", *RING_HEADS])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        *("cp", "tp_fsdp"),
+        *(
+            pytest.param(name, marks=pytest.mark.exhaustive)
+            for name in ("tp", "cp_fsdp", "tp_cp", *RING_HEADS)
+        ),
+    ],
+)
 def test_layout_equals_one_process(trained, layout):
     heads = RING_HEADS.get(layout, 4)
     run = trained(layout, heads)
@@ -109,7 +118,7 @@ def test_layout_equals_one_process(trained, layout):
 
 
 @pytest.mark.long
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("layout", ["tp", "cp"])
 def test_resumed_run_with_dropout_equals_uninterrupted(
     recipe, launch, make_recipe, tmp_path, layout

@@ -72,7 +72,14 @@ def trained(recipe, launch):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name[:2] == "pp"])
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=[] if name == "pp2_fsdp2" else pytest.mark.exhaustive)
+        for name in LAYOUTS
+        if name[:2] == "pp"
+    ],
+)
 def test_pipeline_equals_one_process(trained, layout):
     assert_same_experiment(trained(layout), trained("one"))
     # and so are the figures of layers, of which each stage has its own
@@ -104,7 +111,9 @@ def test_pipeline_equals_one_process(trained, layout):
 
 @pytest.mark.long
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", ["pp2", "pp2_fsdp2", "pp2_zero_bubble"])
+@pytest.mark.parametrize(
+    "layout", ["pp2", pytest.param("pp2_fsdp2", marks=pytest.mark.exhaustive), "pp2_zero_bubble"]
+)
 def test_pipelined_run_with_dropout_resumes_exactly(recipe, launch, tmp_path, layout):
     knobs = ["--model.dropout=0.1", "--train.micro_batch_size=auto"]
 

@@ -57,7 +57,7 @@ def held_by_rank(run: RunFolder, rank: int) -> dict:
     return json.loads(Path(f"{run.path}.held.{rank}.json").read_text())
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
 @needs_torchao
 def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks, tmp_path):
     options = [
@@ -103,7 +103,7 @@ def test_8bit_optimizer_state_resumes_exactly_and_moves(recipe, launch_in_chunks
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stages", [False, True])
+@pytest.mark.parametrize("stages", [False, pytest.param(True, marks=pytest.mark.exhaustive)])
 def test_sigterm_to_the_launcher_saves_and_resumes(
     recipe, launch_command, launch_in_chunks, tmp_path, stages
 ):

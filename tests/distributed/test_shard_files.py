@@ -71,7 +71,16 @@ KILLS = [f"1:killed:{n}" for n in (1, 2, 3, 4, 7)] + [
 
 
 @pytest.mark.parametrize(
-    "fault", [KILLS[0], *(pytest.param(fault, marks=pytest.mark.slow) for fault in KILLS[1:])]
+    "fault",
+    [
+        KILLS[0],
+        *(pytest.param(fault, marks=pytest.mark.slow) for fault in KILLS[1:12:5]),
+        *(
+            pytest.param(fault, marks=pytest.mark.exhaustive)
+            for fault in KILLS[1:]
+            if fault not in KILLS[1:12:5]
+        ),
+    ],
 )
 def test_resume_after_a_process_is_killed_during_a_write_is_exact(
     train, uninterrupted, tmp_path, fault

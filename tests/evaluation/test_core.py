@@ -106,7 +106,9 @@ def measure(capsys, *arguments: object) -> tuple[dict, str]:
     return json.loads(Path(arguments[-1]).read_text())["core"], out
 
 
-@pytest.mark.parametrize(("limit", "batch_size"), [(None, 8), (20, 3)])
+@pytest.mark.parametrize(
+    ("limit", "batch_size"), [pytest.param(None, 8, marks=pytest.mark.slow), (20, 3)]
+)
 def test_core_equals_a_slow_reference(capsys, letter_model, bundle, tmp_path, limit, batch_size):
     options = ["--limit", limit] if limit else []
     arguments = [letter_model, "--core", bundle, "--batch-size", batch_size, *options]

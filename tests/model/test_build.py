@@ -93,7 +93,12 @@ def test_invalid_sizes_are_refused_before_building(folder, name, value):
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [("n_embd", 20_000), ("vocab_size", 10**7), ("n_layer", 900)]
+    ("name", "value"),
+    [
+        ("n_embd", 20_000),
+        ("vocab_size", 10**7),
+        pytest.param("n_layer", 900, marks=pytest.mark.slow),
+    ],
 )
 def test_config_of_huge_model_takes_no_memory(folder, name, value):
     config = json.loads((folder / "config.json").read_text())

@@ -25,7 +25,8 @@ def tensors(files: TensorFiles) -> dict[str, torch.Tensor]:
     return {name: files[name] for name in files}
 
 
-@pytest.mark.parametrize("name", [pytest.param("lion", marks=pytest.mark.slow), "soap"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["lion", "soap"])
 def test_own_row_trains_and_resumes_bit_for_bit_and_moves(name, make_recipe, launch_warm, tmp_path):
     rate = {"lion": 1e-3, "soap": 1e-2}[name]
     recipe = make_recipe(

@@ -22,6 +22,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.lora import add_adapters
 from nanogpt_hf.model.objective import next_token_loss
+from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.planning.footprint import (
@@ -54,9 +55,7 @@ FOUR = {"processes": 4, "shards": 4}
 NAMES = {"activation_function": "gelu", "bos_token_id": None, "eos_token_id": None}
 
 
-def build(
-    lora=None, frozen=-1, checkpointing=False, architecture="gpt2", **size
-) -> PreTrainedModel:
+def build(lora=None, frozen=-1, checkpointing="", architecture="gpt2", **size) -> PreTrainedModel:
     if architecture == "gpt2":
         model = GPTForCausalLM(GPTConfig(**SIZE | NAMES | size))
     else:
@@ -70,11 +69,8 @@ def build(
     architecture_of(model).freeze(model, frozen)
     if lora:
         add_adapters(model, LoraSection(**lora), seed=0)
-    if checkpointing:
-        (
-            getattr(model, "activation_checkpointing_enable", None)
-            or model.gradient_checkpointing_enable
-        )()
+    if checkpointing and model.device.type != "meta":
+        recompute_blocks(model, checkpointing)
     return model
 
 
@@ -154,7 +150,13 @@ CASES = {
         LOSS, {"vocab_size": 500, "activation_function": "gelu_new"}, accumulation=2
     ),
     "dropout in bf16": Case(LOSS, {"vocab_size": 500, "dropout": 0.1}, "bf16"),
-    "checkpointed": Case(BOTTOM, {"n_layer": 6, "checkpointing": True}),
+    "checkpointed": Case(BOTTOM, {"n_layer": 6, "checkpointing": "true"}),
+    "one block of two checkpointed": Case(TOP, {"n_layer": 6, "checkpointing": "2"}),
+    "selective": Case(TOP, {"n_layer": 6, "checkpointing": "selective"}),
+    "selective, dropout": Case(TOP, {"checkpointing": "selective", "dropout": 0.1}),
+    "selective in bf16": Case(TOP, {"n_layer": 6, "checkpointing": "selective"}, "bf16"),
+    "selective, qwen3": Case(TOP, {"architecture": "qwen3", "checkpointing": "selective"}),
+    "selective, LoRA": Case(TOP, {"lora": {"rank": 4}, "checkpointing": "selective"}),
     "large vocabulary": Case(
         LOSS, {"vocab_size": 4000, "padded_vocab_size": 4032}, micro_batch_size=4
     ),
@@ -197,8 +199,11 @@ CASES = {
 }
 # combinations of what other cases have
 SLOW = (
+    *("one block of two checkpointed", "selective, dropout", "selective in bf16"),
+    *("selective, qwen3", "selective, LoRA"),
     *("8-bit state", "llama", "qwen3, LoRA", "LoRA with dropout in bf16", "nanochat, accumulating"),
     *("dropout in bf16", "logits in chunks, in bf16", "Muon with few tokens"),
+    *("qwen3, tied, in bf16", "frozen"),
 )
 
 
@@ -206,7 +211,7 @@ def estimated(case: Case, *, on_cpu: bool):
     placement = Placement(
         precision=case.precision,
         on_cpu=on_cpu,
-        checkpointing=case.model.get("checkpointing", False),
+        checkpointing=case.model.get("checkpointing", ""),
     )
     with torch.device("meta"):
         model = build(**case.model)
@@ -231,7 +236,6 @@ def few_objects():
 
 @pytest.mark.long
 @pytest.mark.usefixtures("few_objects")
-@pytest.mark.filterwarnings("ignore:`gradient_checkpointing_enable` is deprecated")
 @pytest.mark.parametrize(
     "case",
     [
@@ -276,7 +280,7 @@ def test_footprint_equals_the_gpu_allocators_peak(name, tmp_path):
     [
         (Placement(), 64),
         (Placement(precision="bf16"), 40),
-        (Placement(precision="bf16", checkpointing=True), 4),
+        (Placement(precision="bf16", checkpointing="true"), 4),
         (Placement(precision="bf16", kind="ZeRO-2", processes=2, shards=2), 32),
     ],
 )

@@ -94,7 +94,7 @@ def test_gpt2_1558m_on_8_gpus_of_24_gb_is_sharded():
 def test_70b_on_64_gpus_of_80_gb_needs_every_gpu_and_checkpointing():
     _, model, found = proposal_for(LLAMA_70B, cluster(64))
     layout = found.layout
-    assert (layout.place.name, layout.place.checkpointing) == ("FSDP2 64", True)
+    assert (layout.place.name, layout.place.checkpointing) == ("FSDP2 64", "true")
     assert shipped_config(layout.place) == "accelerate_configs/fsdp2_checkpointing.yaml"
     assert layout.memory.phases[LOSS]["weights"] == pytest.approx(
         bytes_of_shards(model, 64), rel=1e-3
@@ -144,7 +144,7 @@ def test_simplest_layout_that_is_nearly_as_fast_is_proposed(values, where, name)
     assert found.layout.place.name == name
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow():
     _, _, found = proposal_for(
         LLAMA_7B | {"train.tokens_per_step": 4096 * 128}, cluster(16, gigabits=50.0)
@@ -161,15 +161,14 @@ def test_hsdp_is_proposed_if_a_machine_holds_the_model_and_the_network_is_slow()
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("knob", [{"optim.name": "muon"}, {"optim.state": "8bit"}])
-def test_pipelines_are_not_proposed_for_recipes_that_they_refuse(knob):
-    config, model, proposal = proposal_for(FOUR_LAYERS | knob, cluster(8))
+def test_pipelines_are_not_proposed_for_recipes_that_they_refuse():
+    config, model, proposal = proposal_for(FOUR_LAYERS | {"optim.state": "8bit"}, cluster(8))
     assert not [
         layout.place.name
         for layout in candidates(config, model, cluster(8), 0.4)
         if layout.place.pp > 1
     ]
-    assert any("pipeline" in reason and next(iter(knob)) in reason for reason in proposal.reasons)
+    assert any("pipeline" in reason and "optim.state" in reason for reason in proposal.reasons)
 
 
 @pytest.mark.long

@@ -25,7 +25,7 @@ ON_8 = {"processes": 8, "precision": "bf16"}
         ("fsdp2", Placement(kind="FSDP2", shards=8, compiles=True, **ON_8)),
         (
             "fsdp2_checkpointing",
-            Placement(kind="FSDP2", shards=8, checkpointing=True, compiles=True, **ON_8),
+            Placement(kind="FSDP2", shards=8, checkpointing="true", compiles=True, **ON_8),
         ),
         ("hsdp", Placement(kind="FSDP2", processes=16, shards=8, precision="bf16", compiles=True)),
         (

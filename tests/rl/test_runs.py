@@ -162,8 +162,8 @@ def test_accumulation_does_not_change_a_run(full, train):
         assert column(whole, name) == pytest.approx(column(full, name), abs=1e-5, rel=3e-5), name
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("machine", [pytest.param("cpu_ddp", marks=pytest.mark.slow), "fsdp2"])
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", ["cpu_ddp", "fsdp2"])
 def test_two_processes_equal_one(full, folder, arguments, launch_warm, machine):
     run = launch_warm(machine, "rl", *arguments(machine, **MORE))
     # so the completions are the same

@@ -143,7 +143,10 @@ def test_auto_resume_restarts_run_killed_before_first_checkpoint(
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["best", "final", "newest checkpoint"])
+@pytest.mark.parametrize(
+    "name",
+    ["newest checkpoint", *(pytest.param(n, marks=pytest.mark.slow) for n in ("best", "final"))],
+)
 def test_link_to_another_disk_is_followed(pretrain, run, tmp_path, name):
     larger = tmp_path / "larger"
     folder = run.newest_checkpoint() if name == "newest checkpoint" else run.path / name

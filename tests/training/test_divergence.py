@@ -20,7 +20,7 @@ def knobs():
     return {"optim__schedule": "constant", "train__max_steps": 30, "eval__every": 100}
 
 
-@pytest.mark.parametrize(("every", "keep"), [(1, 1), (7, 2)])
+@pytest.mark.parametrize(("every", "keep"), [(1, 1), pytest.param(7, 2, marks=pytest.mark.slow)])
 def test_checkpoint_named_after_divergence_is_sound_and_resumes(pretrain, every, keep):
     knobs = {"checkpoint__every": every, "checkpoint__keep": keep}
     assert pretrain(train__max_steps=10, **knobs).status == 0

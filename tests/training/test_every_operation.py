@@ -119,7 +119,7 @@ def each_kill(folder: Path, prepare: Callable, action: Callable, least: int) -> 
         pytest.param((4,), 4, 1, "", 1, marks=pytest.mark.slow),
         ((2, 4), 4, 2, "damaged", 1),
         pytest.param((4,), 4, 1, "half replaced", 1, marks=pytest.mark.slow),
-        ((2, 4), 6, 2, "half replaced", 2),
+        pytest.param((2, 4), 6, 2, "half replaced", 2, marks=pytest.mark.slow),
     ],
 )
 def test_killed_save_loses_no_checkpoint(

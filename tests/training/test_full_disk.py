@@ -59,10 +59,10 @@ def errors(stderr: str) -> list[str]:
     [
         (0, "recipe.yaml"),
         (20, "step_00000002"),
-        (25, "best"),
+        pytest.param(25, "best", marks=pytest.mark.slow),
         (30, "best"),
-        (45, "step_00000004"),
-        (60, "best"),
+        pytest.param(45, "step_00000004", marks=pytest.mark.slow),
+        pytest.param(60, "best", marks=pytest.mark.slow),
     ],
 )
 def test_full_disk_is_one_line_and_resumes_exactly(reference, volume, capsys, share, file):

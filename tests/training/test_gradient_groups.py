@@ -86,14 +86,10 @@ def contents(run: RunFolder) -> dict[str, bytes]:
     return {name: data for name, data in files.items() if name.endswith(".safetensors")}
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("feature", "processes"),
-    [
-        pytest.param(name, processes, marks=[] if name == "gpt2" else pytest.mark.slow)
-        for name in FEATURES
-        for processes in (2, 4)
-    ],
+    [(name, processes) for name in FEATURES for processes in (2, 4)],
 )
 def test_processes_end_with_the_bytes_of_one(trained, feature, processes):
     one, several = trained(feature, 1), trained(feature, processes)
@@ -106,7 +102,7 @@ def test_processes_end_with_the_bytes_of_one(trained, feature, processes):
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_run_of_four_processes_is_verified_on_one(trained, forget_accelerate, capsys):
     forget_accelerate()
     assert main(["verify", str(trained("mixture", 4).path), "--steps", "2:12"]) == 0

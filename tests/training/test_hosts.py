@@ -235,7 +235,8 @@ def test_difference_between_hosts_is_one_line_on_both(
     assert not (folders[0] / "run").exists()
 
 
-@pytest.mark.parametrize("killed", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [False, True])
 def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, killed):
     first, second = hosts
     port = next(ports)
@@ -252,7 +253,8 @@ def test_slow_host_is_waited_for_and_dead_host_is_not(hosts, recipe, tmp_path, k
     assert (tmp_path / "run").exists() != killed
 
 
-@pytest.mark.parametrize("event", ["killed", pytest.param("disconnected", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("event", ["killed", "disconnected"])
 def test_lost_host_ends_the_other_with_one_line(hosts, recipe, tmp_path, event):
     first, second = hosts
     words = [recipe, "--run-dir", "run", "--train.max_steps", "100000"]

@@ -22,8 +22,9 @@ pytestmark = pytest.mark.long
 # a run in which operations fail
 FAULTS = {"model__n_layer": 1, "train__max_steps": 4, "eval__every": 2, "checkpoint__keep": 1}
 FAULTS |= {"eval__samples": ["A cat "]}
-PLACES = ["training", "writing a checkpoint", "replacing best"]
 OTHER_PLACES = [
+    "writing a checkpoint",
+    "replacing best",
     "evaluating",
     "flushing a checkpoint",
     "dropping an old checkpoint",
@@ -121,7 +122,7 @@ def uninterrupted(tmp_path_factory, make_recipe, train):
 
 
 @pytest.mark.parametrize(
-    "place", [*PLACES, *(pytest.param(place, marks=pytest.mark.slow) for place in OTHER_PLACES)]
+    "place", ["training", *(pytest.param(place, marks=pytest.mark.slow) for place in OTHER_PLACES)]
 )
 def test_resume_after_kill_at_a_place_is_exact(train, uninterrupted, tmp_path, place):
     recipe, expected = uninterrupted
@@ -153,12 +154,10 @@ def test_resume_after_kill_at_file_changes_is_exact(train, tmp_path, make_recipe
     assert change > 4 * 29
 
 
-@pytest.mark.parametrize("share", [3, pytest.param(17, marks=pytest.mark.slow)])
-def test_resume_after_a_failed_operation_is_exact(faulty, share):
-    """Two of the operations of preparing the data and training, or 16. All, with a `share` of their
-    number, take ten minutes.
-    """
-    train, folder, count = faulty
+@pytest.mark.slow
+def test_resume_after_a_failed_operation_is_exact(faulty):
+    """16 of the operations of preparing the data and training. All take ten minutes."""
+    (train, folder, count), share = faulty, 17
     for number, point in enumerate(range(count // share, count, count // share)):
         shutil.rmtree(folder / "failed", ignore_errors=True)
         error = operations.ERRORS[number % 4]

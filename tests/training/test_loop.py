@@ -184,7 +184,7 @@ def test_seed_determines_the_run(start, uninterrupted):
 
 @pytest.mark.parametrize(
     ("order", "stop_at"),
-    [("shuffled", 5), pytest.param("random", 1, marks=pytest.mark.long)],
+    [("shuffled", 5), pytest.param("random", 1, marks=pytest.mark.slow)],
 )
 def test_resume_after_stop_is_exact(start, uninterrupted, monkeypatch, order, stop_at):
     options = {
@@ -257,7 +257,9 @@ def test_resume_does_not_rewrite_its_checkpoint(start, finished, monkeypatch, ca
     assert files(run.checkpoint(6)) == before
 
 
-@pytest.mark.parametrize(("every", "name"), [(1, "SIGTERM"), (100, "SIGINT")])
+@pytest.mark.parametrize(
+    ("every", "name"), [pytest.param(1, "SIGTERM", marks=pytest.mark.slow), (100, "SIGINT")]
+)
 def test_signal_in_evaluation_saves_and_resume_logs_it_once(
     start, uninterrupted, tmp_path, monkeypatch, every, name
 ):
@@ -414,7 +416,7 @@ def test_resume_ignores_damaged_metric_lines_and_recreates_removed_best(start, f
 
 def test_nan_loss_is_not_best(start, monkeypatch):
     monkeypatch.setattr(
-        GPTForCausalLM, "summed_loss", lambda self, hidden, targets: hidden.sum() * math.nan
+        GPTForCausalLM, "summed_loss", lambda self, hidden, *_: hidden.sum() * math.nan
     )
     run = start("lost", train__max_steps=3)
     assert not run.best.exists()
@@ -441,6 +443,7 @@ def test_throughput_and_data_wait_average_since_last_log(start, monkeypatch):
     assert column(run, "train/data_wait") == dict.fromkeys((10, 20, 30, 40), 0.25)
 
 
+@pytest.mark.slow
 def test_wandb_without_login_stays_offline(start, tmp_path, monkeypatch, caplog):
     for name in ("WANDB_MODE", "WANDB_API_KEY"):
         monkeypatch.delenv(name, raising=False)

@@ -74,7 +74,7 @@ PAIRS = Method(
     "pairs",
     is_chosen=lambda config: config.name == "pairs",
     load=load_pairs,
-    objective=lambda config: preference,
+    objective=lambda config, _: preference,
     evaluate=evaluate_pairs,
     describe_best=lambda score: f"best preference loss {score:.4f}",
 )

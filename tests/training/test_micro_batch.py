@@ -224,13 +224,16 @@ def test_auto_measures_memory(tmp_path, write_recipe):
     assert "micro_batch_size: 8\n" in run.recipe.read_text()
 
 
-def test_advice_names_knobs_and_savings():
+def test_advice_names_knobs_and_savings(monkeypatch):
     config = replace_knobs(Config(), {"train.micro_batch_size": 64})
     advice = memory_advice(config, 50257, "bf16")
     # 40 · 12 layers · 1,024 tokens · 768 width · 64 sequences = 24.2 GB; 16 bytes · 124 M = 2.0 GB
     assert "optimizer state take 2.0 GB, activations of 64 sequences about 24.2 GB" in advice
     assert "train.micro_batch_size 32 saves 12.1 GB" in advice
-    assert "checkpoints activations saves about 21.7 GB" in advice
+    # selective keeps 24 of 40
+    levels = "fsdp_activation_checkpointing in the accelerate config: selective saves about 9."
+    assert levels in advice
+    assert ", true saves about 21.7 GB" in advice
     assert "optim.state 8bit saves 0.7 GB" in advice  # 8 - 2.03 bytes · 124 M
     assert "\n" not in advice
     config = replace_knobs(config, {"optim.state": "8bit"})
@@ -239,6 +242,10 @@ def test_advice_names_knobs_and_savings():
     assert "optim.state" not in advice
     config = replace_knobs(config, {"train.micro_batch_size": 1})
     assert "micro_batch_size 0" not in memory_advice(config, 50257, "no")
+    monkeypatch.setenv("FSDP_ACTIVATION_CHECKPOINTING", "true")
+    advice = memory_advice(replace_knobs(config, {"train.micro_batch_size": 64}), 50257, "bf16")
+    assert "activations of 64 sequences about 2.4 GB" in advice
+    assert "checkpointing" not in advice
 
 
 @pytest.mark.parametrize("optim", [{}, {"name": "muon"}])

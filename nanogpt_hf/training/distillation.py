@@ -1,0 +1,137 @@
+"""Distillation: a student learns the distribution of a teacher beside the next token.
+
+The loss of a row is (1 - weight) · cross-entropy + weight · T² · KL(teacher ‖ student), with both
+distributions at the temperature T (Hinton et al. 2015, arXiv:1503.02531). Validation has the
+cross-entropy alone, so that it compares with other runs.
+"""
+
+import dataclasses
+import hashlib
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from transformers import PreTrainedTokenizerBase
+
+from nanogpt_hf.config.names import GPT2_NAMES
+from nanogpt_hf.config.schema import Config, DistillSection
+from nanogpt_hf.config.sources import packs
+from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
+from nanogpt_hf.distributed.accelerate_config import requested_precision
+from nanogpt_hf.errors import DataError, UserError
+from nanogpt_hf.model.build import check_causal, load_model
+from nanogpt_hf.model.loss_gpt import IGNORED
+from nanogpt_hf.model.objective import Metrics, Objective, next_token_loss
+from nanogpt_hf.runs.find import find_model
+
+logger = logging.getLogger(__name__)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class TaughtData(PreparedData):
+    """Prepared data, and the teacher: whole on every process, frozen, in evaluation mode."""
+
+    teacher: Any = None
+
+
+def load_with_teacher(config: Config, load: Callable[[Config], PreparedData]) -> TaughtData:
+    """The data of `load`, and the teacher of a recipe, the hash of whose weights the manifest gets.
+
+    Raises UserError if there is no such model, or it does not fit the data.
+    """
+    try:
+        teacher, tokenizer = _load_teacher(config)  # first: preparing data may take hours
+    except (UserError, DataError) as error:
+        raise UserError(f"distill.teacher: {error}") from None
+    data = load(config)
+    name, tokens = config.distill.teacher, data.manifest.vocab_size
+    if vocabulary_hash(tokenizer) != data.manifest.tokenizer_hash:
+        raise UserError(
+            f"distill.teacher: {name}: its tokenizer has {len(tokenizer):,} tokens, and is not "
+            f"that of the data, of {tokens:,}: prepare the data with it, or name another model"
+        )
+    if teacher.config.vocab_size < tokens:
+        raise UserError(
+            f"distill.teacher: {name}: predicts {teacher.config.vocab_size:,} tokens, fewer than "
+            f"the {tokens:,} of its tokenizer"
+        )
+    digest = hashlib.sha256()
+    for key, tensor in sorted(teacher.state_dict().items()):
+        digest.update(key.encode())
+        digest.update(tensor.contiguous().numpy().data)
+    manifest = dataclasses.replace(data.manifest, teacher=f"sha256:{digest.hexdigest()}")
+    for parameter in teacher.parameters():  # not buffers: rotary frequencies need float32
+        parameter.data = parameter.data.to(_DTYPES.get(requested_precision(), torch.float32))
+    teacher.eval().requires_grad_(False)
+    return TaughtData(
+        data.train, data.validation, data.tokenizer, manifest, data.end_of_turn_id, teacher
+    )
+
+
+def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
+    """The model in float32, and its tokenizer. Raises UserError or DataError without them."""
+    name = find_model(str(config.distill.teacher))
+    is_gpt2 = name in GPT2_NAMES
+    tokenizer = build_tokenizer("gpt2", ()).hf if is_gpt2 else load_tokenizer(name)
+    model: Any = load_model(name, config.distill.revision)
+    positions, block_size = model.config.max_position_embeddings, config.data.block_size
+    if positions < block_size:
+        raise UserError(
+            f"{name}: {positions} positions are fewer than data.block_size {block_size}"
+        )
+    check_causal(model, packs=packs(config))
+    logger.info(f"teacher: {name}, {model.num_parameters():,} parameters")
+    return model, tokenizer
+
+
+def distillation_objective(config: Config, data: PreparedData) -> Objective:
+    """In training the loss beside a teacher, with both of its parts as metrics."""
+    if not isinstance(data, TaughtData):
+        raise UserError("distill.teacher: only a run loads the teacher; leave it out")
+    teacher, balance = data.teacher, config.optim.balance_loss
+
+    def objective(
+        model: torch.nn.Module, batch: dict[str, torch.Tensor]
+    ) -> tuple[torch.Tensor, Metrics]:
+        if not torch.is_grad_enabled():
+            return next_token_loss(model, batch)
+        inputs = {name: tensor for name, tensor in batch.items() if name != "shift_labels"}
+        with torch.no_grad():
+            logits_of = teacher.to(batch["input_ids"].device).logits_of_rows(**inputs)
+        row_loss = DistillationLoss(config.distill, logits_of)
+        arguments: Any = batch | {"row_loss": row_loss}
+        loss, metrics = next_token_loss(model, arguments, balance)
+        return loss, metrics | row_loss.sums
+
+    return objective
+
+
+class DistillationLoss:
+    """The loss of a micro-batch's rows; `sums` has its parts, summed over the targets so far."""
+
+    def __init__(self, distill: DistillSection, logits_of: Callable[[slice], torch.Tensor]):
+        self.weight, self.temperature = distill.weight, distill.temperature
+        self.logits_of = logits_of  # the teacher's
+        self.sums: Metrics = {}
+
+    def __call__(self, chunk: slice, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """The summed loss of some rows from their logits (R, V) and targets (R,), in float32.
+
+        The tokens that both models have are compared: rows of a vocabulary may be padding.
+        """
+        logits, temperature = logits.float(), self.temperature
+        with torch.no_grad():
+            teacher = self.logits_of(chunk)[:, : logits.shape[-1]].float() / temperature
+            teacher = teacher.log_softmax(-1)
+        student = (logits / temperature).log_softmax(-1)[:, : teacher.shape[-1]]
+        divergences = F.kl_div(student, teacher, reduction="none", log_target=True).sum(-1)
+        divergence = divergences.where(targets != IGNORED, 0.0).sum()
+        cross_entropy = F.cross_entropy(logits, targets, reduction="sum")
+        for name, value in (("kl", divergence), ("cross_entropy", cross_entropy)):
+            self.sums[name] = self.sums.get(name, 0) + value.detach()
+        return (1 - self.weight) * cross_entropy + self.weight * temperature**2 * divergence

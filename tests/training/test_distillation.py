@@ -1,0 +1,235 @@
+"""Distillation: loss and gradients equal plain PyTorch, no logits are whole, runs resume exactly
+and export the student alone, teachers that do not fit are refused.
+"""
+
+import shutil
+from dataclasses import replace
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import Gemma2Config, LlamaConfig
+
+from assertions import column, copy_at, same_weights, weights
+from nanogpt_hf.config.schema import Config, DistillSection
+from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
+from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.training.distillation import TaughtData, distillation_objective
+
+VOCAB, SIZES = 40, {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 24}
+LLAMA = {"max_position_embeddings": 32, "hidden_size": 16, "num_key_value_heads": 1} | SIZES
+
+
+def build(kind: str, seed: int, vocab_size: int = VOCAB):
+    torch.manual_seed(seed)
+    if kind == "gpt2":
+        sizes = {"n_positions": 32, "n_embd": 16, "n_layer": 2, "n_head": 2, "dropout": 0.0}
+        sizes |= {"bos_token_id": None, "eos_token_id": None, "vocab_size": vocab_size}
+        return GPTForCausalLM(GPTConfig(**sizes, initializer_range=0.3))
+    sizes = LLAMA | {"vocab_size": vocab_size, "initializer_range": 0.3}
+    config = LlamaConfig(**sizes)
+    if kind == "gemma2":  # caps its logits
+        config = Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=2.0)
+    return architecture_of(config).model_class(config)
+
+
+def batch_of(rows: int = 3, length: int = 16) -> dict[str, torch.Tensor]:
+    ids = torch.randint(VOCAB, (rows, length + 1), generator=torch.Generator().manual_seed(5))
+    labels = ids[:, 1:].clone()
+    labels[0, 3:7] = labels[2] = -100
+    return {"input_ids": ids[:, :-1], "shift_labels": labels}
+
+
+def objective_of(teacher, **distill):
+    teacher.eval().requires_grad_(False)
+    data = TaughtData(*[None] * 4, teacher=teacher)  # pyright: ignore
+    config = replace(Config(), distill=DistillSection(teacher="x", **distill))
+    return distillation_objective(config, data)
+
+
+def plain(student, teacher, batch, weight: float, temperature: float):
+    """The summed loss and its KL, token by token."""
+    logits = student(input_ids=batch["input_ids"]).logits
+    with torch.no_grad():
+        taught = teacher(input_ids=batch["input_ids"]).logits
+    shared = min(logits.shape[-1], taught.shape[-1])
+    total, divergence = torch.zeros(()), torch.zeros(())
+    for row, column_ in (batch["shift_labels"] != -100).nonzero().tolist():
+        own, label = logits[row, column_], batch["shift_labels"][row, column_]
+        q = (taught[row, column_, : logits.shape[-1]] / temperature).softmax(-1)
+        p = (own / temperature).log_softmax(-1)[:shared]
+        kl = (q * (q.log() - p)).sum()
+        total = total - (1 - weight) * own.log_softmax(-1)[label] + weight * temperature**2 * kl
+        divergence = divergence + kl
+    return total, divergence
+
+
+@pytest.mark.parametrize("chunks", [True, False])
+@pytest.mark.parametrize(
+    ("student", "teacher", "vocabularies", "weight", "temperature"),
+    [
+        ("gpt2", "gpt2", (VOCAB, VOCAB), 0.5, 1.0),
+        ("gpt2", "llama", (VOCAB, VOCAB + 3), 0.3, 2.5),
+        ("llama", "gemma2", (VOCAB + 2, VOCAB), 1.0, 0.7),
+        ("gemma2", "gpt2", (VOCAB, VOCAB), 0.8, 4.0),
+        ("gpt2", "gpt2", (VOCAB, VOCAB), 0.0, 1.0),
+    ],
+)
+def test_loss_and_gradients_equal_plain_pytorch(
+    monkeypatch, chunks, student, teacher, vocabularies, weight, temperature
+):
+    if chunks:
+        monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 7 * VOCAB)
+    model, taught = build(student, 1, vocabularies[0]), build(teacher, 2, vocabularies[1])
+    batch, objective = batch_of(), objective_of(taught, weight=weight, temperature=temperature)
+    expected, divergence = plain(model, taught, batch, weight, temperature)
+    (expected / 30).backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    loss, metrics = objective(model, batch)
+    (loss / 30).backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=1e-6)
+    torch.testing.assert_close(metrics["kl"], divergence, atol=1e-5, rtol=1e-5)
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, gradients[name], atol=1e-6, rtol=1e-5)
+    assert not any(parameter.grad is not None for parameter in taught.parameters())
+
+
+def test_sum_over_micro_batches_is_the_loss_of_the_batch():
+    model, batch = build("gpt2", 1), batch_of()
+    objective = objective_of(build("gpt2", 2), weight=0.5, temperature=2.0)
+    parts = [{name: rows[i : i + 1] for name, rows in batch.items()} for i in range(3)]
+    loss = sum(objective(model, part)[0] for part in parts)
+    torch.testing.assert_close(loss, objective(model, batch)[0], atol=1e-5, rtol=1e-6)
+
+
+def test_evaluation_has_the_cross_entropy_alone():
+    model, batch = build("gpt2", 1), batch_of()
+    with torch.no_grad():
+        loss, metrics = objective_of(build("gpt2", 2), weight=1.0)(model, batch)
+        expected = model(**batch, num_items_in_batch=1).loss
+    assert torch.equal(loss, expected)
+    assert metrics == {}
+
+
+class Largest(TorchDispatchMode):
+    """Records the most values of a result whose last dimension is the vocabulary."""
+
+    values = 0
+
+    def __torch_dispatch__(self, function, types, arguments=(), options=None):
+        results = function(*arguments, **(options or {}))
+        for tensor in tree_leaves(results):
+            if isinstance(tensor, torch.Tensor) and tensor.shape[-1:] == (VOCAB,):
+                self.values = max(self.values, tensor.numel())
+        return results
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "gemma2"])
+def test_logits_of_neither_model_are_whole(monkeypatch, kind):
+    monkeypatch.setattr(loss_gpt, "LOGITS_PER_CHUNK", 8 * VOCAB)
+    model, objective, batch = build(kind, 1), objective_of(build(kind, 2)), batch_of()
+    with Largest() as largest:
+        objective(model, batch)[0].backward()
+    assert largest.values == 16 * VOCAB  # the head, transposed; whole logits have 48 rows
+
+
+@pytest.fixture
+def knobs() -> dict:
+    return {"train__max_steps": 6, "checkpoint__every": 2, "checkpoint__keep": 9, "eval__every": 3}
+
+
+@pytest.fixture
+def teacher(tmp_path, tiny_base, text_file):
+    """A model folder with the tokenizer of the tiny recipe's data."""
+    from nanogpt_hf.data.tokenizer import char_tokenizer
+
+    tokenizer = char_tokenizer(sorted(set(text_file.read_text()))).hf
+    config = {"n_positions": 32, "n_embd": 16, "n_layer": 1, "n_head": 2}
+    torch.manual_seed(3)
+    sizes = config | {"bos_token_id": None, "eos_token_id": None, "vocab_size": len(tokenizer)}
+    GPTForCausalLM(GPTConfig(**sizes, initializer_range=0.5)).save_pretrained(tmp_path / "teacher")
+    tokenizer.save_pretrained(tmp_path / "teacher")
+    return tmp_path / "teacher"
+
+
+def test_run_learns_the_teacher_resumes_exactly_and_exports_the_student(start, teacher, tmp_path):
+    options = {"distill__teacher": str(teacher), "distill__weight": 1.0}
+    run = start(**options, train__max_steps=30, optim__learning_rate=1e-2)
+    divergences = column(run, "train/kl")
+    assert divergences[30] < 0.7 * divergences[1]
+    resumed = copy_at(run, 20, tmp_path / "resumed")
+    start("resumed", resume=True, **options, train__max_steps=30, optim__learning_rate=1e-2)
+    assert same_weights(run, resumed)
+    assert column(resumed, "train/kl") == divergences
+    alone = start("alone", distill__weight=1.0)
+    assert {name: p.shape for name, p in weights(run).items()} == {
+        name: p.shape for name, p in weights(alone).items()
+    }
+
+
+def change_weights(folder):
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wte.weight"][0, 0] += 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def test_changed_teacher_is_one_line_at_resume(pretrain, teacher, capsys):
+    options = ("--distill.teacher", teacher)
+    run = pretrain(*options).run
+    before = {path: path.read_bytes() for path in run.path.rglob("*") if path.is_file()}
+    for change in (["--distill.weight", "0.4"], ["--distill.temperature", "2"]):
+        ended = pretrain(*options, *change, "--resume")
+        assert (ended.status, change[0][2:] in ended.line) == (2, True), ended.err
+    change_weights(teacher)
+    ended = pretrain(*options, "--resume")
+    assert ended.status == 2
+    assert "distill.teacher: weights of sha256:" in ended.line
+    assert {path: path.read_bytes() for path in before} == before
+
+
+def of_another_tokenizer(folder, letter_model):
+    for path in letter_model.glob("tokenizer*"):
+        shutil.copy(path, folder)
+
+
+def without_tokenizer(folder, _):
+    for path in folder.glob("tokenizer*"):
+        path.unlink()
+
+
+def without_weights(folder, _):
+    (folder / "model.safetensors").unlink()
+
+
+def damaged(folder, _):
+    (folder / "model.safetensors").write_bytes(b"\1" * 500)
+
+
+def with_few_positions(folder, _):
+    config = (folder / "config.json").read_text().replace('"n_positions": 32', '"n_positions": 8')
+    (folder / "config.json").write_text(config)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:8].contiguous()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (of_another_tokenizer, "its tokenizer has 11 tokens"),
+        (without_tokenizer, "no Hugging Face tokenizer"),
+        (without_weights, "cannot be loaded"),
+        (damaged, "cannot be loaded"),
+        (with_few_positions, "8 positions are fewer than data.block_size 16"),
+    ],
+)
+def test_teacher_that_does_not_fit_is_one_line(pretrain, teacher, letter_model, change, words):
+    change(teacher, letter_model)
+    ended = pretrain("--distill.teacher", teacher)
+    assert ended.status == 2
+    assert ended.line.startswith("distill.teacher: ")
+    assert words in ended.line
+    assert not ended.run.path.exists() or not list(ended.run.path.iterdir())
