@@ -72,9 +72,7 @@ COMMANDS = {
         writes_alone=True,
     ),
     "report": Command("write a run's report.html", "compare", writes_alone=True),
-    "verify": Command(
-        "repeat steps of a run, and compare them with what it recorded", writes_alone=True
-    ),
+    "verify": Command("repeat steps of a run, and compare them with what it recorded"),
     "branch": Command(
         "start a new run from a checkpoint of another, with other knobs",
         knobs=True,

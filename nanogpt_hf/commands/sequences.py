@@ -47,7 +47,7 @@ def run_inspect(arguments: argparse.Namespace) -> None:
     if text == "":
         raise UserError("--find: expected a text, got nothing")
     before = max((number for number in kept if number < (step or last + 1)), default=0)
-    with run_at(folder, config, before) as run:
+    with run_at(folder, config, before, arguments.mesh) as run:
         if step is None:
             steps = [number for number in steps_with(run, text, last) if number > begun]
             tree = {"text": text, "steps": steps}

@@ -3,7 +3,8 @@ sha256 of each kept checkpoint's tensors with what the run recorded. verified.js
 of the run record the result; nothing else of it is written.
 
 Without --steps and --sample: from the oldest to the newest kept checkpoint. Exit status 1 if a step
-differs.
+differs. A run with train.gradient_groups is repeated on any number of processes that divides them,
+others on as many as they were trained on: python cli.py launch --config_file F verify RUN.
 """
 
 import argparse
@@ -36,7 +37,7 @@ def _steps(text: str) -> tuple[int, int]:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    folder = find_run(arguments.run)
+    folder, mesh = find_run(arguments.run), arguments.mesh
     folder.check_unlocked()
 
     from nanogpt_hf.config.sources import sources_of
@@ -47,20 +48,22 @@ def run(arguments: argparse.Namespace) -> int:
     from nanogpt_hf.training.checkpoint import OtherFormatError
 
     config = verify.recipe_of(folder)
-    verify.check_repeatable(folder, config)
+    verify.check_repeatable(folder, config, mesh)
     segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
     for source in sources_of(config.data):
         require_manifest(Path(source.data.dir))
     texts = [f"{first:,} to {last:,}" for first, last in segments]
     first, last, differs = segments[0][0], segments[-1][1], ""
-    with recording_verification(folder) as record:
+    say = show if mesh.is_main else lambda *_: None
+    recording = recording_verification(folder) if mesh.is_main else contextlib.nullcontext(say)
+    with recording as record:
         try:
-            seconds = verify.seconds_to_repeat(folder, segments)
+            seconds = verify.seconds_to_repeat(folder, segments, mesh)
             about = f"about {format_duration(seconds)} at the run's speed per process"
-            show(f"repeating steps {', '.join(texts)}: {about}")
+            say(f"repeating steps {', '.join(texts)}: {about}")
             check_prepared(config.data)
             for (first, last), text in zip(segments, texts, strict=True):
-                with verify.run_at(folder, config, first) as repeated:
+                with verify.run_at(folder, config, first, mesh) as repeated:
                     found = verify.first_difference(repeated, folder, last)
                 if found:
                     step, lines = found
@@ -73,15 +76,16 @@ def run(arguments: argparse.Namespace) -> int:
                         )
                     differs = "\n  ".join([f"step {step:,}: differs", *lines])
                     break
-                show(f"steps {text}: equal")
+                say(f"steps {text}: equal")
                 record(first, last, "equal")
         except OtherFormatError:
             raise
         except (DataError, RunFolderError) as error:  # another text, a damaged file
             differs = f"differs: {error}"
         if differs:
-            show(differs)
+            say(differs)
             record(first, last, differs)
     with contextlib.suppress(UserError, OSError):  # a folder of another user
-        write_report(folder, folder.report)
+        if mesh.is_main:
+            write_report(folder, folder.report)
     return 1 if differs else 0

@@ -307,9 +307,15 @@ _ROWS = [
     ("tracking.layers", "DeepSpeed", "DeepSpeed gives no access to gradients and weights", FSDP2),
     (
         "train.gradient_groups",
-        "FSDP2 | DeepSpeed | tensor parallelism | context parallelism | pipeline stages | "
+        "DeepSpeed | tensor parallelism | context parallelism | pipeline stages | "
         "expert parallelism",
-        "only gradients of whole models are summed in groups",
+        "only gradients of whole models and of FSDP2's shards are summed in groups",
+        "use accelerate_configs/ddp.yaml or fsdp2.yaml",
+    ),
+    (
+        "train.gradient_groups",
+        "HSDP of more than two copies | FSDP2 in bf16",
+        "sums or products are rounded in another way there",
         "use accelerate_configs/ddp.yaml",
     ),
     (

@@ -18,11 +18,9 @@ class Batches:
     """The blocks of each step, split over micro-batches and data-parallel ranks.
 
     A step sees the same `blocks_per_step` blocks in the same order however many ranks share it:
-    micro-batch i of rank r is number i · dp_size + r of the step, or r · accumulation + i if they
-    are `contiguous`. `shuffled` takes every block
-    once per epoch, `random` draws them with replacement. Of a mixture, each source has the order
-    that it would have alone. `seconds_waited` adds up how long the host took to make
-    micro-batches.
+    the ranks take turns, each for `turn` micro-batches. `shuffled` takes every block once per
+    epoch, `random` draws them with replacement. Of a mixture, each source has the order that it
+    would have alone. `seconds_waited` adds up how long the host took to make micro-batches.
     """
 
     def __init__(
@@ -36,12 +34,12 @@ class Batches:
         dp_rank: int = 0,
         dp_size: int = 1,
         pin_memory: bool = False,
-        contiguous: bool = False,
+        turn: int = 1,
     ):
         self.blocks, self.order, self.seed = blocks, order, seed
         self.micro_batch_size, self.accumulation = micro_batch_size, accumulation
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
-        self.contiguous = contiguous
+        self.turn = turn
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
         # By source, of each the last two epochs: a step may cross an epoch's end.
@@ -75,9 +73,8 @@ class Batches:
         """The number within the step of this rank's micro-batch `index`, the same on any number
         of ranks.
         """
-        if self.contiguous:
-            return self.dp_rank * self.accumulation + index
-        return index * self.dp_size + self.dp_rank
+        turns, place = divmod(index, self.turn)
+        return (turns * self.dp_size + self.dp_rank) * self.turn + place
 
     def num_targets(self, step: int) -> int:
         """Targets in all blocks of a step.

@@ -3,24 +3,44 @@
 Floating-point sums depend on their order, and the ring of an all-reduce has another order for each
 number of processes. Here the micro-batches of a step belong to a fixed number of groups, a power
 of two. A group's gradient is a sum in order, and the step's is a binary tree over the groups. A
-process has a whole branch of the tree; the processes exchange slices of their sums, add them up
-the rest of the tree, and gather: as many bytes as a ring sends.
+process of whole models has a whole branch of the tree; the processes exchange slices of their
+sums, add them up the rest of the tree, and gather: as many bytes as a ring sends. Processes with
+shards (FSDP2) take groups in turn, and each reduce-scatter is a branch of the tree.
+
+Nothing else of a step may depend on the shards: `clip` adds up rows, and AdamW is not fused, since
+the fused kernel rounds the last values of a tensor, fewer than a vector, in another way.
 """
+
+import dataclasses
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, Partial
+
+from nanogpt_hf.distributed.full_state import box_of
+from nanogpt_hf.optim.state import local_part
 
 
 class GradientTree:
     """Sums gradients and losses of the micro-batches of a step, of `per_group` micro-batches first.
 
-    Keeps one gradient per level of its branch of the tree.
+    Keeps one gradient, or shard of it, per level of its branch of the tree.
     """
 
-    def __init__(self, parameters: list[torch.nn.Parameter], per_group: int):
-        self.parameters, self.per_group = parameters, per_group
+    def __init__(
+        self, model: torch.nn.Module, parameters: list[torch.nn.Parameter], per_group: int
+    ):
+        self.model, self.parameters, self.per_group = model, parameters, per_group
         self._branches: list[torch.Tensor] = []  # sums of whole branches, the largest first
         self._losses: list[torch.Tensor] = []
+
+    def before_backward(self) -> None:
+        """Let FSDP2 reduce-scatter the gradients if the next micro-batch ends a group."""
+        if isinstance(self.model, FSDPModule):
+            ends_group = (len(self._losses) + 1) % self.per_group == 0
+            self.model.set_requires_gradient_sync(ends_group)
 
     def add(self, loss: torch.Tensor) -> None:
         """Add the loss of the next micro-batch, and the gradients of its backward pass."""
@@ -29,8 +49,10 @@ class GradientTree:
         if rest:
             return
         self.parameters = [p for p in self.parameters if p.grad is not None]
-        gradients = [p.grad.flatten() for p in self.parameters if p.grad is not None]
+        gradients = [local_part(p.grad).flatten() for p in self.parameters if p.grad is not None]
         loss_sum = torch.stack(self._losses[-self.per_group :]).sum(0, True)
+        if isinstance(self.model, FSDPModule):  # the gradients are sums over the processes already
+            loss_sum = sum_over_branches(loss_sum)
         total = torch.cat([*gradients, loss_sum])
         while group % 2 == 0:  # with it a larger branch is whole
             total, group = self._branches.pop().add_(total), group // 2
@@ -41,12 +63,54 @@ class GradientTree:
     def finish(self) -> torch.Tensor:
         """Give the parameters the gradient of the step; return its loss. All processes call it."""
         (total,) = self._branches
-        *gradients, loss = sum_over_branches(total).split(
-            [*(p.numel() for p in self.parameters), 1]
-        )
+        if not isinstance(self.model, FSDPModule):
+            total = sum_over_branches(total)
+        sizes = [local_part(parameter).numel() for parameter in self.parameters]
+        *gradients, loss = total.split([*sizes, 1])
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
-            parameter.grad = gradient.view_as(parameter)
+            parameter.grad = _laid_out_as(parameter, gradient)
         return loss[0]
+
+    def clip(self, max_norm: float) -> torch.Tensor:
+        """Clip the gradient of the step to `max_norm` (0: not); return its norm before."""
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = norm_by_rows(gradients)
+        if max_norm:
+            scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+            for gradient in gradients:
+                local_part(gradient).mul_(scale)
+        return norm
+
+
+def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
+    """Make the gradients' sums and the updates of a prepared model the same on any shards."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.set_custom_reduce_scatter(_TreeReduceScatter())  # pyright: ignore[reportArgumentType]
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+    optimizer.in_model_order = [p for p in model.parameters() if p.requires_grad]
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            group["fused"], group["foreach"] = False, True
+            optimizer.kind = dataclasses.replace(optimizer.kind, reads_found_inf=False)
+
+
+class _TreeReduceScatter:
+    """The reduce-scatter of FSDP2 (its interface `ReduceScatter`), whose sum is the tree."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        output_tensor.copy_(_own_sum(input_tensor.view(group.size(), -1), group))
 
 
 def sum_over_branches(own: torch.Tensor) -> torch.Tensor:
@@ -54,9 +118,51 @@ def sum_over_branches(own: torch.Tensor) -> torch.Tensor:
     if not dist.is_initialized() or (size := dist.get_world_size()) == 1:
         return own
     slices = torch.nn.functional.pad(own, (0, -len(own) % size)).view(size, -1)
+    dist.all_gather([*slices.unbind()], _own_sum(slices))
+    return slices.view(-1)[: len(own)]
+
+
+def _own_sum(slices: torch.Tensor, group: dist.ProcessGroup | None = None) -> torch.Tensor:
+    """The sum over the processes of a group, by the tree, of the slice of this process's number."""
     parts = torch.empty_like(slices)
-    dist.all_to_all_single(parts, slices)
+    dist.all_to_all_single(parts, slices, group=group)
     while len(parts) > 1:
         parts = parts[::2] + parts[1::2]
-    dist.all_gather_into_tensor(slices.view(-1), parts[0])
-    return slices.view(-1)[: len(own)]
+    return parts[0]
+
+
+def norm_by_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
+    """The norm of all tensors as one vector, whose bytes are the same however rows are sharded.
+
+    A row's sum is a fixed tree of elementwise sums, and a process's rows are added to zeros.
+    """
+    rows = torch.cat([_squares_of_rows(tensor) for tensor in tensors])
+    for tensor in tensors[:1]:
+        if isinstance(tensor, DTensor):
+            layout = [Partial() if p.is_shard() else p for p in tensor.placements]
+            rows = DTensor.from_local(rows, tensor.device_mesh, layout, run_check=False)
+            rows = rows.full_tensor()
+    return rows.sum().sqrt()
+
+
+def _squares_of_rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The sum of squares of each row, 0 for those of other processes. A vector's rows have one."""
+    own = local_part(tensor).square()
+    own = own.flatten(1) if own.dim() > 1 else own.reshape(-1, 1)
+    while (width := own.shape[1]) > 1:
+        half = width // 2
+        own = torch.cat([own[:, :half] + own[:, half : 2 * half], own[:, 2 * half :]], 1)
+    if not isinstance(tensor, DTensor):
+        return own[:, 0]
+    rows, start = own.new_zeros(len(tensor)), box_of(tensor).offset[0]
+    rows[start : start + len(own)] = own[:, 0]
+    return rows
+
+
+def _laid_out_as(parameter: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
+    """The values of this process's part of a parameter as a tensor that is split like it."""
+    own = values.view_as(local_part(parameter))
+    if not isinstance(parameter, DTensor):
+        return own
+    whole: Any = {"shape": parameter.shape, "stride": parameter.stride(), "run_check": False}
+    return DTensor.from_local(own, parameter.device_mesh, parameter.placements, **whole)

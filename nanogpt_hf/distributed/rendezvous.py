@@ -53,7 +53,7 @@ def prepare_on_all_ranks(
     with one_line_for_a_lost_process():
         store, _ = _connect()
     _stores.append(store)
-    store = PrefixStore("nanogpt_hf", store)
+    store = PrefixStore(f"nanogpt_hf/{len(_stores)}", store)
     done = threading.Event()
 
     def send_heartbeats() -> None:

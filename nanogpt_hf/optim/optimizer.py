@@ -81,6 +81,7 @@ OPTIMIZERS = {
             "tensor parallelism": ("it has no 8-bit state of split matrices", FSDP2),
             "expert parallelism": ("it has no 8-bit state of split matrices", FSDP2),
             "pipeline stages": ("it is not supported there", FSDP2),
+            "train.gradient_groups": ("its blocks of 256 values are cut at shards", "leave it out"),
         },
         check=adamw_8bit.check_8bit,
         as_saved=adamw_8bit.as_float32,

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.distributed.full_state import named_tensors
+from nanogpt_hf.distributed.gradient_tree import norm_by_rows
 from nanogpt_hf.distributed.pipeline import merged_over_stages, pipeline_of
 from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.optim.state import total_norm
@@ -28,6 +29,7 @@ class LayerStats:
     def __init__(self, accelerator: Accelerator, config: Config):
         self.accelerator, self.on = accelerator, config.tracking.layers
         self.every, self.max_grad_norm = config.tracking.every, config.optim.max_grad_norm
+        self.norm_of = norm_by_rows if config.train.gradient_groups else total_norm
         self._norms: dict[str, dict[str, torch.Tensor]] = {}
 
     @contextmanager
@@ -51,7 +53,7 @@ class LayerStats:
             for name, parameters in layers.items():
                 grads = [p.grad for p in parameters if p.grad is not None]
                 if len(grads) == len(parameters):
-                    gradients[name] = total_norm(grads)
+                    gradients[name] = self.norm_of(grads)
 
         handle = optimizer.optimizer.register_step_pre_hook(measure_gradients)
         try:
@@ -59,9 +61,9 @@ class LayerStats:
         finally:
             handle.remove()
         with torch.no_grad():
-            weights = {name: total_norm(old) for name, old in before.items()}
+            weights = {name: self.norm_of(old) for name, old in before.items()}
             updates = {
-                name: total_norm(
+                name: self.norm_of(
                     [p.detach() - old for p, old in zip(parameters, before[name], strict=True)]
                 )
                 for name, parameters in layers.items()

@@ -58,16 +58,20 @@ def build_batches(
     config: Config, accelerator: Accelerator, mesh: Mesh, blocks: Blocks, micro_batch_size: int
 ) -> Batches:
     """Build this rank's batches with the accelerator's current accumulation."""
+    accumulation, turn = accelerator.gradient_accumulation_steps, 1
+    if groups := config.train.gradient_groups:  # see distributed/gradient_tree.py
+        a_group = max(1, accumulation * mesh.dp_size // groups)
+        turn = a_group if is_sharded(accelerator) else accumulation
     return Batches(
         blocks,
         order=config.data.order,
         seed=config.train.seed,
         micro_batch_size=micro_batch_size,
-        accumulation=accelerator.gradient_accumulation_steps,
+        accumulation=accumulation,
         dp_rank=mesh.dp_rank,
         dp_size=mesh.dp_size,
         pin_memory=accelerator.device.type == "cuda",
-        contiguous=config.train.gradient_groups is not None,
+        turn=turn,
     )
 
 

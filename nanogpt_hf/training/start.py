@@ -33,6 +33,7 @@ from nanogpt_hf.distributed.accelerator import (
     mesh_of,
     prepared_blocks,
 )
+from nanogpt_hf.distributed.gradient_tree import fix_order
 from nanogpt_hf.distributed.layout import machine_settings, split_model
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.distributed.pipeline import Pipeline
@@ -274,6 +275,8 @@ def _build(
             optimizer: Any = accelerator.prepare_optimizer(bare, device_placement=False)
         else:
             prepared, optimizer = accelerator.prepare(model, bare)
+    if config.train.gradient_groups:
+        fix_order(prepared, optimizer.optimizer)
     prepared.train()
     run = Run(
         config=config,

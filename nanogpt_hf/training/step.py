@@ -74,15 +74,18 @@ def _grouped_step(run: Run, groups: int, step: int, learning_rate: float) -> Ste
     num_targets = batches.num_targets(step)
     # a dry-run step has fewer micro-batches than groups
     per_group = max(1, batches.accumulation * run.mesh.dp_size // groups)
-    tree = GradientTree(cast(Any, optimizer.optimizer).in_model_order, per_group)
+    bare = cast(Any, optimizer.optimizer)
+    tree = GradientTree(run.model, bare.in_model_order, per_group)
     # not counted: accelerate would divide each loss by their number, which rounds
     with micro_batches_not_counted(accelerator), accelerator.no_sync(run.model):
         for index, batch in enumerate(batches.micro_batches(step)):
             loss = _forward(run, step, index, batch)[0] / num_targets
+            tree.before_backward()
             accelerator.backward(loss)
             tree.add(loss.detach())
     loss = tree.finish()
-    grad_norm = clip_gradients(accelerator, run.model, optimizer, run.config.optim.max_grad_norm)
+    grad_norm = tree.clip(run.config.optim.max_grad_norm)
+    skip_step_unless_finite(bare, grad_norm)
     update(accelerator, optimizer)
     # all processes have the loss of the step, and it is reported as a sum over them
     return StepResult(loss if run.mesh.is_main else torch.zeros_like(loss), grad_norm, {}, {})

@@ -13,12 +13,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.accelerate_config import requested_precision
+from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.full_state import FullState, own_weights
+from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process, share_from_main
 from nanogpt_hf.errors import RunFolderError, Stopped, UserError
 from nanogpt_hf.formatting import plural, shows_bars
 from nanogpt_hf.optim.schedule import learning_rate_at
@@ -43,8 +47,10 @@ def recipe_of(folder: RunFolder) -> Config:
     return replace_knobs(config, {"tracking.trackers": [], "hub.push": None})
 
 
-def check_repeatable(folder: RunFolder, config: Config) -> None:
-    """Raises UserError if one process with this accelerate config cannot repeat the run."""
+def check_repeatable(folder: RunFolder, config: Config, mesh: Mesh) -> None:
+    """Raises UserError if the processes of this accelerate config cannot repeat the run."""
+    if mesh.pp_size > 1:
+        raise UserError("verify does not repeat pipeline stages: leave pp_size out")
     if config.finetune.unfreeze_every:
         raise UserError(f"{folder.path}: verify does not repeat finetune.unfreeze_every")
     now = requested_precision().replace("no", "fp32")
@@ -55,10 +61,11 @@ def check_repeatable(folder: RunFolder, config: Config) -> None:
                 f"{folder.path}: was trained in {precision}, and the accelerate config sets {now}; "
                 "repeat it under a config with that mixed_precision, by launch --config_file F"
             )
-        if count > 1 and not config.train.gradient_groups:
+        if count != mesh.world_size and not config.train.gradient_groups:
             raise UserError(
-                f"{folder.path}: one process cannot repeat {plural(count, 'process')} bit for bit; "
-                "it can with train.gradient_groups"
+                f"{folder.path}: was trained on {plural(count, 'process')}, and "
+                f"{mesh.world_size} cannot repeat it bit for bit without train.gradient_groups; "
+                f"start {count} under the run's accelerate config, by launch --config_file F"
             )
 
 
@@ -88,39 +95,47 @@ def segments_to_verify(
     return [(first, last)]
 
 
-def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]]) -> float:
-    """How long segments take if this process computes as fast as each of the run."""
+def seconds_to_repeat(folder: RunFolder, segments: list[tuple[int, int]], mesh: Mesh) -> float:
+    """How long segments take if each process computes as fast as each of the run."""
     processes = max([1, *(start.get("processes", 1) for start in read_starts(folder)[-1:])])
     at = {
         step: read_checkpoint(folder.checkpoint(step)).state.seconds if step else 0.0
         for segment in segments
         for step in segment
     }
-    return processes * sum(at[last] - at[first] for first, last in segments)
+    return processes / mesh.world_size * sum(at[last] - at[first] for first, last in segments)
 
 
 @contextmanager
-def run_at(folder: RunFolder, config: Config, first: int) -> Iterator[Run]:
-    """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder."""
-    with _stopped_by_signals(), tempfile.TemporaryDirectory() as temporary:
+def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterator[Run]:
+    """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder of the
+    main process.
+    """
+    lost = one_line_for_a_lost_process()
+    with _stopped_by_signals(), lost, tempfile.TemporaryDirectory() as temporary:
+        if mesh.world_size > 1:
+            temporary = share_from_main(f"verify/{first}", temporary)
         copy = RunFolder(Path(temporary) / "run")
-        copy.path.mkdir()
-        (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
+        if mesh.is_main:
+            copy.path.mkdir()
+            (copy.path / ".lock").touch()  # here, so that a full disk is no fault of the run
         if first:
             read_checkpoint(folder.checkpoint(first))  # else an older one would be searched for
+        if first and mesh.is_main:
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())
             copy.checkpoint(first).symlink_to(folder.checkpoint(first).resolve())
         logging.disable(logging.INFO)  # lines about the temporary folder
         try:
-            run = prepare_run(config, copy.path, resume=first > 0)
+            run = prepare_run(config, copy.path, resume=first > 0, mesh=mesh)
         except RunFolderError as error:
             raise RunFolderError(str(error).replace(str(copy.path), str(folder.path))) from None
         finally:
             logging.disable(logging.NOTSET)
         try:
-            continue_on(folder, run.accelerator.device, 1)
+            continue_on(folder, run.accelerator.device, mesh.local_world_size)
             yield run
+            run.accelerator.wait_for_everyone()  # the main process removes the folder
         finally:
             copy.unlock()
 
@@ -136,20 +151,23 @@ def _stopped_by_signals() -> Iterator[None]:
 
 def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[str]] | None:
     """Repeat the steps up to `last`; return the first that differs from what the folder has
-    recorded, and what differs.
+    recorded, and what differs. All processes call it, and get the same.
     """
     config, state, first = run.config, run.state, run.state.step
     method, recorded = method_of(config), {}
     for event in read_metrics(folder):
         recorded.setdefault(event["step"], {}).update(event)
-    for step in tqdm(range(first, last + 1), unit="step", disable=not shows_bars()):
+    for step in tqdm(
+        range(first, last + 1), unit="step", disable=not (run.mesh.is_main and shows_bars())
+    ):
         ours: dict[str, float] = {}
         if step > first:
             learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
             result = method.step(run, step - 1 + state.skipped_steps, learning_rate)
             state.step = step
             if step % config.tracking.every == 0:
-                ours["train/loss"] = result.loss.item()
+                loss = sum_over_ranks(run.accelerator, run.mesh, result.loss)
+                ours["train/loss"] = loss.item()
                 ours["train/grad_norm"] = result.grad_norm.item()
                 ours["train/learning_rate"] = learning_rate
         elif step:  # a checkpoint is written after the evaluation of its step
@@ -187,11 +205,14 @@ def _other_tensors(run: Run, saved: Any) -> list[str]:
     theirs = dict(saved.weights) | dict(saved.optimizer_state)
     names = [
         name
-        for name in sorted({*ours, *theirs})
+        for name in sorted({*ours, *theirs})  # in the same order on all processes
         if _digest(ours.get(name)) != _digest(theirs.get(name))
     ]
     return [f"{saved.folder}: {plural(len(names), 'tensor')}: {', '.join(names)}"] if names else []
 
 
 def _digest(tensor: Any) -> object:
+    """The sha256 of a whole tensor; all processes call it with their parts."""
+    if isinstance(tensor, DTensor):
+        tensor = tensor.full_tensor()
     return tensor is not None and hashlib.sha256(tensor.cpu().numpy()).hexdigest()

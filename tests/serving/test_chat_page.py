@@ -77,7 +77,7 @@ def test_an_answer_is_shown_as_text_and_nothing_else_is_requested(page, server, 
         for path in ("/", "/v1/models", "/v1/chat/completions")
     ]
     # the first tab
-    assert [url for url in page.requests() if not url.startswith(("data:", "chrome:"))] == own
+    assert [url for url in page.requests() if not url.startswith(("data:", "chrome"))] == own
     assert page.errors() == []
 
 

@@ -1,6 +1,7 @@
 """`train.gradient_groups`: the same bytes on any number of processes, also if it changes."""
 
 import functools
+import json
 import random
 from pathlib import Path
 
@@ -9,12 +10,12 @@ import pytest
 import torch
 
 from assertions import assert_same_experiment, file_contents, numbers
-from nanogpt_hf.commands import main
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.distributed.gradient_tree import GradientTree
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
+from nanogpt_hf.training.checkpoint import read_checkpoint
 
 KNOBS = {
     "train.gradient_groups": 4,
@@ -27,7 +28,7 @@ KNOBS = {
     "tracking.layers": True,
 }
 FEATURES = {
-    "gpt2": {"model.dropout": 0.1, "model.n_embd": 20},
+    "gpt2": {"model.dropout": 0.1, "model.n_embd": 18},
     "llama, Muon": {
         "model.architecture": "llama",
         "model.n_kv_head": 1,
@@ -36,6 +37,14 @@ FEATURES = {
     },
     "mixture": {"model.dropout": 0.1},
     "LoRA": {"lora.rank": 2, "lora.dropout": 0.1},
+}
+LAYOUTS = {
+    "one": ("cpu",),
+    "DDP 2": ("cpu_ddp", "--num_processes=2"),
+    "DDP 4": ("cpu_ddp", "--num_processes=4"),
+    "FSDP2 2": ("fsdp2", "--num_processes=2"),
+    "FSDP2 4": ("fsdp2", "--num_processes=4"),
+    "HSDP 2 × 2": ("hsdp", "--num_processes=4"),
 }
 
 
@@ -67,66 +76,114 @@ def trained(tmp_path_factory, words_of, launch_warm):
     """A feature's run on a number of processes, trained once."""
 
     @functools.cache
-    def trained(feature: str, processes: int) -> RunFolder:
+    def trained(feature: str, layout: str) -> RunFolder:
         run = tmp_path_factory.mktemp("run") / "run"
-        return launch(launch_warm, words_of(feature, run), processes)
+        return launch(launch_warm, words_of(feature, run), layout)
 
     return trained
 
 
-def launch(launch_warm, words: list[str], processes: int, **options) -> RunFolder:
-    count = [f"--num_processes={processes}"] if processes > 1 else []
-    machine = "cpu_ddp" if processes > 1 else "cpu"
+def launch(launch_warm, words: list[str], layout: str, **options) -> RunFolder:
+    machine, *count = LAYOUTS[layout]
     return launch_warm(machine, *words, machine_options=count, **options)
 
 
 def contents(run: RunFolder) -> dict[str, bytes]:
-    """The tensors of all checkpoints and models, as they are on the disk."""
-    files = file_contents(run.path)
-    return {name: data for name, data in files.items() if name.endswith(".safetensors")}
+    """The tensors of all checkpoints, and the files of models."""
+    found = {name: data for name, data in file_contents(run.path).items() if "model." in name}
+    for folder in run.checkpoint_folders():
+        saved = read_checkpoint(folder)
+        for name, tensor in (dict(saved.weights) | dict(saved.optimizer_state)).items():
+            found[f"{folder.name}/{name}"] = tensor.numpy().tobytes()
+    return {name: data for name, data in found.items() if not name.startswith("checkpoints/")}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("feature", "processes"),
-    [(name, processes) for name in FEATURES for processes in (2, 4)],
+    ("feature", "layout"),
+    [
+        *(("gpt2", layout) for layout in LAYOUTS if layout != "one"),
+        *((feature, "FSDP2 4") for feature in FEATURES if feature != "gpt2"),
+        *(
+            pytest.param(feature, layout, marks=pytest.mark.exhaustive)
+            for feature in FEATURES
+            for layout in LAYOUTS
+            if feature != "gpt2" and layout not in ("one", "FSDP2 4")
+        ),
+    ],
 )
-def test_processes_end_with_the_bytes_of_one(trained, feature, processes):
-    one, several = trained(feature, 1), trained(feature, processes)
+def test_processes_end_with_the_bytes_of_one(trained, feature, layout):
+    one, several = trained(feature, "one"), trained(feature, layout)
     assert len(contents(one)) >= 14
     assert contents(several) == contents(one)
     assert numbers(several) == numbers(one)
-    assert (read_starts(one)[0]["processes"], read_starts(several)[0]["processes"]) == (
-        1,
-        processes,
-    )
+    assert read_starts(several)[0]["processes"] > read_starts(one)[0]["processes"] == 1
 
 
 @pytest.mark.slow
-def test_run_of_four_processes_is_verified_on_one(trained, forget_accelerate, capsys):
-    forget_accelerate()
-    assert main(["verify", str(trained("mixture", 4).path), "--steps", "2:12"]) == 0
-    assert capsys.readouterr().out.endswith("\nsteps 2 to 12: equal\n")
+@pytest.mark.parametrize("layout", ["one", "DDP 2", "FSDP2 2"])
+def test_run_of_four_processes_is_verified_on_fewer(trained, launch_warm, layout):
+    def equal(status: int, output: str) -> None:
+        assert status == 0, output
+        assert "\nsteps 2 to 12: equal\n" in output
+
+    words = ["verify", str(trained("gpt2", "FSDP2 4").path), "--steps", "2:12"]
+    launch(launch_warm, words, layout, ends_with=equal)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("feature", ["gpt2", pytest.param("llama, Muon", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("layout", ["DDP 2", pytest.param("FSDP2 2", marks=pytest.mark.slow)])
+def test_plain_run_is_verified_on_the_same_processes(words_of, launch_warm, tmp_path, layout):
+    words = [*words_of("gpt2", tmp_path / "run"), "--train.gradient_groups", "null"]
+    run = launch(launch_warm, words, layout)
+    events = [json.loads(line) for line in run.metrics.read_text().splitlines()]
+
+    def verified(expected: int, lines: str) -> None:
+        def check(status: int, output: str) -> None:
+            assert status == expected, output
+            assert lines in output
+
+        launch(launch_warm, ["verify", str(run.path), "--sample", "2"], layout, ends_with=check)
+
+    verified(0, "\nsteps 8 to 10: equal\nsteps 10 to 12: equal\n")
+    for event in events:
+        if event["step"] == 9 and "train/loss" in event:
+            event["train/loss"] *= 1 + 1e-15
+    run.metrics.write_text("".join(json.dumps(event) + "\n" for event in events))
+    verified(1, "\nstep 9: differs\n  train/loss: recorded ")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize(
+    ("feature", "moves"),
+    [
+        ("gpt2", ("one", "DDP 4", "FSDP2 2")),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (
+                ("gpt2", ("one", "FSDP2 4", "DDP 2")),
+                ("llama, Muon", ("one", "DDP 4", "DDP 2")),
+                ("llama, Muon", ("one", "FSDP2 4", "FSDP2 2")),
+            )
+        ),
+    ],
+)
 def test_run_killed_and_moved_ends_with_the_bytes_of_one_process(
-    trained, words_of, launch_warm, tmp_path, feature
+    trained, words_of, launch_warm, tmp_path, feature, moves
 ):
     def killed(status: int, output: str) -> None:
         assert status == 9, output
 
     words = words_of(feature, tmp_path / "run")
-    for processes, change in ((1, 60), (4, 60)):
-        launch(
-            launch_warm, words, processes, FAULT=f"0:killed:{change}", RANK="0", ends_with=killed
-        )
-    run = launch(launch_warm, words, 2)
+    for layout in moves[:-1]:
+        change = 100 if layout == "FSDP2 4" else 60  # of a folder; each shard is a file
+        fault = {"FAULT": f"0:killed:{change}", "RANK": "0"}
+        launch(launch_warm, words, layout, ends_with=killed, **fault)
+    run = launch(launch_warm, words, moves[-1])
     starts = [(start["processes"], start["step"]) for start in read_starts(run)]
     assert [processes for processes, _ in starts] == [1, 4, 2]
     assert 0 == starts[0][1] < starts[1][1] < starts[2][1] < 12
-    one = trained(feature, 1)
+    one = trained(feature, "one")
     assert contents(run) == contents(one)
     assert numbers(run) == numbers(one)
 
@@ -145,8 +202,9 @@ def test_branches_of_processes_are_those_of_one_tree(processes):
     values = [3e7, 1.0, -3e7, 1.0, 5e6, 1e-3, -5e6, 0.1, 1.0, 7e7, 0.3, -7e7, 0.7, 2e7, -2e7, 3.0]
 
     def summed(values: list[float], per_group: int) -> tuple[float, float]:
-        weight = torch.nn.Parameter(torch.zeros(1))
-        tree = GradientTree([weight], per_group)
+        model = torch.nn.ParameterDict({"weight": torch.zeros(1)})
+        weight = model["weight"]
+        tree = GradientTree(model, [weight], per_group)
         for value in values:
             (weight * value).backward()
             tree.add(torch.tensor(2 * value))
@@ -160,21 +218,37 @@ def test_branches_of_processes_are_those_of_one_tree(processes):
     assert expected[1] == 2 * expected[0]
 
 
-def test_micro_batches_of_a_group_are_the_same_on_any_number_of_ranks():
-    def drawn(ranks: int) -> list[int]:
-        shares = (
+@pytest.mark.parametrize("turn", ["whole models", "shards"])
+def test_micro_batches_of_a_group_are_the_same_on_any_number_of_ranks(turn):
+    per_group, groups = 2, 4
+
+    def drawn(ranks: int) -> list[list[int]]:
+        """The micro-batches of each group, in their order, by the group's place in the tree."""
+        each = groups * per_group // ranks
+        shares = [
             Batches(
                 TokenBlocks(TokenStream([np.arange(9)]), 1),
                 order="shuffled",
                 seed=0,
                 micro_batch_size=1,
-                accumulation=8 // ranks,
+                accumulation=each,
                 dp_rank=rank,
                 dp_size=ranks,
-                contiguous=True,
+                turn=each if turn == "whole models" else per_group,
             )
             for rank in range(ranks)
-        )
-        return [share.micro_batch_number(n) for share in shares for n in range(8 // ranks)]
+        ]
+        of = [
+            [share.micro_batch_number(n + i) for i in range(per_group)]
+            for share in shares
+            for n in range(0, each, per_group)
+        ]
+        if turn == "shards":  # all ranks take one group each, then the next
+            of = [
+                of[rank * (each // per_group) + n]
+                for n in range(each // per_group)
+                for rank in range(ranks)
+            ]
+        return of
 
-    assert drawn(1) == drawn(2) == drawn(4) == list(range(8))
+    assert drawn(1) == drawn(2) == drawn(4) == [[0, 1], [2, 3], [4, 5], [6, 7]]

@@ -15,6 +15,7 @@ from assertions import at_step, file_contents, replace_step
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import read_column
+from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_events
 from nanogpt_hf.runs.provenance import add_start, read_starts, recording_verification
@@ -81,7 +82,7 @@ def test_all_segments_are_sampled_if_there_are_fewer(run, verify):
 def test_estimate_is_the_time_of_all_processes(run):
     seconds = [read_checkpoint(run.checkpoint(step)).state.seconds for step in (2, 8)]
     add_start(run, read_starts(run)[0] | {"processes": 3})
-    assert seconds_to_repeat(run, [(2, 8)]) == 3 * (seconds[1] - seconds[0]) > 0
+    assert seconds_to_repeat(run, [(2, 8)], Mesh()) == 3 * (seconds[1] - seconds[0]) > 0
 
 
 def test_record_of_a_run_that_was_overwritten_is_lost(run):
