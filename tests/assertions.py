@@ -14,12 +14,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from nanogpt_hf.checkpoint.reader import find_checkpoint, load_checkpoint
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import methods
-from nanogpt_hf.training.checkpoint import find_checkpoint, load_checkpoint
 
 # Knobs of a recipe whose runs `assert_same_experiment` compares.
 EXPERIMENT = {

@@ -401,7 +401,7 @@ def browser(tmp_path_factory):
 @pytest.fixture(scope="session")
 def save_checkpoint():
     """A function that saves a checkpoint and waits until it is complete."""
-    from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
+    from nanogpt_hf.checkpoint.writer import CheckpointWriter
 
     def save(accelerator, model, optimizer, state, run, keep) -> None:
         writer = CheckpointWriter(accelerator, run, keep)

@@ -19,9 +19,9 @@ from accelerate.utils import gather
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from nanogpt_hf.bench.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.data.prepared import PreparedData
-from nanogpt_hf.data.synthetic import prepared_if_any, synthetic_data
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.optim.schedule import learning_rate_at
 from nanogpt_hf.planning.transfers import all_gather_bytes, all_reduce_bytes

@@ -24,6 +24,7 @@ from nanogpt_hf.bench.clock import (
     time_of,
     warm_up,
 )
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.distributed.accelerator import describe_machine
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_bytes, plural
@@ -32,7 +33,6 @@ from nanogpt_hf.planning.hardware import peak_flops
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.micro_batch import peak_memory
 
 _TRACED_STEPS = 5

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
-from nanogpt_hf.commands import console
+from nanogpt_hf import console
 from nanogpt_hf.cpu import limit_spinning
 from nanogpt_hf.distributed.environment import check_environment
 from nanogpt_hf.distributed.mesh import Mesh
@@ -72,15 +72,16 @@ COMMANDS = {
         writes_alone=True,
     ),
     "report": Command("write a run's report.html", "compare", writes_alone=True),
-    "verify": Command("repeat steps of a run, and compare them with what it recorded"),
+    "verify": Command("repeat steps of a run, and compare them with what it recorded", "replay"),
     "branch": Command(
         "start a new run from a checkpoint of another, with other knobs",
+        "replay",
         knobs=True,
         writes_alone=True,
     ),
     "inspect": Command(
         "show the text that a step saw, with its losses; find the steps of a text",
-        "sequences",  # the name of Python's own module is taken
+        "replay",
         writes_alone=True,
     ),
     "export": Command(

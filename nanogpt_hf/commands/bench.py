@@ -14,8 +14,8 @@ from nanogpt_hf.commands.arguments import (
     add_optional_recipe_argument,
     load_optional_recipe,
 )
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.values import bounded
+from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.runs.files import output_file, output_target, write_json
 
@@ -54,7 +54,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
         summary_lines,
         write_trace,
     )
-    from nanogpt_hf.data.synthetic import small_config
+    from nanogpt_hf.bench.synthetic import small_config
     from nanogpt_hf.distributed.accelerator import build_accelerator
     from nanogpt_hf.runs.folder import RunFolder
 

@@ -5,8 +5,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanogpt_hf.commands.arguments import add_json_argument, add_option
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.sources import source_text
+from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import align
 from nanogpt_hf.runs.files import output_file, output_target, write_json

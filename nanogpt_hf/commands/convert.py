@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.commands.arguments import add_model_argument, add_option
-from nanogpt_hf.commands.console import show
+from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
 from nanogpt_hf.runs.find import find_model
 

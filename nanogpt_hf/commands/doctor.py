@@ -15,7 +15,7 @@ from nanogpt_hf.commands.arguments import (
     add_optional_recipe_argument,
     load_optional_recipe,
 )
-from nanogpt_hf.commands.console import show
+from nanogpt_hf.console import show
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,11 +17,11 @@ from nanogpt_hf.commands.arguments import (
     list_knobs,
     load_text_recipe,
 )
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import stated_knobs
 from nanogpt_hf.config.schema import replace_knobs
 from nanogpt_hf.config.values import bounded
+from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
 from nanogpt_hf.formatting import format_bytes
 from nanogpt_hf.runs.files import output_file, output_target, write_json

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from nanogpt_hf.commands.arguments import add_json_argument, add_model_argument, add_option
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.values import bounded
+from nanogpt_hf.console import show
 from nanogpt_hf.evaluation import table
 from nanogpt_hf.evaluation.base import Loaded, Request, Subject
 from nanogpt_hf.formatting import shows_bars

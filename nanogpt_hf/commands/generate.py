@@ -20,8 +20,8 @@ from nanogpt_hf.commands.arguments import (
     open_model,
     sampling_options,
 )
-from nanogpt_hf.commands.console import show, show_text
 from nanogpt_hf.config.values import bounded
+from nanogpt_hf.console import show, show_text
 from nanogpt_hf.errors import DataError, UserError
 
 if TYPE_CHECKING:

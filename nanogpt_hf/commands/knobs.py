@@ -6,8 +6,8 @@
 import argparse
 
 from nanogpt_hf.commands.arguments import add_json_argument
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.knobs import knob_lines, knob_schema
+from nanogpt_hf.console import show
 from nanogpt_hf.runs.files import write_json
 
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 import yaml
 
-from nanogpt_hf.commands.console import show, show_end
+from nanogpt_hf.console import show, show_end
 from nanogpt_hf.distributed.environment import check_accelerate_config, check_environment
 from nanogpt_hf.errors import EXIT_STOPPED, EXIT_USER_ERROR, UserError, did_you_mean, one_line
 

@@ -8,8 +8,8 @@ import argparse
 from pathlib import Path
 
 from nanogpt_hf.commands.arguments import add_flags, add_option
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.checks import REPO_ID
+from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.runs.find import find_model

@@ -20,7 +20,7 @@ from nanogpt_hf.commands.arguments import (
     add_recipe_argument,
     list_knobs,
 )
-from nanogpt_hf.commands.console import show
+from nanogpt_hf.console import show
 from nanogpt_hf.formatting import plural
 from nanogpt_hf.runs.files import write_json
 

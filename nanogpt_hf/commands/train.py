@@ -15,12 +15,12 @@ from nanogpt_hf.commands.arguments import (
     list_knobs,
     load_text_recipe,
 )
-from nanogpt_hf.commands.console import show
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.finetune import POLICY, PREFERENCES
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.console import show
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.training.finetuning import check_tokenizer, finetune_config

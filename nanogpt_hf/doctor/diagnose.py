@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from nanogpt_hf.bench.synthetic import small_config, vocab_size_of
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.cpu import share_threads
-from nanogpt_hf.data.synthetic import small_config, vocab_size_of
 from nanogpt_hf.distributed.accelerate_config import requested_settings
 from nanogpt_hf.distributed.accelerator import actual_settings, build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh

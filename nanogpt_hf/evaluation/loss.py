@@ -19,8 +19,7 @@ from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.base import Subject
 from nanogpt_hf.evaluation.corpus import Corpus
-from nanogpt_hf.model.architecture import architecture_of
-from nanogpt_hf.model.objective import Objective
+from nanogpt_hf.model.architecture import Objective, architecture_of
 from nanogpt_hf.runs.state import MeasuredLoss
 
 _RESAMPLES = 1000

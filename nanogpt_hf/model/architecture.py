@@ -6,9 +6,14 @@ classes or layers of a model, except the importers and exporters of one format.
 
 A decoder of transformers needs no code (decoders.py). A model that is no class of transformers:
 write a subclass of Architecture as in gpt2.py, and list it by its config class.
+
+An objective is a function from a model and a batch to the summed loss of a micro-batch and further
+metrics. A row without targets (all of `shift_labels` -100) adds nothing: evaluations pad batches by
+such.
 """
 
 import re
+from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -21,6 +26,9 @@ from nanogpt_hf.model.decoders import Architecture
 from nanogpt_hf.model.gpt2 import GPT2Architecture
 
 __all__ = ["Architecture", "padding_rows"]
+
+Metrics = dict[str, torch.Tensor]  # sums over the micro-batch's targets, by name
+Objective = Callable[[torch.nn.Module, dict[str, torch.Tensor]], tuple[torch.Tensor, Metrics]]
 
 # All other configs are those of decoders of transformers.
 ARCHITECTURES: dict[type, type[Architecture]] = {GPTConfig: GPT2Architecture}
@@ -85,3 +93,23 @@ _PARTS = (
 def part_of(name: str) -> str:
     """The part of a model that a parameter belongs to, for a table: `attention`, `MLP`, ..."""
     return next((part for pattern, part in _PARTS if re.search(pattern, name)), "norms")
+
+
+def next_token_loss(
+    model: torch.nn.Module, batch: dict[str, torch.Tensor], balance: float = 0.0
+) -> tuple[torch.Tensor, Metrics]:
+    """Cross-entropy of the next token, summed over the batch's targets, in nats.
+
+    In training, a mixture of experts adds `balance` times its balance loss.
+    """
+    out = model(**batch, num_items_in_batch=1, skip_logits=True, use_cache=False)
+    routing = getattr(out, "routing", None)
+    if routing is None:
+        assert not (balance and torch.is_grad_enabled()), "its routers do not show their logits"
+        return out.loss, {}
+    loss = out.loss + balance * routing.balance if balance else out.loss
+    return loss, {
+        "balance_loss": routing.balance,
+        "router_entropy": routing.entropy,
+        "expert_load": routing.load,
+    }

@@ -5,7 +5,7 @@ completions.
 import torch
 
 from nanogpt_hf.config.schema import RlSection
-from nanogpt_hf.model.objective import Metrics, Objective
+from nanogpt_hf.model.architecture import Metrics, Objective
 
 _EPSILON = 1e-4  # added to the deviation of a group, which may be 0; TRL's
 

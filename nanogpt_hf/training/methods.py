@@ -18,7 +18,7 @@ from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.evaluation.answers import Answers
 from nanogpt_hf.evaluation.loss import evaluate_data
 from nanogpt_hf.formatting import format_number
-from nanogpt_hf.model.objective import Objective, next_token_loss
+from nanogpt_hf.model.architecture import Objective, next_token_loss
 from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs

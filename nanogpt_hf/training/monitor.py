@@ -11,14 +11,14 @@ from dataclasses import dataclass
 import torch
 from accelerate import Accelerator
 
+from nanogpt_hf.checkpoint.reader import recovery_advice
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import DivergedError, UserError
 from nanogpt_hf.evaluation.base import Measure, Subject
 from nanogpt_hf.export.background_push import BackgroundPush
 from nanogpt_hf.reports.live import LiveReports
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.checkpoint import recovery_advice
-from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.layer_stats import LayerStats
 from nanogpt_hf.training.micro_batch import peak_memory
 from nanogpt_hf.training.run import Evaluated, Run

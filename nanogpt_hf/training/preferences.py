@@ -38,7 +38,7 @@ from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.errors import DataError
 from nanogpt_hf.evaluation.loss import eval_mode, evaluation_indices, rank_batches
 from nanogpt_hf.formatting import format_number
-from nanogpt_hf.model.objective import Metrics, Objective
+from nanogpt_hf.model.architecture import Metrics, Objective
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.training.run import Evaluated, Run, StepResult, start_model_of
 from nanogpt_hf.training.step import train_step

@@ -19,6 +19,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
+from nanogpt_hf.checkpoint.reader import Checkpoint, find_checkpoint, load_checkpoint
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
@@ -54,7 +55,6 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.provenance import continue_on
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.checkpoint import Checkpoint, find_checkpoint, load_checkpoint
 from nanogpt_hf.training.methods import method_of
 from nanogpt_hf.training.micro_batch import (
     build_batches,

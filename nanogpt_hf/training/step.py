@@ -15,8 +15,8 @@ from nanogpt_hf.distributed.accelerator import (
 from nanogpt_hf.distributed.context_parallel import own_positions
 from nanogpt_hf.distributed.gradient_tree import GradientTree
 from nanogpt_hf.distributed.pipeline import Pipeline
+from nanogpt_hf.model.architecture import Metrics
 from nanogpt_hf.model.experts import load_figures
-from nanogpt_hf.model.objective import Metrics
 from nanogpt_hf.optim.optimizer import set_learning_rate, skip_step_unless_finite
 from nanogpt_hf.training.run import Run, StepResult
 

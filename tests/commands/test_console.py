@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from arguments import argv
 from forked import Forked
-from nanogpt_hf.commands import console
+from nanogpt_hf import console
 from nanogpt_hf.runs.folder import RunFolder
 
 LOGGER = logging.getLogger("nanogpt_hf.training.somewhere")

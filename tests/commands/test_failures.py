@@ -14,7 +14,8 @@ import torch
 
 from arguments import argv
 from assertions import replace_step
-from nanogpt_hf.commands import console, main
+from nanogpt_hf import console
+from nanogpt_hf.commands import main
 from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.training import micro_batch, start
 from nanogpt_hf.training.step import train_step

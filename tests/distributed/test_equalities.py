@@ -19,10 +19,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from assertions import CHUNKS, copy_at
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.long
 STEPS = 3

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.runs.folder import RunFolder
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.long
 OPTIONS = {

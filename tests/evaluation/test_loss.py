@@ -20,7 +20,7 @@ from nanogpt_hf.evaluation.loss import (
     evaluation_indices,
 )
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
-from nanogpt_hf.model.objective import next_token_loss
+from nanogpt_hf.model.architecture import next_token_loss
 from nanogpt_hf.runs.state import MeasuredLoss
 
 

@@ -15,7 +15,12 @@ from nanogpt_hf.config.schema import Config, ModelSection, OptimSection
 from nanogpt_hf.distributed import expert_parallel
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import loss_gpt
-from nanogpt_hf.model.architecture import architecture_of, count_parameters, saved_buffers
+from nanogpt_hf.model.architecture import (
+    architecture_of,
+    count_parameters,
+    next_token_loss,
+    saved_buffers,
+)
 from nanogpt_hf.model.build import (
     build_config,
     build_model,
@@ -24,7 +29,6 @@ from nanogpt_hf.model.build import (
     load_model,
 )
 from nanogpt_hf.model.experts import experts_of, load_figures, products
-from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.muon import Stored, matrices, orthogonalize
 from nanogpt_hf.optim.optimizer import build_optimizer, set_learning_rate
 

@@ -7,9 +7,9 @@ import torch
 from safetensors.torch import load_file
 
 from assertions import assert_same_experiment, copy_at
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.tensor_files import TensorFiles
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.long
 KNOBS = {

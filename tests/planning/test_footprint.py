@@ -12,16 +12,16 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
+from nanogpt_hf.bench.synthetic import synthetic_tokens
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.schema import Config, LoraSection, ModelSection, OptimSection
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks
-from nanogpt_hf.data.synthetic import synthetic_tokens
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM, loss_gpt
-from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.architecture import architecture_of, next_token_loss
 from nanogpt_hf.model.build import build_config
 from nanogpt_hf.model.lora import add_adapters
-from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.model.recompute import recompute_blocks
 from nanogpt_hf.model.written_out import write_out_attention
 from nanogpt_hf.optim.optimizer import build_optimizer
@@ -38,7 +38,6 @@ from nanogpt_hf.planning.footprint import (
 from nanogpt_hf.planning.placement import Placement
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.step import train_step
 

@@ -15,12 +15,12 @@ from accelerate.utils.other import get_free_port
 
 from cpu_ring import allow_cpu_ring
 from nanogpt_hf.bench.clock import communicated_bytes
+from nanogpt_hf.bench.synthetic import synthetic_data
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config
-from nanogpt_hf.data.synthetic import synthetic_data
 from nanogpt_hf.distributed.accelerator import build_accelerator
 from nanogpt_hf.distributed.mesh import Mesh
-from nanogpt_hf.model.objective import next_token_loss
+from nanogpt_hf.model.architecture import next_token_loss
 from nanogpt_hf.planning.estimate import estimate, planned_model
 from nanogpt_hf.planning.footprint import LOSS
 from nanogpt_hf.planning.placement import Placement

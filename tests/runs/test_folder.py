@@ -116,7 +116,7 @@ def test_overwrite_follows_link_to_checkpoints_and_keeps_other_files(pretrain, r
 def test_auto_resume_restarts_run_killed_before_first_checkpoint(
     pretrain, tmp_path, monkeypatch, evaluations
 ):
-    from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
+    from nanogpt_hf.checkpoint.writer import CheckpointWriter
 
     class Killed(BaseException):
         pass

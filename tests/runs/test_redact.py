@@ -8,7 +8,8 @@ import sys
 
 import pytest
 
-from nanogpt_hf.commands import console, main
+from nanogpt_hf import console
+from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.export.hub import push
 from nanogpt_hf.reports.page import render

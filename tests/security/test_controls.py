@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from nanogpt_hf.commands import console, main
-from nanogpt_hf.commands.console import escape_controls
+from nanogpt_hf import console
+from nanogpt_hf.commands import main
+from nanogpt_hf.console import escape_controls
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 

@@ -28,13 +28,14 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 import operations
+from nanogpt_hf.checkpoint import writer
 from nanogpt_hf.commands import main
 from nanogpt_hf.commands import train as command  # noqa: F401
 from nanogpt_hf.evaluation import loss
 from nanogpt_hf.model.modeling_gpt import GPTForCausalLM
 from nanogpt_hf.reports import live
 from nanogpt_hf.runs import files
-from nanogpt_hf.training import checkpoint_writer, start, step  # noqa: F401
+from nanogpt_hf.training import start, step  # noqa: F401
 
 torch.set_num_threads(1)
 flush = os.fsync
@@ -44,7 +45,7 @@ os.fsync = lambda descriptor: None  # a killed process loses nothing that it has
 PLACES = {
     "training": (step, "accumulate", 8),
     "evaluating": (loss, "pad_batch", 12),
-    "writing a checkpoint": (checkpoint_writer, "write_tensors", 3),
+    "writing a checkpoint": (writer, "write_tensors", 3),
     "flushing a checkpoint": (files, "flush", 8),
     "dropping an old checkpoint": (files.shutil, "rmtree", 1),
     "writing best": (GPTForCausalLM, "save_pretrained", 1),

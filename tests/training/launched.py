@@ -24,17 +24,17 @@ from accelerate.utils import DistributedType
 import cpu_ring
 import more_optimizers
 import operations
+from nanogpt_hf.checkpoint import reader, writer
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.commands import main
 from nanogpt_hf.distributed import deepspeed, full_state, rendezvous
 from nanogpt_hf.model import loss_gpt
 from nanogpt_hf.reports import live
-from nanogpt_hf.training import checkpoint, checkpoint_writer
-from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 
 save, configure_deepspeed, file_digest = (
     CheckpointWriter.save,
     deepspeed.configure,
-    checkpoint.file_digest,
+    reader.file_digest,
 )
 flush = os.fsync
 ending: list = []  # functions to call at the end
@@ -120,14 +120,14 @@ def prepare_fault(rank: str, kind: str, number: str, arguments: list[str]) -> No
         count = operations.fail_at(run.parent, int(number), getattr(errno, kind), report)
         ending.append(lambda: os.write(report, f"\n{count()}".encode()))
         return
-    calls, write = itertools.count(1), checkpoint_writer.write_tensors
+    calls, write = itertools.count(1), writer.write_tensors
 
     def write_tensors(*parts):
         if next(calls) > 2 * (int(number) - 1):  # two files per checkpoint
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return write(*parts)
 
-    checkpoint_writer.write_tensors = write_tensors
+    writer.write_tensors = write_tensors
 
 
 def run(arguments: list[str]) -> None:
@@ -150,7 +150,7 @@ def run(arguments: list[str]) -> None:
     elif "--run-dir" in arguments and not ending:
         CheckpointWriter.save = recording
     deepspeed.configure = sharding_small_parameters
-    checkpoint.file_digest = recording_digest
+    reader.file_digest = recording_digest
     live.draw_run = lambda *_: None  # the plot takes longer than the training
     rendezvous.HEARTBEAT = 1.0  # how long a process waits for one that is lost
     loss_gpt.LOGITS_PER_CHUNK = int(os.environ.get("LOGITS_PER_CHUNK", loss_gpt.LOGITS_PER_CHUNK))

@@ -10,12 +10,13 @@ import threading
 import pytest
 
 from assertions import at_step
+from nanogpt_hf.checkpoint import writer
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
-from nanogpt_hf.training import checkpoint_writer, loop
-from nanogpt_hf.training.checkpoint import read_checkpoint
+from nanogpt_hf.training import loop
 
-write_tensors = checkpoint_writer.write_tensors
+write_tensors = writer.write_tensors
 
 pytestmark = pytest.mark.long
 
@@ -43,7 +44,7 @@ def hold_writes(monkeypatch) -> threading.Event:
         assert event.wait(60), "training waits for the write"
         return write_tensors(*arguments)
 
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", write)
+    monkeypatch.setattr(writer, "write_tensors", write)
     return event
 
 
@@ -51,7 +52,7 @@ def fail_writes(monkeypatch) -> None:
     def write(*arguments):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(checkpoint_writer, "write_tensors", write)
+    monkeypatch.setattr(writer, "write_tensors", write)
 
 
 def test_training_continues_while_a_checkpoint_is_written(pretrain, run, monkeypatch):

@@ -7,10 +7,10 @@ import pytest
 
 from arguments import argv
 from assertions import file_contents, numbers
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.long
 

@@ -11,6 +11,7 @@ from accelerate import Accelerator
 from safetensors.torch import load_file, save_file
 
 from assertions import load_newest
+from nanogpt_hf.checkpoint import reader, writer
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.errors import RunFolderError
@@ -19,7 +20,6 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs import files, folder
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
-from nanogpt_hf.training import checkpoint, checkpoint_writer
 
 
 @pytest.fixture
@@ -121,7 +121,7 @@ def test_damaged_checkpoint_is_named_and_older_one_loaded(
 
 @pytest.mark.parametrize(
     ("module", "step"),
-    [(checkpoint_writer, "write_tensors"), (files, "flush"), (checkpoint_writer, "file_digest")],
+    [(writer, "write_tensors"), (files, "flush"), (writer, "file_digest")],
 )
 def test_save_on_full_disk_keeps_older_checkpoints(run, monkeypatch, module, step, save_checkpoint):
     parts = build_training()
@@ -146,7 +146,7 @@ def rewrite(folder, file: str, content) -> None:
     else:
         (folder / file).write_text(content if isinstance(content, str) else json.dumps(content))
     sums = {
-        path.name: checkpoint.file_digest(path)
+        path.name: reader.file_digest(path)
         for path in folder.iterdir()
         if path.name != "checksums.json"
     }

@@ -8,9 +8,9 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from assertions import column
+from nanogpt_hf.checkpoint import writer
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.commands import main
-from nanogpt_hf.training import checkpoint_writer
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = pytest.mark.long
 
@@ -49,8 +49,8 @@ def test_non_finite_checkpoint_is_not_saved(pretrain, monkeypatch, part):
     end = "ln_f.weight" if part == "model" else "ln_f.weight.exp_avg_sq"
     name = f"transformer.{end}"
     owner, function = {
-        "model": (checkpoint_writer, "own_weights"),
-        "optimizer": (checkpoint_writer.FullState, "own_optimizer_state"),
+        "model": (writer, "own_weights"),
+        "optimizer": (writer.FullState, "own_optimizer_state"),
     }[part]
     saved = getattr(owner, function)
 

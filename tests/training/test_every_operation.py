@@ -11,6 +11,7 @@ from accelerate import Accelerator
 
 import operations
 from assertions import load_newest
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.schema import OptimSection
 from nanogpt_hf.data.tokenizer import char_tokenizer
 from nanogpt_hf.errors import RunFolderError
@@ -19,7 +20,6 @@ from nanogpt_hf.model import GPTConfig, GPTForCausalLM
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import MeasuredLoss, TrainState
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 pytestmark = [
     pytest.mark.long,

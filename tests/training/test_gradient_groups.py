@@ -10,12 +10,12 @@ import pytest
 import torch
 
 from assertions import assert_same_experiment, file_contents, numbers
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.data.batches import Batches
 from nanogpt_hf.data.blocks import TokenBlocks, TokenStream
 from nanogpt_hf.distributed.gradient_tree import GradientTree
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.provenance import read_starts
-from nanogpt_hf.training.checkpoint import read_checkpoint
 
 KNOBS = {
     "train.gradient_groups": 4,

@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from assertions import at_step, column, copy_at, replace_step, same_weights, weights
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.prepare import prepare
@@ -27,7 +28,6 @@ from nanogpt_hf.model import GPTForCausalLM
 from nanogpt_hf.model.build import build_config, build_model
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.training import tracking
-from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.step import train_step
 from nanogpt_hf.training.tracking import read_metrics
 

@@ -13,6 +13,7 @@ import torch
 from accelerate import Accelerator
 from safetensors.torch import load_file
 
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.load import load_config
@@ -24,7 +25,6 @@ from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import micro_batch, step
-from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.micro_batch import largest_micro_batch, memory_advice, next_size
 from nanogpt_hf.training.start import prepare_run
 

@@ -9,13 +9,13 @@ from accelerate import Accelerator
 from safetensors.torch import load_file
 
 from assertions import column, replace_step, same_weights
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training import loop
-from nanogpt_hf.training.checkpoint_writer import CheckpointWriter
 from nanogpt_hf.training.monitor import Monitor
 from nanogpt_hf.training.start import prepare_run
 from nanogpt_hf.training.step import train_step

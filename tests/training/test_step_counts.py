@@ -19,9 +19,8 @@ from nanogpt_hf.distributed.accelerator import prepared_blocks
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.evaluation.loss import evaluate_blocks
 from nanogpt_hf.model import GPTConfig, loss_gpt
-from nanogpt_hf.model.architecture import architecture_of
+from nanogpt_hf.model.architecture import architecture_of, next_token_loss
 from nanogpt_hf.model.build import build_config
-from nanogpt_hf.model.objective import next_token_loss
 from nanogpt_hf.optim.optimizer import build_optimizer
 from nanogpt_hf.runs.state import TrainState
 from nanogpt_hf.training.micro_batch import build_batches

@@ -12,17 +12,17 @@ from safetensors.torch import load_file, save_file
 
 from arguments import argv
 from assertions import at_step, file_contents, replace_step
+from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, file_digest, read_checkpoint
 from nanogpt_hf.commands import main
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.data.blocks import read_column
 from nanogpt_hf.distributed.mesh import Mesh
+from nanogpt_hf.replay.verify import seconds_to_repeat
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_events
 from nanogpt_hf.runs.provenance import add_start, read_starts, recording_verification
 from nanogpt_hf.training import step as steps
-from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_checkpoint
 from nanogpt_hf.training.start import prepare_run
-from nanogpt_hf.training.verify import seconds_to_repeat
 
 pytestmark = pytest.mark.long
 

@@ -6,6 +6,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from nanogpt_hf.checkpoint.reader import CHECKSUMS, STATE, file_digest, read_checkpoint
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.errors import UserError
@@ -14,7 +15,6 @@ from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.identity import run_identity
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import add_start, read_starts
-from nanogpt_hf.training.checkpoint import CHECKSUMS, STATE, file_digest, read_checkpoint
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.start import check_folders
 

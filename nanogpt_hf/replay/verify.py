@@ -16,6 +16,7 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
+from nanogpt_hf.checkpoint.reader import read_checkpoint
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
 from nanogpt_hf.distributed.accelerate_config import requested_precision
@@ -30,7 +31,6 @@ from nanogpt_hf.place import Interrupted, raise_on_signals
 from nanogpt_hf.runs.folder import RunFolder, step_of
 from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
-from nanogpt_hf.training.checkpoint import read_checkpoint
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.run import Run
 from nanogpt_hf.training.start import prepare_run

@@ -20,13 +20,7 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import broadcast_object_list, gather_object
 from torch.distributed.tensor import DTensor
 
-from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
-from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
-from nanogpt_hf.runs.files import partial_of, replaced_folder
-from nanogpt_hf.runs.folder import VERSION, RunFolder
-from nanogpt_hf.runs.state import TrainState
-from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
-from nanogpt_hf.training.checkpoint import (
+from nanogpt_hf.checkpoint.reader import (
     CHECKSUMS,
     MODEL,
     OPTIMIZER,
@@ -34,6 +28,12 @@ from nanogpt_hf.training.checkpoint import (
     file_digest,
     recovery_advice,
 )
+from nanogpt_hf.distributed.full_state import FullState, Tensors, own_weights, scaler_state
+from nanogpt_hf.errors import DivergedError, RunFolderError, Stopped
+from nanogpt_hf.runs.files import partial_of, replaced_folder
+from nanogpt_hf.runs.folder import VERSION, RunFolder
+from nanogpt_hf.runs.state import TrainState
+from nanogpt_hf.runs.tensor_files import Box, NotFiniteError, Part, write_tensors
 
 logger = logging.getLogger(__name__)
 _POLL = 0.05  # seconds between two polls of the thread

@@ -1,0 +1,191 @@
+"""The commands that need a run's steps again: verify, inspect and branch."""
+
+import argparse
+import contextlib
+from pathlib import Path
+
+from nanogpt_hf.commands.arguments import add_json_argument, add_option, list_knobs
+from nanogpt_hf.config.load import load_config
+from nanogpt_hf.config.values import bounded
+from nanogpt_hf.console import show
+from nanogpt_hf.errors import DataError, RunFolderError, UserError
+from nanogpt_hf.formatting import format_duration, plural
+from nanogpt_hf.runs.files import write_json
+from nanogpt_hf.runs.find import find_run
+from nanogpt_hf.runs.folder import RunFolder, step_of
+from nanogpt_hf.runs.identity import is_fixed
+
+_SHOWN = 60  # characters of a text; --json has all
+# fixed while a run is resumed, and free for a branch
+_FREE = ("data.", "train.")
+
+
+def add_verify_arguments(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "run RUN", "a run folder")
+    steps = "from step A to step B; both have checkpoints, or A is 0"
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--steps", metavar="A:B", help=steps, type=_steps)
+    sample = "steps between N pairs of checkpoints, the same ones each time"
+    which.add_argument("--sample", metavar="N", help=sample, type=bounded(int, 1))
+
+
+def _steps(text: str) -> tuple[int, int]:
+    try:
+        first, last = map(int, text.split(":"))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected two steps, A:B, got {text!r}") from None
+    return first, last
+
+
+def run_verify(arguments: argparse.Namespace) -> int:
+    """Repeat steps of a run on this machine, and compare each logged loss and gradient norm and the
+    sha256 of each kept checkpoint's tensors with what the run recorded. verified.jsonl and
+    report.html of the run record the result; nothing else of it is written.
+
+    Without --steps and --sample: from the oldest to the newest kept checkpoint. Exit status 1 if a
+    step differs. A run with train.gradient_groups is repeated on any number of processes that
+    divides them, others on as many as they were trained on: python cli.py launch --config_file F
+    verify RUN.
+    """
+    folder, mesh = find_run(arguments.run), arguments.mesh
+    folder.check_unlocked()
+
+    from nanogpt_hf.checkpoint.reader import OtherFormatError
+    from nanogpt_hf.config.sources import sources_of
+    from nanogpt_hf.data.prepared import check_prepared, require_manifest
+    from nanogpt_hf.replay import verify
+    from nanogpt_hf.reports.page import write_report
+    from nanogpt_hf.runs.provenance import read_starts, recording_verification
+
+    config = verify.recipe_of(folder)
+    verify.check_repeatable(folder, config, mesh)
+    segments = verify.segments_to_verify(folder, arguments.steps, arguments.sample)
+    for source in sources_of(config.data):
+        require_manifest(Path(source.data.dir))
+    texts = [f"{first:,} to {last:,}" for first, last in segments]
+    first, last, differs = segments[0][0], segments[-1][1], ""
+    say = show if mesh.is_main else lambda *_: None
+    recording = recording_verification(folder) if mesh.is_main else contextlib.nullcontext(say)
+    with recording as record:
+        try:
+            seconds = verify.seconds_to_repeat(folder, segments, mesh)
+            about = f"about {format_duration(seconds)} at the run's speed per process"
+            say(f"repeating steps {', '.join(texts)}: {about}")
+            check_prepared(config.data)
+            for (first, last), text in zip(segments, texts, strict=True):
+                with verify.run_at(folder, config, first, mesh) as repeated:
+                    found = verify.first_difference(repeated, folder, last)
+                if found:
+                    step, lines = found
+                    starts = [start.get("step", 0) for start in read_starts(folder)]
+                    if resumed := [at for at in starts if step <= at < last]:
+                        lines.append(
+                            f"the run was resumed at step {resumed[-1]:,}, and recipe.yaml is that "
+                            "of its last start: knobs that changed then explain differences "
+                            "before it"
+                        )
+                    differs = "\n  ".join([f"step {step:,}: differs", *lines])
+                    break
+                say(f"steps {text}: equal")
+                record(first, last, "equal")
+        except OtherFormatError:
+            raise
+        except (DataError, RunFolderError) as error:  # another text, a damaged file
+            differs = f"differs: {error}"
+        if differs:
+            say(differs)
+            record(first, last, differs)
+    with contextlib.suppress(UserError, OSError):  # a folder of another user
+        if mesh.is_main:
+            write_report(folder, folder.report)
+    return 1 if differs else 0
+
+
+def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "run RUN", "a run folder")
+    asked = parser.add_mutually_exclusive_group(required=True)
+    asked.add_argument("--step", metavar="N", type=bounded(int, 1), help="the step; 1 is the first")
+    asked.add_argument("--find", metavar="TEXT", help="a text whose steps are listed")
+    add_json_argument(parser, "the sequences or the steps, with whole texts")
+
+
+def run_inspect(arguments: argparse.Namespace) -> None:
+    """Show what a step of a run saw: each sequence with its place in the data, its text, and its
+    loss under the newest checkpoint before the step, the highest loss first. Nothing is changed.
+
+    --find TEXT lists the steps that saw a text, inside one sequence.
+    """
+    folder = find_run(arguments.run)
+
+    from nanogpt_hf.replay.sequences import sequences_of, steps_with
+    from nanogpt_hf.replay.verify import recipe_of, run_at
+    from nanogpt_hf.runs.metrics import read_metrics
+    from nanogpt_hf.runs.provenance import branched_at
+
+    config, step, text = recipe_of(folder), arguments.step, arguments.find
+    kept = [step_of(path) for path in folder.checkpoint_folders()]
+    last = max([0, *kept, *(event["step"] for event in read_metrics(folder))])
+    last = min(last, config.train.max_steps)
+    if step and step > last:
+        raise UserError(f"--step {step}: the run has recorded {plural(last, 'step')}")
+    begun, other = branched_at(folder)
+    if step and step <= begun:
+        raise UserError(f"--step {step}: was taken by {other}, of which this run is a branch")
+    if text == "":
+        raise UserError("--find: expected a text, got nothing")
+    before = max((number for number in kept if number < (step or last + 1)), default=0)
+    with run_at(folder, config, before, arguments.mesh) as run:
+        if step is None:
+            steps = [number for number in steps_with(run, text, last) if number > begun]
+            tree = {"text": text, "steps": steps}
+            show(f"{len(steps):,} of {plural(last, 'step')} saw it: {steps}")
+        else:
+            found = sequences_of(run, step)
+            tree = {"step": step, "weights_of_step": before, "sequences": found}
+            show(f"{plural(len(found), 'sequence')}; losses under the weights of step {before:,}")
+            for row in found:
+                place = ", ".join(f"{key} {row[key]}" for key in list(row)[1:-1])
+                show(f"{row['loss']:.4f}  {place}  {row['text'][:_SHOWN]!r}")
+    if arguments.json:
+        write_json(arguments.json, tree)
+
+
+def add_branch_arguments(parser: argparse.ArgumentParser) -> None:
+    add_option(parser, "run RUN", "a run folder")
+    add_option(parser, "--at STEP", "a step with a checkpoint", type=int, required=True)
+    add_option(parser, "--run-dir DIR", "the new run's folder", type=Path, required=True)
+    list_knobs(parser)
+
+
+def run_branch(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
+    """Start a new run from a checkpoint of another, with its optimizer state and with other knobs:
+    a decay of the learning rate, another text or mixture, more steps. The other run is only read.
+
+    The new run folder gets the checkpoint and the metrics up to its step; the command that trains
+    it is printed. From that step on it sees what a run of its recipe would see.
+    """
+    old, new, step = find_run(arguments.run), RunFolder(arguments.run_dir), arguments.at
+    config = load_config(old.recipe, overrides)
+    changes = old.differences(config)
+    if other := [line for line in changes if is_fixed(line) and not line.startswith(_FREE)]:
+        raise UserError(
+            f"{old.path}: a branch keeps the model and the kind of training: {'; '.join(other)}"
+        )
+    if new.path.resolve().is_relative_to(old.path.resolve()):
+        raise UserError(f"--run-dir {new.path}: is inside {old.path}; choose another")
+    kept = [step_of(folder) for folder in old.checkpoint_folders()]
+    if step not in kept:
+        raise UserError(
+            f"--at {step}: {old.path} has checkpoints of the steps {', '.join(map(str, kept))}"
+        )
+    if step >= config.train.max_steps:
+        raise UserError(f"--train.max_steps {config.train.max_steps}: is not past step {step}")
+
+    from nanogpt_hf.replay.branch import make_branch
+
+    make_branch(old, step, new, config)
+    for change in changes:
+        show(f"changed: {change}")
+    command = "finetune" if config.finetune.model else "pretrain"
+    show(f"{new.path}: a branch of {old.path} at step {step:,}; train it with")
+    show(f"  python cli.py {command} {new.recipe} --run-dir {new.path} --resume")
