@@ -82,7 +82,8 @@ def show_end(message: object, stream: TextIO | None = None) -> None:
         show(redact_message(str(message)), file=stream)
 
 
-class OutputLost(Exception):  # noqa: N818  (not an OSError, which code that writes files would catch)
+# not an OSError, which code that writes files would catch
+class OutputLost(Exception):  # noqa: N818
     """Output could not be written to stdout."""
 
 

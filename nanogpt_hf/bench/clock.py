@@ -269,7 +269,8 @@ def _group_size(arguments: list[Any]) -> int:
         if isinstance(argument, torch.ScriptObject) and "ProcessGroup" in str(argument._type()):
             return dist.ProcessGroup.unbox(argument).size()  # pyright: ignore[reportArgumentType]
     names: list[Any] = [argument for argument in arguments if isinstance(argument, str)]
-    return c10d._resolve_process_group(names[-1]).size()  # pyright: ignore[reportPrivateImportUsage]
+    resolve = c10d._resolve_process_group  # pyright: ignore[reportPrivateImportUsage]
+    return resolve(names[-1]).size()
 
 
 def communicated_bytes(step: Callable[[], object]) -> dict[str, int]:

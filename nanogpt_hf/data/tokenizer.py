@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import tiktoken
@@ -64,7 +65,8 @@ class Tokenizer:
 
 def end_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
     """The id of the end-of-text token, or None."""
-    return None if hf.eos_token_id is None else int(hf.eos_token_id)  # pyright: ignore[reportArgumentType]
+    end: Any = hf.eos_token_id
+    return None if end is None else int(end)
 
 
 def start_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
@@ -73,8 +75,8 @@ def start_of_text_id_of(hf: transformers.PreTrainedTokenizerBase) -> int | None:
     """
     if hf.bos_token_id is None:
         return None
-    ids = hf("", verbose=False)["input_ids"]
-    return int(ids[0]) if ids and ids[0] == hf.bos_token_id else None  # pyright: ignore[reportArgumentType, reportIndexIssue]
+    ids: Any = hf("", verbose=False)["input_ids"]
+    return int(ids[0]) if ids and ids[0] == hf.bos_token_id else None
 
 
 def vocabulary_hash(hf: transformers.PreTrainedTokenizerBase) -> str:
@@ -252,7 +254,7 @@ def gpt2_tokenizer() -> Tokenizer:
         explicit_n_vocab=len(ranks) + 1,
     )
     vocabulary = {token: rank for rank, token in enumerate([*names, ENDOFTEXT])}
-    hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
+    hf = cast(Any, transformers.GPT2Tokenizer)(vocab=vocabulary, merges=merges)
 
     def encode_batch(texts: list[str]) -> list[np.ndarray]:
         # as encode_ordinary, which gives a list; an empty set of special tokens is allowed by
@@ -287,7 +289,7 @@ def train_bpe_tokenizer(
     vocabulary = {name: number for number, name in enumerate(names)}
     encode = byte_level_encoder(vocabulary, merges, pattern)
     if pattern == "gpt2":
-        hf = transformers.GPT2Tokenizer(vocab=vocabulary, merges=merges)  # pyright: ignore[reportArgumentType]
+        hf = cast(Any, transformers.GPT2Tokenizer)(vocab=vocabulary, merges=merges)
     else:
         rust = byte_level_tokenizer(vocabulary, merges, pattern)
         hf = transformers.PreTrainedTokenizerFast(

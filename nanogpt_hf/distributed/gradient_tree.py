@@ -12,7 +12,7 @@ the fused kernel rounds the last values of a tensor, fewer than a vector, in ano
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -86,7 +86,7 @@ def fix_order(model: torch.nn.Module, optimizer: Any) -> None:
     """Make the gradients' sums and the updates of a prepared model the same on any shards."""
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.set_custom_reduce_scatter(_TreeReduceScatter())  # pyright: ignore[reportArgumentType]
+            module.set_custom_reduce_scatter(cast(Any, _TreeReduceScatter()))
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     optimizer.in_model_order = [p for p in model.parameters() if p.requires_grad]

@@ -20,7 +20,8 @@ class GPTConfig(PreTrainedConfig):
     """
 
     model_type = "nanogpt_hf"
-    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012  (transformers adds lists to it)
+    # transformers adds lists to it
+    keys_to_ignore_at_inference = ["past_key_values"]  # noqa: RUF012
     attribute_map = {  # noqa: RUF012  (transformers wants a plain dict)
         "hidden_size": "n_embd",
         "max_position_embeddings": "n_positions",

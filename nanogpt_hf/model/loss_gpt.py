@@ -133,7 +133,9 @@ class Head(nn.Linear):
         head.weight, head.bias, head.softcap = layer.weight, layer.bias, softcap
         return head
 
-    def forward(self, hidden, targets=None, vocab_size=0, row_loss=None):  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self, hidden, targets=None, vocab_size=0, row_loss=None
+    ):
         if targets is None:
             return super().forward(hidden)
         size = rows_of_a_chunk(len(hidden), vocab_size)

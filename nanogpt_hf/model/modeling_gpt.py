@@ -60,7 +60,8 @@ class Attention(nn.Module):
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = (
             nn.Linear(config.n_embd, config.n_embd, bias=config.bias) for _ in range(4)
         )
-        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]  (for _init_weights)
+        # for _init_weights
+        self.o_proj.writes_residual = True  # pyright: ignore[reportArgumentType]
 
     def forward(self, x, attention_mask=None, past_key_values=None, **kwargs):
         # -1: tensor parallelism leaves fewer than n_head heads

@@ -92,12 +92,13 @@ def load_reward(spec: str) -> tuple[Score, str]:
             module_spec.loader.exec_module(module)
     except _UserCodeError as error:
         raise UserError(f"rl.reward: {path} cannot be imported: it {error}") from None
-    function = getattr(module, name, None)
+    function: Any = getattr(module, name, None)
     if not callable(function):
         raise UserError(f"rl.reward: {path}: has no function {name!r}")
 
     def score(completion: str, question: Question) -> float:
-        return function(question.prompt, completion, question.answer)  # pyright: ignore[reportReturnType]
+        result: Any = function(question.prompt, completion, question.answer)
+        return result
 
     return score, f"sha256:{hashlib.sha256(path.read_bytes()).hexdigest()}"
 
