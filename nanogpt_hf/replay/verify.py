@@ -9,7 +9,7 @@ import math
 import random
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -111,8 +111,8 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
     """Context with the run at step `first`, 0 or that of a checkpoint, in a temporary folder of the
     main process.
     """
-    lost = one_line_for_a_lost_process()
-    with _stopped_by_signals(), lost, tempfile.TemporaryDirectory() as temporary:
+    made = tempfile.TemporaryDirectory() if mesh.is_main else nullcontext("")
+    with _stopped_by_signals(), one_line_for_a_lost_process(), made as temporary:
         if mesh.world_size > 1:
             temporary = share_from_main(f"verify/{first}", temporary)
         copy = RunFolder(Path(temporary) / "run")
