@@ -16,6 +16,7 @@ import nanogpt_hf
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
+from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.reference import Reference, Verdict, find_reference, judge
@@ -62,6 +63,9 @@ def render(run: RunFolder, events: list[Event]) -> str:
     reference = find_reference(config) if config and has_loss else None
     verdict = judge(reference, config, events) if config and has_loss else None
     data, reports_per_point = _chart_data(events, verdict, reference)
+    data["stages"] = (
+        [[stage.first, stage.name] for stage in stages_of(config)[1:]] if config else []
+    )
     style, script = (_asset(f"page.{kind}") for kind in ("css", "js"))
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
