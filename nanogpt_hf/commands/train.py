@@ -58,7 +58,7 @@ def add_align_arguments(parser: argparse.ArgumentParser) -> None:
     add_knobs(
         parser,
         *("from", "data", "loss", "lora"),
-        data="the pairs: rows with prompt, chosen and rejected, as texts or messages",
+        data="rows with prompt, chosen and rejected (kto: prompt, completion and label)",
     )
     _add_run_arguments(parser)
     parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
@@ -120,7 +120,7 @@ def run_rl(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> N
 
 def run_align(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
-    hinge or SimPO.
+    hinge, SimPO or ORPO, or good answers than bad ones, by KTO.
 
     No recipe is needed: cli.py align --from runs/arithmetic_sft --data pairs.jsonl
     """

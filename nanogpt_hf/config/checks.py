@@ -306,6 +306,12 @@ def _align_rules(config: Config) -> Rules:
         align.margin is not None and align.loss != "simpo",
         f"only simpo has it, and this is {align.loss}; leave it out",
     )
+    for name in ("desirable_weight", "undesirable_weight"):
+        yield (
+            f"align.{name} align.loss",
+            getattr(align, name) != 1 and align.loss != "kto",
+            f"only kto has it, and this is {align.loss}; leave it out",
+        )
     yield (
         "data.format align.loss",
         config.data.format == "datatrove",

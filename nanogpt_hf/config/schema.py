@@ -349,14 +349,16 @@ class RlSection:
 
 @dataclass(frozen=True)
 class AlignSection:
-    loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo"] | None = knob(
-        None, "loss of preference pairs (default: no preference training)"
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = knob(
+        None, "loss of preference pairs, or of labeled answers (kto) (default: none)"
     )
     beta: float = knob(0.1, "weight of the log-ratio, or for orpo of the odds ratio", 1e-6)
     label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
     margin: float | None = knob(
         None, "simpo: how far the chosen answer should be ahead (default: 0.5)", 0
     )
+    desirable_weight: float = knob(1.0, "kto: weight of the loss of good answers", 0)
+    undesirable_weight: float = knob(1.0, "kto: weight of the loss of bad answers", 0)
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ def draw_curves(
             _mark_stage(axes, step, name)
             _mark_stage(lower_axes, step, "")
     is_of_pairs = "val/margin" in names(events)
-    y_label = "loss per pair" if is_of_pairs else "loss (nats per token)"
+    y_label = "loss per example" if is_of_pairs else "loss (nats per token)"
     axes.set_ylabel("reward; share of questions" if is_rl else y_label)
     note = f"step {int(last_step):,}"
     _title(axes, title, f"{note}; pass@k on held-out questions" if is_rl else note)

@@ -190,8 +190,8 @@ def _summary_tiles(events: list[Event]) -> list[tuple[str, str, str]]:
                 tiles.append((other, format_number(best[name], digits), "at that step"))
 
     others = {"val/perplexity": ("perplexity", 2), "val/bits_per_byte": ("bits per byte", 3)}
-    others |= {"val/accuracy": ("accuracy on pairs", 3), "val/margin": ("margin of rewards", 3)}
-    unit = "per pair" if "val/margin" in names(events) else "nats per token"
+    others |= {"val/accuracy": ("accuracy", 3), "val/margin": ("margin of rewards", 3)}
+    unit = "per example" if "val/margin" in names(events) else "nats per token"
     add_best("val/loss", "validation loss", f"{unit}, ", others)
     rates = [name for name in names(events) if name.startswith("val/pass@")]
     add_best("val/reward", "mean reward", "", {r: (r.removeprefix("val/"), 4) for r in rates})
