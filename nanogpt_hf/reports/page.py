@@ -170,6 +170,7 @@ def _state_line(run: RunFolder, config: Config | None, events: list[Event]) -> s
         f"{state}. {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{data.block_size:,} tokens of context; {start} on {source_text(data)}, tokenizer "
         f"{data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
+        f"{', in the first stage' if config.train.stages else ''}"
     )
 
 

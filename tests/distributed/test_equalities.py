@@ -204,7 +204,7 @@ SLOW = {
     ("experts, AdamW", "PP"),
     ("experts, AdamW", "EP × FSDP2"),
     ("rollback", "ZeRO-2"),
-    ("stages", "DDP"),
+    *(("stages", layout) for layout in (*FEATURES["stages"].layouts, "one process")),
     *(
         (name, layout)
         for name in ("nanochat", "llama", "olmo2")

@@ -266,7 +266,7 @@ def test_run_starts_at_its_reference_and_learns_the_labels(whole):
     assert "54 labeled answers, loss kto" in (whole.best / "README.md").read_text()
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_run_resumes_exactly_and_accumulation_changes_nothing(whole, align, monkeypatch):
     def stopping(run, step, learning_rate):
         if step == 3:
@@ -286,7 +286,7 @@ def test_run_resumes_exactly_and_accumulation_changes_nothing(whole, align, monk
         assert column(other, name) == pytest.approx(column(whole, name), abs=1e-5, rel=1e-4)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_labels_of_one_kind_have_no_margin(align, tmp_path):
     rows = [{"prompt": str(n), "completion": "1", "label": True} for n in range(20)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
