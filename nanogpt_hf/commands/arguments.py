@@ -110,7 +110,11 @@ _SHORT_NAMES = {
     "unfreeze-every": ("finetune.unfreeze_every", "K", "unfreeze the topmost block every K steps"),
     "lora": ("lora.rank", "R", "train LoRA adapters of rank R instead of the weights"),
     "task": ("rl.task", "TASK", "the questions and how answers are rewarded, such as arithmetic"),
-    "loss": ("align.loss", "LOSS", "the loss of a pair: dpo, ipo, hinge, simpo or orpo"),
+    "loss": (
+        "align.loss",
+        "LOSS",
+        "dpo, ipo, hinge, simpo or orpo of pairs; kto of labeled answers",
+    ),
     "reward": ("rl.reward", "FILE.py:NAME", "a Python function, instead of the task's own reward"),
 }
 

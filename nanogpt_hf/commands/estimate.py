@@ -20,6 +20,7 @@ from nanogpt_hf.commands.arguments import (
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.load import stated_knobs
 from nanogpt_hf.config.schema import replace_knobs
+from nanogpt_hf.config.stages import largest_stage, stage_lines
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError, did_you_mean
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     from nanogpt_hf.planning.estimate_lines import estimate_figures, estimate_lines, layout_lines
     from nanogpt_hf.planning.placement import Placement, read_placement
 
-    proposal = None
+    config, proposal = largest_stage(config), None
     if arguments.gpus:
         proposal = _proposal(arguments, config, base)
         layout = proposal.layout
@@ -88,7 +89,7 @@ def run(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None
     else:
         place = Placement(on_cpu=not torch.accelerator.is_available())
     result = estimate(config, place, base, mfu=arguments.mfu, memory=arguments.memory)
-    for line in dial_lines(config):
+    for line in (*dial_lines(config), *stage_lines(config)):
         show(line)
     if proposal:
         show(*layout_lines(proposal, config), "", sep="\n")

@@ -171,6 +171,12 @@ def run_branch(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) 
         raise UserError(
             f"{old.path}: a branch keeps the model and the kind of training: {'; '.join(other)}"
         )
+    begun = {key for stage in config.train.stages or () if stage["at"] <= step for key in stage}
+    begun |= {"data.source"} if "weights" in begun else set()
+    if hidden := [line for line in changes if line.partition(":")[0] in begun]:
+        raise UserError(
+            f"--{hidden[0]}: a stage has set it before step {step}; change it in --train.stages"
+        )
     if new.path.resolve().is_relative_to(old.path.resolve()):
         raise UserError(f"--run-dir {new.path}: is inside {old.path}; choose another")
     kept = [step_of(folder) for folder in old.checkpoint_folders()]

@@ -20,6 +20,7 @@ from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.finetune import POLICY, PREFERENCES
 from nanogpt_hf.config.load import config_to_yaml
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.stages import naming, planned_tokens, stage_lines, stages_of
 from nanogpt_hf.console import show
 from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.errors import DataError, UserError
@@ -57,7 +58,7 @@ def add_align_arguments(parser: argparse.ArgumentParser) -> None:
     add_knobs(
         parser,
         *("from", "data", "loss", "lora"),
-        data="the pairs: rows with prompt, chosen and rejected, as texts or messages",
+        data="rows with prompt, chosen and rejected (kto: prompt, completion and label)",
     )
     _add_run_arguments(parser)
     parser.epilog = f"{parser.epilog}\n\nIts defaults: docs/alignment.md, or --dry-run."
@@ -119,7 +120,7 @@ def run_rl(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> N
 
 def run_align(arguments: argparse.Namespace, overrides: list[tuple[str, str]]) -> None:
     """Preference training: make chosen answers more probable than rejected ones, by DPO, IPO,
-    hinge or SimPO.
+    hinge, SimPO or ORPO, or good answers than bad ones, by KTO.
 
     No recipe is needed: cli.py align --from runs/arithmetic_sft --data pairs.jsonl
     """
@@ -180,7 +181,9 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
     if mesh.world_size > 1:
         from nanogpt_hf.distributed.accelerate_config import check_launch
 
-        check_launch(config, mesh)
+        for stage in stages_of(config):
+            with naming(stage):
+                check_launch(stage.config, mesh)
     if base is not None:
         show(f"{config.finetune.model}: {describe_trainable(meta_model(config, base), config)}\n")
     try:
@@ -192,5 +195,6 @@ def _dry_run(config: Config, mesh: Mesh, base: "PreTrainedConfig | None") -> Non
         sizes = [f"parameters: not known before `prepare`: {error}"]
     show(config_to_yaml(config))
     tokens, steps = config.train.tokens_per_step, config.train.max_steps
-    sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {steps * tokens:,}")
-    show(*dial_lines(config), *sizes, "nothing was started", sep="\n")
+    total = planned_tokens(config)
+    sizes.append(f"tokens per step: {tokens:,}; tokens in {steps:,} steps: {total:,}")
+    show(*dial_lines(config), *stage_lines(config), *sizes, "nothing was started", sep="\n")

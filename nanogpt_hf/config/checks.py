@@ -17,6 +17,7 @@ from nanogpt_hf.config.schema import (
     get_value,
 )
 from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.stages import stage_problem, stages_of
 from nanogpt_hf.errors import did_you_mean
 
 # user/name on the Hub
@@ -37,7 +38,21 @@ Rules = Iterator[tuple[str, object, str]]
 
 
 def find_conflicts(config: Config) -> Iterator[Conflict]:
-    """Every rule that `config` breaks."""
+    """Every rule that `config` breaks, in all its stages."""
+    found = list(_conflicts(config))
+    yield from found
+    if problem := stage_problem(config):
+        yield Conflict(["train.stages", "train.max_steps", "data.source"], problem)
+        return
+    known = {conflict.message for conflict in found}
+    for stage in stages_of(config)[1:]:
+        for keys, message in _conflicts(stage.config):
+            if message not in known:
+                known.add(message)
+                yield Conflict(["train.stages", *keys], f"at {stage.first}: {keys[0]}: {message}")
+
+
+def _conflicts(config: Config) -> Iterator[Conflict]:
     for rule, message in refused_in_recipe(config).items():
         knob, *others = (name.partition(" ")[0] for name in (rule.a, rule.b))
         yield Conflict(
@@ -291,6 +306,12 @@ def _align_rules(config: Config) -> Rules:
         align.margin is not None and align.loss != "simpo",
         f"only simpo has it, and this is {align.loss}; leave it out",
     )
+    for name in ("desirable_weight", "undesirable_weight"):
+        yield (
+            f"align.{name} align.loss",
+            getattr(align, name) != 1 and align.loss != "kto",
+            f"only kto has it, and this is {align.loss}; leave it out",
+        )
     yield (
         "data.format align.loss",
         config.data.format == "datatrove",

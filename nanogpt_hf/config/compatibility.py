@@ -76,6 +76,14 @@ _ROWS = [
         "8-bit state is for adamw only",
         "leave one of them out",
     ),
+    ("train.stages", "finetune.model", "only pretraining has stages", "leave it out"),
+    (
+        "train.stages",
+        "train.micro_batch_size auto",
+        "auto measures the first stage only",
+        "set a number",
+    ),
+    ("train.stages", "DeepSpeed", "DeepSpeed keeps the batch of its start", FSDP2),
     (
         "finetune.unfreeze_every",
         "train.micro_batch_size auto",
@@ -361,6 +369,8 @@ def recipe_settings(config: Config) -> dict[str, str]:
         settings[named] = named
         if value != knob.default:
             settings[key] = named
+    if "train.stages" in settings:
+        settings["train.stages"] = "train.stages"  # without the list
     data, finetune = config.data, config.finetune
     if has_conversations(data):
         settings["data.format chat"] = "data.format chat"

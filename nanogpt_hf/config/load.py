@@ -13,11 +13,13 @@ from nanogpt_hf.config.dial import DIAL_INPUTS, dial_choices
 from nanogpt_hf.config.names import find_recipe, shipped_recipes
 from nanogpt_hf.config.schema import KNOBS, SECTIONS, Config, replace_knobs
 from nanogpt_hf.config.sources import read_sources
+from nanogpt_hf.config.stages import read_stages
 from nanogpt_hf.config.values import SHORT, RecipeLoader, convert
 from nanogpt_hf.errors import ConfigError, did_you_mean, one_line
 
 _LARGEST_RECIPE = 1_000_000  # characters
 _COMMAND_LINE = "--"  # the origin of an override, as a message names it
+_READERS = {"data.source": read_sources, "train.stages": read_stages}  # of lists of mappings
 
 
 def _read_recipe(path: Path) -> tuple[dict[str, Any], list[str]]:
@@ -92,8 +94,9 @@ def _convert_all(
         bad.discard(key)
         try:
             value = convert(KNOBS[key], value)
-            is_mixture = key == "data.source" and isinstance(value, list)
-            values[key] = read_sources(value) if is_mixture else value
+            values[key] = (
+                _READERS[key](value) if isinstance(value, list) and key in _READERS else value
+            )
         except ValueError as error:
             problems.append(f"{origin}{key}: {error}")
             bad.add(key)
@@ -158,7 +161,7 @@ def load_config(
 
 def config_to_dict(config: Config) -> dict[str, dict[str, Any]]:
     """Section -> knob -> value, every knob resolved."""
-    return {section: asdict(getattr(config, section)) for section in SECTIONS}
+    return {section: asdict(getattr(config.recipe, section)) for section in SECTIONS}
 
 
 def config_to_yaml(config: Config) -> str:

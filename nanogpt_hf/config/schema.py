@@ -8,7 +8,7 @@ follow from it.
 import types
 import typing
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from typing import Any, Literal
 
 LARGEST = 10**15  # upper bound of an integer knob that states none; far beyond any count of a run
@@ -214,6 +214,10 @@ class TrainSection:
     max_time: str | None = knob(
         None, "save and stop after this time, such as 11h30m or 45m (exit status 75)"
     )
+    stages: list[dict[str, Any]] | None = knob(  # noqa: RUF009
+        None,
+        "knobs that change at a step, such as [{at: 1000, optim.schedule: wsd}] (default: none)",
+    )
 
     @property
     def min_micro_batch_size(self) -> int:
@@ -345,14 +349,16 @@ class RlSection:
 
 @dataclass(frozen=True)
 class AlignSection:
-    loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo"] | None = knob(
-        None, "loss of preference pairs (default: no preference training)"
+    loss: Literal["dpo", "ipo", "hinge", "simpo", "orpo", "kto"] | None = knob(
+        None, "loss of preference pairs, or of labeled answers (kto) (default: none)"
     )
     beta: float = knob(0.1, "weight of the log-ratio, or for orpo of the odds ratio", 1e-6)
     label_smoothing: float = knob(0.0, "dpo: share of pairs that are taken for swapped", 0, 0.5)
     margin: float | None = knob(
         None, "simpo: how far the chosen answer should be ahead (default: 0.5)", 0
     )
+    desirable_weight: float = knob(1.0, "kto: weight of the loss of good answers", 0)
+    undesirable_weight: float = knob(1.0, "kto: weight of the loss of bad answers", 0)
 
 
 @dataclass(frozen=True)
@@ -414,6 +420,14 @@ class Config:
     hub: HubSection = field(default_factory=HubSection)
     name: str = "run"
     dial: tuple[Choice, ...] = ()  # what model.depth chose, for display; not part of the recipe
+    # of a recipe that holds in a later stage (config/stages.py): the whole one, and its first step
+    whole: "Config | None" = None
+    begins: int = 0
+
+    @property
+    def recipe(self) -> "Config":
+        """The recipe with all its stages."""
+        return self.whole or self
 
 
 @dataclass(frozen=True)
@@ -428,7 +442,7 @@ class Knob:
     high: float | None  # for integers, None means LARGEST
 
 
-SECTIONS = tuple(f.name for f in fields(Config) if f.name not in ("name", "dial"))
+SECTIONS = tuple(f.name for f in fields(Config) if is_dataclass(f.default_factory))
 
 
 def _knobs() -> dict[str, Knob]:

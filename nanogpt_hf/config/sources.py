@@ -21,7 +21,7 @@ _TEXT = KNOBS["data.dir"]
 _SHARE = "share of the samples, relative to the other weights"
 _KEYS = {
     "source": _TEXT,
-    "weight": Knob("weight", int | float, None, _SHARE, 1e-9, None),
+    "weight": Knob("weight", int | float, None, _SHARE, 0, None),
     "name": _TEXT,
     "dir": _TEXT,
     **{key: KNOBS[f"data.{key}"] for key in _OF_A_SOURCE},
@@ -95,6 +95,8 @@ def _integer_weights(sources: list[dict[str, Any]]) -> list[int]:
     fractions = [Fraction(str(source["weight"])) for source in sources]
     unit = math.lcm(*(fraction.denominator for fraction in fractions))
     counts = [int(fraction * unit) for fraction in fractions]
+    if not any(counts):
+        raise ValueError("the weights of all sources are 0; raise one of them")
     counts = [count // math.gcd(*counts) for count in counts]
     if sum(counts) > _LONGEST_PERIOD:
         raise ValueError(

@@ -113,8 +113,8 @@ def _typed(value: Any) -> Any:
     return value
 
 
-def _sources(value: Any) -> list[Any]:
-    """The entries are checked where they are read (config/sources.py)."""
+def _mappings(value: Any) -> list[Any]:
+    """The entries are checked where they are read (config/sources.py, config/stages.py)."""
     if isinstance(value, str) and re.fullmatch(r"\[\s*\{.*\}\s*\]", value.strip(), re.DOTALL):
         value = parse_flow_list(value.strip()[1:-1])
     if not isinstance(value, list):
@@ -130,7 +130,7 @@ _READERS: dict[Any, tuple[str, Callable[[Any], Any]]] = {
     float: ("a number", _number),
     list[str]: ("a list of names", _names),
     dict[str, Any]: ("a mapping such as {name: value}", _mapping),
-    list[dict[str, Any]]: ("a list of sources", _sources),
+    list[dict[str, Any]]: ("a list of mappings", _mappings),
     str: ("text", _text),
 }
 

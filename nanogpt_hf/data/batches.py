@@ -3,15 +3,18 @@ step and be moved.
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 
 import numpy as np
 import torch
 
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.seeds import derive_seed
-from nanogpt_hf.data.blocks import Blocks
+from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.stages import config_at, stages_of
+from nanogpt_hf.data.blocks import Blocks, Interleave
 
 
 class Batches:
@@ -20,7 +23,8 @@ class Batches:
     A step sees the same `blocks_per_step` blocks in the same order however many ranks share it:
     the ranks take turns, each for `turn` micro-batches. `shuffled` takes every block once per
     epoch, `random` draws them with replacement. Of a mixture, each source has the order that it
-    would have alone. `seconds_waited` adds up how long the host took to make micro-batches.
+    would have alone. The blocks are those of the steps from `first_step` on; of each source `read`
+    blocks were read before. `seconds_waited` adds up how long the host took to make micro-batches.
     """
 
     def __init__(
@@ -35,11 +39,14 @@ class Batches:
         dp_size: int = 1,
         pin_memory: bool = False,
         turn: int = 1,
+        first_step: int = 0,
+        read: Sequence[int] = (),
     ):
         self.blocks, self.order, self.seed = blocks, order, seed
         self.micro_batch_size, self.accumulation = micro_batch_size, accumulation
         self.dp_rank, self.dp_size, self.pin_memory = dp_rank, dp_size, pin_memory
-        self.turn = turn
+        self.turn, self.first_step = turn, first_step
+        self._read = np.array(read or [0] * len(blocks.lengths), dtype=np.int64)
         self.blocks_per_step = micro_batch_size * accumulation * dp_size
         self.seconds_waited = 0.0
         # By source, of each the last two epochs: a step may cross an epoch's end.
@@ -50,7 +57,9 @@ class Batches:
     def indices(self, step: int) -> np.ndarray:
         """Indices of all blocks of a step (0 is the first), in its order: int64, 1-D."""
         count = self.blocks_per_step
-        sources, numbers = self.blocks.interleave(np.arange(step * count, (step + 1) * count))
+        first = (step - self.first_step) * count
+        sources, numbers = self.blocks.interleave(np.arange(first, first + count))
+        numbers = numbers + self._read[sources]
         bits = np.empty(0)
         if self.order == "random":
             bits = np.random.Philox(key=derive_seed(self.seed, "order", step)).random_raw(count)
@@ -68,6 +77,11 @@ class Batches:
                     indices[rows[now]] = start + order(int(epoch))[places[now]]
             start += length
         return indices
+
+    def epochs(self, step: int) -> list[float]:
+        """How often each source was read before `step`."""
+        counts = self.blocks.interleave.counts((step - self.first_step) * self.blocks_per_step)
+        return self.blocks.epochs(self._read + counts)
 
     def micro_batch_number(self, index: int) -> int:
         """The number within the step of this rank's micro-batch `index`, the same on any number
@@ -104,6 +118,20 @@ class Batches:
         started = time.perf_counter()
         yield
         self.seconds_waited += time.perf_counter() - started
+
+
+def blocks_read(config: Config, step: int) -> list[int]:
+    """How many blocks of each source, of the length at `step`, were read before it: the tokens of
+    all stages up to there, rounded up.
+    """
+    tokens = np.zeros(len(sources_of(config.data)), dtype=np.int64)
+    for stage in stages_of(config):
+        steps, size = min(step, stage.last) - stage.first, stage.config.data.block_size
+        if steps > 0:
+            weights = tuple(source.weight for source in sources_of(stage.config.data))
+            samples = steps * (stage.config.train.tokens_per_step // size)
+            tokens += Interleave.of(weights).counts(samples) * size
+    return (-(-tokens // config_at(config, step).data.block_size)).tolist()
 
 
 def epoch_order(seed: int, epoch: int, length: int) -> np.ndarray:

@@ -5,7 +5,7 @@ of several sources, with the order in which a mixture takes them.
 import hashlib
 import json
 from collections.abc import Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -132,13 +132,13 @@ class Blocks(Protocol):
     @cached_property
     def interleave(self) -> "Interleave":
         """The order of training; validation, which has none, does not make its table."""
-        return Interleave(self.weights)
+        return Interleave.of(tuple(self.weights))
 
-    def epochs(self, samples: int) -> list[float]:
-        """How often each part is read in the first `samples` samples."""
-        counts = self.interleave.counts(samples).tolist()
+    def epochs(self, counts: np.ndarray | Sequence[int]) -> list[float]:
+        """How often each part is read in as many of its samples as `counts` has."""
         return [
-            count / part.samples_per_epoch for count, part in zip(counts, self.parts, strict=True)
+            float(count / part.samples_per_epoch)
+            for count, part in zip(counts, self.parts, strict=True)
         ]
 
     def owners(self, indices: np.ndarray) -> np.ndarray:
@@ -240,6 +240,12 @@ class Interleave:
             source = behind.index(max(behind))
             self._source[n], self._number[n] = source, counts[source]
             counts[source] += 1
+
+    @classmethod
+    @cache
+    def of(cls, weights: tuple[int, ...]) -> "Interleave":
+        """The order for `weights`, whose table is made once."""
+        return cls(weights)
 
     def __call__(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """For each sample number, the source and the number of the sample within that source."""

@@ -8,6 +8,7 @@ from nanogpt_hf.data.files import check_text
 
 Conversation = list[dict[str, str]]  # [{"role": system, user or assistant, "content": text}, ...]
 Pair = tuple[Conversation, Conversation]  # the chosen answer and the rejected one
+Labeled = tuple[Conversation, bool]  # whether its last answer is good
 
 # the name of each message in error messages, its role and its content
 _Named = list[tuple[str, object, object]]
@@ -63,6 +64,24 @@ def pair_of(row: object, _: object = None) -> Pair:
     if chosen[:-1] != rejected[:-1]:
         raise ValueError("chosen and rejected differ before their last message")
     return chosen, rejected
+
+
+def labeled_of(row: object, _: object = None) -> Labeled:
+    """A row of prompt, completion and label as a conversation whose answer is good, or not.
+
+    Prompt and completion are texts or messages, as of a pair. Raises ValueError if it is none.
+    """
+    if not isinstance(row, dict) or not {"completion", "label"} <= row.keys():
+        has = ", ".join(map(str, row)) if isinstance(row, dict) else repr(row)[:40]
+        raise ValueError(f"expected a row with prompt, completion and label; it has: {has}")
+    if not isinstance(row["label"], bool):
+        raise ValueError(f"label: expected true or false, got {row['label']!r:.40}")
+    completion = row["completion"]
+    try:
+        messages, _ = pair_of({**row, "chosen": completion, "rejected": completion})
+    except ValueError as error:
+        raise ValueError(str(error).replace("chosen", "completion", 1)) from None
+    return messages, row["label"]
 
 
 def multiple_choice_question(question: str, choices: list[str]) -> str:

@@ -8,10 +8,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
+from nanogpt_hf.config.stages import config_at
+from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks
 from nanogpt_hf.data.chat_template import ChatFormat
 from nanogpt_hf.data.files import file_digest, file_state, is_url, without_login
@@ -266,10 +269,11 @@ def _split_lines(manifest: Manifest, train: Blocks | None, validation: Blocks | 
 
 
 def epochs_by_source(config: Config, train: Blocks) -> dict[str, float]:
-    """How often a run of `config` reads each source."""
-    samples = config.train.max_steps * config.train.tokens_per_step // config.data.block_size
+    """How often a run of `config` reads each source, whose blocks are those of its first stage."""
+    size, steps = config.data.block_size, config.train.max_steps
+    tokens = np.array(blocks_read(config, steps)) * config_at(config, steps).data.block_size
     names = (source.name for source in sources_of(config.data))
-    return dict(zip(names, train.epochs(samples), strict=True))
+    return dict(zip(names, train.epochs(tokens / size), strict=True))
 
 
 def repetition_warnings(config: Config, data: PreparedData) -> list[str]:

@@ -159,12 +159,13 @@ def _sizes(config: Config, manifest: Manifest, state: TrainState) -> dict[str, s
     """What was trained and evaluated on, which depends on the kind of data."""
     train, held_out = manifest.train, manifest.validation
     if config.align.loss:
+        noun = "labeled answers" if config.align.loss == "kto" else "preference pairs"
         texts = {
-            "split": f"{train.documents:,} preference pairs, loss {config.align.loss}",
-            "seen": f"; a pair counts as {config.data.block_size:,}",
+            "split": f"{train.documents:,} {noun}, loss {config.align.loss}",
+            "seen": f"; each of the {noun} counts as {config.data.block_size:,}",
         }
         if state.best_loss is not None:
-            texts["best"] = f"{state.best_loss:.4f} on held-out pairs"
+            texts["best"] = f"{state.best_loss:.4f} on held-out {noun.split()[1]}"
         return texts | {"score": "loss"}
     if not train.tokens:
         texts = {

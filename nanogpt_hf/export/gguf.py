@@ -4,7 +4,9 @@ GGUF's gpt2 has one activation function, the tanh form of GELU; for a model with
 difference is reported.
 """
 
+import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from transformers.activations import ACT2FN
 from transformers.integrations.ggml import GGUF_CONFIG_MAPPING
 
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
-from nanogpt_hf.data.chat_template import ChatFormat
+from nanogpt_hf.data.chat_template import ChatFormat, chat_template
 from nanogpt_hf.data.tokenizer import save_tokenizer, start_of_text_id_of
 from nanogpt_hf.errors import DataError, UserError
 from nanogpt_hf.export.model_folder import cast_weights, logits_of, max_difference
@@ -24,7 +26,7 @@ from nanogpt_hf.model.architecture import architecture_of
 from nanogpt_hf.model.configuration_gpt import GPTConfig
 from nanogpt_hf.model.layout_gpt import GPT2_LAYOUT, gpt2_state_dict
 
-FILE = "model.gguf"
+FILE, MODELFILE = "model.gguf", "Modelfile"
 _F32, _Q8 = gguf.GGMLQuantizationType.F32, gguf.GGMLQuantizationType.Q8_0
 # --dtype -> that of the weights before they are stored, of the tensors, of the file
 _TYPES = {
@@ -54,6 +56,12 @@ _SPLITS = {
     (GPT4_PATTERN, False): "dbrx",
     (QWEN_PATTERN, False): "qwen2",
 }
+# Our chat template for ollama, in Go's syntax; END is the end-of-text token.
+_GO_TEMPLATE = (
+    '{{ range .Messages }}{{ if eq .Role "assistant" }}### Assistant:{{ "\\n" }}{{ .Content }}'
+    '{{ END }}{{ else }}### {{ if eq .Role "system" }}System{{ else }}User{{ end }}:{{ "\\n" }}'
+    '{{ .Content }}{{ "\\n\\n" }}{{ end }}{{ end }}### Assistant:{{ "\\n" }}'
+)
 _ESCAPES = str.maketrans({"\n": r"\n", "\r": r"\r", "\t": r"\t", "\\": r"\\"})
 
 
@@ -63,8 +71,9 @@ def export_gguf(
     tokenizer: transformers.PreTrainedTokenizerBase | None,
     dtype: str,
 ) -> tuple[float, float | None]:
-    """Write `model` as GGUF with config.json and tokenizer, and read it again. `dtype` is float32,
-    fp16, bf16, or q8_0: 8 bits a value and a scale for each 32 of them.
+    """Write `model` as GGUF with config.json, tokenizer and Modelfile, and read it again.
+
+    `dtype` is float32, fp16, bf16, or q8_0: 8 bits a value and a scale for each 32 of them.
 
     Returns the largest difference of the logits with the model's activation function, and, if
     that is not the tanh GELU of GGUF's gpt2, with theirs. Raises UserError if GGUF has no format
@@ -97,6 +106,7 @@ def export_gguf(
     writer.close()
     plain.save_pretrained(folder)
     save_tokenizer(tokenizer, folder)
+    (folder / MODELFILE).write_text(_modelfile(plain, tokenizer), encoding="utf-8")
 
     opened: Any = _read_again(folder, plain, model)
     difference = max_difference(logits_of(opened), original, exact=dtype == "float32")
@@ -278,6 +288,26 @@ def _write_tokenizer(
             writer.add_eot_token_id(ChatFormat(tokenizer).end_of_turn_id())
         except DataError:  # readers then stop at the end-of-text token alone
             return
+
+
+def _modelfile(config: Any, tokenizer: transformers.PreTrainedTokenizerBase) -> str:
+    """The Modelfile of ollama: context, the token that ends an answer, and our chat template.
+
+    Of another template ollama compares the text with those that it knows; it executes none.
+    """
+    lines = [f"FROM ./{FILE}", f"PARAMETER num_ctx {config.max_position_embeddings}"]
+    if not isinstance(tokenizer.chat_template, str):
+        return "\n".join([*lines, ""])
+    with contextlib.suppress(DataError):  # the end-of-text token alone ends an answer
+        end = str(tokenizer.convert_ids_to_tokens(ChatFormat(tokenizer).end_of_turn_id()))
+        if not re.search(r'["\n]', end):  # it knows no escapes here
+            lines.append(f'PARAMETER stop "{end}"')
+    if tokenizer.chat_template == chat_template(tokenizer):
+        end = json.dumps(tokenizer.eos_token, ensure_ascii=False)
+        lines.append(f'TEMPLATE """{_GO_TEMPLATE.replace("END", end)}"""')
+    else:
+        lines.append("# chat template: that of the GGUF file if ollama knows it; else add TEMPLATE")
+    return "\n".join([*lines, ""])
 
 
 def _split_name(tokenizer: Any) -> str | None:

@@ -15,6 +15,7 @@ from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.stages import Stage, planned_tokens, stages_of
 from nanogpt_hf.data.formats import bytes_of_a_token, local_files
 from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
@@ -81,6 +82,7 @@ def estimate(
 ) -> Estimate:
     """Estimate a run of `config`; `base` is the config of the model to fine-tune.
 
+    Of a recipe with stages, `config` may be that of any of them: memory and layout are its own.
     `memory`: bytes of another device, in addition to the known GPUs. Raises UserError if the
     steps do not divide by the processes, if the size of the vocabulary is unknown, and for what
     does not combine with ZeRO or FSDP2.
@@ -109,11 +111,15 @@ def estimate(
     except ValueError as error:
         raise UserError(str(error)) from None
     block_size = config.data.block_size
-    tokens = config.train.max_steps * config.train.tokens_per_step
+    stages, tokens = stages_of(config), planned_tokens(config)
     micro = config.train.min_micro_batch_size
     sequences = micro * accumulation  # per process and step
     architecture = architecture_of(model)
-    flops_per_token = architecture.flops_per_token(model.config, block_size)
+    flops_per_token = sum(
+        stage.tokens / tokens * architecture.flops_per_token(model.config, length)
+        for stage in stages
+        for length in [stage.config.data.block_size]
+    )
     update_flops = kind_of(config.optim).update_flops(model)
 
     @cache
@@ -173,7 +179,7 @@ def estimate(
         devices=devices,
         tokens=tokens,
         chinchilla_tokens=CHINCHILLA * (total - padding),
-        epochs=_epochs(tokens, manifest),
+        epochs=_epochs(stages, manifest),
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
         run_bytes=run_bytes(total, float32_state, config.checkpoint.keep),
@@ -188,13 +194,19 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
     return _meta_model(config, base, find_manifest(config.data))[0]
 
 
-def _epochs(tokens: int, manifest: Manifest | None) -> dict[str, float]:
-    if manifest and manifest.sources:
-        period = sum(source.weight for source in manifest.sources)
-        return {
-            s.name: tokens * s.weight / period / s.manifest.train.tokens for s in manifest.sources
-        }
-    return {"the prepared data": tokens / manifest.train.tokens} if manifest else {}
+def _epochs(stages: list[Stage], manifest: Manifest | None) -> dict[str, float]:
+    """How often each source is read."""
+    if manifest is None:
+        return {}
+    tokens = {"the prepared data": manifest.train.tokens}
+    if manifest.sources:
+        tokens = {source.name: source.manifest.train.tokens for source in manifest.sources}
+    epochs = dict.fromkeys(tokens, 0.0)
+    for stage in stages:
+        weights = [source.weight for source in sources_of(stage.config.data)]
+        for name, weight in zip(epochs, weights, strict=True):
+            epochs[name] += stage.tokens * weight / sum(weights) / tokens[name]
+    return epochs
 
 
 def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:

@@ -1,6 +1,7 @@
 """What a step of a run saw: its sequences, their places in the data, their text and losses."""
 
-from functools import cache
+from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -8,18 +9,23 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.stages import config_at, stages_of
 from nanogpt_hf.data.blocks import TokenBlocks
 from nanogpt_hf.data.documents import document_lengths
+from nanogpt_hf.data.prepared import load_prepared
 from nanogpt_hf.evaluation.loss import eval_mode
 from nanogpt_hf.formatting import shows_bars
+from nanogpt_hf.training.micro_batch import build_batches
 from nanogpt_hf.training.run import Run
 
 
 @torch.no_grad()
 def sequences_of(run: Run, step: int) -> list[dict[str, Any]]:
     """The sequences of a step, the one with the highest loss under the run's weights first."""
-    blocks, found = run.batches.blocks, []
+    run, found = at_step(run, step), []
+    blocks = run.batches.blocks
     with eval_mode(run.model):
         for index in tqdm(_indices(run, step), unit="sequence", disable=not shows_bars()):
             number = np.array([index])
@@ -33,9 +39,29 @@ def sequences_of(run: Run, step: int) -> list[dict[str, Any]]:
 
 def steps_with(run: Run, text: str, last: int) -> list[int]:
     """The steps up to `last` of which a sequence contains `text`."""
-    contains = cache(lambda index: text in _text_of(run, index))  # a block is read once per epoch
-    steps = tqdm(range(1, last + 1), unit="step", disable=not shows_bars())
-    return [step for step in steps if any(map(contains, _indices(run, step)))]
+    found = []
+    for stage in stages_of(run.config):
+        now = at_step(run, stage.first + 1)
+        contains = cache(partial(_contains, now, text))  # a block is read once per epoch
+        steps = range(stage.first + 1, min(stage.last, last) + 1)
+        steps = tqdm(steps, unit="step", disable=not shows_bars())
+        found += [step for step in steps if any(map(contains, _indices(now, step)))]
+    return found
+
+
+def at_step(run: Run, step: int) -> Run:
+    """The run with the data of another step's stage."""
+    config, accelerator = config_at(run.config, step - 1), run.accelerator
+    if config.begins == run.config.begins:
+        return run
+    data, size = load_prepared(config), config.train.min_micro_batch_size
+    accelerator.gradient_accumulation_steps = accumulation_steps(config, run.mesh.dp_size)
+    batches = build_batches(config, accelerator, run.mesh, data.train, size)
+    return replace(run, config=config, data=data, batches=batches)
+
+
+def _contains(run: Run, text: str, index: int) -> bool:
+    return text in _text_of(run, index)
 
 
 def _indices(run: Run, step: int) -> list[int]:

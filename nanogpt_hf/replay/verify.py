@@ -10,6 +10,7 @@ import random
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +18,10 @@ from torch.distributed.tensor import DTensor
 from tqdm import tqdm
 
 from nanogpt_hf.checkpoint.reader import read_checkpoint
+from nanogpt_hf.checkpoint.writer import CheckpointWriter
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import Config, replace_knobs
+from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.distributed.accelerate_config import requested_precision
 from nanogpt_hf.distributed.accelerator import sum_over_ranks
 from nanogpt_hf.distributed.full_state import FullState, own_weights
@@ -33,7 +36,7 @@ from nanogpt_hf.runs.metrics import read_metrics
 from nanogpt_hf.runs.provenance import branched_at, continue_on, read_starts
 from nanogpt_hf.training.methods import ON_TEXT, method_of
 from nanogpt_hf.training.run import Run
-from nanogpt_hf.training.start import prepare_run
+from nanogpt_hf.training.start import prepare_run, start_again
 
 
 def recipe_of(folder: RunFolder) -> Config:
@@ -125,19 +128,37 @@ def run_at(folder: RunFolder, config: Config, first: int, mesh: Mesh) -> Iterato
             copy.checkpoints.mkdir(parents=True)
             copy.recipe.write_bytes(folder.recipe.read_bytes())
             copy.checkpoint(first).symlink_to(folder.checkpoint(first).resolve())
-        logging.disable(logging.INFO)  # lines about the temporary folder
         try:
-            run = prepare_run(config, copy.path, resume=first > 0, mesh=mesh)
+            with _without_lines():
+                run = prepare_run(config, copy.path, resume=first > 0, mesh=mesh)
         except RunFolderError as error:
             raise RunFolderError(str(error).replace(str(copy.path), str(folder.path))) from None
-        finally:
-            logging.disable(logging.NOTSET)
         try:
             continue_on(folder, run.accelerator.device, mesh.local_world_size)
             yield run
             run.accelerator.wait_for_everyone()  # the main process removes the folder
         finally:
             copy.unlock()
+
+
+@contextmanager
+def _without_lines() -> Iterator[None]:
+    """Context without log lines about the temporary folder."""
+    logging.disable(logging.INFO)
+    try:
+        yield
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _begin_stage(run: Run) -> None:
+    """Start the run again from a checkpoint in its temporary folder, as training does."""
+    run.folder.checkpoints.mkdir(exist_ok=True)
+    with CheckpointWriter(run.accelerator, run.folder, keep=2) as checkpoints:
+        checkpoints.save(run.model, run.optimizer, run.state)
+    run.saved = replace(run.state)
+    with _without_lines():
+        start_again(run)
 
 
 @contextmanager
@@ -153,7 +174,7 @@ def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[
     """Repeat the steps up to `last`; return the first that differs from what the folder has
     recorded, and what differs. All processes call it, and get the same.
     """
-    config, state, first = run.config, run.state, run.state.step
+    config, first = run.config, run.state.step
     method, recorded = method_of(config), {}
     for event in read_metrics(folder):
         recorded.setdefault(event["step"], {}).update(event)
@@ -162,14 +183,16 @@ def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[
     ):
         ours: dict[str, float] = {}
         if step > first:
-            learning_rate = learning_rate_at(step - 1, config.optim, config.train.max_steps)
-            result = method.step(run, step - 1 + state.skipped_steps, learning_rate)
-            state.step = step
+            learning_rate = learning_rate_at(step - 1, run.config.optim, config.train.max_steps)
+            result = method.step(run, step - 1 + run.state.skipped_steps, learning_rate)
+            run.state.step = step
             if step % config.tracking.every == 0:
                 loss = sum_over_ranks(run.accelerator, run.mesh, result.loss)
                 ours["train/loss"] = loss.item()
                 ours["train/grad_norm"] = result.grad_norm.item()
                 ours["train/learning_rate"] = learning_rate
+            if step == next_stage(config, step - 1):
+                _begin_stage(run)
         elif step:  # a checkpoint is written after the evaluation of its step
             continue
         path, theirs = folder.checkpoint(step), recorded.get(step, {})
@@ -183,7 +206,7 @@ def first_difference(run: Run, folder: RunFolder, last: int) -> tuple[int, list[
         lines = _other_values(ours, theirs)
         if saved:
             lines += _other_tensors(run, saved)
-            state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
+            run.state.skipped_steps = saved.state.skipped_steps  # after a rollback to this step
         if lines:
             return step, lines
     return None

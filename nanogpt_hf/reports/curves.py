@@ -1,11 +1,14 @@
 """Draw loss and reward curves as PNG: loss.png of one run, and several runs in one plot."""
 
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from nanogpt_hf.config.schema import Config
+from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.reports.reference import Curve, Reference, differences, find_reference
 from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
@@ -31,13 +34,19 @@ def draw_run(run: RunFolder, config: Config, events: list[Event]) -> None:
     reference = find_reference(config) if has_loss else None
     if reference and differences(reference, config)[0]:
         reference = None
-    draw_curves(events, run.path.resolve().name, run.loss_plot, reference)
+    stages = {stage.first: stage.name for stage in stages_of(config)[1:]}
+    draw_curves(events, run.path.resolve().name, run.loss_plot, reference, stages)
 
 
 def draw_curves(
-    events: list[Event], title: str, path: Path, reference: Reference | None = None
+    events: list[Event],
+    title: str,
+    path: Path,
+    reference: Reference | None = None,
+    stages: Mapping[int, str] = MappingProxyType({}),
 ) -> None:
-    """Draw training loss (raw and smoothed), validation loss and learning rate.
+    """Draw training loss (raw and smoothed), validation loss and learning rate, and a line at the
+    first step of each stage (-> name).
 
     Of reinforcement learning: reward, held-out pass rates and entropy. No plot without a training
     loss or reward.
@@ -69,8 +78,12 @@ def draw_curves(
     if not is_rl:
         _crop_start(axes, steps, smoothed, *column(events, "val/loss"))
     _label_ends(axes, labels)
+    for step, name in stages.items():
+        if step <= last_step:
+            _mark_stage(axes, step, name)
+            _mark_stage(lower_axes, step, "")
     is_of_pairs = "val/margin" in names(events)
-    y_label = "loss per pair" if is_of_pairs else "loss (nats per token)"
+    y_label = "loss per example" if is_of_pairs else "loss (nats per token)"
     axes.set_ylabel("reward; share of questions" if is_rl else y_label)
     note = f"step {int(last_step):,}"
     _title(axes, title, f"{note}; pass@k on held-out questions" if is_rl else note)
@@ -176,6 +189,13 @@ def _mark_best(axes: "Axes", steps: np.ndarray, losses: np.ndarray, last_step: f
         color="#8c3d00",
         arrowprops={"arrowstyle": "-", "color": VERMILION, "linewidth": 0.8, "shrinkB": 6},
     )
+
+
+def _mark_stage(axes: "Axes", step: int, name: str) -> None:
+    axes.axvline(step, color=_GRAY, linewidth=0.8, linestyle=":")
+    place = {"xycoords": ("data", "axes fraction"), "textcoords": "offset points"}
+    style = {"rotation": 90, "va": "top", "color": _GRAY, "fontsize": 8}
+    axes.annotate(name.replace("$", r"\$"), (step, 0.98), xytext=(3, 0), **place, **style)
 
 
 def _crop_start(

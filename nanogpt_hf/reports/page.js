@@ -119,6 +119,10 @@ function draw() {
     if (inside.length > 1)
       add(svg, "path", { class: "band", "clip-path": "url(#box)", d: `M${[...edge(inside, "low"), ...edge([...inside].reverse(), "high")].join("L")}Z` });
   }
+  for (const [step, name] of by === "step" ? data.stages : []) if (step >= first && step <= last) {
+    add(svg, "line", { class: "stage", x1: x(step), x2: x(step), y1: BOX.top, y2: BOX.bottom });
+    add(svg, "text", { x: x(step) + 4, y: BOX.top + 10 }, name);
+  }
   for (const { series, long, xs, ys } of lines) {
     const stroke = color(series, all);
     const attributes = { "clip-path": "url(#box)", "data-series": series.name };

@@ -16,6 +16,7 @@ import nanogpt_hf
 from nanogpt_hf.config.load import config_to_yaml, load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import knob_text, source_text
+from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import format_duration, format_number
 from nanogpt_hf.reports.reference import Reference, Verdict, find_reference, judge
@@ -62,6 +63,9 @@ def render(run: RunFolder, events: list[Event]) -> str:
     reference = find_reference(config) if config and has_loss else None
     verdict = judge(reference, config, events) if config and has_loss else None
     data, reports_per_point = _chart_data(events, verdict, reference)
+    data["stages"] = (
+        [[stage.first, stage.name] for stage in stages_of(config)[1:]] if config else []
+    )
     style, script = (_asset(f"page.{kind}") for kind in ("css", "js"))
     policy = "default-src 'none'; base-uri 'none'; form-action 'none'; img-src data:; "
     policy += f"style-src '{_hash(style)}'; script-src '{_hash(script)}'"
@@ -166,6 +170,7 @@ def _state_line(run: RunFolder, config: Config | None, events: list[Event]) -> s
         f"{state}. {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, "
         f"{data.block_size:,} tokens of context; {start} on {source_text(data)}, tokenizer "
         f"{data.tokenizer}, {config.train.tokens_per_step:,} tokens per step"
+        f"{', in the first stage' if config.train.stages else ''}"
     )
 
 
@@ -186,8 +191,8 @@ def _summary_tiles(events: list[Event]) -> list[tuple[str, str, str]]:
                 tiles.append((other, format_number(best[name], digits), "at that step"))
 
     others = {"val/perplexity": ("perplexity", 2), "val/bits_per_byte": ("bits per byte", 3)}
-    others |= {"val/accuracy": ("accuracy on pairs", 3), "val/margin": ("margin of rewards", 3)}
-    unit = "per pair" if "val/margin" in names(events) else "nats per token"
+    others |= {"val/accuracy": ("accuracy", 3), "val/margin": ("margin of rewards", 3)}
+    unit = "per example" if "val/margin" in names(events) else "nats per token"
     add_best("val/loss", "validation loss", f"{unit}, ", others)
     rates = [name for name in names(events) if name.startswith("val/pass@")]
     add_best("val/reward", "mean reward", "", {r: (r.removeprefix("val/"), 4) for r in rates})

@@ -20,6 +20,7 @@ _FIXED = (
     "train.seed",
     "train.tokens_per_step",
     "train.gradient_groups",
+    "train.stages",
     "finetune.",
     "lora.",
     "rl.",

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from nanogpt_hf.config.names import GPT2_NAMES
 from nanogpt_hf.config.schema import Config, DistillSection
 from nanogpt_hf.config.sources import packs
+from nanogpt_hf.config.stages import stages_of
 from nanogpt_hf.data.prepared import PreparedData
 from nanogpt_hf.data.tokenizer import build_tokenizer, load_tokenizer, vocabulary_hash
 from nanogpt_hf.distributed.accelerate_config import requested_precision
@@ -79,7 +80,8 @@ def _load_teacher(config: Config) -> tuple[Any, PreTrainedTokenizerBase]:
     is_gpt2 = name in GPT2_NAMES
     tokenizer = build_tokenizer("gpt2", ()).hf if is_gpt2 else load_tokenizer(name)
     model: Any = load_model(name, config.distill.revision)
-    positions, block_size = model.config.max_position_embeddings, config.data.block_size
+    positions = model.config.max_position_embeddings
+    block_size = max(stage.config.data.block_size for stage in stages_of(config))
     if positions < block_size:
         raise UserError(
             f"{name}: {positions} positions are fewer than data.block_size {block_size}"

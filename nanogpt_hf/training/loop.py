@@ -2,9 +2,9 @@
 
 A run is a pure function of its recipe, its seed and the step: the tokens of a step, its learning
 rate and its dropout masks never depend on earlier steps or restarts, so a run can stop at any
-step and resume on another machine. What needs another model in the middle of a run ends the loop:
-layers are unfrozen, or the loss has spiked. The run then starts again from its newest checkpoint,
-as a resumed run does.
+step and resume on another machine. What needs another model, optimizer or batch in the middle of a
+run ends the loop: layers are unfrozen, a stage begins, or the loss has spiked. The run then starts
+again from its newest checkpoint, as a resumed run does.
 """
 
 import dataclasses
@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
+from nanogpt_hf.config.stages import next_stage
 from nanogpt_hf.distributed.accelerator import describe_machine, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
@@ -74,6 +75,7 @@ def train_steps(run: Run, observers: Observers, stop: StopRequest) -> bool:
     """
     config, state = run.config, run.state
     unfreezing = next_unfreezing(state.step, config.finetune)
+    next_stage_at = next_stage(config, state.step)
     while True:
         started = time.perf_counter()
         done = state.step == config.train.max_steps or state.out_of_patience(config.eval)
@@ -83,16 +85,17 @@ def train_steps(run: Run, observers: Observers, stop: StopRequest) -> bool:
             observers.checkpoints.poll()
         stopping = poll and stop.on_any_process(run.accelerator)
 
+        new_stage = state.step == next_stage_at  # which evaluates its first step
         if (
-            not stopping
+            not (stopping or new_stage)
             and state.evaluated_step < state.step
             and (done or state.step % config.eval.every == 0)
         ):
             stopping = not evaluate_and_report(run, observers, stop)
             done = done or state.out_of_patience(config.eval)
-        unfreeze = state.step == unfreezing
+        again = new_stage or state.step == unfreezing
         due = state.step > 0 and state.step % config.checkpoint.every == 0
-        if (stopping or done or unfreeze or due) and state != run.saved:
+        if (stopping or done or again or due) and state != run.saved:
             observers.monitor.count_steps(state)
             observers.checkpoints.save(run.model, run.optimizer, state)
             run.saved = dataclasses.replace(state)
@@ -106,7 +109,7 @@ def train_steps(run: Run, observers: Observers, stop: StopRequest) -> bool:
             observers.checkpoints.wait()  # so that the disk does not need room for both at once
             save_model(run, run.folder.final)
             return True
-        if unfreeze:
+        if again:
             state.seconds += time.perf_counter() - started
             return False
         spiked = step_and_report(run, observers)

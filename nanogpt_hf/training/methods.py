@@ -23,6 +23,7 @@ from nanogpt_hf.rl.data import load_questions
 from nanogpt_hf.rl.objective import policy_objective
 from nanogpt_hf.rl.rollouts import Rollouts, answer_log_probs
 from nanogpt_hf.training.distillation import distillation_objective, load_with_teacher
+from nanogpt_hf.training.kto import evaluate_answers, kto_objective, kto_step, load_answers
 from nanogpt_hf.training.preferences import (
     evaluate_pairs,
     load_pairs,
@@ -223,6 +224,16 @@ PREFERENCES = Method(
     describe_best=lambda score: f"best loss on held-out pairs {format_number(score, 4)}",
     step=preference_step,
 )
+KTO = replace(
+    PREFERENCES,
+    name="preference training on single answers",
+    is_chosen=lambda config: config.align.loss == "kto",
+    load=load_answers,
+    objective=lambda config, _: kto_objective(config.align),
+    evaluate=evaluate_answers,
+    describe_best=lambda score: f"best loss on held-out answers {format_number(score, 4)}",
+    step=kto_step,
+)
 DISTILLATION = replace(
     TEXT,
     name="distillation",
@@ -231,7 +242,13 @@ DISTILLATION = replace(
     objective=distillation_objective,
 )
 ON_TEXT = (TEXT, DISTILLATION)
-METHODS = [POLICY, PREFERENCES, DISTILLATION, TEXT]  # the first that a recipe chooses is its method
+METHODS = [
+    POLICY,
+    KTO,
+    PREFERENCES,
+    DISTILLATION,
+    TEXT,
+]  # the first that a recipe chooses is its method
 
 
 def method_of(config: Config) -> Method:

@@ -19,7 +19,7 @@ from accelerate.utils import broadcast_object_list
 
 from nanogpt_hf.config.checks import divisors
 from nanogpt_hf.config.schema import Config, replace_knobs
-from nanogpt_hf.data.batches import Batches
+from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import Blocks
 from nanogpt_hf.distributed.accelerate_config import (
     requested_checkpointing,
@@ -72,6 +72,8 @@ def build_batches(
         dp_size=mesh.dp_size,
         pin_memory=accelerator.device.type == "cuda",
         turn=turn,
+        first_step=config.begins,
+        read=blocks_read(config, config.begins),
     )
 
 
@@ -90,7 +92,8 @@ def dry_run_step(run: Run, micro_batch_size: int) -> None:
     batches = build_batches(run.config, accelerator, run.mesh, run.data.train, micro_batch_size)
     try:
         with micro_batches_not_counted(accelerator, run.mesh.pp_size):
-            train_step(dataclasses.replace(run, batches=batches), 0, learning_rate=0.0)
+            step = run.config.begins
+            train_step(dataclasses.replace(run, batches=batches), step, learning_rate=0.0)
     except Exception:  # too little memory: a smaller size may be tried
         run.model.zero_grad()
         raise

@@ -148,7 +148,8 @@ class Observers:
         """Observe a run that has started again from a checkpoint after `before`."""
         if run.state.skipped_steps > before.skipped_steps:
             self.monitor.rolled_back(before, run.state)
-        self.tracking.drop_later_events()
+        self.monitor.max_grad_norm = self.layers.max_grad_norm = run.config.optim.max_grad_norm
+        self.tracking.begin()
 
     def evaluate(self, run: Run, evaluated: Evaluated) -> Evaluated:
         """The method's evaluation of a step with those of the recipe's others. All processes call
@@ -186,7 +187,7 @@ def observing(run: Run, evaluations: list[Measure]) -> Iterator[Observers]:
         monitor=Monitor(run.accelerator, run.config, checkpoints),
         layers=LayerStats(run.accelerator, run.config),
         evaluations=evaluations,
-        reports=LiveReports(run.folder, run.config, is_main=is_main),
+        reports=LiveReports(run.folder, run.config.recipe, is_main=is_main),
         checkpoints=checkpoints,
         push=BackgroundPush(run.config.hub, run.folder, is_main=is_main),
     )

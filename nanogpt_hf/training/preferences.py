@@ -82,29 +82,43 @@ def load_pairs(config: Config) -> PreparedData:
 
     Raises UserError if they cannot be read, or none fits into a block.
     """
+    return load_rows(config, pair_of, _encoded, "preference pairs")
+
+
+def load_rows(
+    config: Config,
+    parse: Callable[..., Any],
+    encode: Callable[..., tuple[Pairs | None, int]],
+    noun: str,
+) -> PreparedData:
+    """The rows of data.source as `parse` reads each and `encode` makes blocks of those that fit,
+    or None, and the number of others.
+
+    Raises UserError if they cannot be read, or none fits into a block.
+    """
     data = dataclasses.replace(config.data, format="chat")
     if is_mixture(data):
-        raise DataError("data.source: pairs come from one source; a list is not supported")
+        raise DataError(f"data.source: {noun} come from one source; a list is not supported")
     tokenizer = build_tokenizer(data.tokenizer, ()).hf
     chat = ChatFormat(tokenizer, fixed_day=True) if tokenizer.chat_template else None
     with tempfile.TemporaryDirectory() as scratch:
-        documents = load_documents(data, Path(scratch), pair_of)
+        documents = load_documents(data, Path(scratch), parse)
         splits = [
-            _encoded(pairs, tokenizer, chat, data.block_size)
-            for pairs in split_documents(documents, data)
+            encode(rows, tokenizer, chat, data.block_size)
+            for rows in split_documents(documents, data)
         ]
-    blocks = []
-    for name, (pairs, left_out) in zip(("train", "validation"), splits, strict=True):
-        if not pairs:
+    found = []
+    for name, (blocks, left_out) in zip(("train", "validation"), splits, strict=True):
+        if not blocks:
             raise DataError(
-                f"data.block_size: {data.block_size} tokens are too few for every {name} pair"
+                f"data.block_size: {data.block_size} tokens are too few for all {noun} of {name}"
             )
-        line = f"  {name:<10} {len(pairs):,} preference pairs"
+        line = f"  {name:<10} {len(blocks):,} {noun}"
         if left_out:
             line += f"; {left_out:,} are longer than data.block_size {data.block_size}, left out"
         logger.info(line)
-        blocks.append(Pairs(pairs, data.block_size))
-    train, validation = blocks
+        found.append(blocks)
+    train, validation = found
     return in_memory(
         train,
         validation,
@@ -117,8 +131,8 @@ def load_pairs(config: Config) -> PreparedData:
 
 def _encoded(
     pairs: list[Pair], tokenizer: PreTrainedTokenizerBase, chat: ChatFormat | None, block_size: int
-) -> tuple[list[tuple[Encoded, Encoded]], int]:
-    """Token ids of the pairs, and how many are left out: a pair without the end of an answer would
+) -> tuple[Pairs | None, int]:
+    """The blocks of the pairs, and how many are left out: a pair without the end of an answer would
     prefer one that never ends.
     """
     kept = []
@@ -126,7 +140,7 @@ def _encoded(
         answers = [encode_answer(messages, tokenizer, chat) for messages in pair]
         if all(len(ids) <= block_size + 1 for ids, _ in answers):
             kept.append(tuple(answers))
-    return kept, len(pairs) - len(kept)
+    return Pairs(kept, block_size) if kept else None, len(pairs) - len(kept)
 
 
 def encode_answer(messages: Conversation, tokenizer: Any, chat: ChatFormat | None) -> Encoded:
@@ -232,20 +246,21 @@ def pair_log_probs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities of answers, summed over their tokens, and their tokens: (n, 2) each.
 
-    Both inputs are (n, 2, T). Sequences are padded at their end, which needs no mask.
+    Both inputs are (n, 2, T), or (n, 1, T) of one side. Sequences are padded at their end, which
+    needs no mask.
     """
     rows, labels = input_ids.flatten(0, 1), shift_labels.flatten(0, 1)
     logits = model(input_ids=rows, use_cache=False).logits.float()
     counts = labels != _NO_TARGET
     chosen = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0]
-    sums = (chosen * counts).sum(1).view(-1, 2)
-    return sums, counts.sum(1).view(-1, 2)
+    shape = input_ids.shape[:2]
+    return (chosen * counts).sum(1).view(shape), counts.sum(1).view(shape)
 
 
 def preference_step(run: Run, step: int, learning_rate: float) -> StepResult:
     """Take one optimizer step on the pairs of `step`."""
     with run.batches.waiting():
-        _fill_reference(run, lambda: False)
+        fill_reference(run, lambda: False)
     return train_step(run, step, learning_rate)
 
 
@@ -253,10 +268,28 @@ def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
     """The loss on held-out pairs, the share whose chosen answer has the higher reward, and the
     margin; the same on all processes.
     """
-    if not _fill_reference(run, stopping):
+    if not fill_reference(run, stopping):
         return None
+    indices = evaluation_indices(run.data.validation, run.config.eval.tokens)
+    means = mean_metrics(run, indices, stopping)
+    if means is None:
+        return None
+    means["margin"] = means["reward_chosen"] - means["reward_rejected"]
+    line = (
+        f"held-out pairs: loss {format_number(means['loss'], 4)}, accuracy "
+        f"{means['accuracy']:.3f}, margin {format_number(means['margin'], 4)}"
+    )
+    metrics = {f"val/{name}": value for name, value in means.items()}
+    return Evaluated(means["loss"], None, metrics, [line], [])
+
+
+def mean_metrics(
+    run: Run, indices: np.ndarray, stopping: Callable[[], bool]
+) -> dict[str, float] | None:
+    """The means of the objective's loss and metrics over validation blocks; None if `stopping()`
+    has ended it.
+    """
     blocks, accelerator = run.data.validation, run.accelerator
-    indices = evaluation_indices(blocks, run.config.eval.tokens)
     totals: Metrics = {}
     with torch.no_grad(), eval_mode(run.model):
         for _, batch in rank_batches(
@@ -267,29 +300,22 @@ def evaluate_pairs(run: Run, stopping: Callable[[], bool]) -> Evaluated | None:
                 totals[name] = totals.get(name, 0) + value.float()
             if stopping():
                 return None
-    means = {
+    return {
         name: sum_over_ranks(accelerator, run.mesh, total).item() / len(indices)
         for name, total in totals.items()
     }
-    means["margin"] = means["reward_chosen"] - means["reward_rejected"]
-    line = (
-        f"held-out pairs: loss {format_number(means['loss'], 4)}, accuracy "
-        f"{means['accuracy']:.3f}, margin {format_number(means['margin'], 4)}"
-    )
-    metrics = {f"val/{name}": value for name, value in means.items()}
-    return Evaluated(means["loss"], None, metrics, [line], [])
 
 
 @torch.no_grad()
-def _fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
-    """Compute the log-probabilities of all pairs under the model before training, once: they are
+def fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
+    """Compute the log-probabilities of all rows under the model before training, once: they are
     kept in the run folder. Returns whether they are there; not if `stopping()` has ended it.
 
     At step 0 that is the model of the run; later, if the file was lost, it is loaded again.
     """
     splits: dict[str, Any] = {"train": run.data.train, "validation": run.data.validation}
-    uses_reference = LOSSES[run.config.align.loss or "dpo"].uses_reference
-    if not uses_reference or splits["train"].reference.any():
+    row = LOSSES.get(run.config.align.loss or "dpo")  # none of KTO
+    if (row and not row.uses_reference) or splits["train"].reference.any():
         return True
     file, accelerator, mesh = run.folder.reference, run.accelerator, run.mesh
     saved = _read_reference(file, splits) if mesh.is_main else {}
@@ -298,7 +324,7 @@ def _fill_reference(run: Run, stopping: Callable[[], bool]) -> bool:
     for name, blocks in splits.items():
         found = saved.get(name, torch.zeros(len(blocks), 2)).to(accelerator.device)
         if not is_saved[0]:
-            logger.info(f"log-probabilities of {len(blocks):,} {name} pairs before training ...")
+            logger.info(f"log-probabilities of {len(blocks):,} {name} rows before training ...")
             model = run.model if run.state.step == 0 else start_model_of(run)
             every, size = np.arange(len(blocks)), run.batches.micro_batch_size
             with eval_mode(model):

@@ -20,13 +20,15 @@ from transformers import PreTrainedModel
 from transformers.utils.logging import disable_progress_bar
 
 from nanogpt_hf.checkpoint.reader import Checkpoint, find_checkpoint, load_checkpoint
+from nanogpt_hf.config.checks import accumulation_steps
 from nanogpt_hf.config.compatibility import check_settings
 from nanogpt_hf.config.dial import dial_lines
 from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import packs, sources_of
+from nanogpt_hf.config.stages import config_at, naming, stages_of
 from nanogpt_hf.cpu import share_threads
 from nanogpt_hf.data.manifest import Manifest, identity
-from nanogpt_hf.data.prepared import PreparedData
+from nanogpt_hf.data.prepared import PreparedData, load_prepared
 from nanogpt_hf.distributed.accelerate_config import check_launch, requested_machine
 from nanogpt_hf.distributed.accelerator import (
     build_accelerator,
@@ -101,6 +103,9 @@ def prepare_run(
         # the main process alone decides: others might look after it has begun to write
         decision = {"resumes": _lock(config, folder, options)} if mesh.is_main else {}
         data = method.load(config)
+        for stage in stages_of(config)[1:]:
+            with naming(stage):
+                load_prepared(stage.config)  # whose blocks may be too long for the text
         check(data.manifest)
         return data, decision | identity(config, data.manifest)
 
@@ -139,9 +144,11 @@ def check_folders(config: Config, folder: RunFolder) -> None:
 def _check_before_the_data(config: Config, folder: RunFolder, mesh: Mesh) -> None:
     """Raises UserError for what is wrong without the data: folders, machine, section `model`."""
     check_folders(config, folder)
-    check_launch(config, mesh)
-    if config.finetune.model is None:
-        check_balance(config, build_config(config.model, vocab_size=256))
+    for stage in stages_of(config):
+        with naming(stage):
+            check_launch(stage.config, mesh)
+            if config.finetune.model is None:
+                check_balance(stage.config, build_config(config.model, vocab_size=256))
     for line in dial_lines(config):
         logger.info(line)
 
@@ -218,7 +225,9 @@ def build_run(
 
     Raises UserError if recipe, tokenizer, model, checkpoint and machine do not fit together.
     """
-    check_memory(config, accelerator, mesh_of(accelerator), data.vocab_size)
+    for stage in stages_of(config):
+        with naming(stage):
+            check_memory(stage.config, accelerator, mesh_of(accelerator), data.vocab_size)
     if accelerator.device.type == "cpu":
         keep_freed_memory()
     elif config.train.gradient_groups:  # torch raises if a kernel has no fixed order
@@ -229,9 +238,12 @@ def build_run(
 
 def start_again(run: Run) -> None:
     """Build the run again at its newest checkpoint, as after `--resume`: because layers are
-    unfrozen at its step, or because the loss has spiked; then the data since it is skipped.
+    unfrozen or a stage begins at its step, or because the loss has spiked; then the data since it
+    is skipped.
     """
     before, accelerator = run.state, run.accelerator
+    if requested_machine().compiles:
+        torch.compiler.reset()  # other shapes would share a graph, unlike those of a resumed run
     # two models at once need not fit
     run.model, run.optimizer = accelerator.free_memory(run.model, run.optimizer)
     accelerator.free_memory()  # again, since now nothing refers to them
@@ -239,6 +251,9 @@ def start_again(run: Run) -> None:
     checkpoint = find_checkpoint(accelerator, run.folder, before.identity)
     # update the same object, so that the caller of `train` has the new model
     vars(run).update(vars(_build(run.config, accelerator, run.data, run.folder, checkpoint)))
+    for stage in stages_of(run.config):
+        if stage.first == run.state.step and stage.changes:
+            logger.info(f"{stage.name}, from step {stage.first + 1:,} on: {stage.changes}")
     run.state.seconds = before.seconds
     run.saved = dataclasses.replace(run.state)
     if spiked:
@@ -255,6 +270,11 @@ def _build(
     checkpoint: Checkpoint | None,
 ) -> Run:
     mesh, step = mesh_of(accelerator), checkpoint.step if checkpoint else 0
+    config = config_at(config, step)
+    if config.whole:
+        blocks = load_prepared(config)
+        data = dataclasses.replace(data, train=blocks.train, validation=blocks.validation)
+        accelerator.gradient_accumulation_steps = accumulation_steps(config, mesh.dp_size)
     model = start_model(config, data.vocab_size, data.end_of_text_id, step)
     if model.device.type != "meta" and not config.lora.quantize:
         check_causal(model, packs=packs(config))

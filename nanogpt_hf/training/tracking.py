@@ -9,7 +9,9 @@ from typing import Any
 
 from tqdm import tqdm
 
+from nanogpt_hf.config.schema import Config
 from nanogpt_hf.config.sources import is_mixture, sources_of
+from nanogpt_hf.config.stages import planned_tokens, stage_lines
 from nanogpt_hf.distributed.accelerator import describe_device, describe_machine, precision_of
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.formatting import format_duration, format_number, shows_bars
@@ -34,14 +36,11 @@ class Tracking:
     """
 
     def __init__(self, run: Run):
-        self.run, self.accelerator, self.config = run, run.accelerator, run.config
+        self.run, self.accelerator = run, run.accelerator
         self.folder, self.main = run.folder, run.mesh.is_main
-        self.flops_per_token = run.architecture.flops_per_token(
-            run.model_config, run.config.data.block_size
-        )
         self.peak = peak_flops(run.accelerator.device)
         self.events: list[dict[str, Any]] = []
-        self.drop_later_events()
+        self.begin()
         if self.main:
             start = describe_start(
                 step=run.state.step,
@@ -51,7 +50,7 @@ class Tracking:
                 device=run.accelerator.device,
             )
             if run.accelerator.log_with:
-                start_trackers(run.accelerator, run.config, run.folder, start)
+                start_trackers(run.accelerator, run.config.recipe, run.folder, start)
             data = run.state.identity and run.state.identity["data"]
             add_start(run.folder, start | {"data": data})
         self.bar = tqdm(
@@ -63,11 +62,19 @@ class Tracking:
         )
         self._last_line = 0.0
 
-    def drop_later_events(self) -> None:
+    @property
+    def config(self) -> Config:
+        """The recipe of the run's stage."""
+        return self.run.config
+
+    def begin(self) -> None:
         """Drop the events after the run's state, since their steps run again.
 
         Trackers keep those they received.
         """
+        self.flops_per_token = self.run.architecture.flops_per_token(
+            self.run.model_config, self.config.data.block_size
+        )
         if self.main:
             state = self.run.state
             # The training event of the state's own step is kept; its evaluation only if the state
@@ -143,8 +150,7 @@ class Tracking:
         self._show(f"{headline}, {speed}")
         if self.bar.disable and now - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = now
-            train = self.config.train
-            left = format_duration((train.max_steps * train.tokens_per_step - tokens) / rate)
+            left = format_duration((planned_tokens(self.config) - tokens) / rate)
             self._log(f"train {headline}, {speed}, {left} left")
 
     def _epochs(self) -> dict[str, float]:
@@ -152,7 +158,7 @@ class Tracking:
         state, batches = self.run.state, self.run.batches
         if not is_mixture(self.config.data):
             return {}
-        epochs = batches.blocks.epochs((state.step + state.skipped_steps) * batches.blocks_per_step)
+        epochs = batches.epochs(state.step + state.skipped_steps)
         names = [source.name for source in sources_of(self.config.data)]
         return {f"train/epochs/{name}": value for name, value in zip(names, epochs, strict=True)}
 
@@ -186,6 +192,8 @@ class Tracking:
             f"{self.run.mesh.data_parallel} × {self.accelerator.gradient_accumulation_steps} "
             f"accumulated; {describe_machine(self.accelerator)}"
         )
+        for line in stage_lines(self.config):
+            log(line)
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -133,6 +133,16 @@ FEATURES = {
         {"data.packing": "documents", "data.mask": "documents"}, ("DDP", "FSDP2", "TP", "PP")
     ),
     "unfreezing": Feature(UNFREEZING, ("DDP", "FSDP2")),
+    # both begin in the steps of the first layout
+    "stages": Feature(
+        DROPOUT
+        | {
+            "optim.name": "muon",
+            "train.stages": "[{at: 1, weights: {text2: 9}, data.block_size: 8}, "
+            "{at: 2, train.tokens_per_step: 256, optim.muon_learning_rate: 0.002}]",
+        },
+        ("FSDP2", "DDP"),
+    ),
     # a spike in the steps of each layout
     "rollback": Feature(
         {
@@ -194,6 +204,7 @@ SLOW = {
     ("experts, AdamW", "PP"),
     ("experts, AdamW", "EP × FSDP2"),
     ("rollback", "ZeRO-2"),
+    *(("stages", layout) for layout in (*FEATURES["stages"].layouts, "one process")),
     *(
         (name, layout)
         for name in ("nanochat", "llama", "olmo2")
@@ -288,6 +299,7 @@ def words_of(
         if name == "distillation":
             knobs |= {"distill.teacher": tiny_base, "data.tokenizer": tiny_base}
             knobs["data.dir"], knobs["train.tokens_per_step"] = folder / name, 192
+        sources["stages"] = sources["mixture"]
         if name in sources:
             knobs |= {"data.source": json.dumps(sources[name]), "data.tokenizer": byte_tokenizer}
             knobs["data.dir"] = folder / name

@@ -1,6 +1,7 @@
 """GGUF files: weights, tokens of both kinds of tokenizer, and refusals."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from tokenizers import Regex, pre_tokenizers
 
 from assertions import refusal
 from nanogpt_hf.data.bpe import GPT4_PATTERN, QWEN_PATTERN
+from nanogpt_hf.data.chat_template import chat_format
 from nanogpt_hf.data.tokenizer import char_tokenizer, train_bpe_tokenizer
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.model import GPTConfig, GPTForCausalLM
@@ -200,9 +202,61 @@ def test_export_gguf_writes_chat_template_and_end_of_turn(tmp_path):
     facts, _ = read(tmp_path)
     assert facts["tokenizer.chat_template"] == tokenizer.chat_template
     assert facts["tokenizer.ggml.eot_token_id"] == 257
+    lines = (tmp_path / "Modelfile").read_text().splitlines()
+    assert lines[2] == 'PARAMETER stop "<|im_end|>"'
+    assert lines[3].startswith("# chat template: ")
     # normal, control twice, user defined, unused
     assert facts["tokenizer.ggml.token_type"][255:260] == [1, 3, 3, 4, 5]
     assert json.loads((tmp_path / "config.json").read_text())["model_type"] == "qwen3"
+
+
+def go_text(template: str, messages: list[dict]) -> str:
+    """What Go writes for a template of `range`, `if eq`, fields and texts."""
+    parts = re.split(r"{{ (.*?) }}", template)
+
+    def write(place: int, message: dict, shown: bool = True) -> tuple[str, int]:
+        """The text up to the action that ends this block, and its place."""
+        out = ""
+        while True:
+            out += parts[place] * shown
+            if place + 1 == len(parts):
+                return out, place
+            action, place = parts[place + 1], place + 2
+            if action in ("end", "else"):
+                return out, place
+            if action == "range .Messages":
+                rows = [write(place, row) for row in messages]
+                out, place = out + "".join(text for text, _ in rows), rows[0][1]
+            elif action.startswith("if eq .Role "):
+                is_true = message["role"] == json.loads(action.removeprefix("if eq .Role "))
+                for chosen in (is_true, not is_true):
+                    text, place = write(place, message, shown and chosen)
+                    out += text
+            elif shown:
+                out += message["content"] if action == ".Content" else json.loads(action)
+
+    return write(0, {})[0]
+
+
+@pytest.mark.parametrize("chat", [True, False])
+def test_modelfile_has_our_chat_template(tmp_path, chat):
+    tokenizer = train_bpe_tokenizer(["the the the"], 259).hf
+    if chat:
+        chat_format(tokenizer, "bpe")
+    export_gguf(tmp_path, make(vocab_size=264), tokenizer, "float32")
+    head, _, template = (tmp_path / "Modelfile").read_text().partition("TEMPLATE ")
+    if not chat:
+        assert (head, template) == ("FROM ./model.gguf\nPARAMETER num_ctx 12\n", "")
+        return
+    assert head.splitlines()[1:] == ["PARAMETER num_ctx 12", 'PARAMETER stop "<|endoftext|>"']
+    template = template.strip().removeprefix('"""').removesuffix('"""')
+    roles = ["system", "user", "assistant", "user", "assistant", "user"]
+    for count in range(1, len(roles) + 1):
+        messages = [{"role": r, "content": f"{r} {n}"} for n, r in enumerate(roles[:count])]
+        expected = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=True
+        )
+        assert go_text(template, messages) == expected
 
 
 @pytest.mark.parametrize(

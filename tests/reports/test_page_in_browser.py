@@ -21,7 +21,12 @@ def report(tmp_path_factory, make_recipe):
     run = RunFolder(folder / "<svg onload='window.hit = 1'>&amp;")
     run.path.mkdir()
     config = load_config(
-        make_recipe(folder / "tiny.yaml", train__max_steps=100, tracking__project=HOSTILE)
+        make_recipe(
+            folder / "tiny.yaml",
+            train__max_steps=100,
+            train__stages=[{"at": 60, "name": "<script>hit = 1</script>", "optim.beta1": 0.5}],
+            tracking__project=HOSTILE,
+        )
     )
     run.recipe.write_text(config_to_yaml(config))
     run.machine.write_text(
@@ -66,8 +71,10 @@ def test_text_of_a_run_is_escaped_and_nothing_is_fetched(open_page, report):
     assert open_page.run("return document.querySelectorAll('script, img, h1 *').length") == 2
     assert open_page.text(".sample:nth-last-of-type(1) pre") == f"{HOSTILE}{HOSTILE} at 100"
     assert HOSTILE in open_page.text("main")
-    # the first tab
-    fetched = [url for url in open_page.requests() if not url.startswith(("data:", "chrome:"))]
+    marked = "return [...document.querySelectorAll('#chart .stage + text')].map(t => t.textContent)"
+    assert open_page.run(marked) == ["<script>hit = 1</script>"]
+    own = ("data:", "chrome:", "chrome-untrusted:")  # the first tab
+    fetched = [url for url in open_page.requests() if not url.startswith(own)]
     assert set(fetched) == {report.as_uri()}
     assert open_page.errors() == []
 

@@ -65,6 +65,10 @@ def words_of(tmp_path_factory, make_recipe, text_file, byte_tokenizer, tiny_base
             sources = [{"source": str(text_file), "weight": 2}, {"source": str(other), "weight": 1}]
             knobs |= {"data.source": sources, "data.tokenizer": byte_tokenizer}
             knobs["data.dir"] = folder / "mixture"
+            knobs["train.stages"] = [
+                {"at": 3, "weights": {"other": 4}, "data.block_size": 8},
+                {"at": 6, "train.tokens_per_step": 256, "optim.beta1": 0.5},
+            ]
         options = [str(word) for key, value in knobs.items() for word in (f"--{key}", value)]
         return [*start, "--run-dir", str(run), *options, "--auto-resume"]
 

@@ -22,6 +22,8 @@ pytestmark = pytest.mark.long
 # a run in which operations fail
 FAULTS = {"model__n_layer": 1, "train__max_steps": 4, "eval__every": 2, "checkpoint__keep": 1}
 FAULTS |= {"eval__samples": ["A cat "]}
+# one begins at an evaluation, the other with a checkpoint
+STAGES = [{"at": 6, "data.block_size": 8}, {"at": 24, "train.micro_batch_size": 8}]
 OTHER_PLACES = [
     "writing a checkpoint",
     "replacing best",
@@ -116,6 +118,7 @@ def uninterrupted(tmp_path_factory, make_recipe, train):
         eval__every=6,
         eval__tokens=1024,
         checkpoint__every=4,
+        train__stages=STAGES,
     )
     assert train(recipe, folder / "uninterrupted") == 0
     return recipe, folder / "uninterrupted"

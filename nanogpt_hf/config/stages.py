@@ -1,0 +1,177 @@
+"""Stages of a recipe (train.stages): knobs that change at a step, and the recipe that holds at one.
+
+At the step of a stage the run saves a checkpoint and starts again from it, as a resumed run does.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from nanogpt_hf.config.schema import KNOBS, Config, Knob, get_value, replace_knobs
+from nanogpt_hf.config.sources import sources_of
+from nanogpt_hf.config.values import SHORT, convert
+from nanogpt_hf.errors import UserError, did_you_mean
+
+_WEIGHTS = "weights"  # of the sources of a mixture, by name; those left out stay as they are
+_KINDS = ("optim.name", "optim.state")  # decide what a checkpoint holds
+# What may change at a step. The text, the model and the seed may not.
+CHANGING = ("data.block_size", "train.tokens_per_step", "train.micro_batch_size")
+CHANGING += tuple(key for key in KNOBS if key.startswith("optim.") and key not in _KINDS)
+_WEIGHT = Knob("weight", int | float, None, "", 0, None)
+_KEYS = {
+    "at": Knob("at", int, None, "steps before the stage", 1, None),
+    "name": Knob("name", str, None, "for plots", None, None),
+    _WEIGHTS: Knob(_WEIGHTS, dict[str, Any], None, "", None, None),
+} | {key: KNOBS[key] for key in CHANGING}
+_MAY = f"a stage may set {_WEIGHTS}, {', '.join(CHANGING[:3])}, and knobs of optim"
+_EXAMPLE = "{at: 1000, optim.learning_rate: 1e-4}"
+_LONGEST_NAME = 24  # characters, in a plot
+
+
+class Stage(NamedTuple):
+    """The steps between two changes of the recipe."""
+
+    name: str
+    first: int  # steps taken before it
+    last: int  # and at its end
+    config: Config  # which holds in it
+    changes: str  # from the stage before
+
+    @property
+    def tokens(self) -> int:
+        return (self.last - self.first) * self.config.train.tokens_per_step
+
+
+def read_stages(entries: list[Any]) -> list[dict[str, Any]]:
+    """The entries of `train.stages`, converted.
+
+    Raises ValueError with the number of the wrong entry.
+    """
+    if not entries:
+        raise ValueError(f"an empty list; leave it out, or give stages such as {_EXAMPLE}")
+    stages = []
+    for number, entry in enumerate(entries, 1):
+        try:
+            stages.append(_read_stage(entry))
+        except ValueError as error:
+            raise ValueError(f"entry {number}: {error}") from None
+    for number, (before, stage) in enumerate(pairwise(stages), 2):
+        if stage["at"] <= before["at"]:
+            raise ValueError(
+                f"entry {number}: at {stage['at']} is not after at {before['at']} of the one before"
+            )
+    return stages
+
+
+def _read_stage(entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise ValueError(f"expected a step and knobs, such as {_EXAMPLE}, got {SHORT.repr(entry)}")
+    stage = {}
+    for key, value in entry.items():
+        if key not in _KEYS:
+            if key in KNOBS:
+                raise ValueError(f"{key}: cannot change during a run; {_MAY}")
+            near = did_you_mean(str(key), (_WEIGHTS, *CHANGING)) or f"; {_MAY}"
+            raise ValueError(f"{key!s:.80}: unknown knob{near}")
+        try:
+            stage[key] = convert(_KEYS[key], value)
+            if key == _WEIGHTS:
+                stage[key] = {name: convert(_WEIGHT, part) for name, part in stage[key].items()}
+        except ValueError as error:
+            raise ValueError(f"{key}: {error}") from None
+    if "at" not in stage:
+        raise ValueError(f"has no `at`, the steps before the stage, as in {_EXAMPLE}")
+    if not any(stage[key] != {} for key in stage.keys() - {"at", "name"}):
+        raise ValueError(f"at {stage['at']}: changes no knob; give one, as in {_EXAMPLE}")
+    if not 0 < len(stage.get("name", "-")) <= _LONGEST_NAME:
+        raise ValueError(f"name: expected 1 to {_LONGEST_NAME} characters")
+    return stage
+
+
+def stages_of(config: Config) -> list[Stage]:
+    """The stages of a run, from step 0 to its end: one if the recipe has none."""
+    whole = config.recipe
+    entries, last = whole.train.stages or [], whole.train.max_steps
+    stages, now = [Stage("stage 1", 0, last, whole, "")], whole
+    for number, entry in enumerate(entries, 2):
+        values = {key: value for key, value in entry.items() if key in CHANGING}
+        if weights := entry.get(_WEIGHTS):
+            sources: Any = now.data.source
+            values["data.source"] = [
+                source | {"weight": weights.get(source["name"], source["weight"])}
+                for source in sources
+            ]
+        changes = [f"{key} {get_value(now, key)} -> {values[key]}" for key in entry if key in KNOBS]
+        changes += [f"weight of {name} {weight}" for name, weight in (weights or {}).items()]
+        now = replace(replace_knobs(now, values), whole=whole, begins=entry["at"])
+        stages[-1] = stages[-1]._replace(last=entry["at"])
+        name = entry.get("name", f"stage {number}")
+        stages.append(Stage(name, entry["at"], last, now, ", ".join(changes)))
+    return stages
+
+
+def config_at(config: Config, step: int) -> Config:
+    """The recipe that holds when `step` steps are done: knobs of the last stage that has begun."""
+    return next(s.config for s in reversed(stages_of(config)) if s.first <= step)
+
+
+def next_stage(config: Config, step: int) -> int | None:
+    """The step at which the next stage begins, or None."""
+    return next((stage.first for stage in stages_of(config) if stage.first > step), None)
+
+
+def planned_tokens(config: Config) -> int:
+    """The tokens of all steps of a run."""
+    return sum(stage.tokens for stage in stages_of(config))
+
+
+def largest_stage(config: Config) -> Config:
+    """The recipe of the stage whose micro-batches have the most tokens."""
+    configs = (stage.config for stage in stages_of(config))
+    return max(configs, key=lambda c: c.train.min_micro_batch_size * c.data.block_size)
+
+
+def stage_lines(config: Config) -> list[str]:
+    """A line for each stage of a recipe that has several."""
+    stages = stages_of(config)
+    return [
+        f"{stage.name}: steps {stage.first + 1:,} to {stage.last:,}, {stage.tokens:,} tokens"
+        + (f": {stage.changes}" if stage.changes else "")
+        for stage in stages
+        if len(stages) > 1
+    ]
+
+
+def stage_problem(config: Config) -> str:
+    """What makes it impossible to list the stages of a recipe, or ''."""
+    steps = config.train.max_steps
+    sources: Any = config.data.source
+    for entry in config.train.stages or ():
+        if entry["at"] >= steps:
+            return f"at {entry['at']}: is not before train.max_steps {steps}"
+        weights = entry.get(_WEIGHTS, {})
+        if weights and not isinstance(sources, list):
+            return f"at {entry['at']}: {_WEIGHTS}: data.source is no mixture"
+        names = [source["name"] for source in sources] if weights else []
+        if unknown := [name for name in weights if name not in names]:
+            near = did_you_mean(unknown[0], names) or f"; there are {', '.join(names)}"
+            return f"at {entry['at']}: {_WEIGHTS}: no source is named {unknown[0]!r:.80}{near}"
+    for stage in stages_of(config)[1:]:
+        try:
+            sources_of(stage.config.data)
+        except ValueError as error:
+            return f"at {stage.first}: {_WEIGHTS}: {error}"
+    return ""
+
+
+@contextmanager
+def naming(stage: Stage) -> Iterator[None]:
+    """Context whose UserErrors name the stage, unless it is the first."""
+    try:
+        yield
+    except UserError as error:
+        if not stage.first:
+            raise
+        raise UserError(f"train.stages: at {stage.first}: {error}") from None
