@@ -127,6 +127,17 @@ def planned_tokens(config: Config) -> int:
     return sum(stage.tokens for stage in stages_of(config))
 
 
+def tokens_by_source(config: Config) -> dict[str, float]:
+    """The tokens of each source in all steps of a run."""
+    totals = {source.name: 0.0 for source in sources_of(config.recipe.data)}
+    for stage in stages_of(config):
+        sources = sources_of(stage.config.data)
+        period = sum(source.weight for source in sources)
+        for source in sources:
+            totals[source.name] += stage.tokens * source.weight / period
+    return totals
+
+
 def largest_stage(config: Config) -> Config:
     """The recipe of the stage whose micro-batches have the most tokens."""
     configs = (stage.config for stage in stages_of(config))

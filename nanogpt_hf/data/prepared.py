@@ -13,7 +13,7 @@ import transformers
 
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import is_mixture, sources_of
-from nanogpt_hf.config.stages import config_at
+from nanogpt_hf.config.stages import config_at, planned_tokens, tokens_by_source
 from nanogpt_hf.data.batches import blocks_read
 from nanogpt_hf.data.blocks import Blocks, MixedBlocks
 from nanogpt_hf.data.chat_template import ChatFormat
@@ -246,14 +246,14 @@ def summary_lines(
     ):
         lines += [f"{source.data.dir}:", *_split_lines(source.manifest, *parts)]
     epochs = epochs_by_source(config, data.train)
-    period = sum(source.weight for source in manifest.sources)
+    tokens, total = tokens_by_source(config), planned_tokens(config)
     width = max(len(name) for name in epochs)
     lines.append(
         f"mixture of {len(manifest.sources)} sources, in {config.train.max_steps:,} steps:"
     )
     return lines + [
         (
-            f"  {source.name:<{width}} {source.weight / period:7.2%} of the sequences, "
+            f"  {source.name:<{width}} {tokens[source.name] / total:7.2%} of the sequences, "
             f"{epochs[source.name]:,.2f} epochs"
         )
         for source in manifest.sources

@@ -15,7 +15,7 @@ from nanogpt_hf.config.checks import accumulation_steps, divisors
 from nanogpt_hf.config.compatibility import recipe_settings
 from nanogpt_hf.config.schema import Config, DataSection
 from nanogpt_hf.config.sources import sources_of
-from nanogpt_hf.config.stages import Stage, planned_tokens, stages_of
+from nanogpt_hf.config.stages import planned_tokens, stages_of, tokens_by_source
 from nanogpt_hf.data.formats import bytes_of_a_token, local_files
 from nanogpt_hf.data.manifest import Manifest, find_manifest
 from nanogpt_hf.data.tokenizer import known_vocab_size
@@ -179,7 +179,7 @@ def estimate(
         devices=devices,
         tokens=tokens,
         chinchilla_tokens=CHINCHILLA * (total - padding),
-        epochs=_epochs(stages, manifest),
+        epochs=_epochs(config, manifest),
         data_bytes=_data_bytes(config, manifest, model.config.vocab_size),
         data_is_prepared=manifest is not None,
         run_bytes=run_bytes(total, float32_state, config.checkpoint.keep),
@@ -194,19 +194,14 @@ def planned_model(config: Config, base: PreTrainedConfig | None = None) -> PreTr
     return _meta_model(config, base, find_manifest(config.data))[0]
 
 
-def _epochs(stages: list[Stage], manifest: Manifest | None) -> dict[str, float]:
+def _epochs(config: Config, manifest: Manifest | None) -> dict[str, float]:
     """How often each source is read."""
     if manifest is None:
         return {}
-    tokens = {"the prepared data": manifest.train.tokens}
-    if manifest.sources:
-        tokens = {source.name: source.manifest.train.tokens for source in manifest.sources}
-    epochs = dict.fromkeys(tokens, 0.0)
-    for stage in stages:
-        weights = [source.weight for source in sources_of(stage.config.data)]
-        for name, weight in zip(epochs, weights, strict=True):
-            epochs[name] += stage.tokens * weight / sum(weights) / tokens[name]
-    return epochs
+    tokens = tokens_by_source(config)
+    if not manifest.sources:
+        return {"the prepared data": sum(tokens.values()) / manifest.train.tokens}
+    return {s.name: tokens[s.name] / s.manifest.train.tokens for s in manifest.sources}
 
 
 def run_bytes(parameters: int, optimizer_state: float, keep: int) -> int:

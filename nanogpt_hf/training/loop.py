@@ -17,7 +17,7 @@ from safetensors import SafetensorError
 from nanogpt_hf.config.checks import parse_duration
 from nanogpt_hf.config.finetune import next_unfreezing
 from nanogpt_hf.config.load import config_to_yaml
-from nanogpt_hf.config.stages import next_stage
+from nanogpt_hf.config.stages import largest_stage, next_stage
 from nanogpt_hf.distributed.accelerator import describe_machine, sum_over_ranks
 from nanogpt_hf.distributed.full_state import full_weights
 from nanogpt_hf.distributed.rendezvous import one_line_for_a_lost_process
@@ -47,7 +47,7 @@ def train(run: Run) -> RunFolder:
     try:
         with (
             one_line_for_a_lost_process(folder),
-            one_line_for_too_little_memory(config, data.vocab_size),
+            one_line_for_too_little_memory(largest_stage(config), data.vocab_size),
         ):
             evaluations = load_training_evaluations(config, data.tokenizer)
             if run.mesh.is_main:

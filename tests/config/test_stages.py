@@ -12,6 +12,7 @@ from nanogpt_hf.config.stages import (
     planned_tokens,
     stage_lines,
     stages_of,
+    tokens_by_source,
 )
 from nanogpt_hf.data.batches import Batches, blocks_read
 from nanogpt_hf.data.blocks import MixedBlocks, TokenBlocks, TokenStream
@@ -52,6 +53,8 @@ def test_recipe_at_a_step_has_the_knobs_of_all_stages_before(config):
     ]
     assert [next_stage(config, step) for step in (0, 39, 40, 80)] == [40, 40, 80, None]
     assert planned_tokens(config) == 40 * 256 + 60 * 512
+    later = 60 * 512 / 7
+    assert tokens_by_source(config) == pytest.approx({"a": 40 * 256 + 6 * later, "b": later})
     assert largest_stage(config).begins == 80
     assert stage_lines(config) == [
         "stage 1: steps 1 to 40, 10,240 tokens",
