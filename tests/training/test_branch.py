@@ -26,10 +26,10 @@ def stem(train, tmp_path_factory) -> RunFolder:
 def branch(stem, tmp_path, forget_accelerate):
     """Make a branch with knobs, and train it to its end; return its folder."""
 
-    def branch(knobs: str, step: int = 4) -> RunFolder:
+    def branch(*knobs: object, step: int = 4) -> RunFolder:
         before, new = file_contents(stem.path), RunFolder(tmp_path / "new")
         words = argv("branch {} --at {} --run-dir {}", stem.path, step, new.path)
-        assert main([*words, *knobs.split()]) == 0
+        assert main([*words, *map(str, knobs)]) == 0
         assert file_contents(stem.path) == before
         forget_accelerate()
         assert main(argv("pretrain {} --run-dir {} --resume", new.recipe, new.path)) == 0
@@ -39,7 +39,7 @@ def branch(stem, tmp_path, forget_accelerate):
 
 
 def test_branch_without_changes_is_the_same_run(stem, branch):
-    new = branch("")
+    new = branch()
     for run in (stem, new):
         (run.final / "README.md").unlink()  # the card states the duration
     assert file_contents(new.final) == file_contents(stem.final)
@@ -55,9 +55,9 @@ def test_branch_without_changes_is_the_same_run(stem, branch):
 def test_branch_has_other_text_rates_and_steps(stem, branch, text_file, tmp_path):
     (tmp_path / "other.txt").write_text(text_file.read_text()[::-1])
     tokenizer = Path(read_recipe_knob(stem, "data.dir")) / "tokenizer"
-    data = f"--data.source {tmp_path}/other.txt --data.dir {tmp_path}/data"
-    data += f" --data.tokenizer {tokenizer}"
-    new = branch(f"{data} --checkpoint.keep 2 --optim.schedule linear --train.max_steps 6")
+    line = "--data.source {} --data.dir {} --data.tokenizer {} --checkpoint.keep 2"
+    line += " --optim.schedule linear --train.max_steps 6"
+    new = branch(*argv(line, tmp_path / "other.txt", tmp_path / "data", tokenizer))
     events = numbers(new)
     assert max(event["step"] for event in events) == 6
     old = {e["step"]: e["train/loss"] for e in numbers(stem) if "train/loss" in e}
@@ -85,9 +85,11 @@ def test_branch_has_other_text_rates_and_steps(stem, branch, text_file, tmp_path
     ],
 )
 def test_mistake_is_one_line(stem, refused, tmp_path, words, part):
+    words = words.split()
     for name, path in (("STEM", stem.path), ("NEW", tmp_path / "new")):
-        words, part = words.replace(name, str(path)), part.replace(name, str(path))
-    assert part in refused("branch", stem.path, *words.split())
+        words = [word.replace(name, str(path)) for word in words]
+        part = part.replace(name, str(path))
+    assert part in refused("branch", stem.path, *words)
     assert not (tmp_path / "new").exists()
 
 
