@@ -242,13 +242,8 @@ DISTILLATION = replace(
     objective=distillation_objective,
 )
 ON_TEXT = (TEXT, DISTILLATION)
-METHODS = [
-    POLICY,
-    KTO,
-    PREFERENCES,
-    DISTILLATION,
-    TEXT,
-]  # the first that a recipe chooses is its method
+# the first that a recipe chooses is its method
+METHODS = [POLICY, KTO, PREFERENCES, DISTILLATION, TEXT]
 
 
 def method_of(config: Config) -> Method:

@@ -145,15 +145,14 @@ def test_resumed_run_with_dropout_equals_uninterrupted(
 @pytest.mark.parametrize(
     ("before", "after"),
     [
-        ("tp", "one"),
-        ("one", "tp"),
-        ("tp_fsdp", "tp"),
-        ("fsdp", "tp_fsdp"),
-        ("cp", "one"),
-        ("tp", "cp"),
-        ("tp_cp", "cp"),
-        ("ring", "one"),
-        ("one", "ring"),
+        *(("tp", "one"), ("fsdp", "tp_fsdp"), ("tp", "cp")),
+        *(
+            pytest.param(*moves, marks=pytest.mark.exhaustive)
+            for moves in (
+                *(("one", "tp"), ("tp_fsdp", "tp"), ("cp", "one")),
+                *(("tp_cp", "cp"), ("ring", "one"), ("one", "ring")),
+            )
+        ),
     ],
 )
 def test_run_moves_to_another_layout(recipes, trained, launch, tmp_path, before, after):
