@@ -62,7 +62,7 @@ def output_target(path: Path) -> Iterator[Path]:
     a private folder and copied if the block ends without an error.
     """
     target = Path(os.path.realpath(path))
-    special = path == STDOUT or str(path).startswith("/dev/")
+    special = path == STDOUT or str(path).startswith(("/dev/fd/", "/dev/std"))
     if not special and (target.is_file() or not target.exists()):
         yield target
         return
