@@ -136,12 +136,10 @@ def norm_by_rows(tensors: list[torch.Tensor]) -> torch.Tensor:
 
     A row's sum is a fixed tree of elementwise sums, and a process's rows are added to zeros.
     """
-    rows = torch.cat([_squares_of_rows(tensor) for tensor in tensors])
-    for tensor in tensors[:1]:
-        if isinstance(tensor, DTensor):
-            layout = [Partial() if p.is_shard() else p for p in tensor.placements]
-            rows = DTensor.from_local(rows, tensor.device_mesh, layout, run_check=False)
-            rows = rows.full_tensor()
+    first, rows = tensors[0], torch.cat([_squares_of_rows(tensor) for tensor in tensors])
+    if isinstance(first, DTensor):
+        layout = [Partial() if p.is_shard() else p for p in first.placements]
+        rows = DTensor.from_local(rows, first.device_mesh, layout, run_check=False).full_tensor()
     return rows.sum().sqrt()
 
 

@@ -112,7 +112,7 @@ def kto_step(run: Run, step: int, learning_rate: float) -> StepResult:
         fill_reference(run, lambda: False)
         blocks.kl = divergence(run, blocks, run.batches.indices(step))
     result = train_step(run, step, learning_rate)
-    accuracy = {name: result.metrics[name] for name in ("accuracy",) if name in result.metrics}
+    accuracy = {"accuracy": result.metrics["accuracy"]}
     return result._replace(metrics=accuracy, figures={"kl": blocks.kl})
 
 
