@@ -1,15 +1,16 @@
 """The commands that show runs: compare and report."""
 
 import argparse
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanogpt_hf.commands.arguments import add_json_argument, add_option
+from nanogpt_hf.commands.arguments import add_option, add_output
 from nanogpt_hf.config.sources import source_text
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import UserError
 from nanogpt_hf.formatting import align
-from nanogpt_hf.runs.files import output_file, output_target, write_json
+from nanogpt_hf.runs.files import output_target, write_json
 from nanogpt_hf.runs.find import find_run
 
 if TYPE_CHECKING:
@@ -20,12 +21,11 @@ if TYPE_CHECKING:
 def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "runs RUN", "run folders", nargs="+")
     add_option(parser, "--by", "x axis", choices=("step", "tokens", "time"), default="step")
-    plot = "the plot, - is stdout (default compare.png)"
-    add_option(parser, "--output FILE", plot, type=output_file)
+    add_output(parser, "--output", "the plot (default compare.png)")
     add_option(parser, "--reference FILE", "another reference to compare with", type=Path)
     made = "write a reference from these runs, which may differ only in their seed, and exit"
-    add_option(parser, "--make-reference FILE", made, type=output_file)
-    add_json_argument(parser, "the tables and the verdicts")
+    add_output(parser, "--make-reference", made)
+    add_output(parser, "--json", "also write the tables and the verdicts to FILE")
 
 
 def run_compare(arguments: argparse.Namespace) -> None:
@@ -140,8 +140,7 @@ def _same_tokens(configs: dict[str, "Config"]) -> bool:
 
 def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     add_option(parser, "run RUN", "a run folder")
-    place = "where to, - is stdout (default RUN/report.html)"
-    add_option(parser, "--output FILE", place, type=output_file)
+    add_output(parser, "--output", "where to (default RUN/report.html)")
 
 
 def run_report(arguments: argparse.Namespace) -> None:
@@ -154,9 +153,7 @@ def run_report(arguments: argparse.Namespace) -> None:
 
     from nanogpt_hf.reports.page import write_report
 
-    if arguments.output:
-        with output_target(arguments.output) as target:
-            write_report(folder, target)
-    else:
-        write_report(folder, folder.report)
-    show(arguments.output or folder.report)
+    named = arguments.output  # a link in the run folder is not followed
+    with output_target(named) if named else nullcontext(folder.report) as target:
+        write_report(folder, target)
+    show(named or folder.report)

@@ -1,4 +1,4 @@
-"""The commands that convert models: export and import-nanogpt."""
+"""The commands that convert and share models: export, import-nanogpt and push."""
 
 import argparse
 import importlib.util
@@ -7,9 +7,11 @@ import shlex
 from pathlib import Path
 from typing import Any
 
-from nanogpt_hf.commands.arguments import add_model_argument, add_option
+from nanogpt_hf.commands.arguments import add_flag, add_option
+from nanogpt_hf.config.checks import REPO_ID
 from nanogpt_hf.console import show
 from nanogpt_hf.errors import RunFolderError, UserError
+from nanogpt_hf.formatting import shows_bars
 from nanogpt_hf.runs.find import find_model
 
 _DTYPES = {"float32": "float32", "bf16": "bfloat16", "fp16": "float16", "q8_0": "float32"}
@@ -26,7 +28,7 @@ def _size(text: str) -> str:
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    add_model_argument(parser)
+    add_option(parser, "model MODEL", "a run folder (its best model), a model folder, or a Hub id")
     add_option(parser, "out OUT", "the folder to write, which must be missing or empty")
     formats = ("safetensors", *_NEEDS)
     add_option(parser, "--format", "of the files", choices=formats, default="safetensors")
@@ -194,3 +196,50 @@ def import_data(source: Path, out: Path, meta: Path | None) -> None:
     knobs = {"dir": out, "source": source, "tokenizer": manifest.recipe["tokenizer"]}
     options = " ".join(f"--data.{knob} {shlex.quote(str(value))}" for knob, value in knobs.items())
     show(f"next: python cli.py pretrain RECIPE {options}")
+
+
+def _repo_id(text: str) -> str:
+    if not REPO_ID.fullmatch(text):
+        raise argparse.ArgumentTypeError(f"expected user/name, got {text!r}")
+    return text
+
+
+def add_push_arguments(parser: argparse.ArgumentParser) -> None:
+    folder = "a run folder (its best model), its best/ or final/, a model or adapter folder"
+    add_option(parser, "model MODEL", folder)
+    add_option(parser, "repo_id REPO_ID", "user/name; created if it does not exist", type=_repo_id)
+    add_flag(parser, "--private", "create a private repository")
+    branch = "a branch to push to, created if it does not exist"
+    add_option(parser, "--revision BRANCH", branch)
+    add_option(parser, "--message", "the commit message")
+
+
+def run_push(arguments: argparse.Namespace) -> None:
+    """Push a model to the Hub in one commit: weights, tokenizer, generation config and model card.
+
+    A run folder's resolved recipe, metrics and loss plot are pushed too. The token is the one that
+    `hf auth login` stored, or HF_TOKEN. Nothing in the repository is ever deleted.
+    """
+    folder = Path(find_model(arguments.model, on_hub=False))
+    if not folder.is_dir():
+        raise UserError(
+            f"{arguments.model}: no such folder; push takes a run, model or adapter folder"
+        )
+
+    from huggingface_hub.utils import disable_progress_bars
+
+    from nanogpt_hf.export.hub import push
+
+    if not shows_bars():
+        disable_progress_bars()
+    pushed = push(
+        folder,
+        arguments.repo_id,
+        private=arguments.private,
+        revision=arguments.revision,
+        message=arguments.message,
+    )
+    if pushed.skipped:
+        show(f"skipped (not model files): {', '.join(pushed.skipped)}")
+    what = f"{len(pushed.files)} files" if pushed.changed else "nothing had changed"
+    show(f"{folder} -> {pushed.url} ({what})")

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from nanogpt_hf.commands.arguments import add_json_argument, add_option, list_knobs
+from nanogpt_hf.commands.arguments import add_option, add_output, list_knobs
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.values import bounded
 from nanogpt_hf.console import show
@@ -106,7 +106,7 @@ def add_inspect_arguments(parser: argparse.ArgumentParser) -> None:
     asked = parser.add_mutually_exclusive_group(required=True)
     asked.add_argument("--step", metavar="N", type=bounded(int, 1), help="the step; 1 is the first")
     asked.add_argument("--find", metavar="TEXT", help="a text whose steps are listed")
-    add_json_argument(parser, "the sequences or the steps, with whole texts")
+    add_output(parser, "--json", "also write the sequences or the steps, with whole texts, to FILE")
 
 
 def run_inspect(arguments: argparse.Namespace) -> None:

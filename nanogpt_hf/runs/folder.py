@@ -13,7 +13,8 @@ from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
 from nanogpt_hf.config.sources import source_changes
 from nanogpt_hf.errors import RunFolderError
-from nanogpt_hf.runs.files import remove, remove_folder, restore_folder, written_whole
+from nanogpt_hf.place import remove, remove_folder, restore_folder
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.identity import is_fixed
 
 logger = logging.getLogger(__name__)

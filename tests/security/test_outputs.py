@@ -10,9 +10,10 @@ import pytest
 from assertions import file_contents
 from nanogpt_hf.commands import main
 from nanogpt_hf.errors import UserError
+from nanogpt_hf.place import replaced_folder
 from nanogpt_hf.reports.page import write_report
 from nanogpt_hf.runs import files
-from nanogpt_hf.runs.files import replaced_folder, written_whole
+from nanogpt_hf.runs.files import written_whole
 from nanogpt_hf.runs.folder import RunFolder
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="needs POSIX links, pipes and devices")
