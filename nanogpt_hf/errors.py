@@ -11,7 +11,6 @@ from collections.abc import Iterable
 
 from nanogpt_hf.formatting import plural
 
-_PROBLEMS_SHOWN = 100
 EXIT_LOST = 1
 EXIT_USER_ERROR = 2
 EXIT_STOPPED = 75  # EX_TEMPFAIL in sysexits.h: start again with --resume to continue
@@ -29,12 +28,8 @@ class ConfigError(UserError):
 
     def __init__(self, problems: Iterable[str]):
         self.problems = list(problems)
-        lines = self.problems[:_PROBLEMS_SHOWN]
-        if len(lines) < len(self.problems):
-            lines = [*lines, f"... and {len(self.problems) - len(lines):,} more"]
-        super().__init__(
-            "\n".join([*lines, f"{plural(len(self.problems), 'problem')}; nothing was started."])
-        )
+        end = f"{plural(len(self.problems), 'problem')}; nothing was started."
+        super().__init__("\n".join([*self.problems, end]))
 
 
 class DataError(UserError):
@@ -63,11 +58,7 @@ class LostProcess(Exception):  # noqa: N818  (the error is in another process)
 
 # Messages of torch and the C++ library about memory, in errors without a class for it.
 _NO_MEMORY = re.compile(
-    (
-        r"can.t allocate memory|bad_alloc|not enough memory|out "
-        r"of memory"
-    ),
-    re.IGNORECASE,
+    r"can.t allocate memory|bad_alloc|not enough memory|out of memory", re.IGNORECASE
 )
 
 

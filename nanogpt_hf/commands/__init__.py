@@ -154,7 +154,7 @@ def _refuse(parser: argparse.ArgumentParser, word: str) -> NoReturn:
         parser.error(f"{key} is an option of launch: python cli.py launch {key} F COMMAND ...")
     options = [option for action in parser._actions for option in action.option_strings]
     near = did_you_mean(key, [*options, *(f"--{knob}" for knob in KNOBS)])
-    parser.error(f"{key!r} is an unknown argument{near}")
+    parser.error(f"{key}: unknown argument{near}")
 
 
 def _parse(name: str, words: list[str]) -> tuple[Callable[[], int | None], argparse.Namespace]:

@@ -10,8 +10,8 @@ from typing import cast
 import filelock
 
 from nanogpt_hf.config.load import load_config
-from nanogpt_hf.config.schema import KNOBS, Config, get_value
-from nanogpt_hf.config.sources import source_changes
+from nanogpt_hf.config.schema import KNOBS, Config
+from nanogpt_hf.config.sources import comparable
 from nanogpt_hf.errors import RunFolderError
 from nanogpt_hf.place import remove, remove_folder, restore_folder
 from nanogpt_hf.runs.files import written_whole
@@ -124,18 +124,12 @@ class RunFolder:
         """Differences of `config` from the run's recipe, as `key: before -> now`."""
         before = load_config(self.recipe)
         auto = ("train.micro_batch_size", "auto")  # the run's recipe has the number, which is kept
-        different = [
-            key
-            for key in KNOBS
-            if get_value(before, key) != get_value(config, key)
-            and (key, get_value(config, key)) != auto
-        ]
-        lines = [
-            (f"{key}: {get_value(before, key)} -> {get_value(config, key)}")
-            for key in different
-            if key != "data.source"
-        ]
-        return lines + source_changes(before.data, config.data)
+        lines = []
+        for key in KNOBS:
+            old, new = comparable(before, key), comparable(config, key)
+            if old != new and (key, new) != auto:
+                lines.append(f"{key}: {old} -> {new}")
+        return lines
 
     def changes(self, config: Config) -> list[str]:
         """The same for a run that is resumed.

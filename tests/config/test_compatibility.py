@@ -2,7 +2,6 @@
 
 import pytest
 
-from nanogpt_hf.config.compatibility import RULES
 from nanogpt_hf.config.load import load_config
 from nanogpt_hf.config.schema import KNOBS
 from nanogpt_hf.distributed.layout import Machine, check_layout, machine_settings
@@ -81,17 +80,6 @@ def test_recipe_that_contradicts_itself_is_refused_with_all_problems(knobs, keys
         load_config(None, values, name="x")
     found = [problem.partition(" does")[0].lstrip("-") for problem in error.value.problems]
     assert found == keys
-
-
-def test_remedy_of_zero_bubble_is_of_the_setting_itself():
-    values = {rule.a: rule.remedy for rule in RULES if rule.b == "pp_schedule zero_bubble"}
-    assert values == {
-        "dynamo_backend": "set dynamo_backend 'NO', or pp_schedule 1f1b",
-        **{
-            name: f"set {name} false, or pp_schedule 1f1b"
-            for name in ("fsdp_activation_checkpointing", "fsdp_reshard_after_forward")
-        },
-    }
 
 
 def test_row_of_an_optimizer_adds_its_own_rules(monkeypatch):

@@ -130,13 +130,6 @@ def test_depth_option_replaces_sizes_of_a_recipe(recipe):
     assert config.model.n_positions == 64  # not chosen by the dial
 
 
-def test_depth_option_keeps_overrides_of_a_recipe_with_depth(recipe):
-    path = recipe(model={"depth": 2}, optim={"learning_rate": 0.5})
-    config = load_config(path, {"model.depth": 3})
-    assert (config.model.n_layer, config.optim.learning_rate) == (3, 0.5)
-    assert config.optim.min_learning_rate == 0.05
-
-
 def test_learning_rate_scales_with_root_of_stated_batch(recipe):
     chosen = load_config(recipe(), {"model.depth": 4})
     batch = chosen.train.tokens_per_step // 4

@@ -1,6 +1,5 @@
 import json
 import typing
-from typing import Literal
 
 import pytest
 
@@ -8,7 +7,6 @@ from nanogpt_hf.commands import main
 from nanogpt_hf.config.checks import accumulation_steps, find_conflicts
 from nanogpt_hf.config.schema import (
     KNOBS,
-    SECTIONS,
     Config,
     get_value,
     kind_options,
@@ -34,10 +32,6 @@ def test_knobs_have_a_meaning_and_a_default_of_their_type():
             ), key
 
 
-def test_sections_match_the_config():
-    assert {key.partition(".")[0] for key in KNOBS} == set(SECTIONS)
-
-
 def test_get_value_and_replace_knobs_cover_every_knob():
     config = replace_knobs(Config(), {key: number for number, key in enumerate(KNOBS)})
     assert [get_value(config, key) for key in KNOBS] == list(range(len(KNOBS)))
@@ -45,21 +39,6 @@ def test_get_value_and_replace_knobs_cover_every_knob():
 
 def test_defaults_have_no_conflict_once_a_source_is_given():
     assert list(find_conflicts(replace_knobs(Config(), {"data.source": "python-docs"}))) == []
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"),
-    [
-        (int, (int,)),
-        (list[str], (list[str],)),
-        (int | None, (int, type(None))),
-        (typing.Optional[str], (str, type(None))),  # noqa: UP045  (as given by get_type_hints)
-        (Literal["a", "b"], ("a", "b")),
-        (int | Literal["all"], (int, "all")),
-    ],
-)
-def test_annotation_gives_allowed_types(kind, options):
-    assert kind_options(kind) == options
 
 
 @pytest.fixture
