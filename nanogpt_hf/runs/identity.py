@@ -3,7 +3,6 @@
 Checkpoints record it.
 """
 
-import re
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
@@ -31,6 +30,8 @@ _FREE = ("data.dir", "data.num_threads", "data.max_epochs", "data.streaming", "l
 _FREE += ("rl.eval_questions", "rl.eval_samples", "rl.reward_seconds", "rl.reward_errors")
 # sizes that the dial chose are in the knobs that it sets
 _FREE += ("model.depth", "model.aspect_ratio")
+# parts of the data's identity whose name alone does not explain them
+_SHOWN = {"teacher": "distill.teacher", "weights": "data.source: weights"}
 
 
 def is_fixed(key: str) -> bool:
@@ -61,30 +62,10 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
         if (old := before["knobs"].get(key, KNOBS[key].default)) != value
     ]
     old, new = before["data"], now["data"]
-    changed = {name for name in new if old.get(name) != new[name]} - {"source"}
-    if "weights" in changed:
-        lines.append(f"data.source: weights {old.get('weights')} -> {new['weights']}")
-        changed.remove("weights")
-    tokenizer = changed & {"tokenizer_hash", "vocab_size"}
-    if tokenizer:
-        lines.append(f"tokenizer: {_tokenizer(old)} -> {_tokenizer(new)}")
-        changed &= {"revision"}  # another tokenizer alone changes the ids
-    elif new.get("train sha256"):  # the same tokens, from files that are split or stored otherwise
-        changed.discard("revision")
-    if "teacher" in changed:
-        lines.append(f"distill.teacher: weights of {old.get('teacher')} -> {new['teacher']}")
-        changed.remove("teacher")
-    if changed:
-        lines.append(f"text: {_text(old)} -> {_text(new)}")
-    return lines
-
-
-def _tokenizer(data: dict[str, Any]) -> str:
-    return f"{data['vocab_size']:,} tokens (sha256 {data['tokenizer_hash'][:8]})"
-
-
-def _text(data: dict[str, Any]) -> str:
-    # reinforcement learning adds a digest of the questions and one of the reward file
-    revision = re.sub(r"sha256:(\w{8})\w*", r"sha256 \1", data["revision"])
-    tokens = f"{data['train tokens']:,} + {data['validation tokens']:,} tokens"
-    return f"{data['source']} ({revision}, {tokens})"
+    changed = [name for name in new if name != "source" and old.get(name) != new[name]]
+    if new.get("train sha256") and changed == ["revision"]:
+        return lines  # the same tokens, from files that are split or stored otherwise
+    return lines + [
+        f"{_SHOWN.get(name, f'data {name}')}: {old.get(name)!s:.60} -> {new[name]!s:.60}"
+        for name in changed
+    ]

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 logger = logging.getLogger(__name__)
-_LOWEST = {"step": 0, "processes": 1, "threads": 1}  # numbers of a start that are read again
 
 
 def describe_start(
@@ -56,15 +55,8 @@ def read_starts(run: RunFolder) -> list[dict[str, Any]]:
     if not run.machine.is_file():
         return []
     try:
-        starts = json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
-        for start in starts:
-            for name, low in _LOWEST.items():
-                if not isinstance(value := start.get(name, low), int) or value < low:
-                    raise ValueError
-            start.get("fingerprint", {}).items()
-            start.get("versions", {}).items()
-        return list(starts)
-    except (ValueError, TypeError, LookupError, AttributeError, RecursionError):
+        return json.loads(run.machine.read_text(encoding="utf-8"))["starts"]
+    except (ValueError, TypeError, LookupError):
         raise RunFolderError(f"{run.machine}: cannot be read; remove it") from None
 
 
@@ -121,25 +113,20 @@ def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -
 
     if not (starts := read_starts(run)):
         return
-    last, hint = starts[-1], ""
-    before: dict[str, Any] = last.get("fingerprint", {})
-    if threads := last.get("threads"):
-        if (
-            device.type == "cpu"
-            and stated_threads(local_world_size) is None
-            and threads <= allowed_cores()
-        ):
-            torch.set_num_threads(threads)
-        before = before | {"threads": str(threads)}
-        if threads != torch.get_num_threads():
-            hint = f" (OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads)"
+    before, threads = dict(starts[-1]["fingerprint"]), starts[-1]["threads"]
+    stated = stated_threads(local_world_size) is not None
+    if device.type == "cpu" and not stated and threads <= allowed_cores():
+        torch.set_num_threads(threads)
+    before["threads"] = str(threads)
     parts = [
         f"{name} {before[name]} -> {value}"
         for name, value in fingerprint(device).items()
         if before.get(name, value) != value
     ]
+    if threads != torch.get_num_threads():
+        parts.append(f"OMP_NUM_THREADS={threads} OMP_DYNAMIC=false keeps the threads")
     if parts:
         logger.warning(
             f"the fingerprint of this machine is not that of the run's last start: "
-            f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit{hint}"
+            f"{', '.join(parts)}: losses will agree to rounding only, not bit for bit"
         )
