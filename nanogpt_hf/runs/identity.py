@@ -3,6 +3,7 @@
 Checkpoints record it.
 """
 
+import re
 from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.config.schema import KNOBS, Config, get_value
@@ -66,6 +67,11 @@ def differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
     if new.get("train sha256") and changed == ["revision"]:
         return lines  # the same tokens, from files that are split or stored otherwise
     return lines + [
-        f"{_SHOWN.get(name, f'data {name}')}: {old.get(name)!s:.60} -> {new[name]!s:.60}"
+        f"{_SHOWN.get(name, f'data {name}')}: {_short(old.get(name))} -> {_short(new[name])}"
         for name in changed
     ]
+
+
+def _short(value: Any) -> str:
+    """A fact with the first 8 digits of each hash in it."""
+    return re.sub(r"\b([0-9a-f]{8})[0-9a-f]{32,}\b", r"\1", str(value))

@@ -113,11 +113,11 @@ def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -
 
     if not (starts := read_starts(run)):
         return
-    before, threads = dict(starts[-1]["fingerprint"]), starts[-1]["threads"]
+    before, threads = starts[-1].get("fingerprint", {}), starts[-1]["threads"]
     stated = stated_threads(local_world_size) is not None
     if device.type == "cpu" and not stated and threads <= allowed_cores():
         torch.set_num_threads(threads)
-    before["threads"] = str(threads)
+    before = before | {"threads": str(threads)}
     parts = [
         f"{name} {before[name]} -> {value}"
         for name, value in fingerprint(device).items()

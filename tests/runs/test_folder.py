@@ -89,14 +89,7 @@ def test_overwrite_removes_nothing_if_a_folder_is_unusable(pretrain, run, tmp_pa
     before = contents(tmp_path)
     status, error = pretrain("--overwrite")
     assert (status, error.count("\n")) == (2, 1)
-    said = {
-        "file": "is a file; move it away",
-        "dangling link": (
-            f"is a link to {tmp_path / 'not-mounted'}, and there is no such folder; mount its "
-            "volume, or remove the link"
-        ),
-    }
-    assert error == f"{folder}: {said[damage]}\n"
+    assert error.startswith(f"{folder}: is a file, or a link to {folder.resolve()}")
     assert contents(tmp_path) == before
 
 
