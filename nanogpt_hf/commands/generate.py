@@ -96,21 +96,9 @@ def open_model(name: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
 
 def add_sample_arguments(parser: argparse.ArgumentParser) -> None:
     _add_sampling_arguments(parser, 500)
-    prompt: Any = parser.add_mutually_exclusive_group()
     text = "text to continue (default: a line break, or the first token)"
-    add_option(prompt, "--prompt", text)
-    add_option(prompt, "--prompt-file FILE", "file with the text to continue")
+    add_option(parser, "--prompt", text)
     add_option(parser, "--num-samples", "samples", type=bounded(int, 1, 10_000), default=1)
-
-
-def _read_prompt(arguments: argparse.Namespace) -> str | None:
-    if arguments.prompt_file is None:
-        return arguments.prompt
-    try:
-        # without a byte order mark
-        return Path(arguments.prompt_file).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--prompt-file: {arguments.prompt_file} cannot be read: {error}") from None
 
 
 def default_prompt(tokenizer: "PreTrainedTokenizerBase") -> str:
@@ -131,14 +119,13 @@ def run_sample(arguments: argparse.Namespace) -> None:
     """Generate text with the model of a run folder, a model folder or the Hub; the text is printed
     as it is generated.
     """
-    prompt = _read_prompt(arguments)
-
     from nanogpt_hf.data.tokenizer import prompt_ids
     from nanogpt_hf.generate import TextStream, generate_tokens
 
     accelerator = _build_accelerator(arguments.mesh)
     model, tokenizer = open_model(arguments.model)
     model.to(accelerator.device)
+    prompt = arguments.prompt
     if prompt is None:
         prompt = default_prompt(tokenizer)
     try:
@@ -236,15 +223,8 @@ class Chat:
         messages = [*self.messages, {"role": "user", "content": question}]
         try:
             ids, kept = encode_chat(self.format, messages, context - self.room)
-        except ValueError as error:
-            show_note(
-                f"too long: with the messages before it {error}, the model's context without room "
-                "for an answer; shorten it"
-            )
-            return
-        except DataError as error:
-            show_note(str(error))
-            return
+        except (ValueError, DataError) as error:
+            return show_note(f"no answer: with the messages before it {error}; shorten it")
         if len(kept) < len(messages):
             show_note(
                 f"the context is full: the oldest {len(messages) - len(kept)} messages were dropped"

@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nanogpt_hf.commands.arguments import (
     add_knobs,
@@ -35,11 +35,12 @@ if TYPE_CHECKING:
 def add_estimate_arguments(parser: argparse.ArgumentParser) -> None:
     add_recipe_argument(parser)
     add_knobs(parser, "depth")
-    add_option(parser, "--config_file F", "an accelerate config (default: one process, float32)")
+    layout: Any = parser.add_mutually_exclusive_group()
+    add_option(layout, "--config_file F", "an accelerate config (default: one process, float32)")
     memory = "of a device, such as 80GB or 16GiB, for the largest micro-batch; of --gpus"
     add_option(parser, "--memory SIZE", memory, type=_bytes)
-    layout = "propose how to lay the run out over N GPUs"
-    add_option(parser, "--gpus N", layout, type=bounded(int, 1, 1_000_000))
+    proposal = "propose how to lay the run out over N GPUs"
+    add_option(layout, "--gpus N", proposal, type=bounded(int, 1, 1_000_000))
     gpus = "of --gpus: H100, A100, 'RTX 4090', ... (default: H100, or by --memory)"
     add_option(parser, "--gpu NAME", gpus)
     machine = "of --gpus, or all if they are fewer"
@@ -109,7 +110,7 @@ def run_estimate(arguments: argparse.Namespace, overrides: list[tuple[str, str]]
 
 
 def _check_options(arguments: argparse.Namespace) -> None:
-    """Raises UserError for options that exclude each other, or GPUs that fill no machines."""
+    """Raises UserError for options that need --gpus, or GPUs that fill no machines."""
     if arguments.gpus is None:
         for option in ("gpu", "network", "write_config"):
             if getattr(arguments, option) is not None:
@@ -117,8 +118,6 @@ def _check_options(arguments: argparse.Namespace) -> None:
                     f"--{option.replace('_', '-')}: only with --gpus, which proposes a layout"
                 )
         return
-    if arguments.config_file:
-        raise UserError("--gpus proposes a layout, and --config_file states one: give one of them")
     if arguments.gpus > arguments.per_machine and arguments.gpus % arguments.per_machine:
         raise UserError(
             f"--gpus {arguments.gpus}: machines of {arguments.per_machine} GPUs are not filled; "

@@ -129,18 +129,15 @@ def stage_lines(config: Config) -> list[str]:
 
 def stage_problem(config: Config) -> str:
     """What makes it impossible to list the stages of a recipe, or ''."""
-    steps = config.train.max_steps
-    sources: Any = config.data.source
+    steps, sources = config.train.max_steps, config.data.source
+    names = [source["name"] for source in sources] if isinstance(sources, list) else []
     for entry in config.train.stages or ():
         if entry["at"] >= steps:
             return f"at {entry['at']}: is not before train.max_steps {steps}"
-        weights = entry.get(_WEIGHTS, {})
-        if weights and not isinstance(sources, list):
-            return f"at {entry['at']}: {_WEIGHTS}: data.source is no mixture"
-        names = [source["name"] for source in sources] if weights else []
-        if unknown := [name for name in weights if name not in names]:
-            near = did_you_mean(unknown[0], names) or f"; there are {', '.join(names)}"
-            return f"at {entry['at']}: {_WEIGHTS}: no source is named {unknown[0]!r:.80}{near}"
+        for name in entry.get(_WEIGHTS, {}):
+            if name not in names:
+                near = did_you_mean(name, names)
+                return f"at {entry['at']}: {_WEIGHTS}: no source is named {name!r:.80}{near}"
     for stage in stages_of(config)[1:]:
         try:
             sources_of(stage.config.data)

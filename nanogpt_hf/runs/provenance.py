@@ -1,12 +1,9 @@
 """machine.json: one entry per start of a run, with host, device, versions and command."""
 
-import contextlib
 import json
 import logging
-import os
 import shlex
 import sys
-from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,30 +72,18 @@ def add_start(run: RunFolder, start: dict[str, Any]) -> None:
         partial.write_text(json.dumps({"starts": starts}, indent=2) + "\n", encoding="utf-8")
 
 
-@contextlib.contextmanager
-def recording_verification(run: RunFolder) -> Iterator[Callable[[int, int, str], None]]:
-    """Context with a function that adds to verified.jsonl that steps were repeated, with the
-    result, when and where.
-    """
+def record_verification(run: RunFolder, first: int, last: int, result: str) -> None:
+    """Add to verified.jsonl that steps were repeated, with the result, when and where."""
     from nanogpt_hf.runs.machine import describe_host
 
-    def record(first: int, last: int, result: str) -> None:
-        time = datetime.now(UTC).isoformat(timespec="seconds")
-        event = {"from": first, "step": last, "result": redact(result), "time": time}
-        line = json.dumps(event | {"machine": describe_host()})
-        with contextlib.suppress(OSError):  # a full disk: the line is printed
-            os.write(descriptor, f"\n{line}".encode())
-
-    try:  # now: a run that overwrites this one removes the file
-        descriptor = os.open(run.verified, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)
-    except OSError as error:  # a folder of another user
-        logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
-        yield lambda *_: None
-        return
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    event = {"from": first, "step": last, "result": redact(result), "time": time}
+    line = json.dumps(event | {"machine": describe_host()})
     try:
-        yield record
-    finally:
-        os.close(descriptor)
+        with run.verified.open("a", encoding="utf-8") as file:
+            file.write(f"\n{line}")
+    except OSError as error:  # a folder of another user, a full disk
+        logger.warning(f"{run.verified}: cannot be written: {error.strerror}")
 
 
 def continue_on(run: RunFolder, device: "torch.device", local_world_size: int) -> None:

@@ -141,9 +141,6 @@ def test_sample_continues_the_prompt(capsys, letter_model, tmp_path):
     assert len(out) == 34
     assert out == sample("--prompt abc")
     assert out != sample("--prompt abc --seed 1")
-    for prefix in (b"", b"\xef\xbb\xbf"):  # a byte order mark is dropped, as in data
-        (tmp_path / "prompt.txt").write_bytes(prefix + b"abc")
-        assert out == sample("--prompt-file {}", tmp_path / "prompt.txt")
     several = sample("--prompt abc --num-samples 3")
     assert several.startswith(out)
     assert "--- sample 3 of 3 ---\nabc" in several

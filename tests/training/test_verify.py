@@ -20,7 +20,7 @@ from nanogpt_hf.distributed.mesh import Mesh
 from nanogpt_hf.replay.verify import seconds_to_repeat
 from nanogpt_hf.runs.folder import RunFolder
 from nanogpt_hf.runs.metrics import read_events
-from nanogpt_hf.runs.provenance import add_start, read_starts, recording_verification
+from nanogpt_hf.runs.provenance import add_start, read_starts
 from nanogpt_hf.training import step as steps
 from nanogpt_hf.training.start import prepare_run
 
@@ -83,13 +83,6 @@ def test_estimate_is_the_time_of_all_processes(run):
     seconds = [read_checkpoint(run.checkpoint(step)).state.seconds for step in (2, 8)]
     add_start(run, read_starts(run)[0] | {"processes": 3})
     assert seconds_to_repeat(run, [(2, 8)], Mesh()) == 3 * (seconds[1] - seconds[0]) > 0
-
-
-def test_record_of_a_run_that_was_overwritten_is_lost(run):
-    with recording_verification(run) as record:
-        run.start("name: other\n")
-        record(2, 4, "equal")
-    assert not run.verified.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
