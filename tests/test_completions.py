@@ -121,21 +121,6 @@ def test_completion_ends_with_an_end_token_and_is_padded_by_zeros(model):
         assert end or length == 8
 
 
-def test_all_ended_decides_the_number_of_forward_passes(model, monkeypatch):
-    calls = []
-    forward = GPTForCausalLM.forward
-    monkeypatch.setattr(
-        GPTForCausalLM, "forward", lambda *args, **kw: calls.append(1) or forward(*args, **kw)
-    )
-    every_token = list(range(12))
-    first = complete(model, PROMPTS, range(4), end_ids=every_token)
-    assert len(calls) == 1
-    calls.clear()
-    longer = complete(model, PROMPTS, range(4), end_ids=every_token, all_ended=lambda ended: False)
-    assert len(calls) == 8
-    assert all(torch.equal(ours, theirs) for ours, theirs in zip(first, longer, strict=True))
-
-
 def test_logits_that_are_not_finite_raise_one_line():
     model = build_model()
     model.transformer.ln_f.weight.data[0] = torch.nan

@@ -108,12 +108,6 @@ def test_resume_keeps_the_number_of_threads_unless_one_is_stated(
     assert bool(caplog.messages) == bool(stated)  # another number than before is reported
 
 
-def test_threads_stay_without_machine_json(run):
-    run.machine.unlink()
-    continue_on(run, torch.device("cpu"), 1)
-    assert torch.get_num_threads() == 3
-
-
 def test_changed_fingerprint_is_one_line_with_its_parts(run, caplog):
     now = fingerprint(torch.device("cpu"))
     start = {"threads": torch.get_num_threads(), "fingerprint": now | {"id": "0", "numpy": "1.0"}}

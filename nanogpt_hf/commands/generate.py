@@ -224,7 +224,8 @@ class Chat:
         try:
             ids, kept = encode_chat(self.format, messages, context - self.room)
         except (ValueError, DataError) as error:
-            return show_note(f"no answer: with the messages before it {error}; shorten it")
+            show_note(f"no answer: with the messages before it {error}; shorten it")
+            return
         if len(kept) < len(messages):
             show_note(
                 f"the context is full: the oldest {len(messages) - len(kept)} messages were dropped"

@@ -61,25 +61,3 @@ def test_bpe_model_is_fine_tuned_with_its_own_tokenizer(run, tmp_path, monkeypat
     assert (Path("tuned/final/tokenizer.json")).read_bytes() == (
         run.final / "tokenizer.json"
     ).read_bytes()
-
-
-def test_resume_with_another_vocab_size_is_refused(run, tmp_path, capsys):
-    recipe, other = str(run.path.parent / "tiny.yaml"), str(tmp_path / "data")
-    resumed = argv("pretrain {} --run-dir {} --resume", recipe, run.path)
-    assert main([*resumed, "--data.vocab_size", str(SIZE + 1), "--data.dir", other]) == 2
-    assert f"data.vocab_size: {SIZE} -> {SIZE + 1}" in capsys.readouterr().err
-
-
-def test_the_dry_run_counts_a_bpe_vocabulary_before_prepare(write_recipe, tmp_path, capsys):
-    knobs = argv("--data.tokenizer bpe --data.vocab_size 4096 --data.dir {}", tmp_path / "none")
-    smaller = argv("--data.vocab_size 4095")
-    assert main(["pretrain", str(write_recipe()), "--dry-run", *knobs]) == 0
-    larger = parameters_in(capsys.readouterr().out)
-    assert main(["pretrain", str(write_recipe()), "--dry-run", *knobs, *smaller]) == 0
-    width = yaml.safe_load(write_recipe().read_text())["model"]["n_embd"]
-    assert larger - parameters_in(capsys.readouterr().out) == width
-
-
-def parameters_in(printed: str) -> int:
-    (line,) = [line for line in printed.splitlines() if line.startswith("parameters: ")]
-    return int(line.removeprefix("parameters: ").replace(",", ""))

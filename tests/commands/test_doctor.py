@@ -98,18 +98,6 @@ def test_doctor_finds_full_disk(capsys, monkeypatch, tmp_path, write_recipe):
     assert len(lines(out, "warning")) == 4
 
 
-def test_doctor_finds_unwritable_folder(monkeypatch, tmp_path):
-    def refuse(**options):
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(machine.tempfile, "TemporaryFile", refuse)
-    folder = machine.inspect_folder("run folder r", tmp_path / "not" / "yet")
-    assert folder.path == str(tmp_path)
-    (finding,) = diagnose.judge_places([folder], None)
-    assert finding.level == "fault"
-    assert "not writable" in finding.text
-
-
 @pytest.mark.parametrize(
     ("environment", "reason"),
     [
@@ -222,13 +210,3 @@ def test_judge_launch_finds_other_precision_and_unused_gpus():
         "the accelerate config requests precision bf16, the launch has no",
         "this host has 8 GPUs and uses 2: set num_processes in the accelerate config",
     ]
-
-
-def test_all_reduce_names_bandwidth_settings_and_unequal_sums():
-    rows = [(2**20, 0.001, 1.0), (2**26, 0.7, 100.0)]
-    equal = diagnose.judge_all_reduce(rows, True, "nccl")
-    assert equal.level == "ok"
-    assert "100.00 GB/s at best" in equal.text
-    for name in ("NCCL_DEBUG", "NCCL_SOCKET_IFNAME", "NCCL_IB_DISABLE"):
-        assert any(name in line for line in equal.lines)
-    assert diagnose.judge_all_reduce(rows, False, "gloo").level == "fault"

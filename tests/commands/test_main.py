@@ -45,9 +45,9 @@ def test_help_lists_log_options_and_every_knob_once(capsys):
     ("command", "meaning"),
     [
         ("estimate", "of --gpus, or all if they are fewer; default 8"),
-        ("rl", "the questions, with reference answers: as conversations for `finetune`"),
+        ("rl", "--data: the questions, with reference answers, as conversations"),
         ("rl", "recipes/arithmetic_rl.yaml"),
-        ("finetune", "the text: a file, folder, glob, URL, or Hub data set"),
+        ("finetune", "the text: python-docs, arithmetic, a file, folder, glob"),
         ("finetune", "recipes/finetune_lora.yaml"),
     ],
 )

@@ -65,12 +65,6 @@ def test_generation_continues_beyond_n_positions(model):
         assert model(torch.tensor([context])).logits[0, -1].argmax().item() == tokens[22]
 
 
-def test_long_prompt_keeps_its_end(model):
-    assert generate(model, prompt=[9] * 50 + list(range(24)), max_new_tokens=1) == generate(
-        model, prompt=list(range(24)), max_new_tokens=1
-    )
-
-
 def test_sample_ends_at_end_of_text(model):
     (tokens,) = generate(model, temperature=0)
     model.config.eos_token_id = tokens[4]
@@ -111,23 +105,6 @@ def test_stop_text_does_not_depend_on_the_pieces():
         assert (shown, stopped) == ((text[: ends[0] - longest], True) if ends else (text, False))
         endings += stopped
     assert 500 < endings < 1900
-
-
-def test_text_stream_decodes_a_few_tokens_at_a_time(monkeypatch):
-    tokenizer, decoded = build_tokenizer("gpt2", ()), []
-    decode = tokenizer.hf.decode
-
-    def counting(ids, **options):
-        decoded.append(len(ids))
-        return decode(ids, **options)
-
-    monkeypatch.setattr(tokenizer.hf, "decode", counting)
-    stream, ids = (
-        TextStream(tokenizer.hf),
-        tokenizer.encode_batch(["A cat sat. " * 100])[0].tolist(),
-    )
-    assert "".join(map(stream.add, ids)) + stream.end() == "A cat sat. " * 100
-    assert max(decoded) <= 3
 
 
 def test_sample_continues_the_prompt(capsys, letter_model, tmp_path):
